@@ -1,0 +1,187 @@
+# Every target does all its own set-up; a second run reuses it. `make help` lists them.
+#
+#   VENV=DIR    the virtual environment to make and use (.venv); VENV= uses the current python3 and
+#               its torch, and installs only the tools that it lacks
+#   TORCH=X.Y.Z the torch to install (2.13.0)
+#   PYTHON=EXE  the Python that makes the environments (python3)
+#   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"
+#   DCPX_WERROR=1, DCPX_SANITIZE=address|thread, MAX_JOBS=N: see setup.py
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv
+JOBS ?= $(or $(MAX_JOBS),$(shell nproc))
+TORCH_VENV ?= .venv-torch-$(TORCH)
+BUILD_VENV := .venv-build
+PYTEST_ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+ifeq ($(strip $(VENV)),)
+PY := $(PYTHON)
+S := build/stamps
+ENVIRONMENT := $(S)/current
+else
+PY := $(VENV)/bin/python
+S := $(VENV)/stamps
+ENVIRONMENT := $(S)/torch-$(TORCH)
+endif
+
+CSRC := $(shell find csrc -type f -not -name '.*')
+CPP_LINT := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h')
+HEADERS := $(filter %.h,$(CSRC))
+PACKAGE_FILES := $(wildcard torch_dcpx/*.py torch_dcpx/*.pyi torch_dcpx/py.typed)
+FLAGS := werror=$(DCPX_WERROR) sanitize=$(DCPX_SANITIZE)
+
+# A sanitized module needs its runtime loaded before Python.
+RUNTIME_address := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0
+RUNTIME_thread := LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)"
+PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest
+
+.PHONY: help demo test test-all test-cpp test-torch lint lint-python lint-cpp tidy wheel build clean
+
+help:
+	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
+	@echo "make test                    the tests, no root needed"
+	@echo "make test-all                all tests, slow ones and those that need root; no skips"
+	@echo "make test-cpp                the C++ tests under sanitizers"
+	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
+	@echo "make lint | wheel | build | clean"
+
+demo: build
+	$(PY) examples/train_resume.py
+
+test: build
+	$(PYTEST) --session-timeout=900 $(PYTEST_ARGS)
+
+test-all: build test-cpp
+	DCPX_STRICT=1 $(PYTEST) --everything --session-timeout=2400 $(PYTEST_ARGS)
+
+test-cpp:
+	@if [ -f tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp; \
+	else echo "test-cpp: skipped, tests/cpp has no Makefile"; fi
+
+# ---- The environment ----------------------------------------------------------------------------
+
+define NO_VENV
+'$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv
+endef
+define NO_COMPILER
+no C++ compiler (c++). On Debian and Ubuntu: apt install g++
+endef
+define NO_HEADERS
+no Python.h for $(PYTHON). On Debian and Ubuntu: apt install python3-dev
+endef
+define CHECK_TOOLS
+	@command -v c++ >/dev/null || { echo "$(NO_COMPILER)" >&2; exit 1; }
+	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+		|| { echo "$(NO_HEADERS)" >&2; exit 1; }
+endef
+define MAKE_VENV
+	@test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) || { rm -rf $(1); echo "$(NO_VENV)" >&2; exit 1; }
+	@mkdir -p $(1)/stamps
+endef
+
+$(VENV)/stamps/torch-$(TORCH): requirements/build.txt requirements/test.txt
+	$(CHECK_TOOLS)
+	$(call MAKE_VENV,$(VENV))
+	@echo "== installing torch $(TORCH) and the test tools into $(VENV) (once)"
+	$(PY) -m pip install torch==$(TORCH) -r requirements/build.txt -r requirements/test.txt
+	@rm -f $(VENV)/stamps/torch-*
+	@touch $@
+
+build/stamps/current: requirements/test.txt
+	$(CHECK_TOOLS)
+	@mkdir -p $(@D)
+	@$(PY) -c 'import torch; print("== using torch", torch.__version__)' \
+		|| { echo "VENV= uses the current environment, and $(PY) has no torch" >&2; exit 1; }
+	$(PY) requirements/missing.py requirements/test.txt > $(@D)/missing.txt
+	if [ -s $(@D)/missing.txt ]; then $(PY) -m pip install -r $(@D)/missing.txt; fi
+	@touch $@
+
+$(S)/lint: requirements/lint.txt $(ENVIRONMENT)
+	$(PY) requirements/missing.py requirements/lint.txt > $(S)/missing.txt
+	if [ -n "$(VENV)" ]; then $(PY) -m pip install -q -r requirements/lint.txt; \
+	elif [ -s $(S)/missing.txt ]; then $(PY) -m pip install -r $(S)/missing.txt; fi
+	@touch $@
+
+# ---- The build ----------------------------------------------------------------------------------
+
+# Rewritten only when the flags change, so that a switch rebuilds and a second run does not.
+$(S)/flags: FORCE
+	@mkdir -p $(@D); echo "$(FLAGS)" | cmp -s - $@ || echo "$(FLAGS)" > $@
+FORCE:
+
+# Editable: Python files need no step, and what changes in csrc is compiled in place by ninja.
+$(S)/package: $(ENVIRONMENT) $(S)/flags setup.py pyproject.toml torch_dcpx/_version.py
+	$(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(S)/extension: $(S)/package $(CSRC)
+	@if [ -n "$$(find csrc -newer $(S)/package -print -quit)" ]; then \
+		echo "== compiling csrc"; $(PY) setup.py -q build_ext --inplace; fi
+	@touch $@
+
+build: $(S)/extension
+
+# One wheel for every torch: made from the sdist, in isolation, in an environment without torch.
+wheel: dist/wheel.stamp
+dist/wheel.stamp: $(CSRC) $(PACKAGE_FILES) setup.py pyproject.toml MANIFEST.in LICENSE README.md
+	$(CHECK_TOOLS)
+	@rm -rf dist
+ifeq ($(strip $(VENV)),)
+	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
+else
+	$(call MAKE_VENV,$(BUILD_VENV))
+	$(BUILD_VENV)/bin/python -m pip install -q $$(grep ^build== requirements/test.txt)
+	$(BUILD_VENV)/bin/python -m build --outdir dist .
+endif
+	@sha256sum dist/*.whl
+	@touch $@
+
+# ---- Another torch ------------------------------------------------------------------------------
+
+# The working directory is empty, so that no test imports this clone instead of the wheel.
+test-torch: wheel
+	$(call MAKE_VENV,$(TORCH_VENV))
+	$(TORCH_VENV)/bin/python -m pip install -q torch==$(TORCH) -r requirements/test.txt
+	$(TORCH_VENV)/bin/python -m pip install -q --force-reinstall --no-deps dist/*.whl
+	@mkdir -p build/test-torch; sha256sum dist/*.whl
+	cd build/test-torch && DCPX_REQUIRE_INSTALLED=1 $(abspath $(TORCH_VENV))/bin/pytest \
+		-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(PYTEST_ARGS) \
+		$(CURDIR)/tests/unit $(CURDIR)/tests/dcp
+
+# ---- Lint ---------------------------------------------------------------------------------------
+
+lint: lint-python lint-cpp
+
+lint-python: $(S)/lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy --strict torch_dcpx
+
+SCRIPTS = $(shell $(PY) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+lint-cpp: $(S)/lint
+	@echo "clang-format --dry-run --Werror: $(words $(CPP_LINT)) files"
+	@$(SCRIPTS)/clang-format --dry-run --Werror $(CPP_LINT)
+	@$(MAKE) --no-print-directory --output-sync=target -j$(JOBS) tidy
+
+# One stamp a file, so that only what changed is read again.
+TIDY_FLAGS = -std=c++17 -Icsrc $(shell $(PY) -c 'import pybind11, sysconfig; \
+	print("-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include"))')
+tidy: $(patsubst %.cpp,build/tidy/%.ok,$(filter %.cpp,$(CSRC)))
+build/tidy/%.ok: %.cpp .clang-tidy $(HEADERS) | $(S)/lint
+	@mkdir -p $(@D)
+	@echo "clang-tidy $<"
+	@$(SCRIPTS)/clang-tidy --quiet $< -- $(TIDY_FLAGS)
+	@touch $@
+
+clean:
+	rm -rf build dist .venv .venv-* *.egg-info torch_dcpx/_C.*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find csrc torch_dcpx tests examples -name __pycache__ -prune -exec rm -rf {} +
+	@if [ -f tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp clean; fi

@@ -1,0 +1,161 @@
+"""Build of the one extension module, `torch_dcpx._C`, from everything under csrc/.
+
+The module includes no torch header and links no torch library, so that one binary serves every
+torch. Torch is therefore no build requirement: where it is importable its `BuildExtension` (ninja,
+incremental) runs the compiler, elsewhere setuptools does, with the same flags.
+
+Environment:
+    DCPX_WERROR=1                 warnings are errors (CI)
+    DCPX_SANITIZE=address|thread  build with AddressSanitizer + UBSan, or with ThreadSanitizer
+    MAX_JOBS=N                    compiler processes at once (default: cores, at least 2)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import setuptools
+from setuptools.command.build_ext import build_ext as setuptools_build_ext
+
+ROOT = Path(__file__).resolve().parent
+CXX_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    f"-ffile-prefix-map={ROOT}/=",  # __FILE__ is the same wherever it is built
+    "-Wall",
+    "-Wextra",
+    "-Wconversion",
+    "-Wshadow",
+]
+# The version script also hides the weak symbols of std:: templates, which -fvisibility does not.
+EXPORTS = "csrc/bind/exports.map"
+LINK_FLAGS = [f"-Wl,--version-script={ROOT / EXPORTS}", "-Wl,--exclude-libs,ALL"]
+SANITIZERS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "thread": ["-fsanitize=thread"],
+}
+
+
+def check_platform() -> None:
+    """Stops the build with the reason where torch-dcpx cannot work."""
+    machine = platform.machine().lower()
+    if not sys.platform.startswith("linux") or machine not in (
+        "x86_64",
+        "amd64",
+        "aarch64",
+        "arm64",
+    ):
+        raise SystemExit(
+            "torch-dcpx builds on Linux x86-64 and aarch64 only (it needs Linux system calls such "
+            f"as O_DIRECT and openat2); this is {sys.platform} on {machine}"
+        )
+
+
+def compile_flags() -> tuple[list[str], list[str]]:
+    """Returns the compiler's and the linker's flags, switches of the environment included."""
+    cxx, link = list(CXX_FLAGS), list(LINK_FLAGS)
+    if os.environ.get("DCPX_WERROR", "0") not in ("", "0"):
+        cxx.append("-Werror")
+    sanitizer = os.environ.get("DCPX_SANITIZE", "")
+    if sanitizer:
+        if sanitizer not in SANITIZERS:
+            raise SystemExit(f"DCPX_SANITIZE={sanitizer}: expected one of {sorted(SANITIZERS)}")
+        cxx += [*SANITIZERS[sanitizer], "-O1", "-g1", "-fno-omit-frame-pointer"]
+        link += SANITIZERS[sanitizer]
+    return cxx, link
+
+
+def pybind11_include(build_temp: str) -> str:
+    """Returns an include root with pybind11's headers.
+
+    Without pybind11 itself (no build isolation, no network) torch's copy serves, but only that
+    folder of torch's headers, so that no torch header can be included by accident.
+    """
+    if importlib.util.find_spec("pybind11") is not None:
+        import pybind11
+
+        return str(pybind11.get_include())
+    torch = importlib.util.find_spec("torch")
+    for location in (torch.submodule_search_locations or []) if torch else []:
+        bundled = Path(location) / "include" / "pybind11"
+        if bundled.is_dir():
+            root = Path(build_temp).resolve() / "pybind11-of-torch"
+            shutil.copytree(bundled, root / "pybind11", dirs_exist_ok=True)
+            return str(root)
+    raise SystemExit(
+        "torch-dcpx needs the headers of pybind11 to build and found neither pybind11 nor a torch "
+        "that bundles them: pip install pybind11, or build without --no-build-isolation"
+    )
+
+
+def jobs() -> int:
+    return int(os.environ.get("MAX_JOBS") or max(2, len(os.sched_getaffinity(0))))
+
+
+def base_build_ext() -> Any:
+    """Returns torch's `BuildExtension` where torch is importable, else setuptools' command."""
+    if importlib.util.find_spec("torch") is None:
+        return setuptools_build_ext
+    try:
+        from torch.utils.cpp_extension import BuildExtension
+    except (ImportError, OSError) as error:  # OSError: a library of torch does not load
+        print(f"torch is installed but unusable ({error}); building without it", file=sys.stderr)
+        return setuptools_build_ext
+    os.environ["MAX_JOBS"] = str(jobs())  # ninja's own default is cores + 2: too much memory
+    return BuildExtension
+
+
+class BuildExt(base_build_ext()):
+    """Adds the include roots, and compiles sources in parallel where ninja does not."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True  # objects in build/ may be of other flags; ninja looks for itself
+
+    def build_extension(self, ext: setuptools.Extension) -> None:
+        # -isystem, also over build_ext's own -I: our warnings are not for foreign headers.
+        for root in (pybind11_include(self.build_temp), sysconfig.get_path("include")):
+            ext.extra_compile_args += ["-isystem", root]
+        if not getattr(self, "use_ninja", False):
+            self._compile_in_parallel()
+        super().build_extension(ext)
+
+    def _compile_in_parallel(self) -> None:
+        compile_serially = self.compiler.compile
+
+        def compile_all(sources: list[str], *args: Any, **kwargs: Any) -> list[str]:
+            with ThreadPoolExecutor(jobs()) as pool:
+                objects = pool.map(lambda src: compile_serially([src], *args, **kwargs), sources)
+                return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_all
+
+
+def extension() -> setuptools.Extension:
+    cxx, link = compile_flags()
+    csrc = Path(os.path.relpath(ROOT / "csrc"))  # setuptools wants relative sources
+    headers = sorted(str(path) for path in csrc.rglob("*.h"))
+    return setuptools.Extension(
+        "torch_dcpx._C",
+        sources=sorted(str(path) for path in csrc.rglob("*.cpp")),
+        depends=[*headers, EXPORTS, "setup.py"],
+        include_dirs=[str(ROOT / "csrc")],  # absolute: ninja compiles from another directory
+        extra_compile_args=cxx,
+        extra_link_args=link,
+        language="c++",
+    )
+
+
+check_platform()
+setuptools.setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})

@@ -1,0 +1,184 @@
+"""What the build makes: one module that needs no torch, exports one symbol, and fails loudly."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import RunPython
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWED_LIBRARIES = re.compile(
+    r"^(libstdc\+\+|libgcc_s|libc|libm|libpthread|libdl|librt|ld-linux-(x86-64|aarch64))\.so\.\d+$"
+)
+
+needs_binutils = pytest.mark.skipif(
+    shutil.which("readelf") is None, reason="no readelf (package binutils)"
+)
+not_sanitized = pytest.mark.skipif(
+    bool(os.environ.get("DCPX_SANITIZE")), reason="a sanitized build links its runtime"
+)
+
+
+def extension_file() -> Path:
+    spec = importlib.util.find_spec("torch_dcpx._C")
+    assert spec is not None and spec.origin is not None, "torch_dcpx._C is not built"
+    return Path(spec.origin)
+
+
+def readelf(option: str, path: Path) -> str:
+    command = ["readelf", "--wide", option, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def copy_of_package(target: Path) -> Path:
+    """Copies torch_dcpx without its extension into `target`; returns the copy."""
+    assert importlib.util.find_spec("torch_dcpx") is not None
+    package = extension_file().parent
+    ignore = shutil.ignore_patterns("_C.*.so", "__pycache__")
+    return Path(shutil.copytree(package, target / "torch_dcpx", ignore=ignore))
+
+
+# ---- The binary ---------------------------------------------------------------------------------
+
+
+@needs_binutils
+@not_sanitized
+def test_extension_needs_only_the_systems_libraries() -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", readelf("--dynamic", extension_file()))
+    assert "libstdc++.so.6" in needed
+    assert [name for name in needed if not ALLOWED_LIBRARIES.match(name)] == []
+
+
+@needs_binutils
+def test_extension_exports_its_entry_point_and_nothing_else() -> None:
+    rows = [line.split() for line in readelf("--dyn-syms", extension_file()).splitlines()]
+    symbols = [row for row in rows if len(row) >= 8 and row[0].rstrip(":").isdigit()]
+    exported = [row[7] for row in symbols if row[6] != "UND"]
+    assert exported == ["PyInit__C"]
+
+
+@needs_binutils
+@not_sanitized
+def test_extension_asks_torch_for_no_symbol() -> None:
+    table = readelf("--dyn-syms", extension_file())
+    assert re.findall(r"\b_ZNK?(?:2at|3c10|5torch)\w+|\bcuda\w+|\bcu[A-Z]\w+", table) == []
+
+
+# ---- Import -------------------------------------------------------------------------------------
+
+# Imports torch_dcpx from argv[1] alone: the finder of an editable install would fill its gaps.
+IMPORT_THE_COPY = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+import torch_dcpx
+assert torch_dcpx.__file__.startswith(sys.argv[1])
+"""
+
+
+def test_import_loads_neither_torch_nor_the_extension(run_python: RunPython) -> None:
+    code = (
+        "import sys, torch_dcpx; torch_dcpx.__version__; torch_dcpx.DcpxError; dir(torch_dcpx);"
+        "print([m for m in sys.modules if m.split('.')[0] == 'torch' or m == 'torch_dcpx._C'])"
+    )
+    assert run_python(code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["torch_dcpx.DcpxWriter", "from torch_dcpx import DcpxReader", "from torch_dcpx import _C"],
+)
+@pytest.mark.parametrize("state", ["missing", "broken", "foreign"])
+def test_extension_that_does_not_load_is_a_loud_import_error(
+    statement: str, state: str, tmp_path: Path, run_python: RunPython
+) -> None:
+    package = copy_of_package(tmp_path / "copy")
+    name = extension_file().name
+    if state == "broken":
+        (package / name).write_bytes(b"no ELF file")
+    elif state == "foreign":
+        (package / "_C.cpython-27-vax.so").write_bytes(b"")
+    code = (
+        f"{IMPORT_THE_COPY}"
+        f"try:\n    {statement}\n"
+        "except ImportError as error:\n"
+        "    print(type(error).__name__, error.name); print(error)\n"
+    )
+    first, message = run_python(code, str(package.parent)).stdout.strip().split("\n", 1)
+    assert first == "ImportError torch_dcpx._C"
+    assert "pip install" in message
+    cause = {"missing": "never built", "broken": "invalid ELF header|too short", "foreign": "vax"}
+    assert re.search(cause[state], message)
+
+
+def test_import_error_of_another_module_is_not_blamed_on_the_extension(
+    tmp_path: Path, run_python: RunPython
+) -> None:
+    package = copy_of_package(tmp_path / "copy")
+    (package / "options.py").write_text("import a_module_that_is_not_there\n")
+    code = (
+        f"{IMPORT_THE_COPY}"
+        "try:\n    torch_dcpx.WriteOptions\n"
+        "except ImportError as error:\n    print(error.name)\n"
+    )
+    assert run_python(code, str(package.parent)).stdout.strip() == "a_module_that_is_not_there"
+
+
+# ---- The distribution ---------------------------------------------------------------------------
+
+
+def pip(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", *args]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+@pytest.mark.slow
+def test_sdist_builds_a_wheel_in_isolation_without_torch(
+    tmp_path: Path, run_python: RunPython
+) -> None:
+    if not (ROOT / "setup.py").is_file() or importlib.util.find_spec("build") is None:
+        pytest.skip("needs the source tree and the package `build`")
+    probe = pip("download", "--no-deps", "-d", str(tmp_path / "probe"), "pybind11", cwd=tmp_path)
+    if probe.returncode != 0:
+        pytest.skip(f"pip reaches no package index: {probe.stderr.strip().splitlines()[-1]}")
+
+    # A copy: a build leaves build/ and *.egg-info behind, and may find those of another build.
+    ignore = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.so", "*.egg-info")
+    source = shutil.copytree(ROOT, tmp_path / "source", ignore=ignore)
+    build = subprocess.run(
+        [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", "../sdist", "."],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert build.returncode == 0, build.stdout + build.stderr
+    (sdist,) = (tmp_path / "sdist").glob("*.tar.gz")
+
+    wheel_dir = tmp_path / "wheel"
+    built = pip("wheel", "-v", "--no-deps", "-w", str(wheel_dir), str(sdist), cwd=tmp_path)
+    assert built.returncode == 0, built.stdout + built.stderr
+    log = built.stdout + built.stderr
+    assert re.findall(r"(?:Collecting|Downloading|Processing).*\btorch[-=]", log) == []
+    assert "TORCH_EXTENSION_NAME" not in log  # torch's BuildExtension had no part in it
+
+    (wheel,) = wheel_dir.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "unpacked")
+    assert {"torch_dcpx/__init__.py", "torch_dcpx/py.typed", "torch_dcpx/_C.pyi"} <= set(names)
+    assert not [name for name in names if name.startswith(("csrc", "tests"))]
+    code = f"{IMPORT_THE_COPY}from torch_dcpx import _C; print(_C.__file__)"
+    unpacked = str(tmp_path / "unpacked")
+    assert run_python(code, unpacked).stdout.startswith(unpacked)

@@ -1,0 +1,60 @@
+"""The public names: sorted, complete, and each of them there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import torch_dcpx
+from torch_dcpx import errors
+
+
+def _names_imported_for_type_checkers() -> set[str]:
+    """Returns what `if TYPE_CHECKING:` imports: what mypy and editors believe is exported."""
+    tree = ast.parse(Path(torch_dcpx.__file__).read_text())
+    blocks = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {
+        alias.asname or alias.name
+        for block in blocks
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("module", [torch_dcpx, errors], ids=lambda module: module.__name__)
+def test_all_is_sorted_and_free_of_duplicates(module: object) -> None:
+    names = module.__all__  # type: ignore[attr-defined]
+    assert names == sorted(set(names))
+
+
+@pytest.mark.parametrize("name", torch_dcpx.__all__)
+def test_every_exported_name_loads(name: str) -> None:
+    assert getattr(torch_dcpx, name) is not None
+    assert name in dir(torch_dcpx)
+
+
+def test_every_error_class_is_exported_by_both_modules() -> None:
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, errors.DcpxError)
+    }
+    assert classes == set(errors.__all__)
+    assert classes <= set(torch_dcpx.__all__)
+
+
+def test_type_checkers_and_runtime_agree_on_the_exported_names() -> None:
+    assert _names_imported_for_type_checkers() == set(torch_dcpx.__all__) - {"__version__"}
+
+
+def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = torch_dcpx.no_such_name

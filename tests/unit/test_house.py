@@ -1,0 +1,224 @@
+"""The house's rules, read from its sources: who includes and imports whom, how long a file is.
+
+One way only: common <- format, plan, device, io <- engine <- bind <- torch_dcpx.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "torch_dcpx"
+
+MAX_LINES = 400
+
+# Room -> rooms that its files may include beside their own.
+ROOMS: dict[str, set[str]] = {
+    "common": set(),
+    "format": {"common"},
+    "plan": {"common"},
+    "io": {"common"},
+    "device": {"common"},
+    "engine": {"common", "format", "plan", "io", "device"},
+    "bind": {"common", "format", "plan", "io", "device", "engine"},
+}
+
+# The modules of torch_dcpx that may import the extension: the door's Python side.
+MODULES_WITH_EXTENSION = {"__init__", "metadata", "reader", "trust", "unpickle", "writer"}
+
+# Modules that work, and start at once, without torch.
+MODULES_WITHOUT_TORCH = {"__init__", "_version", "errors", "options"}
+
+FOREIGN_HEADER = re.compile(
+    r"^(torch|ATen|c10|caffe2)/|^(cuda|cuda_runtime|cuda_runtime_api|driver_types)\.h$"
+)
+PYTHON_HEADER = re.compile(r"^pybind11/|^Python\.h$")
+ENDS_THE_PROCESS = re.compile(
+    r"(?<![\w.>])(?:std::|::)?(assert|printf|fprintf|puts|abort|exit|_exit|_Exit|quick_exit"
+    r"|terminate)\s*\(|std::c(?:out|err|log)\b"
+)
+
+
+def cpp_files() -> list[Path]:
+    return sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
+
+
+def python_modules() -> list[Path]:
+    return sorted(PACKAGE.glob("*.py"))
+
+
+def code_of(source: str) -> str:
+    """Returns C++ source with comments and literals blanked, lines kept."""
+    pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\''
+    return re.sub(pattern, lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
+
+
+def includes(source: str) -> Iterator[tuple[bool, str]]:
+    """Yields (is_system, header) of each #include."""
+    for match in re.finditer(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', source, re.MULTILINE):
+        yield match[1] is not None, match[1] or match[2]
+
+
+def forbidden_includes(room: str, source: str) -> list[str]:
+    """Returns what a file of `room` includes and may not."""
+    allowed = ROOMS[room] | {room}
+    found = []
+    for is_system, header in includes(source):
+        is_foreign = FOREIGN_HEADER.search(header) is not None
+        is_python = PYTHON_HEADER.search(header) is not None and room != "bind"
+        is_upward = not is_system and header.split("/")[0] not in allowed
+        if is_foreign or is_python or is_upward:
+            found.append(header)
+    return found
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Returns the dotted names that a module of torch_dcpx imports, relative ones made absolute."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = f"torch_dcpx.{base}".rstrip(".")
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def runtime_imports(path: Path) -> set[str]:
+    """Returns `imports` without those under `if TYPE_CHECKING:`."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return imports(tree)
+
+
+def uses(names: set[str], package: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for name in names)
+
+
+# ---- csrc ---------------------------------------------------------------------------------------
+
+
+def test_csrc_has_the_rooms_of_the_table_and_no_other() -> None:
+    rooms = {path.relative_to(CSRC).parts[0] for path in cpp_files()}
+    assert rooms <= set(ROOMS)
+    assert {"common", "bind"} <= rooms
+
+
+def test_the_table_of_rooms_has_no_cycle() -> None:
+    order = list(ROOMS)
+    for room, below in ROOMS.items():
+        assert all(order.index(other) < order.index(room) for other in below), room
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_includes_point_one_way(path: Path) -> None:
+    assert forbidden_includes(path.relative_to(CSRC).parts[0], path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_quoted_includes_name_files_from_the_root_of_csrc(path: Path) -> None:
+    quoted = [header for is_system, header in includes(path.read_text()) if not is_system]
+    assert [header for header in quoted if not (CSRC / header).is_file()] == []
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_csrc_neither_prints_nor_ends_the_process(path: Path) -> None:
+    found = [match[0] for match in ENDS_THE_PROCESS.finditer(code_of(path.read_text()))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "is_allowed"),
+    [
+        ("plan", '#include "common/bytes.h"', True),
+        ("plan", '#include "io/file.h"', False),
+        ("format", '#include "io/file.h"', False),
+        ("common", '#include "format/names.h"', False),
+        ("engine", '#include "bind/table.h"', False),
+        ("engine", "#include <pybind11/pybind11.h>", False),
+        ("engine", "#include <Python.h>", False),
+        ("bind", "#include <pybind11/pybind11.h>", True),
+        ("bind", "#include <torch/extension.h>", False),
+        ("bind", "#include <ATen/ATen.h>", False),
+        ("device", "#include <c10/cuda/CUDAStream.h>", False),
+        ("device", "#include <cuda_runtime.h>", False),
+        ("io", "  #  include <fcntl.h>", True),
+    ],
+)
+def test_the_include_rule_itself(room: str, line: str, is_allowed: bool) -> None:
+    assert (forbidden_includes(room, f"int a;\n{line}\n") == []) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("  assert(x);", True),
+        ("std::abort();", True),
+        ("::exit(1);", True),
+        ('std::fprintf(stderr, "x");', True),
+        ("std::cerr << 1;", True),
+        ("static_assert(x);", False),
+        ("// assert(x)", False),
+        ('throw "exit(1)";', False),
+        ("std::snprintf(a, 4, b);", False),
+        ("job.abort();", False),
+    ],
+)
+def test_the_print_rule_itself(code: str, is_found: bool) -> None:
+    assert (ENDS_THE_PROCESS.search(code_of(code)) is not None) is is_found
+
+
+# ---- torch_dcpx ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", python_modules(), ids=lambda path: path.stem)
+def test_only_the_doors_own_modules_import_the_extension(path: Path) -> None:
+    if uses(imports(ast.parse(path.read_text())), "torch_dcpx._C"):
+        assert path.stem in MODULES_WITH_EXTENSION
+
+
+@pytest.mark.parametrize("name", sorted(MODULES_WITHOUT_TORCH))
+def test_light_modules_import_neither_torch_nor_a_module_that_does(name: str) -> None:
+    path = PACKAGE / f"{name}.py"
+    names = runtime_imports(path)
+    assert not uses(names, "torch")
+    own = {n.split(".")[1] for n in names if n.startswith("torch_dcpx.")}
+    modules = {module.stem for module in python_modules()}
+    assert own & modules <= MODULES_WITHOUT_TORCH
+
+
+def test_the_packages_imports_form_no_cycle() -> None:
+    modules = {path.stem: path for path in python_modules() if path.stem != "__init__"}
+    below = {
+        name: {n.split(".")[1] for n in runtime_imports(path) if n.startswith("torch_dcpx.")}
+        & (set(modules) - {name})
+        for name, path in modules.items()
+    }
+    while below:
+        leaves = {name for name, others in below.items() if not others & set(below)}
+        assert leaves, f"a cycle among {sorted(below)}"
+        below = {name: others for name, others in below.items() if name not in leaves}
+
+
+# ---- Sizes --------------------------------------------------------------------------------------
+
+
+def source_files() -> list[Path]:
+    suffixes = (".h", ".cpp", ".cu", ".cuh", ".py", ".pyi")
+    folders = [CSRC, PACKAGE, ROOT / "tests", ROOT / "examples"]
+    return sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in suffixes)
+
+
+def test_no_file_is_longer_than_a_reader_bears() -> None:
+    lines = {path.relative_to(ROOT): path.read_text().count("\n") for path in source_files()}
+    assert {str(path): n for path, n in lines.items() if n > MAX_LINES} == {}

@@ -1,0 +1,112 @@
+"""Saves and loads `torch.distributed.checkpoint` at the speed of the storage.
+
+    import torch.distributed.checkpoint as dcp
+    from torch_dcpx import DcpxReader, DcpxWriter
+
+    dcp.save(state, storage_writer=DcpxWriter("ckpt/step-100"))
+    dcp.load(state, storage_reader=DcpxReader("ckpt/step-100"))
+
+Importing this package loads neither torch nor the C++ extension: a name loads its module on first
+use (PEP 562), so that command lines start at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+
+if TYPE_CHECKING:
+    from .errors import (
+        ConcurrentSaveError,
+        CorruptionError,
+        DcpxError,
+        NotCommittedError,
+        OptionError,
+        OutcomeUnknownError,
+        PlanError,
+        ShortReadError,
+        StagingError,
+        StorageError,
+        UnsafePickleError,
+        UnsupportedError,
+    )
+    from .options import ReadOptions, WriteOptions
+    from .reader import DcpxReader
+    from .writer import DcpxWriter
+
+__all__ = [
+    "ConcurrentSaveError",
+    "CorruptionError",
+    "DcpxError",
+    "DcpxReader",
+    "DcpxWriter",
+    "NotCommittedError",
+    "OptionError",
+    "OutcomeUnknownError",
+    "PlanError",
+    "ReadOptions",
+    "ShortReadError",
+    "StagingError",
+    "StorageError",
+    "UnsafePickleError",
+    "UnsupportedError",
+    "WriteOptions",
+    "__version__",
+]
+
+_MODULE_OF = {
+    "DcpxReader": "reader",
+    "DcpxWriter": "writer",
+    "ReadOptions": "options",
+    "WriteOptions": "options",
+}
+_EXTENSION = f"{__name__}._C"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_C":  # where `from torch_dcpx import _C` ends up
+        return _load(_EXTENSION)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_load(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _load(module: str) -> Any:
+    """Imports `module`; a missing or broken extension is an ImportError that says what to do."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        # The import system names a missing module in full, but one that does not load by its path.
+        is_missing = error.name == _EXTENSION
+        path = Path(error.path or "")
+        is_broken = path.parent == Path(__file__).parent and path.match("_C.*.so")
+        if isinstance(error.__cause__, ImportError) or not (is_missing or is_broken):
+            raise  # said already, or not about the extension
+        raise _extension_error(error) from error
+
+
+def _extension_error(error: ImportError) -> ImportError:
+    folder = Path(__file__).parent
+    built = sorted(path.name for path in folder.glob("_C.*.so"))
+    if not isinstance(error, ModuleNotFoundError):
+        cause = f"it is there but does not load: {error}"
+    elif built:
+        cause = f"'{folder}' holds {', '.join(built)}, built for another Python or machine"
+    else:
+        cause = f"'{folder}' holds no _C.*.so: it was never built, or was not installed"
+    return ImportError(
+        f"cannot import {_EXTENSION}, the C++ part of torch-dcpx {__version__}: {cause}. "
+        "Rebuild it with `pip install --force-reinstall --no-deps torch-dcpx`, or in a source tree "
+        "with `pip install --no-build-isolation --no-deps -e .`",
+        name=_EXTENSION,
+        path=error.path,
+    )

@@ -1,0 +1,142 @@
+"""The errors of torch-dcpx, all picklable with their fields (DCP ships them between ranks).
+
+    DcpxError
+    +-- OptionError(ValueError)             an option or argument that cannot work
+    +-- PlanError(ValueError)               items, regions or results that contradict each other
+    +-- StagingError(RuntimeError)          a snapshot could not be taken
+    +-- StorageError(OSError)               a system call failed: errno, path, offset, nbytes
+    |   +-- ShortReadError(EOFError)        the file ended before the range did
+    |   +-- NotCommittedError(FileNotFoundError)  the directory holds no committed checkpoint
+    |   +-- ConcurrentSaveError             another save holds the directory's lock
+    +-- CorruptionError(ValueError)         bytes are not what was written: fqn, path, range
+    |   +-- UnsafePickleError               a pickle asks for a global that is not allowed
+    +-- OutcomeUnknownError(RuntimeError)   the coordinator was lost while it committed
+    +-- UnsupportedError(NotImplementedError)   valid, but refused by name
+
+Through `dcp.*`, DCP wraps them in `CheckpointException`: look into `failures[rank][0]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ConcurrentSaveError",
+    "CorruptionError",
+    "DcpxError",
+    "NotCommittedError",
+    "OptionError",
+    "OutcomeUnknownError",
+    "PlanError",
+    "ShortReadError",
+    "StagingError",
+    "StorageError",
+    "UnsafePickleError",
+    "UnsupportedError",
+]
+
+
+def _rebuild(cls: type[DcpxError], message: str, fields: dict[str, Any]) -> DcpxError:
+    return cls(message, **fields)
+
+
+class DcpxError(Exception):
+    """Base of every error that torch-dcpx raises on purpose.
+
+    Args:
+        message: verb, object, numbers, cause, and where there is one the way out.
+        fields: values of the names in `FIELDS`; the others are None.
+    """
+
+    FIELDS: tuple[str, ...] = ()
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        unknown = set(fields) - set(self.FIELDS)
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no field {sorted(unknown)}")
+        for name in self.FIELDS:
+            setattr(self, name, fields.get(name))
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: getattr(self, name) for name in self.FIELDS}
+        return _rebuild, (type(self), self.message, fields)
+
+
+class OptionError(DcpxError, ValueError):
+    """An option, argument or environment variable that cannot work; raised before any I/O."""
+
+    FIELDS: tuple[str, ...] = ("option", "value")
+    option: str | None
+    value: Any
+
+
+class PlanError(DcpxError, ValueError):
+    """Items, regions or results that contradict each other or the metadata."""
+
+    FIELDS: tuple[str, ...] = ("fqn",)
+    fqn: str | None
+
+
+class StagingError(DcpxError, RuntimeError):
+    """A snapshot of the state could not be taken."""
+
+
+class StorageError(DcpxError, OSError):
+    """A system call failed. `errno` is the system's, `offset` and `nbytes` count bytes."""
+
+    FIELDS: tuple[str, ...] = ("errno", "path", "offset", "nbytes")
+    errno: int | None
+    path: str | None
+    offset: int | None
+    nbytes: int | None
+
+
+class ShortReadError(StorageError, EOFError):
+    """The file ended before the range that was asked for."""
+
+
+class NotCommittedError(StorageError, FileNotFoundError):
+    """The directory holds no committed checkpoint (no `.metadata`)."""
+
+
+class ConcurrentSaveError(StorageError):
+    """Another save is writing this checkpoint; `owner` says host, pid and boot id."""
+
+    FIELDS: tuple[str, ...] = (*StorageError.FIELDS, "owner")
+    owner: str | None
+
+
+class CorruptionError(DcpxError, ValueError):
+    """Bytes [offset, offset + nbytes) of `path` are not what was written.
+
+    `touched` lists the fully qualified names whose tensors may already hold new bytes.
+    """
+
+    FIELDS: tuple[str, ...] = ("fqn", "path", "offset", "nbytes", "expected", "found", "touched")
+    fqn: str | None
+    path: str | None
+    offset: int | None
+    nbytes: int | None
+    expected: str | None
+    found: str | None
+    touched: tuple[str, ...] | None
+
+
+class UnsafePickleError(CorruptionError):
+    """A pickle asks for `global_name`, which is on no allow-list. Nothing of it was executed."""
+
+    FIELDS: tuple[str, ...] = (*CorruptionError.FIELDS, "global_name")
+    global_name: str | None
+
+
+class OutcomeUnknownError(DcpxError, RuntimeError):
+    """The coordinator was lost between its decision and its answer."""
+
+
+class UnsupportedError(DcpxError, NotImplementedError):
+    """A valid request that torch-dcpx refuses by name instead of serving it wrongly."""

@@ -1,0 +1,77 @@
+"""Names in a checkpoint directory, and the table of data files that one `.metadata` binds.
+
+All file naming of torch-dcpx is here. Names follow stock DCP: `__{rank}_{n}.distcp` for data,
+`.metadata` for the global and `__{rank}.metadata` for a rank-local commit.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import NamedTuple
+
+__all__ = [
+    "LOCK_NAME",
+    "METADATA_NAME",
+    "FileEntry",
+    "data_file_names",
+    "is_data_file_name",
+    "is_metadata_name",
+    "is_temporary_name",
+    "metadata_name",
+    "temporary_name",
+]
+
+METADATA_NAME = ".metadata"
+LOCK_NAME = ".dcpx.lock"
+
+_DATA_FILE = re.compile(r"__[A-Za-z0-9_.-]{1,200}\.distcp")
+_METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
+_TEMPORARY = re.compile(r"(\.metadata|__\d{1,9}\.metadata)\.[0-9a-f]{12}\.tmp")
+
+
+class FileEntry(NamedTuple):
+    """One data file of a generation, as the rank that wrote it reports it."""
+
+    path: str  # relative to the checkpoint directory
+    file_id: bytes  # 16 random bytes, also in the file's footer
+    nbytes: int  # size of the whole file
+    footer_crc: int  # CRC-32 of the footer's tail
+
+
+def data_file_names(prefix: str, index: int, file_id: bytes, *, is_fresh: bool) -> tuple[str, ...]:
+    """Names to try, in order, for one data file.
+
+    Args:
+        prefix: DCP's storage prefix, `__{rank}_`.
+        index: number of the file among those of its rank.
+        file_id: 16 random bytes; their first 12 hex digits make a name that was never used.
+        is_fresh: the directory holds no metadata, so that no reader can know the stock name.
+    """
+    own = f"{prefix}{index}.{file_id.hex()[:12]}.distcp"
+    return (f"{prefix}{index}.distcp", own) if is_fresh else (own,)
+
+
+def metadata_name(rank: int | None) -> str:
+    """Name of the global metadata file, or of a rank's own in rank-local mode."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def is_data_file_name(name: str) -> bool:
+    """Whether `name` is one that a save may have written and removal may therefore take."""
+    return _DATA_FILE.fullmatch(name) is not None
+
+
+def temporary_name(name: str) -> str:
+    """Returns a name of its own under which metadata `name` is written before the rename."""
+    return f"{name}.{uuid.uuid4().hex[:12]}.tmp"
+
+
+def is_temporary_name(name: str) -> bool:
+    """Whether `name` is what a save that was killed before its rename leaves behind."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_metadata_name(name: str) -> bool:
+    """Whether `name` commits a checkpoint: `.metadata` or `__{rank}.metadata`."""
+    return _METADATA.fullmatch(name) is not None

@@ -1,0 +1,156 @@
+"""Options of the writer and the reader: frozen, validated once, each with its unit and default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch_dcpx.errors import OptionError
+
+__all__ = ["ReadOptions", "WriteOptions"]
+
+KIB = 1 << 10
+MIB = 1 << 20
+_MIN_SLOT_BYTES = 256 * KIB
+_MAX_SLOT_BYTES = 1 << 30
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:
+        raise OptionError(
+            f"{name} must be an int from {low} to {high}, got {value!r}", option=name, value=value
+        )
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if type(value) is not bool:
+        raise OptionError(f"{name} must be True or False, got {value!r}", option=name, value=value)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(
+            f"{name} must be one of {choices}, got {value!r}", option=name, value=value
+        )
+
+
+def _check_memory(host_memory_bytes: Any, slot_bytes: Any, workers: Any) -> None:
+    _check_int("slot_bytes", slot_bytes, _MIN_SLOT_BYTES, _MAX_SLOT_BYTES)
+    if slot_bytes % (64 * KIB) != 0:
+        raise OptionError(
+            f"slot_bytes must be a multiple of 65536, got {slot_bytes}",
+            option="slot_bytes",
+            value=slot_bytes,
+        )
+    _check_int("host_memory_bytes", host_memory_bytes, slot_bytes, 1 << 60)
+    if workers is None:
+        return
+    _check_int("workers", workers, 1, 256)
+    if workers * slot_bytes > host_memory_bytes:
+        raise OptionError(
+            f"workers={workers} with slots of {slot_bytes} B need {workers * slot_bytes} B, more "
+            f"than host_memory_bytes={host_memory_bytes}: raise it, or lower workers or slot_bytes",
+            option="workers",
+            value=workers,
+        )
+
+
+def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int) -> int:
+    """Returns `workers`, or twice this rank's share of the usable cores, within the budget."""
+    if workers is not None:
+        return workers
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = (
+        2 * len(os.sched_getaffinity(0)) // max(1, int(local_ranks) if local_ranks.isdigit() else 1)
+    )
+    return max(1, min(max(2, share), 16, host_memory_bytes // slot_bytes))
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How a save is written.
+
+    Attributes:
+        durability: "full" (default): a save that returned survives a power cut. "none": no fsync at
+            all; a checkpoint may be lost or torn by a crash of the machine, not of the process.
+        host_memory_bytes: bound, in bytes, on the host memory a save takes besides the state
+            itself: all slots together, and separately what is serialised or copied to the host at
+            one time. One item that is larger than the bound still passes, alone. Default 64 MiB.
+        workers: threads that write. Default None: twice this rank's share of the usable cores
+            (LOCAL_WORLD_SIZE ranks share them), from 2 to 16, within `host_memory_bytes`.
+        slot_bytes: memory of one worker and the most it writes at once, in bytes; a multiple of
+            64 KiB, at least 256 KiB. Default 1 MiB.
+        direct_io: write with O_DIRECT where the file system takes it. Default True.
+
+    Raises:
+        OptionError: a value that cannot work, or two that contradict each other.
+    """
+
+    durability: Literal["full", "none"] = "full"
+    host_memory_bytes: int = 64 * MIB
+    workers: int | None = None
+    slot_bytes: int = 1 * MIB
+    direct_io: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("durability", self.durability, ("full", "none"))
+        _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
+        _check_bool("direct_io", self.direct_io)
+
+    def resolved_workers(self) -> int:
+        """Returns the number of threads that a save starts."""
+        return _usable_workers(self.workers, self.host_memory_bytes, self.slot_bytes)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a checkpoint is loaded.
+
+    Attributes:
+        verify: "blocks" (default): every byte that stays in a tensor was checked against the
+            file's checksums; "none": nothing but the ranges that are asked for is read. Files of
+            stock DCP hold no checksums that could be checked.
+        trusted: hand pickles of the checkpoint to Python as stock does, which may execute anything
+            they say. Default False: nothing from a checkpoint is executed.
+        safe_globals: classes and functions that byte items may name besides the documented plain
+            ones. Default ().
+        host_memory_bytes: bound, in bytes, on the host memory a load takes besides the tensors it
+            fills: all slots together, and separately what is converted, decoded or copied to a
+            device at one time. One item that is larger still passes, alone. Default 64 MiB.
+        workers: threads that read. Default None: as in `WriteOptions`.
+        slot_bytes: memory of one worker and the most it reads at once, in bytes; a multiple of
+            64 KiB, at least 256 KiB. Default 1 MiB.
+        direct_io: read files with O_DIRECT that are not in the page cache, where the file system
+            takes it. Default True.
+
+    Raises:
+        OptionError: a value that cannot work, or two that contradict each other.
+    """
+
+    verify: Literal["blocks", "none"] = "blocks"
+    trusted: bool = False
+    safe_globals: tuple[type | Callable[..., Any], ...] = ()
+    host_memory_bytes: int = 64 * MIB
+    workers: int | None = None
+    slot_bytes: int = 1 * MIB
+    direct_io: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("verify", self.verify, ("blocks", "none"))
+        _check_bool("trusted", self.trusted)
+        _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
+        _check_bool("direct_io", self.direct_io)
+        object.__setattr__(self, "safe_globals", tuple(self.safe_globals))
+        for item in self.safe_globals:
+            if not callable(item) or not hasattr(item, "__qualname__"):
+                raise OptionError(
+                    f"safe_globals must hold classes and functions, got {item!r}",
+                    option="safe_globals",
+                    value=item,
+                )
+
+    def resolved_workers(self) -> int:
+        """Returns the number of threads that a load starts."""
+        return _usable_workers(self.workers, self.host_memory_bytes, self.slot_bytes)
