@@ -1,0 +1,43 @@
+// The door: one bind_*.cpp per room. Tables in, tables out, the GIL released, errors translated.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/worker_group.h"
+
+namespace dcpx {
+
+void bind_errors();
+void bind_format(pybind11::module_& m);
+void bind_io(pybind11::module_& m);
+void bind_write(pybind11::module_& m);
+void bind_read(pybind11::module_& m);
+
+// For the thread that waits while workers run without the GIL: lets Python see its signals, and
+// throws what a handler raised (KeyboardInterrupt). REQUIRES: the GIL is not held.
+PollFunction signal_poll();
+
+// A tuple of ints. Throws what Python raises for anything else.
+std::vector<std::int64_t> int_tuple(const pybind11::handle& values);
+
+// Buffers that must stay exported while workers use their memory. Give it back with the GIL held.
+class PinnedBuffers {
+ public:
+  PinnedBuffers() = default;
+  PinnedBuffers(const PinnedBuffers&) = delete;
+  PinnedBuffers& operator=(const PinnedBuffers&) = delete;
+  ~PinnedBuffers();
+
+  // `source` is an address (int) with `nbytes` valid bytes behind it, or an object with a
+  // contiguous buffer, whose size replaces `nbytes`. Throws what Python raises.
+  std::byte* add(const pybind11::handle& source, bool is_writable, std::uint64_t& nbytes);
+
+ private:
+  std::vector<Py_buffer> views_;
+};
+
+}  // namespace dcpx

@@ -1,0 +1,183 @@
+// csrc/format for Python: checksums for whole buffers, the framing and the parsers. Used by the
+// slow paths and the tests; the engines call the C++ directly.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/bind.h"
+#include "common/error.h"
+#include "format/crc32.h"
+#include "format/pickle_scan.h"
+#include "format/zip_item.h"
+#include "format/zip_parse.h"
+
+namespace dcpx {
+namespace {
+
+namespace py = pybind11;
+
+// The bytes of any contiguous object of the buffer protocol, read-only ones included. Holds the
+// buffer, so that its owner can't resize it while the GIL is released.
+class Bytes {  // REQUIRES: the GIL to construct and to destroy.
+ public:
+  explicit Bytes(const py::object& owner) {
+    if (PyObject_GetBuffer(owner.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  ~Bytes() { PyBuffer_Release(&view_); }
+
+  const std::byte* data() const { return static_cast<const std::byte*>(view_.buf); }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+class BytesReader : public RangeReader {
+ public:
+  explicit BytesReader(const Bytes& bytes) : bytes_(bytes) {}
+  void read(std::uint64_t offset, std::size_t nbytes, std::byte* into) override {
+    std::copy_n(bytes_.data() + offset, nbytes, into);
+  }
+
+ private:
+  const Bytes& bytes_;
+};
+
+py::bytes to_bytes(const std::vector<std::byte>& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+std::uint32_t py_crc32(const py::object& buffer, std::uint32_t crc) {
+  const Bytes bytes(buffer);
+  const py::gil_scoped_release unlocked;
+  return crc32(crc, bytes.data(), bytes.size());
+}
+
+std::vector<std::string> implementation_names() {
+  std::vector<std::string> names;
+  for (const Crc32Implementation implementation : crc32_implementations()) {
+    names.emplace_back(crc32_implementation_name(implementation));
+  }
+  return names;
+}
+
+std::uint32_t py_crc32_with(const std::string& name, const py::object& buffer, std::uint32_t crc) {
+  const Bytes bytes(buffer);
+  for (const Crc32Implementation implementation : crc32_implementations()) {
+    if (crc32_implementation_name(implementation) == name) {
+      const py::gil_scoped_release unlocked;
+      return crc32_with(implementation, crc, bytes.data(), bytes.size());
+    }
+  }
+  throw Error(ErrorCode::kUnsupported, "this CPU has no CRC-32 by '" + name + "'");
+}
+
+std::pair<py::bytes, py::bytes> zip_frame(const std::string& storage_module,
+                                          const std::string& storage_name,
+                                          const std::string& dtype_name,
+                                          std::vector<std::int64_t> sizes,
+                                          std::vector<std::int64_t> strides,
+                                          std::uint64_t elem_bytes, std::uint64_t payload_bytes,
+                                          std::uint64_t pad_bytes, std::uint32_t crc) {
+  const TensorFraming framing{storage_module, storage_name, dtype_name};
+  const ZipItem item({&framing, std::move(sizes), std::move(strides), payload_bytes, elem_bytes});
+  std::vector<std::byte> head;
+  std::vector<std::byte> tail;
+  item.append_head(pad_bytes, head);
+  item.append_tail(pad_bytes, crc, tail);
+  DCPX_CHECK(head.size() == item.head_bytes() + pad_bytes, "zip head of an unforeseen size");
+  DCPX_CHECK(tail.size() == item.tail_bytes(pad_bytes), "zip tail of an unforeseen size");
+  DCPX_CHECK(head.size() + payload_bytes + tail.size() == item.item_bytes(pad_bytes),
+             "zip item of an unforeseen size");
+  return {to_bytes(head), to_bytes(tail)};
+}
+
+py::object py_parse_zip_item(const py::object& buffer) {
+  const Bytes bytes(buffer);
+  ParsedTensor tensor;
+  ZipShape shape;
+  {
+    const py::gil_scoped_release unlocked;
+    BytesReader reader(bytes);
+    shape = parse_zip_item(reader, bytes.size(), &tensor);
+  }
+  if (shape != ZipShape::kPlainTensor) return py::none();
+  py::dict found;
+  found["storage_module"] = tensor.storage_module;
+  found["storage_name"] = tensor.storage_name;
+  found["dtype_name"] = tensor.dtype_name;
+  found["elem_bytes"] = tensor.elem_bytes;
+  found["payload_offset"] = tensor.payload_offset;
+  found["payload_bytes"] = tensor.payload_bytes;
+  found["payload_crc"] = tensor.payload_crc;
+  found["has_payload_crc"] = tensor.has_payload_crc;
+  found["is_big_endian"] = tensor.is_big_endian;
+  found["storage_numel"] = tensor.storage_numel;
+  found["storage_offset"] = tensor.storage_offset;
+  found["sizes"] = py::tuple(py::cast(tensor.sizes));
+  found["strides"] = py::tuple(py::cast(tensor.strides));
+  return std::move(found);
+}
+
+py::list zip_records(const py::object& buffer) {
+  const Bytes bytes(buffer);
+  std::vector<ZipRecord> records;
+  {
+    const py::gil_scoped_release unlocked;
+    BytesReader reader(bytes);
+    records = list_zip_records(reader, bytes.size());
+  }
+  py::list rows;
+  for (const ZipRecord& record : records) {
+    const py::str name(py::reinterpret_steal<py::object>(PyUnicode_DecodeUTF8(
+        record.name.data(), static_cast<Py_ssize_t>(record.name.size()), "backslashreplace")));
+    rows.append(py::make_tuple(name, record.method, record.offset, record.nbytes, record.crc));
+  }
+  return rows;
+}
+
+std::uint64_t py_scan_pickle(const py::object& buffer, bool allow_persid, std::uint32_t max_depth,
+                             std::uint64_t max_ops, std::uint64_t max_bytes) {
+  const Bytes bytes(buffer);
+  PickleLimits limits;
+  limits.allow_persid = allow_persid;
+  limits.max_depth = max_depth;
+  limits.max_ops = max_ops;
+  limits.max_bytes = max_bytes;
+  const py::gil_scoped_release unlocked;
+  return scan_pickle(bytes.data(), bytes.size(), limits).stop_bytes;
+}
+
+}  // namespace
+
+void bind_format(py::module_& module) {
+  const PickleLimits limits;
+  module.def("crc32", &py_crc32, py::arg("buffer"), py::arg("crc") = 0,
+             "CRC-32 of `buffer` as `zlib.crc32` computes it, by the fastest implementation.");
+  module.def("crc32_combine", &crc32_combine, py::arg("a"), py::arg("b"), py::arg("b_bytes"),
+             "CRC-32 of the bytes of `a` followed by the `b_bytes` bytes of `b`.");
+  module.def("crc32_implementations", &implementation_names,
+             "Names of the implementations that this CPU has, slowest first.");
+  module.def("crc32_with", &py_crc32_with, py::arg("name"), py::arg("buffer"), py::arg("crc") = 0,
+             "`crc32` by one named implementation. Raises UnsupportedError for others.");
+  module.def("zip_frame", &zip_frame, py::arg("storage_module"), py::arg("storage_name"),
+             py::arg("dtype_name"), py::arg("sizes"), py::arg("strides"), py::arg("elem_bytes"),
+             py::arg("payload_bytes"), py::arg("pad_bytes"), py::arg("crc"),
+             "Head and tail bytes of one tensor item; the payload goes between them.");
+  module.def("parse_zip_item", &py_parse_zip_item, py::arg("buffer"),
+             "Fields of a plain tensor's item; None for a valid zip of anything else.");
+  module.def("zip_records", &zip_records, py::arg("buffer"),
+             "(name, method, offset, nbytes, crc) of every record, in the directory's order.");
+  module.def("scan_pickle", &py_scan_pickle, py::arg("buffer"), py::arg("allow_persid") = false,
+             py::arg("max_depth") = limits.max_depth, py::arg("max_ops") = limits.max_ops,
+             py::arg("max_bytes") = limits.max_bytes,
+             "Bytes up to and including STOP of a pickle that is safe to walk.");
+}
+
+}  // namespace dcpx

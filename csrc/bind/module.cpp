@@ -1,0 +1,54 @@
+// The extension module torch_dcpx._C. Its Python side is typed in torch_dcpx/_C.pyi.
+#include <pybind11/pybind11.h>
+
+#include "bind/bind.h"
+
+namespace dcpx {
+
+PollFunction signal_poll() {
+  return [] {
+    const pybind11::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+  };
+}
+
+std::vector<std::int64_t> int_tuple(const pybind11::handle& values) {
+  std::vector<std::int64_t> out;
+  const auto items = pybind11::reinterpret_borrow<pybind11::tuple>(values);
+  if (!pybind11::isinstance<pybind11::tuple>(values))
+    throw pybind11::type_error("expected a tuple");
+  out.reserve(items.size());
+  for (const pybind11::handle& item : items) {
+    const long long value = PyLong_AsLongLong(item.ptr());
+    if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+    out.push_back(value);
+  }
+  return out;
+}
+
+PinnedBuffers::~PinnedBuffers() {
+  for (Py_buffer& view : views_) PyBuffer_Release(&view);
+}
+
+std::byte* PinnedBuffers::add(const pybind11::handle& source, bool is_writable,
+                              std::uint64_t& nbytes) {
+  if (PyLong_Check(source.ptr())) {
+    const unsigned long long address = PyLong_AsUnsignedLongLong(source.ptr());
+    if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+    return reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
+  }
+  Py_buffer view{};
+  const int flags = is_writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO;
+  if (PyObject_GetBuffer(source.ptr(), &view, flags) != 0) throw pybind11::error_already_set();
+  views_.push_back(view);
+  nbytes = static_cast<std::uint64_t>(view.len);
+  return static_cast<std::byte*>(view.buf);
+}
+
+}  // namespace dcpx
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The C++ side of torch_dcpx: addresses, byte counts and names in, tables out.";
+  dcpx::bind_errors();
+  dcpx::bind_format(m);
+}

@@ -1,0 +1,76 @@
+#include "common/worker_group.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace dcpx {
+
+void run_workers(unsigned count, const WorkFunction& work, const PollFunction& poll) {
+  StopFlag stop;
+  std::mutex mutex;
+  std::condition_variable ended;
+  unsigned running = 0;
+  std::exception_ptr first_error;
+
+  const auto keep_first = [&](std::exception_ptr error) {
+    if (!first_error) first_error = std::move(error);
+    stop.set();
+  };
+  const auto run = [&](unsigned worker) {
+    std::exception_ptr error;
+    try {
+      work(worker, stop);
+    } catch (...) {  // carried to the waiting thread, which throws it again
+      error = std::current_exception();
+    }
+    const std::lock_guard lock(mutex);
+    if (error) keep_first(std::move(error));
+    --running;
+    ended.notify_all();
+  };
+
+  std::vector<std::thread> threads;
+  threads.reserve(count);
+  for (unsigned worker = 0; worker < count; ++worker) {
+    {
+      const std::lock_guard lock(mutex);
+      ++running;
+    }
+    try {
+      threads.emplace_back(run, worker);
+    } catch (const std::exception&) {  // no thread or memory for one: those that run do the work
+      {
+        const std::lock_guard lock(mutex);
+        --running;
+      }
+      if (threads.empty()) {
+        work(worker, stop);
+        return;
+      }
+      break;
+    }
+  }
+
+  std::unique_lock lock(mutex);
+  while (running > 0) {
+    if (ended.wait_for(lock, std::chrono::milliseconds(100), [&] { return running == 0; })) break;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      if (poll) poll();
+    } catch (...) {  // thrown again below, once no worker touches the caller's memory any more
+      error = std::current_exception();
+    }
+    lock.lock();
+    if (error) keep_first(std::move(error));
+  }
+  lock.unlock();
+  for (std::thread& thread : threads) thread.join();
+  if (first_error) std::rethrow_exception(first_error);
+}
+
+}  // namespace dcpx

@@ -1,0 +1,83 @@
+// The opcodes of Python's pickle protocols 0 to 5, named as in CPython's Lib/pickletools.py.
+#pragma once
+
+#include <cstdint>
+
+namespace dcpx::pickle_op {
+
+enum Opcode : std::uint8_t {
+  kMark = '(',
+  kStop = '.',
+  kPop = '0',
+  kPopMark = '1',
+  kDup = '2',
+  kFloat = 'F',
+  kInt = 'I',
+  kBinint = 'J',
+  kBinint1 = 'K',
+  kLong = 'L',
+  kBinint2 = 'M',
+  kNone = 'N',
+  kPersid = 'P',
+  kBinpersid = 'Q',
+  kReduce = 'R',
+  kString = 'S',
+  kBinstring = 'T',
+  kShortBinstring = 'U',
+  kUnicode = 'V',
+  kBinunicode = 'X',
+  kAppend = 'a',
+  kBuild = 'b',
+  kGlobal = 'c',
+  kDict = 'd',
+  kEmptyDict = '}',
+  kAppends = 'e',
+  kGet = 'g',
+  kBinget = 'h',
+  kInst = 'i',
+  kLongBinget = 'j',
+  kList = 'l',
+  kEmptyList = ']',
+  kObj = 'o',
+  kPut = 'p',
+  kBinput = 'q',
+  kLongBinput = 'r',
+  kSetitem = 's',
+  kTuple = 't',
+  kEmptyTuple = ')',
+  kSetitems = 'u',
+  kBinfloat = 'G',
+  // protocol 2
+  kProto = 0x80,
+  kNewobj = 0x81,
+  kExt1 = 0x82,
+  kExt2 = 0x83,
+  kExt4 = 0x84,
+  kTuple1 = 0x85,
+  kTuple2 = 0x86,
+  kTuple3 = 0x87,
+  kNewtrue = 0x88,
+  kNewfalse = 0x89,
+  kLong1 = 0x8a,
+  kLong4 = 0x8b,
+  // protocol 3
+  kBinbytes = 'B',
+  kShortBinbytes = 'C',
+  // protocol 4
+  kShortBinunicode = 0x8c,
+  kBinunicode8 = 0x8d,
+  kBinbytes8 = 0x8e,
+  kEmptySet = 0x8f,
+  kAdditems = 0x90,
+  kFrozenset = 0x91,
+  kNewobjEx = 0x92,
+  kStackGlobal = 0x93,
+  kMemoize = 0x94,
+  kFrame = 0x95,
+  // protocol 5
+  kBytearray8 = 0x96,
+  kNextBuffer = 0x97,
+  kReadonlyBuffer = 0x98,
+};
+
+}  // namespace dcpx::pickle_op

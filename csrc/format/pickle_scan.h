@@ -1,0 +1,34 @@
+// A walk over an untrusted pickle that executes nothing and allocates next to nothing. It proves
+// what Python's unpickler takes on trust: that lengths lie inside the bytes, that the stack and the
+// memo are used as a pickler uses them, and that nothing nests deeply enough to exhaust the C stack
+// (a tuple's hash recurses). A pickle that passes cannot make the unpickler allocate more than a
+// small multiple of its own size; which names it may look up is the allow-list's business.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dcpx {
+
+struct PickleLimits {
+  std::uint64_t max_bytes = std::uint64_t{4} << 30;
+  std::uint64_t max_ops = std::uint64_t{1} << 30;
+  std::uint32_t max_depth = 1000;      // marks inside marks, and containers inside containers
+  std::uint32_t max_stack = 1U << 24;  // values on the stack at once
+  bool allow_persid = false;
+};
+
+struct PickleScan {
+  std::uint64_t stop_bytes = 0;  // up to and including STOP; what follows was not looked at
+  std::uint64_t ops = 0;
+  std::uint64_t max_memo = 0;  // one more than the highest memo index, 0 without memo
+};
+
+// Protocols 0 to 5. Throws Error(kCorruption) with the opcode's offset for anything beyond the
+// limits, truncated, unknown, or not balanced; for extension codes and out-of-band buffers; and
+// where no STOP is found.
+// Also refused are keys of dicts and sets whose hashes would visit far more values than the pickle
+// has bytes (tuples of tuples that share their parts).
+PickleScan scan_pickle(const std::byte* data, std::size_t nbytes, const PickleLimits& limits);
+
+}  // namespace dcpx

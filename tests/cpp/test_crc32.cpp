@@ -1,0 +1,106 @@
+#include "check.h"
+#include "format/crc32.h"
+#include "format/crc32_kernels.h"
+
+namespace {
+
+using dcpx::Crc32Implementation;
+
+// Bit by bit, from the definition.
+std::uint32_t slow_crc32(std::uint32_t crc, const std::byte* data, std::size_t nbytes) {
+  crc = ~crc;
+  for (std::size_t i = 0; i < nbytes; ++i) {
+    crc ^= std::to_integer<std::uint32_t>(data[i]);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0xEDB88320U : 0U);
+  }
+  return ~crc;
+}
+
+std::vector<std::byte> noise(std::size_t nbytes) {
+  std::vector<std::byte> bytes(nbytes);
+  std::uint64_t state = 88172645463325252U;
+  for (std::byte& value : bytes) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    value = static_cast<std::byte>(state);
+  }
+  return bytes;
+}
+
+TEST(crc32_fold_constants_are_the_published_ones) {
+  using dcpx::crc32_poly::x_to_the;
+  CHECK_EQ(std::uint64_t{x_to_the(4 * 128 + 32)} << 1, 0x154442bd4U);
+  CHECK_EQ(std::uint64_t{x_to_the(4 * 128 - 32)} << 1, 0x1c6e41596U);
+  CHECK_EQ(std::uint64_t{x_to_the(128 + 32)} << 1, 0x1751997d0U);
+  CHECK_EQ(std::uint64_t{x_to_the(128 - 32)} << 1, 0x0ccaa009eU);
+}
+
+TEST(crc32_of_check_string_is_the_catalogued_value) {
+  const char* text = "123456789";
+  CHECK_EQ(dcpx::crc32(0, reinterpret_cast<const std::byte*>(text), 9), 0xCBF43926U);
+}
+
+// Exactly sized allocations, so that ASan sees a load beyond either end.
+TEST(crc32_every_implementation_agrees_with_the_definition_and_stays_inside) {
+  const std::vector<std::byte> bytes = noise(3 * 4096);
+  for (const Crc32Implementation implementation : dcpx::crc32_implementations()) {
+    for (std::size_t nbytes = 0; nbytes < 1200; ++nbytes) {
+      const std::vector<std::byte> exact(bytes.begin(),
+                                         bytes.begin() + static_cast<std::ptrdiff_t>(nbytes));
+      CHECK_EQ(dcpx::crc32_with(implementation, 7, exact.data(), nbytes),
+               slow_crc32(7, exact.data(), nbytes));
+    }
+    for (std::size_t offset = 0; offset < 64; ++offset) {
+      CHECK_EQ(dcpx::crc32_with(implementation, 0, bytes.data() + offset, 8000 + 3 * offset),
+               slow_crc32(0, bytes.data() + offset, 8000 + 3 * offset));
+    }
+  }
+}
+
+// The loop of the ARMv8 kernel, with its two instructions in software.
+TEST(crc32_three_streams_agree_with_the_definition) {
+  const std::vector<std::byte> bytes = noise(3 * 3072 + 29);
+  const auto step1 = [](std::uint32_t raw, std::uint8_t value) {
+    const std::byte one{value};
+    return ~slow_crc32(~raw, &one, 1);
+  };
+  const auto step8 = [](std::uint32_t raw, std::uint64_t word) {
+    std::byte eight[8];
+    std::memcpy(eight, &word, sizeof(word));
+    return ~slow_crc32(~raw, eight, sizeof(eight));
+  };
+  for (const std::size_t nbytes : {0UL, 1UL, 7UL, 8UL, 3071UL, 3072UL, 3073UL, 6150UL, 9245UL}) {
+    CHECK_EQ(~dcpx::crc32_kernels::three_streams(~5U, bytes.data(), nbytes, step8, step1),
+             slow_crc32(5, bytes.data(), nbytes));
+  }
+}
+
+TEST(crc32_combine_and_shift_join_any_two_pieces) {
+  const std::vector<std::byte> bytes = noise(70000);
+  const std::uint32_t whole = dcpx::crc32(0, bytes.data(), bytes.size());
+  for (const std::size_t cut : {0UL, 1UL, 2UL, 255UL, 4464UL, 65536UL, 69999UL, 70000UL}) {
+    const std::uint32_t a = dcpx::crc32(0, bytes.data(), cut);
+    const std::uint32_t b = dcpx::crc32(0, bytes.data() + cut, bytes.size() - cut);
+    CHECK_EQ(dcpx::crc32_combine(a, b, bytes.size() - cut), whole);
+    CHECK_EQ(dcpx::Crc32Shift(bytes.size() - cut).combine(a, b), whole);
+  }
+}
+
+TEST(crc32_combine_of_huge_lengths_is_associative) {
+  const std::uint64_t half = std::uint64_t{1} << 62;
+  const std::uint32_t twice = dcpx::crc32_combine(dcpx::crc32_combine(1, 0, half), 0, half);
+  CHECK_EQ(dcpx::crc32_combine(1, 0, 2 * half), twice);
+}
+
+TEST(crc32_with_an_implementation_that_is_missing_throws) {
+#if defined(__aarch64__)
+  CHECK_THROWS(dcpx::crc32_with(Crc32Implementation::kPclmul, 0, nullptr, 0),
+               dcpx::ErrorCode::kUnsupported);
+#else
+  CHECK_THROWS(dcpx::crc32_with(Crc32Implementation::kArmv8, 0, nullptr, 0),
+               dcpx::ErrorCode::kUnsupported);
+#endif
+}
+
+}  // namespace

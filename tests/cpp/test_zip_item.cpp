@@ -1,0 +1,122 @@
+#include <numeric>
+
+#include "check.h"
+#include "format/crc32.h"
+#include "format/zip_item.h"
+#include "zip_invariants.h"
+
+namespace {
+
+using dcpx::ErrorCode;
+using dcpx::ZipItem;
+
+const dcpx::TensorFraming kFloat{"torch", "FloatStorage", ""};
+const dcpx::TensorFraming kFloat8{"torch.storage", "UntypedStorage", "float8_e4m3fn"};
+
+dcpx::ZipItemSpec spec_of(const dcpx::TensorFraming& framing, std::uint64_t elems,
+                          std::uint64_t elem_bytes) {
+  return {&framing, {static_cast<std::int64_t>(elems)}, {1}, elems * elem_bytes, elem_bytes};
+}
+
+// An item in memory whose payload is all zeros, and possibly not there at all: reads beyond the
+// head and before the tail give zeros.
+class SparseItem : public dcpx::RangeReader {
+ public:
+  SparseItem(const ZipItem& item, std::uint64_t pad_bytes)
+      : item_bytes(item.item_bytes(pad_bytes)),
+        tail_offset_(item.head_bytes() + pad_bytes + item.payload_bytes()) {
+    item.append_head(pad_bytes, head_);
+    item.append_tail(pad_bytes, item.payload_bytes() == 0 ? 0 : 0x12345678, tail_);
+    CHECK_EQ(head_.size(), item.head_bytes() + pad_bytes);
+    CHECK_EQ(tail_.size(), item.tail_bytes(pad_bytes));
+    CHECK_EQ(tail_offset_ + tail_.size(), item_bytes);
+  }
+
+  void read(std::uint64_t offset, std::size_t nbytes, std::byte* into) override {
+    ++reads;
+    CHECK(offset <= item_bytes && nbytes <= item_bytes - offset);
+    for (std::size_t i = 0; i < nbytes; ++i) into[i] = at(offset + i);
+  }
+
+  std::uint64_t item_bytes;
+  int reads = 0;
+
+ private:
+  std::byte at(std::uint64_t offset) const {
+    if (offset < head_.size()) return head_[offset];
+    return offset < tail_offset_ ? std::byte{0} : tail_[offset - tail_offset_];
+  }
+
+  std::vector<std::byte> head_, tail_;
+  std::uint64_t tail_offset_;
+};
+
+TEST(zip_item_of_any_size_and_padding_parses_back) {
+  for (const std::uint64_t pad_bytes : {0UL, 4UL, 5UL, 63UL, 4096UL, 65000UL}) {
+    for (const std::uint64_t elems : {0UL, 1UL, 255UL, 256UL, 65535UL, 65536UL, 1UL << 31}) {
+      const ZipItem item(spec_of(kFloat, elems, 4));
+      SparseItem bytes(item, pad_bytes);
+      dcpx::ParsedTensor tensor;
+      CHECK(parse_zip_item(bytes, bytes.item_bytes, &tensor) == dcpx::ZipShape::kPlainTensor);
+      CHECK_EQ(tensor.payload_offset, item.head_bytes() + pad_bytes);
+      CHECK_EQ(tensor.payload_bytes, elems * 4);
+      CHECK_EQ(tensor.payload_crc, elems == 0 ? 0U : 0x12345678U);
+      CHECK_EQ(tensor.sizes.at(0), static_cast<std::int64_t>(elems));
+      CHECK(bytes.reads <= 2);
+    }
+  }
+}
+
+TEST(zip_item_around_4_gib_parses_back) {
+  for (std::uint64_t nbytes = (1ULL << 32) - 1600; nbytes <= (1ULL << 32) + 64; ++nbytes) {
+    const ZipItem item(spec_of(kFloat8, nbytes, 1));
+    SparseItem bytes(item, 8);
+    dcpx::ParsedTensor tensor;
+    CHECK(parse_zip_item(bytes, bytes.item_bytes, &tensor) == dcpx::ZipShape::kPlainTensor);
+    CHECK_EQ(tensor.payload_bytes, nbytes);
+    CHECK_EQ(tensor.storage_numel, static_cast<std::int64_t>(nbytes));
+    CHECK_EQ(tensor.dtype_name, "float8_e4m3fn");
+  }
+}
+
+TEST(zip_item_refuses_padding_that_no_extra_field_can_hold) {
+  const ZipItem item(spec_of(kFloat, 1, 4));
+  std::vector<std::byte> out;
+  for (const std::uint64_t pad_bytes : {1UL, 2UL, 3UL, 65001UL, 65536UL, UINT64_MAX}) {
+    CHECK_THROWS(item.append_head(pad_bytes, out), ErrorCode::kPlan);
+    CHECK_THROWS(item.append_tail(pad_bytes, 0, out), ErrorCode::kPlan);
+    CHECK_THROWS(item.tail_bytes(pad_bytes), ErrorCode::kPlan);
+  }
+  CHECK(out.empty());
+}
+
+TEST(zip_item_refuses_tensors_that_exceed_their_payload) {
+  const auto make = [](std::vector<std::int64_t> sizes, std::vector<std::int64_t> strides,
+                       std::uint64_t payload_bytes) {
+    return ZipItem({&kFloat, std::move(sizes), std::move(strides), payload_bytes, 4});
+  };
+  make({2, 3}, {3, 1}, 24);
+  make({0, INT64_MAX}, {INT64_MAX, INT64_MAX}, 0);
+  CHECK_THROWS(make({2, 3}, {3, 1}, 20), ErrorCode::kPlan);
+  CHECK_THROWS(make({2, 3}, {3}, 24), ErrorCode::kPlan);
+  CHECK_THROWS(make({-1}, {1}, 24), ErrorCode::kPlan);
+  CHECK_THROWS(make({2}, {-1}, 24), ErrorCode::kPlan);
+  CHECK_THROWS(make({6}, {1}, 25), ErrorCode::kPlan);
+  CHECK_THROWS(make({INT64_MAX, INT64_MAX}, {INT64_MAX, 1}, 24), ErrorCode::kPlan);
+}
+
+TEST(zip_item_integers_of_every_width_survive_the_pickle) {
+  for (const std::int64_t stride :
+       {std::int64_t{0}, std::int64_t{255}, std::int64_t{256}, std::int64_t{65535},
+        std::int64_t{65536}, std::int64_t{INT32_MAX}, std::int64_t{INT32_MAX} + 1,
+        std::int64_t{1} << 40, std::int64_t{INT64_MAX}}) {
+    std::vector<std::byte> out;
+    dcpx::append_tensor_pickle(kFloat, 1, {1, 1, 1, 1}, {stride, 1, 1, 1}, out);
+    dcpx::PickledTensor tensor;
+    CHECK(dcpx::parse_tensor_pickle(out.data(), out.size(), &tensor));
+    CHECK_EQ(tensor.strides.at(0), stride);
+    CHECK_EQ(tensor.sizes.size(), 4U);
+  }
+}
+
+}  // namespace
