@@ -1,0 +1,85 @@
+// Reads the bytes of one load: plans extents, reads them with several workers, verifies, places.
+//
+// 1. locate() opens the files, checks them against the metadata and finds every payload.
+// 2. read() cuts the wanted regions into extents, in the order of the files. Workers take them in
+//    turn: straight into the destinations where runs are long, else into a slot and copied out;
+//    every block that contributes is checked against the footer.
+// 3. After the first error no further extent is started, and it is thrown when all workers ended.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/slot.h"
+#include "common/unique_fd.h"
+#include "common/worker_group.h"
+#include "engine/read_plan.h"
+#include "engine/stored_file.h"
+
+namespace dcpx::engine {
+
+struct ReadOptions {
+  unsigned workers = 2;
+  std::uint64_t slot_bytes = 1 << 20;
+  bool use_direct = true;  // O_DIRECT for files that are not in the page cache
+  bool verify = true;      // check every block that is read
+};
+
+struct ReadReport {
+  std::uint64_t needed_bytes = 0;    // sum of the regions
+  std::uint64_t read_bytes = 0;      // from files, block edges and gaps included
+  std::uint64_t verified_bytes = 0;  // of read_bytes, checked against a footer
+  std::uint64_t in_place_bytes = 0;  // of needed_bytes, read straight to the destination
+  std::uint64_t direct_bytes = 0;    // of read_bytes, by O_DIRECT
+  std::uint64_t slot_bytes = 0;      // peak memory of the workers' slots
+};
+
+class ReadJob {  // Not thread-safe.
+ public:
+  // `dir_fd` is duplicated. Throws Error(kStorage).
+  ReadJob(int dir_fd, std::string dir_path, const ReadOptions& options);
+  ~ReadJob();
+
+  // Adds files and finds `wanted` in them (WantedItem::file counts all files added so far).
+  // Blocks. Throws Error; no destination is known yet, so nothing was touched.
+  std::vector<LocatedItem> locate(const std::vector<StoredFileSpec>& files,
+                                  const std::vector<WantedItem>& wanted, const PollFunction& poll);
+
+  // Fills the destinations. Blocks. Throws Error; touched() then says where bytes may have landed.
+  void read(const std::vector<ReadRegion>& regions, const PollFunction& poll);
+
+  // Closes what a failed read() left open.
+  void close() noexcept;
+
+  // Per region of the last read(): whether a byte may have been written to its destination.
+  std::vector<bool> touched() const;
+  ReadReport report() const;
+
+ private:
+  struct OpenFile;
+  struct Pass;
+
+  void open(OpenFile& file);
+  void read_extent(Pass& pass, const Extent& extent, Slot& slot);
+  void verify_extent(const Pass& pass, const Extent& extent, const OpenFile& file,
+                     const std::vector<iovec>& pieces, std::uint64_t begin) const;
+
+  UniqueFd dir_fd_;
+  std::string dir_path_;
+  ReadOptions options_;
+  std::deque<OpenFile> files_;
+  std::unique_ptr<std::atomic<bool>[]> touched_;
+  std::size_t touched_count_ = 0;
+  ReadReport report_;
+  std::atomic<std::uint64_t> read_bytes_{0};
+  std::atomic<std::uint64_t> verified_bytes_{0};
+  std::atomic<std::uint64_t> in_place_bytes_{0};
+  std::atomic<std::uint64_t> direct_bytes_{0};
+};
+
+}  // namespace dcpx::engine

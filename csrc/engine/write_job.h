@@ -1,0 +1,105 @@
+// Writes the files of one rank's save: layout, segments over workers, footers, fsync.
+//
+// 1. lay_out() places the items of the call; the file is preallocated.
+// 2. Workers take segments in the order of the files: fill (copy, gather, frame) or in place,
+//    checksum, pwrite. The worker that ends the last piece before a seam writes the seam.
+// 3. The worker that ends the last segment of a complete file writes its footer, fsyncs, checks the
+//    size and closes it. At most one file per worker, plus one, is open at a time.
+// Nothing that exists is ever truncated, overwritten or removed. The directory is the caller's to
+// fsync.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/slot.h"
+#include "common/unique_fd.h"
+#include "common/worker_group.h"
+#include "engine/block_sums.h"
+#include "engine/write_layout.h"
+#include "format/file_footer.h"
+#include "io/file.h"
+
+namespace dcpx::engine {
+
+struct WriteOptions {
+  unsigned workers = 2;
+  std::uint64_t segment_bytes = 1 << 20;  // what a worker writes at once, and the size of its slot
+  bool use_direct = true;                 // O_DIRECT where the file system takes it
+  bool is_durable = true;                 // fsync every file
+};
+
+struct FileSpec {
+  std::vector<std::string> names;  // candidates; the first that does not exist is taken
+  FileId file_id{};
+  std::uint32_t rank = 0;
+};
+
+struct FileResult {
+  std::string name;
+  FileId file_id{};
+  std::uint64_t file_bytes = 0;
+  std::uint32_t footer_crc = 0;
+};
+
+struct WriteReport {
+  std::uint64_t direct_bytes = 0;  // by how they were written
+  std::uint64_t buffered_bytes = 0;
+  std::uint64_t in_place_bytes = 0;  // from the tensor's own memory, part of the two above
+  std::uint64_t slot_bytes = 0;      // peak memory of the workers' slots
+};
+
+// One job at a time; not thread-safe. After an exception only created() may be called.
+class WriteJob {
+ public:
+  // `dir_fd` is duplicated. Throws Error(kStorage).
+  WriteJob(int dir_fd, std::string dir_path, const WriteOptions& options);
+  ~WriteJob();
+
+  std::uint32_t add_file(FileSpec spec);
+
+  // Writes `items`, sorted by file, none for a file before that of an earlier call's last item.
+  // A file is complete once items of a later one come, or with `is_final`. On return the rows of
+  // `items` hold offsets, lengths and CRCs. Blocks. Throws Error.
+  void write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll);
+
+  // Complete files, in the order of add_file(); those without items were never created.
+  std::vector<FileResult> results() const;
+  // Closes what a failed write() left open, so that the space of removed files is free at once.
+  // Only created() may be called afterwards.
+  void abandon() noexcept;
+  // Names of all files that exist because of this job, for whoever cleans up after a failure.
+  std::vector<std::string> created() const;
+  WriteReport report() const;
+
+ private:
+  struct OpenFile;
+  struct Window;
+
+  void prepare(Window& window, bool is_final);
+  void work(Window& window, Slot& slot, StopFlag& stop);
+  void write_segment(Window& window, std::uint32_t index, Slot& slot);
+  void fill(Window& window, const Segment& segment, Slot& slot, SegmentSummer& summer);
+  void open(OpenFile& file);
+  void complete(Window& window, OpenFile& file);
+  void finish(OpenFile& file);
+
+  UniqueFd dir_fd_;
+  std::string dir_path_;
+  WriteOptions options_;
+  std::deque<OpenFile> files_;
+  mutable std::mutex created_mutex_;
+  std::vector<std::string> created_;
+  std::atomic<std::uint64_t> direct_bytes_{0};
+  std::atomic<std::uint64_t> buffered_bytes_{0};
+  std::atomic<std::uint64_t> in_place_bytes_{0};
+  std::uint64_t slot_bytes_ = 0;
+};
+
+}  // namespace dcpx::engine

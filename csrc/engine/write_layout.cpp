@@ -1,0 +1,175 @@
+#include "engine/write_layout.h"
+
+#include <algorithm>
+
+#include "common/bytes.h"
+#include "io/file.h"
+
+namespace dcpx::engine {
+namespace {
+
+using io::kDirectAlignment;
+
+// Builds segments of one file in ascending order.
+class Builder {
+ public:
+  Builder(WriteLayout& layout, std::uint32_t file, std::uint64_t cursor,
+          std::uint64_t segment_bytes)
+      : layout_(layout), file_(file), cursor_(cursor), segment_bytes_(segment_bytes) {
+    start_segment(kNoItem);
+  }
+
+  std::uint64_t cursor() const noexcept { return cursor_; }
+
+  void add(WriteItem& item, std::uint32_t index) {
+    IndexRow& row = item.row;
+    layout_.first_piece[index] = static_cast<std::uint32_t>(layout_.pieces.size());
+    const std::uint64_t head_bytes = item.zip ? item.zip->head_bytes() : 0;
+    const bool is_large = row.payload_bytes >= kLargePayloadBytes;
+    // Host memory that lies contiguously is written in place where file offset and address are
+    // congruent; everything else passes through a slot and starts on a page.
+    const std::uint64_t phase =
+        is_large && item.is_dense
+            ? reinterpret_cast<std::uintptr_t>(item.source) & (kDirectAlignment - 1)
+            : 0;
+    const std::uint64_t grid = is_large ? kDirectAlignment : kPackAlignment;
+    if (!fits(item, head_bytes, phase, grid, is_large)) {
+      close_segment();
+      start_segment(kNoItem);
+    }
+    place(item, head_bytes, phase, grid);
+    const std::uint64_t tail_bytes = item.zip ? item.zip->tail_bytes(item.pad_bytes) : 0;
+    row.item_bytes = checked_add(row.payload_offset - row.item_offset,
+                                 checked_add(row.payload_bytes, tail_bytes));
+    if (item.zip) add_piece({index, PieceKind::kHead, 0, 0}, row.payload_offset);
+    if (is_large) {
+      add_body(item, index);
+    } else if (row.payload_bytes > 0) {
+      add_piece({index, PieceKind::kPayload, 0, row.payload_bytes},
+                row.payload_offset + row.payload_bytes);
+    }
+    if (item.zip) add_piece({index, PieceKind::kTail, 0, 0}, row.item_offset + row.item_bytes);
+    cursor_ = row.item_offset + row.item_bytes;
+  }
+
+  std::uint64_t finish() {
+    const std::uint64_t data_end = cursor_;
+    close_segment();
+    return data_end;
+  }
+
+ private:
+  // Chooses where the item and its payload begin, given the segment under construction.
+  void place(WriteItem& item, std::uint64_t head_bytes, std::uint64_t phase, std::uint64_t grid) {
+    IndexRow& row = item.row;
+    if (!item.zip) {
+      row.item_offset = congruent(cursor_, phase, grid);
+      row.payload_offset = row.item_offset;
+      return;
+    }
+    row.item_offset = align_up(cursor_, kPackAlignment);
+    const std::uint64_t earliest = row.item_offset + head_bytes;
+    row.payload_offset = congruent(earliest, phase, grid);
+    // The extra field that carries the padding has a head of 4 bytes itself.
+    if (row.payload_offset != earliest && row.payload_offset - earliest < 4)
+      row.payload_offset += grid;
+    item.pad_bytes = row.payload_offset - earliest;
+  }
+
+  // The smallest offset >= `from` that is `phase` modulo `grid`.
+  static std::uint64_t congruent(std::uint64_t from, std::uint64_t phase, std::uint64_t grid) {
+    const std::uint64_t base = align_down(from, grid) + phase;
+    return base >= from ? base : base + grid;
+  }
+
+  bool fits(WriteItem& item, std::uint64_t head_bytes, std::uint64_t phase, std::uint64_t grid,
+            bool is_large) {
+    place(item, head_bytes, phase, grid);
+    const std::uint64_t end = is_large ? align_up(item.row.payload_offset, kDirectAlignment)
+                                       : item.row.payload_offset + item.row.payload_bytes +
+                                             (item.zip ? item.zip->tail_bytes(item.pad_bytes) : 0);
+    return end - segment_.begin <= segment_bytes_;
+  }
+
+  void add_body(const WriteItem& item, std::uint32_t index) {
+    const IndexRow& row = item.row;
+    const std::uint64_t payload_end = row.payload_offset + row.payload_bytes;
+    const std::uint64_t body_begin = align_up(row.payload_offset, kDirectAlignment);
+    const std::uint64_t body_end = align_down(payload_end, kDirectAlignment);
+    if (body_begin > row.payload_offset) {
+      add_piece({index, PieceKind::kPayload, 0, body_begin - row.payload_offset}, body_begin);
+      ++layout_.pieces_before_seam[index];
+    }
+    cursor_ = body_begin;
+    close_segment();
+    for (std::uint64_t begin = body_begin; begin < body_end;) {
+      const std::uint64_t to_grid = segment_bytes_ - begin % segment_bytes_;
+      const std::uint64_t end = std::min(begin + to_grid, body_end);
+      cursor_ = begin;
+      start_segment(kNoItem);
+      segment_.is_in_place = item.is_dense && is_congruent(item);
+      add_piece({index, PieceKind::kPayload, begin - row.payload_offset, end - row.payload_offset},
+                end);
+      ++layout_.pieces_before_seam[index];
+      cursor_ = end;
+      close_segment();
+      begin = end;
+    }
+    start_segment(index);
+    if (payload_end > body_end) {
+      add_piece({index, PieceKind::kPayload, body_end - row.payload_offset, row.payload_bytes},
+                payload_end);
+    }
+  }
+
+  static bool is_congruent(const WriteItem& item) {
+    const auto address = reinterpret_cast<std::uintptr_t>(item.source);
+    return ((address - item.row.payload_offset) & (kDirectAlignment - 1)) == 0;
+  }
+
+  void start_segment(std::uint32_t waits_for) {
+    segment_ = Segment{};
+    segment_.file = file_;
+    segment_.begin = align_up(cursor_, kDirectAlignment);
+    segment_.content_end = segment_.begin;
+    segment_.first_piece = static_cast<std::uint32_t>(layout_.pieces.size());
+    segment_.waits_for = waits_for;
+    cursor_ = segment_.begin;
+  }
+
+  void add_piece(const Piece& piece, std::uint64_t content_end) {
+    layout_.pieces.push_back(piece);
+    ++segment_.piece_count;
+    segment_.content_end = content_end;
+  }
+
+  void close_segment() {
+    if (segment_.piece_count == 0) return;
+    segment_.end = align_up(segment_.content_end, kDirectAlignment);
+    layout_.segments.push_back(segment_);
+    cursor_ = segment_.end;
+    segment_.piece_count = 0;
+  }
+
+  WriteLayout& layout_;
+  std::uint32_t file_;
+  std::uint64_t cursor_;
+  std::uint64_t segment_bytes_;
+  Segment segment_;
+};
+
+}  // namespace
+
+std::uint64_t lay_out(std::vector<WriteItem>& items, std::uint32_t first_item,
+                      std::uint32_t item_count, std::uint64_t cursor, std::uint64_t segment_bytes,
+                      WriteLayout& layout) {
+  layout.pieces_before_seam.resize(items.size(), 0);
+  layout.first_piece.resize(items.size() + 1, 0);
+  Builder builder(layout, items[first_item].file, cursor, segment_bytes);
+  for (std::uint32_t i = 0; i < item_count; ++i) builder.add(items[first_item + i], first_item + i);
+  const std::uint64_t data_end = builder.finish();
+  layout.first_piece[first_item + item_count] = static_cast<std::uint32_t>(layout.pieces.size());
+  return data_end;
+}
+
+}  // namespace dcpx::engine

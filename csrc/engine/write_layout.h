@@ -1,0 +1,78 @@
+// Where every byte of a save goes: items to offsets, offsets to segments. Pure arithmetic, no I/O.
+//
+// A file is cut into segments, each written by one worker in one call. Small items are packed, many
+// to a segment. A large item is a head (in the segment before), a body of whole aligned segments
+// that any worker takes, and a seam: the last partial page, the zip tail with the payload's CRC,
+// and whatever follows. A seam waits until the pieces before it are checksummed; nobody blocks for
+// it, the worker that finishes the last piece goes on with the seam.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "format/file_footer.h"
+#include "format/zip_item.h"
+#include "plan/region_copy.h"
+
+namespace dcpx::engine {
+
+// Payloads from here on are placed for the copy (aligned); smaller ones are packed.
+inline constexpr std::uint64_t kLargePayloadBytes = 64 << 10;
+inline constexpr std::uint64_t kPackAlignment = 64;
+
+// One item to write. `row` is its index row; the layout fills in its offsets and lengths.
+struct WriteItem {
+  IndexRow row;
+  std::uint32_t file = 0;             // index into the job's files
+  const std::byte* source = nullptr;  // host memory; must stay valid until write() returns
+  std::uint64_t elem_bytes = 1;
+  bool is_dense = true;         // [source, source + payload_bytes) is the payload as it is
+  plan::Region gather;          // else: source strides of the C-order payload
+  std::optional<ZipItem> zip;   // the framing of kTensor items
+  std::uint64_t pad_bytes = 0;  // zip padding before the payload
+};
+
+enum class PieceKind : std::uint8_t { kHead, kPayload, kTail };
+
+// A run of bytes of one item inside a segment. [begin, end) counts from the payload's start for
+// kPayload and is unused otherwise.
+struct Piece {
+  std::uint32_t item = 0;
+  PieceKind kind = PieceKind::kHead;
+  std::uint64_t begin = 0;
+  std::uint64_t end = 0;
+};
+
+inline constexpr std::uint32_t kNoItem = 0xffffffffu;
+
+struct Segment {
+  std::uint32_t file = 0;
+  std::uint64_t begin = 0;  // file range, both ends on kDirectAlignment
+  std::uint64_t end = 0;
+  std::uint64_t content_end = 0;  // behind the last byte of an item; the rest up to `end` is zero
+  std::uint32_t first_piece = 0;
+  std::uint32_t piece_count = 0;
+  std::uint32_t waits_for = kNoItem;  // item whose earlier pieces must be checksummed first
+  bool is_in_place = false;           // one dense payload piece, congruent: written from its memory
+};
+
+struct WriteLayout {
+  std::vector<Segment> segments;
+  std::vector<Piece> pieces;
+  // Per item: number of segments that hold payload bytes before the one with its tail.
+  std::vector<std::uint32_t> pieces_before_seam;
+  // Item i has the pieces [first_piece[i], first_piece[i + 1]), in the order of the file.
+  std::vector<std::uint32_t> first_piece;
+};
+
+// Lays `items` (all of one file) out from `cursor` on, which is a multiple of kDirectAlignment.
+// Appends to `layout`, fills in the items' rows, and returns the new end of data (unaligned).
+// `first_item` is the index of items[0] in the job's table. Throws Error(kPlan).
+std::uint64_t lay_out(std::vector<WriteItem>& items, std::uint32_t first_item,
+                      std::uint32_t item_count, std::uint64_t cursor, std::uint64_t segment_bytes,
+                      WriteLayout& layout);
+
+}  // namespace dcpx::engine

@@ -1,0 +1,85 @@
+// Files of a checkpoint: created beneath a directory without ever touching what is there, read
+// beneath it without following links. Every loop over short counts and EINTR is here.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/unique_fd.h"
+
+namespace dcpx::io {
+
+// Offsets, lengths and addresses of direct I/O are multiples of this. Every Linux block device in
+// use takes it (statx reports 512 or 4096).
+inline constexpr std::uint64_t kDirectAlignment = 4096;
+
+// A new file under construction. write_at() may be called by many threads at once; the rest by one.
+class OutputFile {
+ public:
+  // Creates the first of `names` that does not exist, O_EXCL | O_NOFOLLOW | O_CLOEXEC, beneath
+  // `dir_fd`. Direct I/O where the file system takes it and `use_direct` asks for it.
+  // Throws Error(kStorage).
+  static OutputFile create(int dir_fd, const std::string& dir_path,
+                           const std::vector<std::string>& names, bool use_direct);
+
+  OutputFile() = default;
+  OutputFile(OutputFile&& other) noexcept;
+  OutputFile& operator=(OutputFile&& other) noexcept;
+
+  bool is_open() const noexcept { return fd_.is_open(); }
+  bool is_direct() const noexcept { return is_direct_.load(std::memory_order_relaxed); }
+  const std::string& name() const noexcept { return name_; }
+  const std::string& path() const noexcept { return path_; }
+
+  // Reserves [offset, offset + nbytes) and sets the size, so that a full disk is known before the
+  // first byte. Throws Error(kStorage); does nothing where the file system cannot.
+  void preallocate(std::uint64_t offset, std::uint64_t nbytes);
+  // Writes all of it. Falls back to buffered I/O where a direct write is refused (EINVAL).
+  // Thread-safe. Blocks. Throws Error(kStorage).
+  void write_at(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset);
+  // Makes the file durable; an error is final and must never be retried: the kernel reports a
+  // lost write-back once and then forgets it. Blocks. Throws Error(kStorage).
+  void sync();
+  // Checks the size against `expected_bytes` and closes. Throws Error(kStorage).
+  void close(std::uint64_t expected_bytes);
+
+ private:
+  UniqueFd fd_;
+  std::string name_;  // relative to the directory
+  std::string path_;  // for messages
+  std::atomic<bool> is_direct_{false};
+};
+
+// A file that is read beneath a directory: a regular file, no link on the way.
+class InputFile {  // read_at() is thread-safe.
+ public:
+  // Throws Error(kStorage) when it cannot be opened, Error(kCorruption) when it is no regular file
+  // or `relative_path` leaves the directory.
+  static InputFile open(int dir_fd, const std::string& dir_path, const std::string& relative_path);
+
+  std::uint64_t size_bytes() const noexcept { return size_bytes_; }
+  std::uint64_t inode() const noexcept { return inode_; }
+  const std::string& path() const noexcept { return path_; }
+  int fd() const noexcept { return fd_.get(); }
+
+  // Fills all of `parts` from `offset` on. Falls back to buffered I/O where a direct read is
+  // refused (EINVAL). Blocks. Throws Error(kStorage), Error(kShortRead).
+  void read_at(iovec* parts, int count, std::uint64_t offset) const;
+  void read_at(std::byte* into, std::uint64_t nbytes, std::uint64_t offset) const;
+  // Switches direct I/O; false where the file system refuses it. REQUIRES: no read under way when
+  // it is switched on.
+  bool set_direct(bool is_direct) const noexcept;
+
+ private:
+  UniqueFd fd_;
+  std::string path_;
+  std::uint64_t size_bytes_ = 0;
+  std::uint64_t inode_ = 0;
+};
+
+}  // namespace dcpx::io

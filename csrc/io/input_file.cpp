@@ -1,0 +1,142 @@
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "common/bytes.h"
+#include "io/file.h"
+#include "io/system_calls.h"
+
+namespace dcpx::io {
+namespace {
+
+// O_NONBLOCK: opening a FIFO that somebody planted must not wait for its other end.
+constexpr int kReadFlags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
+
+Error bad_path(const std::string& path, const std::string& why) {
+  Error error(ErrorCode::kCorruption, "file name '" + path + "' in the metadata " + why);
+  error.path = path;
+  return error;
+}
+
+std::vector<std::string> components(const std::string& path) {
+  if (path.empty() || path.size() > 4096) throw bad_path(path, "is empty or too long");
+  if (path.front() == '/') throw bad_path(path, "is absolute");
+  if (path.find('\0') != std::string::npos) throw bad_path(path, "holds a NUL byte");
+  std::vector<std::string> parts;
+  for (std::size_t begin = 0; begin <= path.size();) {
+    const std::size_t end = std::min(path.find('/', begin), path.size());
+    parts.push_back(path.substr(begin, end - begin));
+    if (parts.back().empty() || parts.back() == "." || parts.back() == "..") {
+      throw bad_path(path, "leaves the checkpoint directory or holds an empty component");
+    }
+    begin = end + 1;
+  }
+  return parts;
+}
+
+int retry_open(int dir_fd, const std::string& name, int flags) {
+  int fd = -1;
+  do {
+    fd = open_at(dir_fd, name.c_str(), flags, 0);
+  } while (fd < 0 && errno == EINTR);
+  return fd;
+}
+
+// Where the kernel or a container refuses openat2: one O_NOFOLLOW step per component.
+UniqueFd open_by_steps(int dir_fd, const std::vector<std::string>& parts) {
+  UniqueFd at;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const bool is_last = i + 1 == parts.size();
+    const int from = at.is_open() ? at.get() : dir_fd;
+    const int flags = is_last ? kReadFlags : (O_PATH | O_CLOEXEC | O_NOFOLLOW | O_DIRECTORY);
+    UniqueFd next(retry_open(from, parts[i], flags));
+    if (!next.is_open()) return next;
+    at = std::move(next);
+  }
+  return at;
+}
+
+}  // namespace
+
+InputFile InputFile::open(int dir_fd, const std::string& dir_path,
+                          const std::string& relative_path) {
+  const std::vector<std::string> parts = components(relative_path);
+  InputFile file;
+  file.path_ = dir_path + "/" + relative_path;
+  // EAGAIN: a rename somewhere on the system raced with the look-up; rare, so a bound is no loss.
+  for (int attempt = 0; attempt < 1000; ++attempt) {
+    file.fd_ = UniqueFd(open_beneath(dir_fd, relative_path.c_str(), kReadFlags));
+    if (file.fd_.is_open() || (errno != EINTR && errno != EAGAIN)) break;
+  }
+  if (!file.fd_.is_open() && (errno == ENOSYS || errno == EPERM || errno == EINVAL)) {
+    file.fd_ = open_by_steps(dir_fd, parts);
+  }
+  if (!file.fd_.is_open()) {
+    if (errno == ELOOP || errno == EXDEV) {
+      Error error(ErrorCode::kCorruption, "'" + file.path_ +
+                                              "' is or passes through a symbolic link: refused, "
+                                              "it could lead out of the checkpoint");
+      error.path = file.path_;
+      throw error;
+    }
+    throw storage_error("open", file.path_, errno);
+  }
+  struct stat status{};
+  if (io::fstat(file.fd_.get(), &status) != 0) throw storage_error("fstat", file.path_, errno);
+  if (!S_ISREG(status.st_mode)) {
+    Error error(ErrorCode::kCorruption, "'" + file.path_ + "' is no regular file");
+    error.path = file.path_;
+    throw error;
+  }
+  file.size_bytes_ = static_cast<std::uint64_t>(status.st_size);
+  file.inode_ = status.st_ino;
+  return file;
+}
+
+void InputFile::read_at(iovec* parts, int count, std::uint64_t offset) const {
+  bool may_be_direct = true;
+  while (count > 0) {
+    if (parts[0].iov_len == 0) {
+      ++parts, --count;
+      continue;
+    }
+    const ssize_t got = io::preadv(fd_.get(), parts, count, static_cast<off_t>(offset));
+    if (got < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EINVAL && std::exchange(may_be_direct, false) && set_direct(false)) continue;
+      throw storage_error("pread", path_, errno, static_cast<std::int64_t>(offset),
+                          static_cast<std::int64_t>(parts[0].iov_len));
+    }
+    if (got == 0) {
+      Error error(ErrorCode::kShortRead, "'" + path_ + "' ends at " + std::to_string(offset) +
+                                             " B, before the range that is read: truncated");
+      error.path = path_;
+      error.offset = static_cast<std::int64_t>(offset);
+      error.nbytes = static_cast<std::int64_t>(parts[0].iov_len);
+      throw error;
+    }
+    offset += static_cast<std::uint64_t>(got);
+    for (std::size_t left = static_cast<std::size_t>(got); left > 0 && count > 0;) {
+      const std::size_t taken = std::min(left, parts[0].iov_len);
+      parts[0].iov_base = static_cast<std::byte*>(parts[0].iov_base) + taken;
+      parts[0].iov_len -= taken;
+      left -= taken;
+      if (parts[0].iov_len == 0) ++parts, --count;
+    }
+  }
+}
+
+void InputFile::read_at(std::byte* into, std::uint64_t nbytes, std::uint64_t offset) const {
+  iovec part{into, static_cast<std::size_t>(nbytes)};
+  read_at(&part, 1, offset);
+}
+
+bool InputFile::set_direct(bool is_direct) const noexcept {
+  const int flags = ::fcntl(fd_.get(), F_GETFL);
+  if (flags < 0) return false;
+  return ::fcntl(fd_.get(), F_SETFL, is_direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+}
+
+}  // namespace dcpx::io

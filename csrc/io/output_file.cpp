@@ -1,0 +1,134 @@
+#include <fcntl.h>
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "common/bytes.h"
+#include "io/file.h"
+#include "io/system_calls.h"
+
+namespace dcpx::io {
+namespace {
+
+// Linux moves at most 0x7ffff000 bytes a call; a smaller bound keeps a cancelled save responsive.
+constexpr std::uint64_t kMaxWriteBytes = 64ull << 20;
+
+// Says how much room there was: the way out of ENOSPC is a number.
+Error no_space_error(const char* verb, const std::string& path, int sys_errno, int fd,
+                     std::uint64_t offset, std::uint64_t nbytes) {
+  Error error = storage_error(verb, path, sys_errno, static_cast<std::int64_t>(offset),
+                              static_cast<std::int64_t>(nbytes));
+  struct statvfs fs{};
+  if ((sys_errno != ENOSPC && sys_errno != EDQUOT) || ::fstatvfs(fd, &fs) != 0) return error;
+  Error with_room(ErrorCode::kStorage,
+                  std::string(error.what()) + " (needed " + std::to_string(nbytes) + " B, free " +
+                      std::to_string(static_cast<std::uint64_t>(fs.f_bavail) * fs.f_frsize) +
+                      " B; saving over a checkpoint needs room for both)");
+  with_room.sys_errno = error.sys_errno;
+  with_room.path = error.path;
+  with_room.offset = error.offset;
+  with_room.nbytes = error.nbytes;
+  return with_room;
+}
+
+bool is_aligned(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset) {
+  return ((reinterpret_cast<std::uintptr_t>(data) | nbytes | offset) & (kDirectAlignment - 1)) == 0;
+}
+
+bool set_direct_flag(int fd, bool is_direct) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  return flags >= 0 && ::fcntl(fd, F_SETFL, is_direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+}
+
+}  // namespace
+
+OutputFile::OutputFile(OutputFile&& other) noexcept { *this = std::move(other); }
+
+OutputFile& OutputFile::operator=(OutputFile&& other) noexcept {
+  fd_ = std::move(other.fd_);
+  name_ = std::move(other.name_);
+  path_ = std::move(other.path_);
+  is_direct_.store(other.is_direct_.load());
+  return *this;
+}
+
+OutputFile OutputFile::create(int dir_fd, const std::string& dir_path,
+                              const std::vector<std::string>& names, bool use_direct) {
+  DCPX_CHECK(!names.empty(), "a file needs a name");
+  constexpr int kFlags = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
+  for (std::size_t i = 0; i < names.size();) {
+    const int fd = open_at(dir_fd, names[i].c_str(), kFlags, 0666);
+    if (fd >= 0) {
+      OutputFile file;
+      file.fd_ = UniqueFd(fd);
+      file.name_ = names[i];
+      file.path_ = dir_path + "/" + names[i];
+      // Not by an open flag: where it is refused, O_CREAT would leave the file behind.
+      if (use_direct) file.is_direct_.store(set_direct_flag(fd, true));
+      return file;
+    }
+    if (errno == EINTR) continue;
+    if (errno == EEXIST && i + 1 < names.size()) {
+      ++i;
+      continue;
+    }
+    throw storage_error("create", dir_path + "/" + names[i], errno);
+  }
+  throw storage_error("create", dir_path + "/" + names.back(), EEXIST);
+}
+
+void OutputFile::preallocate(std::uint64_t offset, std::uint64_t nbytes) {
+  if (nbytes == 0) return;
+  while (io::fallocate(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes)) != 0) {
+    if (errno == EINTR) continue;
+    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return;
+    throw no_space_error("fallocate", path_, errno, fd_.get(), offset, nbytes);
+  }
+}
+
+void OutputFile::write_at(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset) {
+  while (nbytes > 0) {
+    // As it was before the call: another thread may meet the same refusal and switch it off first.
+    const bool was_direct = is_direct();
+    if (was_direct && !is_aligned(data, nbytes, offset)) {
+      // Only after a short count that ended off the grid: the page cache takes the rest.
+      if (!set_direct_flag(fd_.get(), false)) throw storage_error("fcntl", path_, errno);
+      is_direct_.store(false);
+    }
+    const ssize_t written =
+        io::pwrite(fd_.get(), data, std::min(nbytes, kMaxWriteBytes), static_cast<off_t>(offset));
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EINVAL && was_direct && set_direct_flag(fd_.get(), false)) {
+        is_direct_.store(false);
+        continue;
+      }
+      throw no_space_error("pwrite", path_, errno, fd_.get(), offset, nbytes);
+    }
+    if (written == 0)
+      throw storage_error("pwrite", path_, EIO, static_cast<std::int64_t>(offset),
+                          static_cast<std::int64_t>(nbytes));
+    data += written;
+    nbytes -= static_cast<std::uint64_t>(written);
+    offset += static_cast<std::uint64_t>(written);
+  }
+}
+
+void OutputFile::sync() {
+  while (io::fsync(fd_.get()) != 0) {
+    if (errno != EINTR) throw storage_error("fsync", path_, errno);
+  }
+}
+
+void OutputFile::close(std::uint64_t expected_bytes) {
+  struct stat status{};
+  if (io::fstat(fd_.get(), &status) != 0) throw storage_error("fstat", path_, errno);
+  if (static_cast<std::uint64_t>(status.st_size) != expected_bytes) {
+    throw storage_error("size check (found " + std::to_string(status.st_size) + " B)", path_, EIO,
+                        0, static_cast<std::int64_t>(expected_bytes));
+  }
+  if (io::close(fd_.release()) != 0) throw storage_error("close", path_, errno);
+}
+
+}  // namespace dcpx::io

@@ -1,0 +1,12 @@
+// Whether a range of a file is in the page cache: what decides between buffered and direct reads.
+#pragma once
+
+#include <cstdint>
+
+namespace dcpx::io {
+
+// Fraction of [offset, offset + nbytes) that is resident, in [0, 1]; 1 where the system cannot say
+// (buffered reads are then the safe choice). Cheap: no data is touched.
+double resident_fraction(int fd, std::uint64_t offset, std::uint64_t nbytes);
+
+}  // namespace dcpx::io
