@@ -1,0 +1,262 @@
+"""The plain Python classes a byte item may hold, each built from exactly checked arguments.
+
+    builtins        None bool int float complex str bytes bytearray list tuple dict set frozenset
+                    slice range; the bare types themselves
+    collections     OrderedDict defaultdict (no factory, or a builtin type) deque Counter
+    pathlib         PurePath PurePosixPath PureWindowsPath Path PosixPath
+    datetime        datetime date time timedelta timezone
+    numbers         decimal.Decimal fractions.Fraction uuid.UUID
+    attributes      argparse.Namespace types.SimpleNamespace
+
+Where a constructor could compute or allocate more than the pickle's size (`bytes(10**12)`,
+`list(range(10**12))`, `Fraction("1e999999999")`), it is given only what pickle itself writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import pathlib
+import re
+import types
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from torch_dcpx.settle import (
+    Settler,
+    build_enum_member,
+    check_attributes,
+    never_called,
+    no_more_than,
+    refuse,
+)
+from torch_dcpx.unpickle import EMPTY, GlobalTable, StandIn, stand_in, with_python2_names
+
+__all__ = ["PLAIN", "encode_latin1", "path_text"]
+
+FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
+PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+SCALARS = (type(None), bool, int, float, str)
+FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?\Z")  # no exponent: "1e999999999" would be computed
+
+
+def _arguments(raw: StandIn, settle: Settler, *kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
+    """Settle the arguments of a plain call; each must be exactly of one of its kinds."""
+    no_more_than(raw)
+    args: tuple[Any, ...] = settle(raw.args)
+    if len(args) > len(kinds):
+        refuse(f"calls {raw.global_name} with {len(args)} arguments")
+    for value, kind in zip(args, kinds, strict=False):
+        if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
+            refuse(f"calls {raw.global_name} with a {type(value).__name__}")
+    return args
+
+
+def _calls(
+    target: Callable[..., Any], *kinds: type | tuple[type, ...], least: int | None = None
+) -> Callable[[StandIn, Settler], Any]:
+    """Build by calling `target` with arguments of exactly these kinds, `least` of them at least."""
+
+    def build(raw: StandIn, settle: Settler) -> Any:
+        args = _arguments(raw, settle, *kinds)
+        if len(args) < (len(kinds) if least is None else least):
+            refuse(f"calls {raw.global_name} with {len(args)} arguments")
+        return target(*args)
+
+    return build
+
+
+def encode_latin1(raw: StandIn, settle: Settler) -> bytes:
+    """`_codecs.encode(text, "latin1")`: how protocol 2 writes bytes."""
+    text, encoding = _calls(lambda *args: args, str, str)(raw, settle)
+    if encoding not in ("latin1", "latin-1"):
+        refuse(f"encodes bytes as {encoding!r}")
+    return bytes(text.encode("latin-1"))
+
+
+def _bytearray(raw: StandIn, settle: Settler) -> bytearray:
+    args = _arguments(raw, settle, (str, bytes), str)
+    if args and type(args[0]) is str:
+        if args[1:] not in (("latin-1",), ("latin1",)):
+            refuse(f"encodes a bytearray as {args[1:]!r}")
+        return bytearray(args[0], "latin-1")
+    return bytearray(*args)
+
+
+def _fraction(*args: Any) -> fractions.Fraction:
+    if type(args[0]) is str and (len(args) > 1 or not FRACTION.match(args[0])):
+        refuse("calls Fraction with a text that it would not write")
+    return fractions.Fraction(*args)
+
+
+def _instance_attributes(raw: StandIn, settle: Settler, made: Any) -> None:
+    if raw.state is EMPTY or raw.state is None:
+        return
+    if type(raw.state) is not dict:
+        refuse(f"sets a {raw.global_name} to a state of type {type(raw.state).__name__}")
+    state = settle(raw.state)
+    check_attributes(state, raw.global_name, type(made))
+    vars(made).update(state)
+
+
+def _attributes_of(make: Callable[[], Any]) -> Callable[[StandIn, Settler], Any]:
+    """Build an object that is nothing but its attributes."""
+
+    def build(raw: StandIn, settle: Settler) -> Any:
+        no_more_than(raw, state=True)
+        if raw.args:
+            refuse(f"calls {raw.global_name} with arguments")
+        made = make()
+        settle.remember(raw, made)
+        _instance_attributes(raw, settle, made)
+        return made
+
+    return build
+
+
+def _container_of(make: Callable[..., Any]) -> Callable[[StandIn, Settler], Any]:
+    """Build a dict or deque: `make` gets settled arguments, then come elements and attributes."""
+
+    def build(raw: StandIn, settle: Settler) -> Any:
+        no_more_than(raw, state=True, elements=make is _deque, pairs=make is not _deque)
+        made = make(*settle(raw.args))
+        settle.remember(raw, made)
+        for element in raw.elements or ():
+            made.append(settle(element))
+        for key, value in raw.pairs or ():
+            made[settle(key)] = settle(value)
+        if raw.state is not EMPTY and raw.state is not None:
+            if not hasattr(made, "__dict__"):
+                refuse(f"sets attributes of a {raw.global_name}")
+            _instance_attributes(raw, settle, made)
+        return made
+
+    return build
+
+
+def _ordered_dict(pairs: Any = ()) -> collections.OrderedDict[Any, Any]:
+    if type(pairs) not in (tuple, list):
+        refuse(f"calls OrderedDict with a {type(pairs).__name__}")
+    return collections.OrderedDict(pairs)
+
+
+def _counter(counts: Any = None) -> collections.Counter[Any]:
+    if counts is not None and type(counts) is not dict:
+        refuse(f"calls Counter with a {type(counts).__name__}")
+    return collections.Counter(counts)
+
+
+def _default_dict(factory: Any = None) -> collections.defaultdict[Any, Any]:
+    # By identity: `in` would ask a user's class for __eq__.
+    if factory is not None and not any(factory is known for known in FACTORIES):
+        refuse("calls defaultdict with a factory that is no builtin type")
+    return collections.defaultdict(factory)
+
+
+def _deque(elements: Any = (), maxlen: Any = None) -> collections.deque[Any]:
+    if type(elements) not in (tuple, list) or type(maxlen) not in (type(None), int):
+        refuse("calls deque with what is no sequence and length")
+    return collections.deque(elements, maxlen)
+
+
+def _stored_year(data: bytes) -> tuple[int, int]:
+    return data[0] * 256 + data[1], data[2] & 0x7F
+
+
+def _stored_clock(data: bytes) -> tuple[int, int, int, int]:
+    return data[0] & 0x7F, data[1], data[2], int.from_bytes(data[3:6], "big")
+
+
+# datetime's own constructor takes these bytes with hardly a check (day 255, hour 127); so they are
+# taken apart here, and the constructor that checks every field is called.
+def _date(data: bytes) -> datetime.date:
+    if len(data) != 4:
+        refuse("calls date with other than 4 bytes")
+    return datetime.date(*_stored_year(data), data[3])
+
+
+def _datetime(data: bytes, zone: datetime.timezone | None = None) -> datetime.datetime:
+    if len(data) != 10:
+        refuse("calls datetime with other than 10 bytes")
+    clock = _stored_clock(data[4:])
+    fold = data[2] >> 7
+    return datetime.datetime(*_stored_year(data), data[3], *clock, zone, fold=fold)  # noqa: DTZ001
+
+
+def _time(data: bytes, zone: datetime.timezone | None = None) -> datetime.time:
+    if len(data) != 6:
+        refuse("calls time with other than 6 bytes")
+    return datetime.time(*_stored_clock(data), zone, fold=data[0] >> 7)
+
+
+def _uuid(raw: StandIn, settle: Settler) -> uuid.UUID:
+    no_more_than(raw, state=True)
+    state = settle(raw.state) if type(raw.state) is dict else None
+    if raw.args or state is None or not set(state) <= {"int", "is_safe"}:
+        refuse("builds a UUID of other than its number")
+    safety = uuid.SafeUUID(state.get("is_safe", uuid.SafeUUID.unknown.value))
+    if type(state.get("int")) is not int:
+        refuse("builds a UUID of other than its number")
+    return uuid.UUID(int=state["int"], is_safe=safety)
+
+
+def path_text(raw: StandIn, settle: Settler) -> str:
+    """The text of a path, without making a path object."""
+    return str(pathlib.PurePosixPath(*_arguments(raw, settle, *[str] * len(raw.args))))
+
+
+def _path(cls: type[pathlib.PurePath]) -> Callable[[StandIn, Settler], Any]:
+    # Making a Path never touches the disk; only text may be joined to one.
+    def build(raw: StandIn, settle: Settler) -> Any:
+        return cls(*_arguments(raw, settle, *[str] * len(raw.args)))
+
+    return build
+
+
+BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
+    ("_codecs", "encode"): encode_latin1,
+    ("argparse", "Namespace"): _attributes_of(argparse.Namespace),
+    ("builtins", "bool"): never_called,
+    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "bytes"): _calls(bytes),  # protocol 2: the empty one
+    ("builtins", "complex"): _calls(complex, float, float),
+    ("builtins", "dict"): never_called,
+    ("builtins", "float"): never_called,
+    ("builtins", "frozenset"): _calls(frozenset, (list, tuple), least=0),
+    ("builtins", "getattr"): build_enum_member,
+    ("builtins", "int"): never_called,
+    ("builtins", "list"): never_called,
+    ("builtins", "range"): _calls(range, int, int, int),
+    ("builtins", "set"): _calls(set, (list, tuple), least=0),
+    ("builtins", "slice"): _calls(slice, SCALARS, SCALARS, SCALARS),
+    ("builtins", "str"): never_called,
+    ("builtins", "tuple"): never_called,
+    ("collections", "Counter"): _container_of(_counter),
+    ("collections", "OrderedDict"): _container_of(_ordered_dict),
+    ("collections", "defaultdict"): _container_of(_default_dict),
+    ("collections", "deque"): _container_of(_deque),
+    ("datetime", "date"): _calls(_date, bytes),
+    ("datetime", "datetime"): _calls(_datetime, bytes, datetime.timezone, least=1),
+    ("datetime", "time"): _calls(_time, bytes, datetime.timezone, least=1),
+    ("datetime", "timedelta"): _calls(datetime.timedelta, int, int, int),
+    ("datetime", "timezone"): _calls(datetime.timezone, datetime.timedelta, str, least=1),
+    ("decimal", "Decimal"): _calls(decimal.Decimal, str),
+    ("fractions", "Fraction"): _calls(_fraction, (int, str), int, least=1),
+    ("types", "SimpleNamespace"): _attributes_of(types.SimpleNamespace),
+    ("uuid", "UUID"): _uuid,
+    # CPython 3.13 pickles paths under the private name.
+    **{(m, n): _path(getattr(pathlib, n)) for m in ("pathlib", "pathlib._local") for n in PATHS},
+}
+
+VALUES = {("builtins", t.__name__): t for t in (*FACTORIES, bytearray, complex, frozenset)}
+
+PLAIN: GlobalTable = with_python2_names(
+    {
+        (module, name): stand_in(f"{module}.{name}", build, VALUES.get((module, name), EMPTY))
+        for (module, name), build in BUILDS.items()
+    }
+)

@@ -1,0 +1,224 @@
+"""Building the real objects of a decoded pickle: exact types, checked parts, cycles kept.
+
+The tree that `RestrictedUnpickler` gives consists of exact builtins and stand-ins. `Settler` walks
+it once: builtin containers are completed in place, every stand-in is replaced by what its `build`
+makes. Attribute names of instances are checked here, because pickling an instance later asks it
+for `__reduce_ex__` and the like: a planted one would run.
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.unpickle import EMPTY, StandIn, StandInType
+
+__all__ = [
+    "Settler",
+    "build_enum_member",
+    "build_user_object",
+    "check_attributes",
+    "never_called",
+    "no_more_than",
+    "refuse",
+]
+
+MAX_DEPTH = 500  # stock torch.save reaches 496 nested lists at Python's default recursion limit
+
+# 40 times "a pair of the last one, twice" is a tuple that takes 2^40 steps to hash. The scan sees
+# such keys of dicts; those of sets, which may be calls, are seen here.
+MAX_NODES = 10_000_000
+
+ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype})
+
+
+class _Building:
+    __slots__ = ()
+
+
+BUILDING = _Building()  # in the memo: a tuple, set or stand-in that is not complete yet
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise `UnpicklingError`; `malformed_is_corruption` adds the file and the item."""
+    raise pickle.UnpicklingError(what)
+
+
+def check_attributes(names: Iterable[Any], owner: str, cls: type | None = None) -> None:
+    """Refuse attribute names that pickle, copy or the class itself would call.
+
+    Args:
+        names: keys of an instance dict.
+        owner: global name of the class, for the message.
+        cls: also refuse names that this class defines: an instance attribute would shadow them.
+    """
+    for name in names:
+        if type(name) is not str:
+            refuse(f"a {owner} has an attribute name of type {type(name).__name__}")
+        if name.startswith("__") and name.endswith("__"):
+            refuse(f"a {owner} has the planted attribute {name!r}: pickle and copy would call it")
+        if cls is not None and hasattr(cls, name):
+            refuse(f"a {owner} has the planted attribute {name!r}, which its class defines")
+
+
+def no_more_than(
+    raw: StandIn, *, state: bool = False, elements: bool = False, pairs: bool = False
+) -> None:
+    """Refuse what the pickle did with `raw` beyond a plain call and the parts allowed here."""
+    if raw.kwargs or not (
+        (state or raw.state is EMPTY)
+        and (elements or raw.elements is None)
+        and (pairs or raw.pairs is None)
+    ):
+        refuse(f"does more with a {raw.global_name} than one of that class needs")
+
+
+def never_called(raw: StandIn, _settle: Settler) -> NoReturn:
+    """Build nothing: the name may only stand as a value or an argument."""
+    refuse(f"calls {raw.global_name}, which no pickle of plain data does")
+
+
+class Settler:
+    """Replaces stand-ins by real objects. For one tree and one thread.
+
+    Args:
+        read_storage: gives the storage of a storage stand-in; None where tensors do not belong.
+    """
+
+    def __init__(self, read_storage: Callable[[Any], torch.UntypedStorage] | None = None) -> None:
+        # Keyed by id: the tree outlives the settler's walk, and `_kept` what the walk makes itself.
+        self._memo: dict[int, Any] = {}
+        self._kept: list[Any] = []
+        self._depth = 0
+        self._nodes: dict[int, int] = {}  # by id of a made tuple: how many nodes hashing it visits
+        self.read_storage = read_storage
+        self.cache: dict[Any, Any] = {}  # for builds whose parts repeat; keys live with the tree
+
+    def remember(self, raw: Any, made: Any) -> None:
+        """Give `made` wherever `raw` is met again; containers call it before they are filled."""
+        self._memo[id(raw)] = made
+        self._kept.append(raw)
+
+    def __call__(self, raw: Any) -> Any:
+        """Return the real object of `raw`.
+
+        Raises:
+            pickle.UnpicklingError: a part is not what its class takes.
+        """
+        kind = type(raw)
+        if kind in ATOMS:
+            return raw
+        made = self._memo.get(id(raw), EMPTY)
+        if made is BUILDING:
+            refuse(f"contains a {kind.__name__} that contains itself")
+        if made is not EMPTY:
+            return made
+        if self._depth == MAX_DEPTH:
+            refuse(f"is nested deeper than {MAX_DEPTH}")
+        # Not counted back down when something raises: an error ends the whole walk. One frame a
+        # level for the builtin containers (no comprehensions), so that what torch.save could
+        # write at the default recursion limit can be read at it.
+        self._depth += 1
+        self.remember(raw, raw if kind is list or kind is dict else BUILDING)
+        if kind is dict:
+            pairs = []
+            for key, value in raw.items():
+                pairs.append((self(key), self(value)))
+            raw.clear()  # keys may have been stand-ins, which hash by identity
+            raw.update(pairs)
+            made = raw
+        elif kind is list:
+            for i, value in enumerate(raw):
+                raw[i] = self(value)
+            made = raw
+        elif kind is tuple or kind is set or kind is frozenset:
+            parts, nodes = [], 1
+            for value in raw:
+                part = self(value)
+                parts.append(part)
+                nodes += self._nodes.get(id(part), 1)
+            if nodes > MAX_NODES:
+                refuse(f"has a {kind.__name__} that unfolds to {nodes} values")
+            made = kind(parts)
+            if kind is tuple:
+                self._nodes[id(made)] = nodes
+        elif kind is torch.Size:  # in metadata only; torch.Size itself takes any int
+            if any(type(n) is not int or not 0 <= n < 2**63 for n in raw):
+                refuse("has a size that is no tuple of ints in [0, 2^63)")
+            made = raw
+        elif type(kind) is StandInType:
+            made = kind.build(raw, self)
+        elif kind is StandInType and raw.value is not EMPTY:
+            made = raw.value
+        elif kind is StandInType:
+            refuse(f"stores {raw.global_name} itself, not an object of it")
+        else:
+            refuse(f"contains a bare {kind.__name__}")
+        self._memo[id(raw)] = made
+        self._depth -= 1
+        return made
+
+
+def _user_class_state(made: Any, state: Any, owner: str) -> None:
+    """Set the state as pickle does, after its names were looked at."""
+    set_state = getattr(type(made), "__setstate__", None)
+    if set_state is not None:
+        if type(state) is dict:
+            check_attributes(state, owner)
+        set_state(made, state)
+        return
+    slots = None
+    if type(state) is tuple and len(state) == 2:
+        state, slots = state
+    for attributes in (state, slots):
+        if attributes is None:
+            continue
+        if type(attributes) is not dict:
+            refuse(f"sets a {owner} to a state of type {type(attributes).__name__}")
+        check_attributes(attributes, owner)
+    if state:
+        made.__dict__.update(state)
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)
+
+
+def build_user_object(raw: StandIn, settle: Settler) -> Any:
+    """Build an object of a class or function that the user listed in `safe_globals`."""
+    target, owner = type(raw).value, raw.global_name
+    args, kwargs = settle(raw.args), settle(raw.kwargs)
+    made = target(*args, **kwargs) if raw.is_called else target.__new__(target, *args, **kwargs)
+    settle.remember(raw, made)
+    if raw.elements is not None:
+        for element in raw.elements:
+            made.append(settle(element))
+    for key, value in raw.pairs or ():
+        made[settle(key)] = settle(value)
+    if raw.state is not EMPTY:
+        _user_class_state(made, settle(raw.state), owner)
+        check_attributes(getattr(made, "__dict__", ()), owner)  # its __setstate__ may set any name
+    return made
+
+
+def build_enum_member(raw: StandIn, settle: Settler) -> enum.Enum:
+    """`getattr(EnumClass, "MEMBER")`: how CPython 3.11.0 to 3.11.3 pickle an enum; nothing else.
+
+    Raises:
+        UnsafePickleError: it is a getattr of anything but a listed enum class.
+    """
+    cls, name = raw.args if len(raw.args) == 2 else (None, None)
+    target: Any = getattr(cls, "value", None) if type(cls) is StandInType else None
+    is_enum = isinstance(target, type) and issubclass(target, enum.Enum)
+    if not is_enum or type(name) is not str or name not in target.__members__:
+        raise UnsafePickleError(
+            "refuse to call getattr for anything but a member of an enum listed in "
+            "ReadOptions(safe_globals=[...])",
+            global_name=raw.global_name,
+        )
+    no_more_than(raw)
+    member: enum.Enum = settle(cls).__members__[name]
+    return member

@@ -1,0 +1,259 @@
+"""The classes of a stock `.metadata` pickle, each rebuilt from fields of exact types.
+
+Only known fields are ever asked for: whatever else an instance carried (planted attributes, fields
+of a newer torch) is left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.plain_objects import PATHS, PLAIN, path_text
+from torch_dcpx.settle import Settler, no_more_than, refuse
+from torch_dcpx.torch_objects import DTYPES, MAX_INT64, build_layout, dims
+from torch_dcpx.unpickle import GlobalTable, StandIn, StateStandIn, stand_in
+
+__all__ = [
+    "BYTES",
+    "HAS_STRIDES",
+    "INDEX",
+    "METADATA",
+    "METADATA_ROOT",
+    "STORAGE_INFO",
+    "STORAGE_META",
+    "TENSOR",
+    "build_bytes",
+    "build_index",
+    "build_storage_info",
+    "build_storage_meta",
+    "build_tensor",
+    "fields",
+    "optional_text",
+    "text",
+]
+
+HAS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
+MEMORY_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
+
+
+def fields(raw: StateStandIn) -> dict[str, Any]:
+    """The instance dict an object was pickled with; only its known keys are ever asked for."""
+    if len(raw) == 1 and type(raw[0]) is dict:
+        return raw[0]
+    if len(raw) > 1 or (raw and raw[0] is not None):
+        refuse(f"has a {raw.global_name} with a state that is no dict")
+    return {}
+
+
+def text(value: Any, what: str) -> str:
+    """Return `value` if it is a str, else refuse it by the name `what`."""
+    if type(value) is not str:
+        refuse(f"has a {what} of type {type(value).__name__}")
+    return value
+
+
+def optional_text(value: Any, what: str) -> str | None:
+    """Return `value` if it is a str or None."""
+    return None if value is None else text(value, what)
+
+
+def _size(value: Any, what: str) -> torch.Size:
+    if type(value) is not torch.Size:
+        return torch.Size(dims(value, what))
+    for n in value:  # here and not by `dims`: called half a million times for a large model
+        if type(n) is not int or not 0 <= n <= MAX_INT64:
+            refuse(f"has {n!r:.40} in a {what}")
+    return value
+
+
+def _memory_format(raw: StandIn, _settle: Settler) -> torch.memory_format:
+    no_more_than(raw)
+    if raw.global_name == "builtins.getattr":  # CPython 3.11.0 to 3.11.3 pickle enums so
+        cls, name = raw.args if len(raw.args) == 2 else (None, None)
+        if cls is not MEMORY_FORMAT or type(name) is not str or name not in MEMORY_FORMAT_NAMES:
+            raise UnsafePickleError(
+                "refuse to call getattr for anything but a memory format",
+                global_name=raw.global_name,
+            )
+        return MEMORY_FORMATS[MEMORY_FORMAT_NAMES.index(name)]
+    code = raw.args[0] if len(raw.args) == 1 else None
+    if type(code) is not int or not 0 <= code < len(MEMORY_FORMATS):
+        refuse(f"has the memory format {code!r:.40}")
+    return MEMORY_FORMATS[code]
+
+
+def _properties(raw: StateStandIn, settle: Settler) -> TensorProperties:
+    # Five fields up to torch 2.14, six from 2.15; torch 2.13's own __setstate__ fails at the sixth.
+    state = raw[0] if len(raw) == 1 else None
+    if type(state) is not tuple or len(state) not in (5, 6):
+        refuse("has TensorProperties of other than 5 or 6 fields")
+    values = settle.cache.get(state)  # most tensors of a model have the same
+    if values is None:
+        dtype, kind, requires_grad, memory_format, pin_memory, *strides = state
+        kind, memory_format = settle(kind), settle(memory_format)
+        if (
+            type(dtype) is not torch.dtype
+            or type(kind) is not torch.layout
+            or type(memory_format) is not torch.memory_format
+            or type(requires_grad) is not bool
+            or type(pin_memory) is not bool
+        ):
+            refuse("has TensorProperties with a field of another type")
+        values = [dtype, kind, requires_grad, memory_format, pin_memory]
+        if strides and strides[0] is not None:
+            stride = dims(strides[0], "stride")
+            if HAS_STRIDES:
+                values.append(stride)
+        settle.cache[state] = values
+    return TensorProperties(*values)
+
+
+def _chunk(raw: StateStandIn, _settle: Settler) -> ChunkStorageMetadata:
+    state = fields(raw)
+    offsets, sizes = _size(state.get("offsets"), "chunk"), _size(state.get("sizes"), "chunk")
+    if len(offsets) != len(sizes):
+        refuse(f"has a chunk of {len(offsets)} offsets and {len(sizes)} sizes")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def build_tensor(raw: StateStandIn, settle: Settler) -> TensorStorageMetadata:
+    """Build the entry of a tensor; its chunks have as many dimensions as it has."""
+    state = fields(raw)
+    shape = _size(state.get("size"), "tensor size")
+    properties: Any = state.get("properties")
+    chunks: Any = state.get("chunks")
+    if type(properties) is not PROPERTIES or type(chunks) is not list:
+        refuse("has a tensor without properties or chunks")
+    made = []
+    for chunk in chunks:
+        if type(chunk) is not CHUNK:
+            refuse(f"has a chunk of type {type(chunk).__name__}")
+        made.append(_chunk(chunk, settle))
+        if len(made[-1].sizes) != len(shape):
+            refuse(f"has a chunk of {len(made[-1].sizes)} dimensions in a tensor of {len(shape)}")
+    return TensorStorageMetadata(_properties(properties, settle), shape, made)
+
+
+def build_bytes(raw: StateStandIn, _settle: Settler) -> BytesStorageMetadata:
+    """Build the entry of a byte item."""
+    fields(raw)
+    return BytesStorageMetadata()
+
+
+def build_index(raw: StateStandIn, _settle: Settler) -> MetadataIndex:
+    """Build a key of `storage_data`."""
+    state = fields(raw)
+    offset, hint = state.get("offset"), state.get("index")
+    if hint is not None and (type(hint) is not int or not 0 <= hint <= MAX_INT64):
+        refuse(f"has the index {hint!r:.40}")
+    # As unpickling makes one: its __init__ copies the offset and calls object.__setattr__ thrice.
+    made: MetadataIndex = object.__new__(MetadataIndex)
+    known: dict[str, Any] = {"fqn": text(state.get("fqn"), "name"), "index": hint}
+    if offset is not None:
+        known["offset"] = _size(offset, "offset")
+    made.__dict__.update(known)
+    return made
+
+
+def build_storage_info(raw: StateStandIn, _settle: Settler) -> _StorageInfo:
+    """Build a value of `storage_data`; its path is not vetted here."""
+    state = fields(raw)
+    path = text(state.get("relative_path"), "relative path")
+    offset, length = dims((state.get("offset"), state.get("length")), "range of a file")
+    descriptors = state.get("transform_descriptors")  # not in files before torch 2.7
+    if descriptors is None:
+        return _StorageInfo(path, offset, length)
+    if type(descriptors) not in (list, tuple):
+        refuse(f"has transform descriptors of type {type(descriptors).__name__}")
+    texts = [text(value, "transform descriptor") for value in descriptors]
+    return _StorageInfo(path, offset, length, texts)
+
+
+def _storage_prefix(raw: StateStandIn, _settle: Settler) -> _StoragePrefix:
+    return _StoragePrefix(text(fields(raw).get("prefix"), "prefix"))
+
+
+def build_storage_meta(raw: StateStandIn, settle: Settler) -> StorageMeta:
+    """Build a `StorageMeta`; its `checkpoint_id` becomes a str."""
+    state = fields(raw)
+    place, modules = settle(state.get("checkpoint_id")), state.get("modules", [])
+    if place is not None:
+        place = text(os.fspath(place), "checkpoint id")
+    if type(modules) is not list:
+        refuse(f"has modules of type {type(modules).__name__}")
+    return StorageMeta(
+        place,
+        optional_text(state.get("save_id"), "save id"),
+        optional_text(state.get("load_id"), "load id"),
+        [text(name, "module") for name in modules],
+    )
+
+
+def _metadata(_raw: StateStandIn, _settle: Settler) -> Metadata:
+    return refuse("has a Metadata inside of another")
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.0 kept two of them
+STATES: dict[tuple[str, str], Callable[[StateStandIn, Settler], Any]] = {
+    (_METADATA, "BytesStorageMetadata"): build_bytes,
+    (_METADATA, "ChunkStorageMetadata"): _chunk,
+    (_METADATA, "Metadata"): _metadata,
+    (_METADATA, "MetadataIndex"): build_index,
+    (_METADATA, "StorageMeta"): build_storage_meta,
+    (_METADATA, "TensorProperties"): _properties,
+    (_METADATA, "TensorStorageMetadata"): build_tensor,
+    (_FILESYSTEM, "_StorageInfo"): build_storage_info,
+    (_FILESYSTEM, "_StoragePrefix"): _storage_prefix,
+}
+CALLS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
+    ("builtins", "getattr"): _memory_format,
+    ("torch.serialization", "_get_layout"): build_layout,
+    # Text, not a path object: `checkpoint_id` is only ever shown.
+    **{(module, name): path_text for module in ("pathlib", "pathlib._local") for name in PATHS},
+}
+STAND_INS: dict[tuple[str, str], Any] = {
+    **{(m, n): stand_in(f"{m}.{n}", build, base=StateStandIn) for (m, n), build in STATES.items()},
+    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in CALLS.items()},
+}
+BYTES = STAND_INS[_METADATA, "BytesStorageMetadata"]
+CHUNK = STAND_INS[_METADATA, "ChunkStorageMetadata"]
+INDEX = STAND_INS[_METADATA, "MetadataIndex"]
+MEMORY_FORMAT = STAND_INS[_METADATA, "_MEM_FORMAT_ENCODING"]
+METADATA_ROOT = STAND_INS[_METADATA, "Metadata"]
+PROPERTIES = STAND_INS[_METADATA, "TensorProperties"]
+STORAGE_INFO = STAND_INS[_FILESYSTEM, "_StorageInfo"]
+STORAGE_META = STAND_INS[_METADATA, "StorageMeta"]
+TENSOR = STAND_INS[_METADATA, "TensorStorageMetadata"]
+
+METADATA: GlobalTable = {
+    **{key: entry for key, entry in PLAIN.items() if key[0] in ("builtins", "__builtin__")},
+    ("collections", "OrderedDict"): PLAIN["collections", "OrderedDict"],
+    ("_codecs", "encode"): PLAIN["_codecs", "encode"],
+    **DTYPES,
+    # Real, as the dtypes are, for speed: immutable like its instances, and it takes only ints.
+    ("torch", "Size"): torch.Size,
+    **STAND_INS,
+    (_SHARDED, "TensorProperties"): PROPERTIES,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): MEMORY_FORMAT,
+    ("__builtin__", "getattr"): STAND_INS["builtins", "getattr"],
+}

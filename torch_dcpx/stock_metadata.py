@@ -1,0 +1,181 @@
+"""Reading a `.metadata` pickle of stock DCP without executing anything of it.
+
+The pickle is decoded into stand-ins, then a fresh `Metadata` is made from what `stock_classes`
+rebuilds of them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+
+from torch_dcpx._gc import paused_gc
+from torch_dcpx.errors import CorruptionError
+from torch_dcpx.settle import Settler, build_user_object, refuse
+from torch_dcpx.stock_classes import (
+    BYTES,
+    HAS_STRIDES,
+    INDEX,
+    METADATA,
+    METADATA_ROOT,
+    STORAGE_INFO,
+    STORAGE_META,
+    TENSOR,
+    build_bytes,
+    build_index,
+    build_storage_info,
+    build_storage_meta,
+    build_tensor,
+    fields,
+    optional_text,
+    text,
+)
+from torch_dcpx.unpickle import (
+    RestrictedUnpickler,
+    StandIn,
+    malformed_is_corruption,
+    user_globals,
+)
+
+__all__ = ["METADATA", "load_stock_metadata"]
+
+
+class _Rebuild:
+    """Makes the `Metadata` of one file; every refusal names the file and the entry."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._settle = Settler()
+
+    def _refuse(self, key: Any, cause: object) -> NoReturn:
+        name = key if type(key) is str else None
+        where = f"entry {key!r:.200}" if name is not None else "the metadata"
+        message = f"read {where} of {self._path!r}: {cause}"
+        raise CorruptionError(message, path=self._path, fqn=name)
+
+    def _dict(self, value: Any, what: str) -> dict[Any, Any]:
+        if type(value) is not dict:
+            self._refuse(None, f"{what} is a {type(value).__name__}, not a dict")
+        return value
+
+    def entries(self, raw: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for key, entry in self._dict(raw, "state_dict_metadata").items():
+            try:
+                name = text(key, "key")
+                if type(entry) is TENSOR:
+                    made[name] = build_tensor(entry, self._settle)
+                elif type(entry) is BYTES:
+                    made[name] = build_bytes(entry, self._settle)
+                else:
+                    refuse(f"is a {_kind(entry)}, neither tensor nor bytes")
+            except pickle.UnpicklingError as error:
+                self._refuse(key, error)
+        return made
+
+    def storage(self, raw: Any) -> dict[MetadataIndex, _StorageInfo]:
+        made: dict[MetadataIndex, _StorageInfo] = {}
+        storage = self._dict(raw, "storage_data")
+        for key, entry in storage.items():
+            name = None
+            try:
+                if type(key) is not INDEX or type(entry) is not STORAGE_INFO:
+                    refuse(f"storage_data maps a {_kind(key)} to a {_kind(entry)}")
+                index = build_index(key, self._settle)
+                name = index.fqn
+                made[index] = build_storage_info(entry, self._settle)
+            except pickle.UnpicklingError as error:
+                self._refuse(name, error)
+        if len(made) != len(storage):
+            self._refuse(None, f"{len(storage) - len(made)} items have two places in storage_data")
+        return made
+
+    def planner_data(self, raw: Any) -> Any:
+        if type(raw) is dict and all(
+            type(key) is str and type(path) is tuple and {type(part) for part in path} <= {str, int}
+            for key, path in raw.items()
+        ):
+            return raw  # what stock's flatten writes
+        return self._settle(raw)
+
+    def metadata(self, state: dict[str, Any]) -> Metadata:
+        meta = state.get("storage_meta")
+        if meta is not None and type(meta) is not STORAGE_META:
+            self._refuse(None, f"storage_meta is a {_kind(meta)}")
+        made = Metadata(
+            state_dict_metadata=self.entries(state.get("state_dict_metadata")),
+            planner_data=self.planner_data(state.get("planner_data")),
+            storage_data=self.storage(state.get("storage_data")),
+            storage_meta=None if meta is None else build_storage_meta(meta, self._settle),
+        )
+        version = optional_text(state.get("version"), "version")  # not in files before torch 2.9
+        if version is not None:
+            made.version = version
+        return made
+
+
+def _kind(value: Any) -> str:
+    return str(getattr(type(value), "global_name", type(value).__name__))
+
+
+class _AnyProperties(TensorProperties):
+    """`TensorProperties` whose pickle of torch 2.15 loads in an older torch."""
+
+    def __setstate__(self, state: Any) -> None:
+        keep = state if HAS_STRIDES else state[:5]
+        super().__setstate__(keep)  # type: ignore[no-untyped-call]
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    """Executes whatever the file says; only for `trusted=True`."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        found = super().find_class(module_name, global_name)
+        return _AnyProperties if found is TensorProperties else found
+
+
+def load_stock_metadata(
+    data: bytes | memoryview,
+    path: str,
+    safe_globals: Iterable[Any] = (),
+    *,
+    trusted: bool = False,
+) -> Metadata:
+    """Return the `Metadata` of a `.metadata` file, executing nothing of it.
+
+    Args:
+        data: the file, or its start: bytes behind the pickle's STOP are not read.
+        path: where it came from, for errors.
+        safe_globals: classes and functions that `planner_data` may use; subclasses of `Metadata`
+            (whose own fields are left behind). For this call only.
+        trusted: unpickle it as stock does instead, which executes whatever it says.
+
+    Returns:
+        A fresh `Metadata` of exact types; `checkpoint_id` is a str; `TensorProperties` as the
+        running torch has them, whichever torch wrote them.
+
+    Raises:
+        UnsafePickleError: it asks for a global that is not allowed.
+        CorruptionError: it is malformed, or holds what is no metadata.
+        OptionError: an entry of `safe_globals` has no name.
+    """
+    if trusted:
+        with malformed_is_corruption("unpickle", path=path, fqn=None), paused_gc():
+            made: Metadata = _TrustingUnpickler(io.BytesIO(data)).load()
+        return made
+    table = {**METADATA, **user_globals(safe_globals, build_user_object)}
+    with malformed_is_corruption("read", path=path, fqn=None), paused_gc():
+        raw = RestrictedUnpickler(data, table, path=path).load()
+        cls = type(raw)
+        if cls is METADATA_ROOT:
+            return _Rebuild(path).metadata(fields(raw))
+        made_of = cls.value if isinstance(raw, StandIn) and not raw.is_called else None
+        if isinstance(made_of, type) and issubclass(made_of, Metadata):
+            return _Rebuild(path).metadata(raw.state if type(raw.state) is dict else {})
+        return refuse(f"holds a {_kind(raw)}, not a Metadata")

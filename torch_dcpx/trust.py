@@ -1,0 +1,184 @@
+"""Byte items, made harmless: decoded without executing anything, then written anew.
+
+DCP's planner hands a byte item to `torch.load(weights_only=False)`, which runs whatever the file
+says. So the planner never gets bytes of the file: an item is decoded here into plain objects, and
+what `torch.save` makes of those is handed on. The steps:
+1. the zip is parsed by `_C.zip_records` (stored records only), not by torch, which would run
+   TorchScript archives and believes the sizes of storages;
+2. its `data.pkl` is scanned for bombs and unpickled into stand-ins (`unpickle`);
+3. the stand-ins become real objects of exact types (`settle`, `plain_objects`, `torch_objects`,
+   `numpy_objects`: their tables are the list of what is allowed);
+4. these are saved again.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from torch_dcpx import _C
+from torch_dcpx._gc import paused_gc
+from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.numpy_objects import NUMPY
+from torch_dcpx.plain_objects import PLAIN
+from torch_dcpx.settle import Settler, build_user_object, refuse
+from torch_dcpx.torch_objects import TORCH, StorageRef, storage_ref
+from torch_dcpx.unpickle import (
+    GlobalTable,
+    RestrictedUnpickler,
+    malformed_is_corruption,
+    user_globals,
+)
+
+__all__ = ["OBJECTS", "decode_byte_item", "reencode_byte_item"]
+
+OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY}
+DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")
+KINDS = {  # first bytes -> what it is
+    b"\x80": "a bare pickle (torch.save before 1.6, or pickle.dump)",
+    b"\x28\xb5\x2f\xfd": "zstd-compressed data",
+    b"\x1f\x8b": "gzip-compressed data",
+}
+
+
+def _device_here(location: str) -> torch.device:
+    """Return the device a storage was saved from if this machine has it, else the CPU."""
+    if not DEVICE.match(location):
+        refuse(f"has a storage saved from {location!r:.40}, which is no device")
+    kind, _, index = location.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != kind or int(index or 0) >= torch.accelerator.device_count():
+        return torch.device("cpu")
+    return torch.device(location)
+
+
+class _Archive:
+    """The records of one torch.save zip. `data` is borrowed and must outlive it."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        records = {name: (offset, nbytes) for name, _, offset, nbytes, _ in _C.zip_records(data)}
+        pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(pickles) != 1:
+            refuse(f"has {len(pickles)} records '<name>/data.pkl', torch.save writes one")
+        self._top = pickles[0].removesuffix("data.pkl")
+        if any(not name.startswith(self._top) for name in records):
+            refuse(f"has records outside of {self._top!r:.40}")
+        self._records = {name.removeprefix(self._top): at for name, at in records.items()}
+        byteorder = bytes(self.record("byteorder")) if "byteorder" in self._records else b"little"
+        if byteorder not in (b"little", b"big"):
+            refuse(f"has the byte order {byteorder!r:.40}")
+        self._is_swapped = byteorder.decode() != sys.byteorder
+        self._storages: dict[str, torch.UntypedStorage] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._records
+
+    def record(self, name: str) -> memoryview:
+        """Return the bytes of record `name`; borrowed."""
+        if name not in self._records:
+            refuse(f"lacks the record {name!r:.80}")
+        offset, nbytes = self._records[name]
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(self._data):
+            refuse(f"has the record {name!r:.80} outside of its bytes")
+        return self._data[offset : offset + nbytes]
+
+    def storage(self, ref: StorageRef) -> torch.UntypedStorage:
+        """Return the storage `ref` names, read once; all views of one storage share it."""
+        known = self._storages.get(ref.key)
+        if known is not None:
+            return known
+        held = self.record(f"data/{ref.key}")
+        if ref.nbytes > len(held):
+            refuse(f"has storage {ref.key!r:.40} of {ref.nbytes} B in a record of {len(held)} B")
+        if ref.nbytes == 0:
+            storage = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+        else:
+            borrowed = torch.frombuffer(bytearray(held[: ref.nbytes]), dtype=torch.uint8)
+            storage = borrowed.clone().untyped_storage()  # torch's own alignment and allocator
+        if self._is_swapped and ref.dtype is not None:
+            storage.byteswap(ref.dtype)  # type: ignore[no-untyped-call]
+        moved: torch.UntypedStorage = storage.to(device=_device_here(ref.location))
+        self._storages[ref.key] = moved
+        return moved
+
+
+def _refuse_unknown(data: memoryview, path: str, fqn: str) -> None:
+    """Raise unless `data` begins as a zip does."""
+    head = bytes(data[:8])
+    if head.startswith(b"PK\x03\x04"):
+        return
+    kind = next((kind for magic, kind in KINDS.items() if head.startswith(magic)), "unknown data")
+    raise UnsafePickleError(
+        f"refuse to decode item {fqn!r} of {path!r}: {kind} of {len(data)} B beginning with "
+        f"{head.hex()}, not a torch.save archive; trusted=True would hand it to the planner unread",
+        path=path,
+        fqn=fqn,
+    )
+
+
+def decode_byte_item(
+    data: bytes | memoryview, *, fqn: str, path: str, safe_globals: Iterable[Any] = ()
+) -> Any:
+    """Return what `torch.load(weights_only=False)` would, executing nothing of the item.
+
+    Args:
+        data: one byte item, a `torch.save` archive; read only during the call.
+        fqn: fully qualified name of the item, for errors.
+        path: file it came from, for errors.
+        safe_globals: classes and functions allowed besides the tables `PLAIN`, `TORCH` and `NUMPY`;
+            for this call only.
+
+    Returns:
+        The object. Storages are on the device they were saved from if it is here, else on the CPU.
+
+    Raises:
+        UnsafePickleError: it asks for a global that is not allowed, or is no archive.
+        CorruptionError: it is malformed, or a part is not what its class takes.
+        OptionError: an entry of `safe_globals` has no name.
+    """
+    view = memoryview(data).cast("B")
+    _refuse_unknown(view, path, fqn)
+    table = {**OBJECTS, **user_globals(safe_globals, build_user_object)}
+    with malformed_is_corruption("decode", path=path, fqn=fqn), paused_gc():
+        archive = _Archive(view)
+        if "constants.pkl" in archive:
+            raise UnsafePickleError(
+                f"refuse to decode item {fqn!r} of {path!r}: a TorchScript archive, which is code; "
+                "trusted=True would hand it to the planner unread",
+                path=path,
+                fqn=fqn,
+            )
+        unpickler = RestrictedUnpickler(
+            archive.record("data.pkl"), table, path=path, fqn=fqn, load_storage=storage_ref
+        )
+        return Settler(archive.storage)(unpickler.load())
+
+
+def reencode_byte_item(
+    data: bytes | memoryview, *, fqn: str, path: str, safe_globals: Iterable[Any] = ()
+) -> io.BytesIO:
+    """Return a new `torch.save` archive of the decoded item: what a planner may be given.
+
+    Args:
+        data: see `decode_byte_item`, as are the others.
+
+    Returns:
+        The archive, positioned at its start.
+
+    Raises:
+        UnsafePickleError, CorruptionError, OptionError: see `decode_byte_item`.
+    """
+    decoded = decode_byte_item(data, fqn=fqn, path=path, safe_globals=safe_globals)
+    result = io.BytesIO()
+    with malformed_is_corruption("save again", path=path, fqn=fqn), paused_gc():
+        torch.save(decoded, result)
+    result.seek(0)
+    return result
