@@ -1,0 +1,160 @@
+"""docs/format.md: the reader printed there reads our checkpoints, bit for bit, without torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import ROOT, RunPython
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from torch_dcpx import DcpxWriter
+from torch_dcpx.metadata import decode_metadata
+
+DOC = ROOT / "docs" / "format.md"
+MAX_LINES = 50
+
+# Prints {fqn: [dtype, global sizes, hex]}; argv: directory.
+RUN = """
+import json, sys
+print(json.dumps({fqn: (dtype, shape, data.hex()) for fqn, (dtype, shape, data)
+                  in read_checkpoint(sys.argv[1]).items()}))
+foreign = {"torch", "numpy", "torch_dcpx"} & set(sys.modules)
+assert not foreign, foreign
+"""
+
+
+def printed_reader() -> str:
+    blocks = re.findall(r"^```python\n(.*?)^```$", DOC.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 1, "one block is the reader"
+    return str(blocks[0])
+
+
+class SplitPlanner(DefaultSavePlanner):
+    """Saves every tensor of two or more rows as three chunks, as three ranks would."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [part for item in plan.items for part in self._split(item)]
+        self.plan = SavePlan(items, plan.storage_data, plan.planner_data)
+        return self.plan
+
+    def _split(self, item: WriteItem) -> list[WriteItem]:
+        data = item.tensor_data
+        if data is None or not data.size or data.size[0] < 2:
+            return [item]
+        rows, *rest = data.size
+        parts = []
+        for begin, end in ((0, rows // 2), (rows // 2, rows), (rows, rows)):  # the last is empty
+            offsets = torch.Size([begin] + [0] * len(rest))
+            chunk = ChunkStorageMetadata(offsets, torch.Size([end - begin, *rest]))
+            parts.append(
+                WriteItem(
+                    MetadataIndex(item.index.fqn, offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk, data.properties, data.size),
+                )
+            )
+        return parts
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.type != WriteItemType.SHARD or write_item.tensor_data is None:
+            return super().resolve_data(write_item)
+        chunk = write_item.tensor_data.chunk
+        rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+        return self.state_dict[write_item.index.fqn][rows]
+
+
+def state() -> dict[str, Any]:
+    torch.manual_seed(7)
+    return {
+        "float32": torch.randn(5, 3),
+        "bfloat16": torch.randn(4, 2, 3).to(torch.bfloat16),
+        "float8": torch.randn(9).to(torch.float8_e4m3fn),
+        "complex64": torch.randn(2, 2, dtype=torch.complex64),
+        "bool": torch.tensor([True, False, True]),
+        "int64": torch.arange(-3, 4),
+        "large": torch.randint(0, 256, (300, 400), dtype=torch.uint8),
+        "two rows": torch.randn(2, 3),
+        "transposed": torch.randn(6, 4).t(),
+        "sliced": torch.arange(40).reshape(5, 8)[:, ::3],
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "none left": torch.empty(3, 0, dtype=torch.int16),
+        "nested": {"list": [torch.ones(2), 3], "ümläut": "text"},
+        "step": 12,
+    }
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@pytest.fixture(params=[DefaultSavePlanner, SplitPlanner], ids=["whole", "in chunks"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    dcp.save(state(), storage_writer=DcpxWriter(path), planner=request.param(), no_dist=True)
+    return path
+
+
+def test_reader_is_at_most_fifty_lines() -> None:
+    assert len(printed_reader().splitlines()) <= MAX_LINES
+
+
+def test_reader_gives_the_bytes_of_every_tensor_and_item(
+    checkpoint: Path, run_python: RunPython
+) -> None:
+    found = json.loads(run_python(printed_reader() + RUN, str(checkpoint)).stdout)
+    flat, _ = dcp._nested_dict.flatten_state_dict(state())
+    tensors = {fqn: value for fqn, value in flat.items() if isinstance(value, torch.Tensor)}
+    expected = {
+        fqn: [str(value.dtype).removeprefix("torch."), list(value.shape), bytes_of(value).hex()]
+        for fqn, value in tensors.items()
+    }
+    assert {fqn: found.get(fqn) for fqn in tensors} == expected
+    assert found.keys() == flat.keys()
+
+    name = str(checkpoint / ".metadata")
+    places = decode_metadata(Path(name).read_bytes(), name).metadata.storage_data
+    for fqn in flat.keys() - tensors.keys():
+        dtype, shape, data = found[fqn]
+        place = places[MetadataIndex(fqn)]
+        whole = (checkpoint / place.relative_path).read_bytes()
+        assert bytes.fromhex(data) == whole[place.offset : place.offset + place.length]
+        assert (dtype, shape) == ("", [])
+        assert torch.load(io.BytesIO(bytes.fromhex(data)), weights_only=True) == flat[fqn]
+
+
+@pytest.mark.parametrize("where", ["payload", "index", "data tail", "body", "metadata tail"])
+def test_reader_refuses_a_flipped_bit(where: str, tmp_path: Path, run_python: RunPython) -> None:
+    path = tmp_path / "checkpoint"
+    dcp.save({"key": torch.arange(9)}, storage_writer=DcpxWriter(path), no_dist=True)
+    (data,) = path.glob("*.distcp")
+    file = path / ".metadata" if where in ("body", "metadata tail") else data
+    content = bytearray(file.read_bytes())
+    at = {
+        "payload": content.find(bytes(torch.arange(9).view(torch.uint8).tolist())) + 17,
+        "index": int.from_bytes(content[-80:-72], "little") + 64,  # index_offset of the tail
+        "data tail": len(content) - 128 + 90,
+        "body": content.find(b'"format"') + 1,
+        "metadata tail": len(content) - 64 + 13,
+    }[where]
+    content[at] ^= 1
+    file.write_bytes(content)
+    result = run_python(printed_reader() + RUN, str(path), check=False)
+    assert result.returncode == 1
+    assert "ValueError: corrupt: " in result.stderr

@@ -1,0 +1,187 @@
+"""A body of columns: a JSON header, then arrays of int64 or bytes, each on an 8-byte border.
+
+The header's "columns" lists name, kind and length of each array in the order of the file, so a
+reader skips arrays that it does not know, and no length is believed before it is compared with the
+bytes that are there: what a file can make us allocate is bounded by its own size.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from itertools import accumulate
+from operator import le
+from typing import Any
+
+from torch_dcpx.errors import CorruptionError
+
+__all__ = ["I64_MAX", "ColumnReader", "StringPool", "encode_body", "padded"]
+
+I64_MAX = (1 << 63) - 1
+
+_ITEM_BYTES = {"i64": 8, "u8": 1}
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes` rounded up to the next multiple of 8, on which every part of a body begins."""
+    return (nbytes + 7) & ~7
+
+
+class StringPool:
+    """Distinct strings, numbered in the order of their first use.
+
+    Strings are UTF-8; a lone surrogate, which Python allows in a key, is kept as its three bytes.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def add(self, text: str) -> int:
+        """The number of `text`, the same for equal strings."""
+        return self._ids.setdefault(text, len(self._ids))
+
+    def columns(self) -> dict[str, array[int] | bytes]:
+        """The columns that `ColumnReader.strings` reads."""
+        texts = [text.encode("utf-8", "surrogatepass") for text in self._ids]
+        return {"strings": b"".join(texts), "string_ends": array("q", accumulate(map(len, texts)))}
+
+
+def encode_body(
+    header: Mapping[str, Any], columns: Mapping[str, array[int] | bytes | bytearray]
+) -> tuple[bytes, int]:
+    """Lays out `header` and `columns`.
+
+    Args:
+        header: JSON values; "columns" is added.
+        columns: int64 arrays (typecode "q") and bytes by name.
+
+    Returns:
+        The body and the bytes its header takes with its padding.
+    """
+    table = [
+        [name, "i64" if isinstance(column, array) else "u8", len(column)]
+        for name, column in columns.items()
+    ]
+    head = json.dumps({**header, "columns": table}, separators=(",", ":")).encode()
+    head = head.ljust(padded(len(head)))  # with spaces, which JSON allows
+    parts: list[bytes | bytearray | memoryview] = [head]
+    for column in columns.values():
+        part = memoryview(column).cast("B") if isinstance(column, array) else column
+        parts += [part, bytes(padded(len(part)) - len(part))]
+    return b"".join(parts), len(head)
+
+
+class ColumnReader:
+    """Checked access to the columns of a body.
+
+    Args:
+        body: the bytes of header and columns.
+        header_bytes: how many of them are the header.
+        path: file the body is from, for errors.
+        offset: where in that file the body begins, in bytes.
+
+    Raises:
+        CorruptionError: header and columns do not fill the body exactly, or are no such thing.
+    """
+
+    def __init__(self, body: memoryview, header_bytes: int, path: str, offset: int) -> None:
+        self._path = path
+        self._offset = offset
+        self._body = body
+        self._ranges: dict[str, tuple[str, int, int]] = {}  # kind, begin, end in `body`
+        if header_bytes > len(body) or header_bytes % 8:
+            raise self.error(f"{header_bytes} B of header in a body of {len(body)} B")
+        try:
+            header = json.loads(str(body[:header_bytes], "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"the header is no JSON text ({error})") from error
+        if type(header) is not dict or type(header.get("columns")) is not list:
+            raise self.error("the header lists no columns")
+        self.header: dict[str, Any] = header
+        end = header_bytes
+        for row in header["columns"]:
+            end = self._add(row, end)
+        if end != len(body):
+            raise self.error(f"header and columns take {end} B, the body has {len(body)} B")
+
+    def _add(self, row: object, begin: int) -> int:
+        """Checks one row of the header's table; returns where the next column begins."""
+        if type(row) is not list or list(map(type, row)) != [str, str, int]:
+            raise self.error("a column is not [name, kind, count]")
+        name, kind, count = row
+        if kind not in _ITEM_BYTES or name in self._ranges or count < 0:
+            raise self.error(f"column {name!r} of kind {kind!r} and length {count}")
+        end = begin + count * _ITEM_BYTES[kind]  # no count is negative: the last end bounds all
+        self._ranges[name] = (kind, begin, end)
+        return padded(end)
+
+    def error(self, why: str, name: str | None = None) -> CorruptionError:
+        """The error for a body, or for its column `name`, that contradicts itself."""
+        begin, end = self._ranges[name][1:] if name in self._ranges else (0, len(self._body))
+        where = f"column {name!r}" if name else "the metadata columns"
+        return CorruptionError(
+            f"read {where} at offset {self._offset + begin} of {self._path!r}: {why}",
+            path=self._path,
+            offset=self._offset + begin,
+            nbytes=end - begin,
+        )
+
+    def _column(self, name: str, kind: str, count: int | None) -> memoryview:
+        if name not in self._ranges or self._ranges[name][0] != kind:
+            raise self.error(f"there is no column {name!r} of kind {kind!r}")
+        begin, end = self._ranges[name][1:]
+        if count is not None and end - begin != count * _ITEM_BYTES[kind]:
+            length = (end - begin) // _ITEM_BYTES[kind]
+            raise self.error(f"{length} values where {count} belong", name)
+        return self._body[begin:end]
+
+    def has(self, name: str) -> bool:
+        """Whether the body holds a column `name`."""
+        return name in self._ranges
+
+    def i64(self, name: str, count: int | None, low: int = 0, high: int = I64_MAX) -> list[int]:
+        """The values of an int64 column.
+
+        Args:
+            name: of the column.
+            count: how many values there must be; None: any number.
+            low: smallest value allowed.
+            high: largest value allowed.
+
+        Raises:
+            CorruptionError: no such column, another length, or a value out of bounds.
+        """
+        values = self._column(name, "i64", count).cast("q").tolist()
+        if values and not low <= min(values) <= max(values) <= high:
+            raise self.error(f"a value is outside [{low}, {high}]", name)
+        return values
+
+    def u8(self, name: str, count: int | None, high: int = 255) -> bytes:
+        """The values of a byte column; arguments and errors as for `i64`."""
+        values = bytes(self._column(name, "u8", count))
+        if values and max(values) > high:
+            raise self.error(f"a value is greater than {high}", name)
+        return values
+
+    def strings(self) -> list[str]:
+        """The strings of a `StringPool`, in the order of their numbers.
+
+        Raises:
+            CorruptionError: ends that do not ascend to the end of the text, or text no UTF-8.
+        """
+        text = self.u8("strings", None)
+        ends = self.i64("string_ends", None, high=len(text))
+        begins = [0, *ends[:-1]] if ends else []
+        if not all(map(le, begins, ends)) or (ends[-1] if ends else 0) != len(text):
+            raise self.error(
+                "the ends of the strings do not ascend to the last byte", "string_ends"
+            )
+        spans = zip(begins, ends, strict=True)
+        if text.isascii():  # characters are bytes: one decoding for all
+            whole = text.decode("ascii")
+            return [whole[begin:end] for begin, end in spans]
+        try:
+            return [text[begin:end].decode("utf-8", "surrogatepass") for begin, end in spans]
+        except UnicodeDecodeError as error:
+            raise self.error(f"a string is no UTF-8 ({error})", "strings") from error

@@ -1,0 +1,208 @@
+"""The `.metadata` file: stock's pickle, the same as columns, and a tail that checks both.
+
+    [pickle][body of columns][tail, 64 B]
+
+Stock readers stop at the pickle's end. Ours start at the tail, and build Metadata from the columns:
+no object of the pickle comes to life, and only this file says which data files belong to it.
+docs/format.md specifies every byte.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_dcpx import _C
+from torch_dcpx._gc import paused_gc
+from torch_dcpx._version import __version__
+from torch_dcpx.columns import ColumnReader, encode_body
+from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
+from torch_dcpx.layout import FileEntry
+from torch_dcpx.metadata_decode import (
+    decode_entries,
+    decode_files,
+    decode_planner,
+    decode_storage,
+    decode_storage_meta,
+    optional_str,
+)
+from torch_dcpx.metadata_encode import encode_columns, encode_pickle, stock_storage_meta
+from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.unpickle import malformed_is_corruption
+
+__all__ = ["CheckpointMetadata", "decode_metadata", "encode_metadata"]
+
+_MAGIC = b"DCPXMETA"
+_VERSION = 1
+# magic, version, pickle CRC, pickle, body and header bytes, body CRC, zeros, CRC of the 60 B before
+_TAIL = struct.Struct("<8sIIQQQI16sI")
+
+
+class CheckpointMetadata(NamedTuple):
+    """What a `.metadata` file says."""
+
+    metadata: Metadata  # as stock's pickle.load gives it, without a load id
+    save_id: str | None  # of the save that wrote it; None: stock DCP wrote it
+    files: dict[str, FileEntry] | None  # every data file by path; None: stock DCP wrote it
+
+
+def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str) -> bytes:
+    """The content of a `.metadata` file.
+
+    Args:
+        metadata: as `StorageWriter.finish` has completed it; it is not changed.
+        files: every data file of the generation.
+        save_id: names the save.
+
+    Returns:
+        Bytes that stock DCP of every supported torch reads as well.
+
+    Raises:
+        PlanError: something that would not come back equal, with its key as `fqn`.
+    """
+    if type(metadata) is not Metadata:
+        raise PlanError(f"encode the metadata: a {type(metadata).__name__} is no stock Metadata")
+    if metadata.version is not None and type(metadata.version) is not str:
+        raise PlanError(f"encode the metadata: its version is {metadata.version!r}")
+    with paused_gc():
+        columns = encode_columns(metadata, files)  # refuses first, so that the pickle can't fail
+        meta = stock_storage_meta(metadata)
+        stock = encode_pickle(metadata, meta, columns.planner_data != "pickle")
+        header = {
+            "format": "dcpx-metadata",
+            "writer": f"torch-dcpx {__version__}",
+            "torch": str(torch.__version__),
+            "save_id": save_id,
+            "storage_meta": meta and {name: vars(meta)[name] for name in _META_FIELDS},
+            "version": metadata.version,
+            "planner_data": columns.planner_data,
+            "descriptors": columns.descriptors,
+        }
+        body, header_bytes = encode_body(header, columns.finished())
+    tail = _TAIL.pack(
+        _MAGIC,
+        _VERSION,
+        _C.crc32(stock),
+        len(stock),
+        len(body),
+        header_bytes,
+        _C.crc32(body),
+        b"",
+        0,
+    )[:-4]
+    return b"".join((stock, body, tail, struct.pack("<I", _C.crc32(tail))))
+
+
+_META_FIELDS = ("checkpoint_id", "save_id", "modules")
+
+
+def decode_metadata(
+    data: bytes, path: str, *, safe_globals: Sequence[Any] = (), trusted: bool = False
+) -> CheckpointMetadata:
+    """Reads the content of a `.metadata` file, ours or stock's.
+
+    Args:
+        data: the whole file.
+        path: its name, for errors.
+        safe_globals: classes and functions that planner_data may name beside stock's own.
+        trusted: unpickle without an allow-list, where there is something to unpickle.
+
+    Raises:
+        CorruptionError: the bytes are not what was written.
+        UnsafePickleError: a pickle asks for a global that is not allowed.
+        UnsupportedError: a newer version of the format.
+    """
+    with paused_gc():
+        if len(data) < _TAIL.size or data[-_TAIL.size :][: len(_MAGIC)] != _MAGIC:
+            metadata = _load_pickle(data, path, safe_globals, trusted)
+            return CheckpointMetadata(metadata, None, None)
+        pickle_bytes, columns = _check_tail(data, path)
+        strings = columns.strings()
+        entries = decode_entries(columns, strings)
+        storage = decode_storage(columns, strings)
+        files = decode_files(columns, strings)
+        planner: Any = None
+        where = columns.header.get("planner_data")
+        if where == "columns":
+            planner = decode_planner(columns, strings)
+        elif where == "pickle":
+            stock = data[:pickle_bytes]
+            planner = _load_pickle(stock, path, safe_globals, trusted).planner_data
+        elif where != "none":
+            raise columns.error(f"planner_data is said to be in {where!r}")
+        meta = decode_storage_meta(columns)
+        version = optional_str(columns, columns.header, "version")
+        save_id = optional_str(columns, columns.header, "save_id")
+        return CheckpointMetadata(
+            Metadata(entries, planner, storage, meta, version), save_id, files
+        )
+
+
+def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
+    """Stock's pickle, which must fill `data`."""
+    with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
+        end = _C.scan_pickle(data)
+    if end != len(data):
+        behind = len(data) - end
+        raise CorruptionError(
+            f"read {path!r}: {behind} bytes behind the pickle are no valid trailer",
+            path=path,
+            offset=end,
+            nbytes=behind,
+        )
+    metadata: object = load_stock_metadata(data, path, safe_globals, trusted=trusted)
+    if not isinstance(metadata, Metadata):
+        raise CorruptionError(
+            f"unpickle {path!r}: a {type(metadata).__name__} is no Metadata",
+            path=path,
+            offset=0,
+            nbytes=len(data),
+        )
+    return metadata
+
+
+def _check_tail(data: bytes, path: str) -> tuple[int, ColumnReader]:
+    """Checks sizes and checksums of the whole file; returns the pickle's size and the columns."""
+    view = memoryview(data)
+    tail_at = len(data) - _TAIL.size
+    _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, zeros, tail_crc = (
+        _TAIL.unpack_from(data, tail_at)
+    )
+    _check_crc(view, tail_at, _TAIL.size - 4, tail_crc, "tail", path)
+    if version != _VERSION:
+        raise UnsupportedError(
+            f"read {path!r}: its format is version {version}, torch-dcpx {__version__} "
+            f"reads version {_VERSION}"
+        )
+    if pickle_bytes + body_bytes != tail_at or any(zeros):
+        raise CorruptionError(
+            f"read {path!r}: {pickle_bytes} B of pickle, {body_bytes} B of columns and the tail "
+            f"make no file of {len(data)} B",
+            path=path,
+            offset=tail_at,
+            nbytes=_TAIL.size,
+        )
+    _check_crc(view, 0, pickle_bytes, pickle_crc, "pickle", path)
+    _check_crc(view, pickle_bytes, body_bytes, body_crc, "columns", path)
+    body = view[pickle_bytes:tail_at]
+    return pickle_bytes, ColumnReader(body, header_bytes, path, pickle_bytes)
+
+
+def _check_crc(
+    view: memoryview, offset: int, nbytes: int, expected: int, what: str, path: str
+) -> None:
+    found = _C.crc32(view[offset : offset + nbytes])
+    if found != expected:
+        raise CorruptionError(
+            f"checksum {nbytes} B of {what} at offset {offset} of {path!r}: "
+            f"CRC-32 {found:08x} where {expected:08x} was written",
+            path=path,
+            offset=offset,
+            nbytes=nbytes,
+            expected=f"{expected:08x}",
+            found=f"{found:08x}",
+        )
