@@ -21,6 +21,9 @@ void bind_read(pybind11::module_& m);
 // throws what a handler raised (KeyboardInterrupt). REQUIRES: the GIL is not held.
 PollFunction signal_poll();
 
+// UTF-8 of a str; lone surrogates, which a key may hold, pass as they do in a pickle.
+std::string to_string(const pybind11::handle& value);
+
 // A tuple of ints. Throws what Python raises for anything else.
 std::vector<std::int64_t> int_tuple(const pybind11::handle& values);
 

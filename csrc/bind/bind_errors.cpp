@@ -1,7 +1,7 @@
 // C++ errors become Python's: the table of docs/errors.md.
 #include <pybind11/pybind11.h>
 
-#include <new>
+#include <string_view>
 
 #include "bind/bind.h"
 #include "common/error.h"
@@ -13,8 +13,6 @@ namespace py = pybind11;
 
 const char* class_name(ErrorCode code) {
   switch (code) {
-    case ErrorCode::kOption:
-      return "OptionError";
     case ErrorCode::kPlan:
       return "PlanError";
     case ErrorCode::kStorage:
@@ -32,8 +30,16 @@ const char* class_name(ErrorCode code) {
 py::object or_none(std::int64_t value) {
   return value < 0 ? py::none() : py::object(py::int_(value));
 }
-py::object or_none(const std::string& value) {
-  return value.empty() ? py::none() : py::object(py::str(value));
+// `errors` says what becomes of bytes that are no UTF-8: file names and keys may hold any.
+py::object decode(std::string_view text, const char* errors) {
+  PyObject* object =
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), errors);
+  if (object == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(object);
+}
+
+py::object or_none(const std::string& value, const char* errors = "backslashreplace") {
+  return value.empty() ? py::none() : decode(value, errors);
 }
 
 // Only the fields that the class has: errors.py knows which.
@@ -46,13 +52,13 @@ void raise(const Error& error) {
     if (known.contains(name)) fields[name] = value;
   };
   add("errno", error.sys_errno == 0 ? py::none() : py::object(py::int_(error.sys_errno)));
-  add("path", or_none(error.path));
+  add("path", or_none(error.path, "surrogateescape"));
   add("offset", or_none(error.offset));
   add("nbytes", or_none(error.nbytes));
-  add("fqn", or_none(error.fqn));
+  add("fqn", or_none(error.fqn, "surrogatepass"));
   add("expected", or_none(error.expected));
   add("found", or_none(error.found));
-  const py::object instance = cls(error.what(), **fields);
+  const py::object instance = cls(decode(error.what(), "backslashreplace"), **fields);
   PyErr_SetObject(cls.ptr(), instance.ptr());
 }
 

@@ -84,7 +84,7 @@ ReadRegion to_region(const py::handle& row, PinnedBuffers& buffers) {
   region.dest = buffers.add(fields[6], /*is_writable=*/true, available);
   DCPX_CHECK(plan::dst_span_bytes(region.region) <= std::min(available, dest_bytes),
              "a region reaches behind its destination");
-  region.fqn = fields[8].cast<std::string>();
+  region.fqn = to_string(fields[8]);
   return region;
 }
 

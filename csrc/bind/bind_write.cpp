@@ -21,13 +21,6 @@ FileId to_file_id(const py::bytes& raw) {
   return id;
 }
 
-std::string to_string(const py::handle& value) {
-  Py_ssize_t nbytes = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &nbytes);
-  if (text == nullptr) throw py::error_already_set();
-  return {text, static_cast<std::size_t>(nbytes)};
-}
-
 std::uint64_t to_u64(const py::handle& value) {
   const unsigned long long number = PyLong_AsUnsignedLongLong(value.ptr());
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();

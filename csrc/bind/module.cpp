@@ -12,6 +12,17 @@ PollFunction signal_poll() {
   };
 }
 
+std::string to_string(const pybind11::handle& value) {
+  Py_ssize_t nbytes = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &nbytes);
+  if (text != nullptr) return {text, static_cast<std::size_t>(nbytes)};
+  if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError) == 0) throw pybind11::error_already_set();
+  PyErr_Clear();
+  PyObject* raw = PyUnicode_AsEncodedString(value.ptr(), "utf-8", "surrogatepass");
+  if (raw == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::bytes>(raw);
+}
+
 std::vector<std::int64_t> int_tuple(const pybind11::handle& values) {
   std::vector<std::int64_t> out;
   const auto items = pybind11::reinterpret_borrow<pybind11::tuple>(values);

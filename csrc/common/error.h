@@ -10,7 +10,6 @@
 namespace dcpx {
 
 enum class ErrorCode {
-  kOption,       // OptionError: an argument that can never work
   kPlan,         // PlanError: items, regions or lengths that contradict each other
   kStorage,      // StorageError: a system call failed; `sys_errno` says how
   kShortRead,    // ShortReadError: the file ended before the range did

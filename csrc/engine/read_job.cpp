@@ -239,6 +239,7 @@ void ReadJob::close() noexcept {
     file.stored.close();
     file.is_open = false;
   }
+  dir_fd_ = UniqueFd();
 }
 
 std::vector<bool> ReadJob::touched() const {

@@ -53,7 +53,7 @@ class ReadJob {  // Not thread-safe.
   // Fills the destinations. Blocks. Throws Error; touched() then says where bytes may have landed.
   void read(const std::vector<ReadRegion>& regions, const PollFunction& poll);
 
-  // Closes what a failed read() left open.
+  // Closes what is open, the directory included. Only the reports may be asked for afterwards.
   void close() noexcept;
 
   // Per region of the last read(): whether a byte may have been written to its destination.

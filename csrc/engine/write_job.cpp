@@ -300,6 +300,7 @@ std::vector<FileResult> WriteJob::results() const {
 
 void WriteJob::abandon() noexcept {
   for (OpenFile& file : files_) file.file = io::OutputFile();
+  dir_fd_ = UniqueFd();
 }
 
 std::vector<std::string> WriteJob::created() const {

@@ -71,7 +71,7 @@ class WriteJob {
 
   // Complete files, in the order of add_file(); those without items were never created.
   std::vector<FileResult> results() const;
-  // Closes what a failed write() left open, so that the space of removed files is free at once.
+  // Closes what is open, the directory included, so that the space of removed files is free.
   // Only created() may be called afterwards.
   void abandon() noexcept;
   // Names of all files that exist because of this job, for whoever cleans up after a failure.

@@ -84,7 +84,9 @@ InputFile InputFile::open(int dir_fd, const std::string& dir_path,
     throw storage_error("open", file.path_, errno);
   }
   struct stat status{};
-  if (io::fstat(file.fd_.get(), &status) != 0) throw storage_error("fstat", file.path_, errno);
+  while (io::fstat(file.fd_.get(), &status) != 0) {
+    if (errno != EINTR) throw storage_error("fstat", file.path_, errno);
+  }
   if (!S_ISREG(status.st_mode)) {
     Error error(ErrorCode::kCorruption, "'" + file.path_ + "' is no regular file");
     error.path = file.path_;

@@ -123,12 +123,15 @@ void OutputFile::sync() {
 
 void OutputFile::close(std::uint64_t expected_bytes) {
   struct stat status{};
-  if (io::fstat(fd_.get(), &status) != 0) throw storage_error("fstat", path_, errno);
+  while (io::fstat(fd_.get(), &status) != 0) {
+    if (errno != EINTR) throw storage_error("fstat", path_, errno);
+  }
   if (static_cast<std::uint64_t>(status.st_size) != expected_bytes) {
     throw storage_error("size check (found " + std::to_string(status.st_size) + " B)", path_, EIO,
                         0, static_cast<std::int64_t>(expected_bytes));
   }
-  if (io::close(fd_.release()) != 0) throw storage_error("close", path_, errno);
+  // Interrupted or not, the descriptor is gone on Linux; what a write lost, sync() has reported.
+  if (io::close(fd_.release()) != 0 && errno != EINTR) throw storage_error("close", path_, errno);
 }
 
 }  // namespace dcpx::io
