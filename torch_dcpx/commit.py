@@ -1,0 +1,217 @@
+"""The coordinator's part of a save: check, publish, remove what was replaced.
+
+1. Every chunk and every bytes entry of the metadata has exactly one result, inside its file by the
+   file table's size. Else nothing is published.
+2. `.metadata` is written under a name of its own, fsynced, and renamed over the old one; the
+   directory is fsynced. The rename is the commit.
+3. Data files that the replaced metadata named, and leftovers that no metadata names, are removed.
+   The new checkpoint is durable by then: what fails here is logged and left to the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import DcpxError, PlanError, StorageError
+from torch_dcpx.layout import (
+    FileEntry,
+    is_data_file_name,
+    is_metadata_name,
+    is_temporary_name,
+    temporary_name,
+)
+from torch_dcpx.metadata import decode_metadata, encode_metadata
+
+__all__ = [
+    "WriteResults",
+    "publish",
+    "referenced_files",
+    "remove_replaced",
+    "remove_unpublished",
+    "verify_results",
+]
+
+logger = logging.getLogger("torch_dcpx")
+
+
+class WriteResults(list[WriteResult]):
+    """What `write_data` returns: one result per item, and the table of the rank's files.
+
+    Picklable with the table, which is how it reaches the coordinator.
+    """
+
+    def __init__(
+        self, results: Iterable[WriteResult] = (), files: Sequence[FileEntry] = ()
+    ) -> None:
+        super().__init__(results)
+        self.files = list(files)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WriteResults, (list(self), self.files)
+
+
+def _expected(metadata: Metadata) -> Iterator[MetadataIndex]:
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            for chunk in entry.chunks:
+                yield MetadataIndex(fqn, chunk.offsets)
+        else:
+            yield MetadataIndex(fqn)
+
+
+def verify_results(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+) -> tuple[dict[MetadataIndex, Any], list[FileEntry]]:
+    """Checks the results of all ranks against the plan's metadata.
+
+    Returns:
+        The storage data, index to `_StorageInfo`, and the table of all files.
+
+    Raises:
+        PlanError: a chunk without a result, with two, a result without a chunk, or one that lies
+            outside of its file; nothing may be published then.
+    """
+    files: dict[str, FileEntry] = {}
+    for rank, rank_results in enumerate(results):
+        for entry in getattr(rank_results, "files", ()):
+            if entry.path in files:
+                raise PlanError(f"rank {rank} reports file '{entry.path}' of another rank")
+            files[entry.path] = entry
+    storage_data: dict[MetadataIndex, Any] = {}
+    for rank, rank_results in enumerate(results):
+        for result in rank_results:
+            index, info = result.index, result.storage_data
+            where = f"'{index.fqn}' at offset {index.offset} from rank {rank}"
+            if index in storage_data:
+                raise PlanError(f"{where} was written twice", fqn=index.fqn)
+            file = files.get(info.relative_path)
+            if file is None:
+                raise PlanError(f"{where} names unknown file '{info.relative_path}'", fqn=index.fqn)
+            if info.offset < 0 or info.length < 0 or info.offset + info.length > file.nbytes:
+                raise PlanError(
+                    f"{where} lies at [{info.offset}, {info.offset + info.length}), outside of "
+                    f"'{file.path}' of {file.nbytes} B",
+                    fqn=index.fqn,
+                )
+            storage_data[index] = info
+    expected = set()
+    for index in _expected(metadata):
+        if index not in storage_data:
+            raise PlanError(
+                f"no rank wrote '{index.fqn}' at offset {index.offset}: nothing is published",
+                fqn=index.fqn,
+            )
+        expected.add(index)
+    for index in storage_data:
+        if index not in expected:
+            raise PlanError(
+                f"'{index.fqn}' at offset {index.offset} was written but is not in the metadata",
+                fqn=index.fqn,
+            )
+    return storage_data, list(files.values())
+
+
+def publish(
+    directory: Directory,
+    name: str,
+    metadata: Metadata,
+    files: Sequence[FileEntry],
+    save_id: str,
+    *,
+    is_durable: bool,
+) -> None:
+    """Commits `metadata` under `name`: after this returns the checkpoint is there, whole.
+
+    Raises:
+        PlanError: it cannot be represented; nothing was published.
+        StorageError: it could not be written; the previous metadata is still in place, unless
+            only the last fsync failed: then either may be found after a power cut.
+    """
+    encoded = encode_metadata(metadata, files, save_id)
+    temporary = temporary_name(name)
+    try:
+        directory.create(temporary, [encoded], is_durable=is_durable)
+        directory.rename(temporary, name)
+    except BaseException:
+        try:
+            directory.unlink(temporary)
+        except StorageError as error:
+            logger.warning("leftover of a failed save stays: %s", error)
+        raise
+    if is_durable:
+        directory.sync()
+
+
+def referenced_files(directory: Directory, name: str) -> set[str] | None:
+    """Returns the data files that a metadata file names, vetted; None when it cannot be read.
+
+    Only plain names beneath the directory come back, so that metadata from elsewhere cannot make
+    a removal reach outside.
+    """
+    try:
+        data = directory.read_small(name)
+        storage_data = decode_metadata(data, str(directory.path / name)).metadata.storage_data
+    except DcpxError as error:
+        logger.warning("what '%s' names is not removed: %s", name, error)
+        return None
+    if not isinstance(storage_data, dict):
+        return set()
+    paths = {info.relative_path for info in storage_data.values()}
+    return {path for path in paths if is_data_file_name(path)}
+
+
+def remove_replaced(
+    directory: Directory, replaced: set[str], *, rank: int | None = None
+) -> list[str]:
+    """Removes data files that no metadata of the directory names any more.
+
+    Args:
+        directory: of the checkpoint that was just committed, under its lock.
+        replaced: files of the metadata that was replaced.
+        rank: in rank-local mode: only this rank's leftovers of failed saves are removed.
+
+    Returns:
+        The names removed. Failures are logged: the save itself is done.
+    """
+    removed: list[str] = []
+    try:
+        names = directory.names()
+        kept: set[str] = set()
+        for name in filter(is_metadata_name, names):
+            files = referenced_files(directory, name)
+            if files is None:
+                return removed  # who knows what it names: nothing is removed
+            kept |= files
+        own = ("__", ".metadata.") if rank is None else (f"__{rank}_", f"__{rank}.metadata.")
+        candidates = replaced | {name for name in names if name.startswith(own)}
+        for name in sorted(candidates - kept):
+            is_ours = is_data_file_name(name) or is_temporary_name(name)
+            if is_ours and directory.is_regular(name):
+                directory.unlink(name)
+                removed.append(name)
+    except StorageError as error:
+        logger.warning("files of a replaced checkpoint stay: %s", error)
+    return removed
+
+
+def remove_unpublished(directory: Directory, name: str, own_files: Iterable[str]) -> None:
+    """Removes this rank's files of a save that was not committed under `name`.
+
+    Whether it was is read from the directory, not guessed from the error: a rename that reports
+    a failure may have happened. Failures are logged; the save's own error is on its way.
+    """
+    try:
+        named = referenced_files(directory, name) if name in directory.names() else set()
+        if named is None:
+            return
+        for path in own_files:
+            if path not in named:
+                directory.unlink(path)
+    except StorageError as error:
+        logger.warning("leftovers of a failed save stay: %s", error)

@@ -1,0 +1,184 @@
+"""A checkpoint directory held by descriptor: durable mkdir, listing, small files, fsync.
+
+Everything is done beneath one open directory, so that a rename of a parent in the middle of a save
+cannot split it, and no name is followed through a link.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from torch_dcpx.errors import CorruptionError, StorageError
+
+__all__ = ["Directory", "make_directory"]
+
+# Metadata larger than this is refused before it is read.
+MAX_METADATA_BYTES = 1 << 32
+
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+
+
+def storage_error(verb: str, path: str | os.PathLike[str], error: OSError) -> StorageError:
+    """Returns the typed error for a failed system call of ours."""
+    return StorageError(
+        f"{verb} '{os.fspath(path)}': {os.strerror(error.errno or errno.EIO)}",
+        errno=error.errno,
+        path=os.fspath(path),
+    )
+
+
+def fsync_path(path: Path) -> None:
+    """Makes the entries of a directory durable. Raises: StorageError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise storage_error("fsync directory", path, error) from error
+
+
+def make_directory(path: Path, *, is_durable: bool) -> None:
+    """Makes `path` and its parents; durable, each with its parent's entry, before it returns.
+
+    Several ranks may do this at once: whoever made a directory also syncs its parent.
+
+    Raises:
+        StorageError: it cannot be made or synced.
+    """
+    missing = []
+    for candidate in (path, *path.parents):
+        if candidate.is_dir():
+            break
+        missing.append(candidate)
+    for directory in reversed(missing):
+        try:
+            directory.mkdir()
+        except FileExistsError as error:
+            if not directory.is_dir():
+                raise storage_error("mkdir", directory, error) from error
+        except OSError as error:
+            raise storage_error("mkdir", directory, error) from error
+        if is_durable:
+            fsync_path(directory.parent)
+
+
+class Directory:
+    """An open directory. Not thread-safe; a context manager that closes it."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens `path`. Raises: StorageError."""
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise storage_error("open directory", path, error) from error
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the descriptor; safe to call twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def names(self) -> list[str]:
+        """Returns the names of all entries. Raises: StorageError."""
+        try:
+            return sorted(os.listdir(self.fd))  # noqa: PTH208 - pathlib knows no descriptors
+        except OSError as error:
+            raise storage_error("list", self.path, error) from error
+
+    def is_regular(self, name: str) -> bool:
+        """Returns whether `name` is a regular file here (no link)."""
+        try:
+            return stat.S_ISREG(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mode)
+        except OSError:
+            return False
+
+    def read_small(self, name: str) -> bytes:
+        """Reads a whole file (metadata).
+
+        Raises:
+            CorruptionError: it is no regular file, or too large to be metadata.
+            StorageError: it cannot be opened (FileNotFoundError's errno included) or read.
+        """
+        path = self.path / name
+        try:
+            fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise CorruptionError(f"'{path}' is a symbolic link", path=str(path)) from error
+            raise storage_error("open", path, error) from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
+                raise CorruptionError(
+                    f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B",
+                    path=str(path),
+                    nbytes=status.st_size,
+                )
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                return file.read()
+        except OSError as error:
+            raise storage_error("read", path, error) from error
+        finally:
+            os.close(fd)
+
+    def create(self, name: str, pieces: Iterable[bytes | memoryview], *, is_durable: bool) -> None:
+        """Writes a new file of these bytes, fsynced. Raises: StorageError."""
+        path = self.path / name
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags, 0o666, dir_fd=self.fd)
+            try:
+                for piece in pieces:
+                    view = memoryview(piece)
+                    while view:
+                        view = view[os.write(fd, view) :]
+                if is_durable:
+                    os.fsync(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+        except OSError as error:
+            raise storage_error("write", path, error) from error
+
+    def rename(self, old: str, new: str) -> None:
+        """Renames over `new`, atomically. Raises: StorageError."""
+        try:
+            os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except OSError as error:
+            raise storage_error(f"rename '{old}' to", self.path / new, error) from error
+
+    def unlink(self, name: str) -> None:
+        """Removes a file; that it is gone already is fine. Raises: StorageError."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error("unlink", self.path / name, error) from error
+
+    def sync(self) -> None:
+        """Makes the directory's entries durable. Raises: StorageError."""
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise storage_error("fsync directory", self.path, error) from error

@@ -1,0 +1,200 @@
+"""From a LoadPlan to the rows that the C++ side reads, and to what is left for torch.
+
+A read item goes straight into its target where that is plain host memory of the stored dtype. Else
+it is staged: read into a host tensor of its own, then handed to torch's `copy_`, which converts,
+moves to a device, and refuses as stock does.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from torch_dcpx._compat import dtype_by_name, increment_version, storage_dtypes
+from torch_dcpx.errors import CorruptionError, UnsupportedError
+from torch_dcpx.unpickle import malformed_is_corruption
+from torch_dcpx.write_table import check_storage, is_plain
+
+__all__ = ["Located", "ReadRow", "Stored", "TensorRead", "is_direct_target", "stored_dtype"]
+
+
+class Located(NamedTuple):
+    """One stored item as `ReadJob.locate` found it. Sizes, strides, storage_offset in elements."""
+
+    kind: str  # "plain", "bytes", "torch"
+    payload_offset: int  # bytes from the start of the file
+    payload_bytes: int
+    storage_offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str  # ours: "float32"
+    storage_name: str  # foreign: "FloatStorage"
+    dtype_name: str  # foreign and untyped: "float8_e4m3fn"
+    is_big_endian: bool
+
+
+class ReadRow(NamedTuple):
+    """One region as `ReadJob.read` takes it. Strides in bytes."""
+
+    file: int
+    src_offset: int  # byte of the file at which the region begins
+    elem_bytes: int
+    lengths: tuple[int, ...]
+    src_strides: tuple[int, ...]
+    dst_strides: tuple[int, ...]
+    dest: Any  # address, or an object with a writable buffer
+    dest_bytes: int  # from that address on
+    fqn: str
+
+
+class Stored(NamedTuple):
+    """Where a storage entry lies: its file (index and name) and what was found there."""
+
+    file: int
+    path: str
+    located: Located
+
+
+class TensorRead(NamedTuple):
+    """A tensor read under way: what to do when its bytes have arrived."""
+
+    item: ReadItem
+    target: torch.Tensor
+    staged: torch.Tensor | None  # else the bytes went straight into `target`
+    row: ReadRow | None  # None: no byte to read
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory that exists for this read alone."""
+        return 0 if self.staged is None else self.staged.numel() * self.staged.element_size()
+
+
+def stored_dtype(stored: Stored, fqn: str) -> torch.dtype:
+    """Returns the dtype of a plain payload. Raises: UnsupportedError where this torch has none."""
+    located = stored.located
+    if located.dtype:
+        dtype = dtype_by_name(located.dtype)
+    else:
+        dtype = storage_dtypes().get((located.storage_name, located.dtype_name))
+    if dtype is None:
+        name = located.dtype or located.dtype_name or located.storage_name
+        raise UnsupportedError(
+            f"'{fqn}' is stored as {name}, which torch {torch.__version__} lacks"
+        )
+    return dtype
+
+
+def is_direct_target(target: torch.Tensor, dtype: torch.dtype, is_big_endian: bool) -> bool:
+    """Returns whether bytes of `dtype` may be written to the target's memory as they are."""
+    return (
+        not is_big_endian
+        and target.dtype == dtype
+        and target.device.type == "cpu"
+        and is_plain(target)
+        and all(
+            stride > 0 or size <= 1
+            for stride, size in zip(target.stride(), target.shape, strict=True)
+        )
+    )
+
+
+def plan_tensor_read(
+    item: ReadItem, stored: Stored, target: torch.Tensor, dtype: torch.dtype
+) -> TensorRead:
+    """Describes how the region of `item` gets from its payload into `target`.
+
+    Raises:
+        AssertionError: the target's size is not the region's (stock's text).
+        CorruptionError: the stored tensor does not hold the region.
+    """
+    located, fqn = stored.located, item.storage_index.fqn
+    lengths = tuple(item.lengths)
+    offsets = tuple(item.storage_offsets)
+    target = target.detach()
+    if tuple(target.shape) != lengths:
+        raise AssertionError(
+            f"req {item.storage_index} mismatch sizes {target.size()} vs {torch.Size(lengths)}"
+        )
+    elem_bytes = dtype.itemsize
+    inside = len(located.sizes) == len(lengths) == len(offsets) and all(
+        offset >= 0 and length >= 0 and offset + length <= size
+        for offset, length, size in zip(offsets, lengths, located.sizes, strict=True)
+    )
+    if not inside:
+        raise CorruptionError(
+            f"'{fqn}' in '{stored.path}' has sizes {located.sizes}, which do not hold the region "
+            f"at {offsets} of {lengths} that the metadata promises",
+            fqn=fqn,
+            path=stored.path,
+        )
+    first = located.storage_offset + sum(
+        offset * stride for offset, stride in zip(offsets, located.strides, strict=True)
+    )
+    if 0 in lengths:
+        return TensorRead(item, target, None, None)
+    last = first + sum(
+        (length - 1) * stride for length, stride in zip(lengths, located.strides, strict=True)
+    )
+    if (last + 1) * elem_bytes > located.payload_bytes:
+        raise CorruptionError(
+            f"'{fqn}' in '{stored.path}': the tensor reaches byte {(last + 1) * elem_bytes} of a "
+            f"payload of {located.payload_bytes} B",
+            fqn=fqn,
+            path=stored.path,
+        )
+    if target.device.type == "cpu" and is_plain(target):
+        check_storage(target, fqn)
+    staged = None
+    into = target
+    if not is_direct_target(target, dtype, located.is_big_endian):
+        staged = into = torch.empty(lengths, dtype=dtype)
+    reach = sum(
+        (length - 1) * stride for length, stride in zip(lengths, into.stride(), strict=True)
+    )
+    row = ReadRow(
+        stored.file,
+        located.payload_offset + first * elem_bytes,
+        elem_bytes,
+        lengths,
+        tuple(stride * elem_bytes for stride in located.strides),
+        tuple(stride * elem_bytes for stride in into.stride()),
+        into.data_ptr(),
+        (reach + 1) * elem_bytes,
+        fqn,
+    )
+    return TensorRead(item, target, staged, row)
+
+
+def finish_tensor_read(read: TensorRead, is_big_endian: bool, planner: LoadPlanner) -> None:
+    """Hands the bytes that arrived to the target and the planner, as stock does."""
+    if read.staged is not None:
+        staged = read.staged
+        if is_big_endian:
+            staged.untyped_storage().byteswap(staged.dtype)  # type: ignore[no-untyped-call]
+        read.target.copy_(staged)
+    elif read.row is not None:
+        increment_version(read.target)
+    planner.commit_tensor(read.item, read.target)
+
+
+def load_by_torch(data: io.IOBase, path: str, item: ReadItem, planner: LoadPlanner) -> None:
+    """Loads an item that only torch's own loader understands, as stock does.
+
+    Raises:
+        AssertionError: the target's size is not the region's (stock's text).
+        CorruptionError: torch cannot load it.
+    """
+    with malformed_is_corruption("load by torch", path=path, fqn=item.storage_index.fqn):
+        tensor = torch.load(data, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+    tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != tensor.size():
+        raise AssertionError(
+            f"req {item.storage_index} mismatch sizes {target.size()} vs {tensor.size()}"
+        )
+    target.copy_(tensor)
+    planner.commit_tensor(item, target)

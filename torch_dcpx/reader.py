@@ -1,0 +1,287 @@
+"""DcpxReader: the drop-in for `torch.distributed.checkpoint.FileSystemReader`.
+
+read_metadata           reads and vets `.metadata`, without executing anything of it
+set_up_storage_reader   raises what read_metadata could not tell DCP
+read_data               finds the payloads, reads the wanted ranges, hands them to the planner
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from torch_dcpx import _C
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import (
+    CorruptionError,
+    DcpxError,
+    NotCommittedError,
+    StorageError,
+    UnsupportedError,
+)
+from torch_dcpx.layout import is_data_file_name, metadata_name
+from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.read_files import read_items
+from torch_dcpx.read_table import Located, Stored
+
+__all__ = ["DcpxReader", "ReadReport"]
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """What one `read_data` did on this rank. Byte counts unless said otherwise.
+
+    Attributes:
+        items: read items of the plan.
+        torch_items: of these, loaded by torch's own loader, not by ours.
+        needed_bytes: asked for.
+        read_bytes: read from the files; more than needed by block edges and small gaps.
+        verified_bytes: of these, checked against the files' checksums.
+        in_place_bytes: of the needed ones, read straight into their tensors.
+        direct_bytes: of the read ones, read with O_DIRECT.
+        slot_bytes: peak memory of the workers' slots.
+    """
+
+    items: int
+    torch_items: int
+    needed_bytes: int
+    read_bytes: int
+    verified_bytes: int
+    in_place_bytes: int
+    direct_bytes: int
+    slot_bytes: int
+
+
+class DcpxReader(FileSystemReader):
+    """Loads checkpoints of torch-dcpx and of stock DCP, reading only what is asked for.
+
+    Nothing from a checkpoint is executed unless `ReadOptions(trusted=True)`. Reusable for many
+    loads. Not thread-safe. Picklable.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        options: ReadOptions | None = None,
+    ) -> None:
+        """Reads the checkpoint in directory `path`.
+
+        Args:
+            path: directory of the checkpoint.
+            _extension_registry: stream extensions, as stock's.
+            options: see `ReadOptions`.
+
+        Raises:
+            UnsupportedError: a URL as path.
+        """
+        _refuse_url(path)
+        super().__init__(path, _extension_registry)
+        self.options = options if options is not None else ReadOptions()
+        self.last_report: ReadReport | None = None
+        self._checkpoint: CheckpointMetadata | None = None
+        self._kept_error: DcpxError | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Starts another load, of `checkpoint_id` where given. Raises: UnsupportedError."""
+        if checkpoint_id:
+            _refuse_url(checkpoint_id)
+        super().reset(checkpoint_id)
+        self._checkpoint = None
+        self._kept_error = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads `.metadata`, or `__{rank}.metadata` with `rank=`.
+
+        DCP takes any error of the first call as a reason to try the second, and turns an error of
+        both into an AssertionError without it. So that a damaged `.metadata` is neither passed over
+        nor hidden, the second call returns empty metadata and `set_up_storage_reader` raises.
+
+        Raises:
+            NotCommittedError: there is none.
+            CorruptionError, UnsafePickleError, UnsupportedError, StorageError: see docs/errors.md.
+        """
+        if type(self.fs) is not FileSystem:
+            raise UnsupportedError(
+                "DcpxReader reads through its own engine, which would bypass the replaced `fs` "
+                f"({type(self.fs).__name__}); use torch's own reader for it"
+            )
+        rank = kwargs.get("rank")
+        is_fallback = rank is not None and self._kept_error is not None
+        if is_fallback and not isinstance(self._kept_error, NotCommittedError):
+            return _empty_metadata()
+        try:
+            checkpoint = self._read_checkpoint(metadata_name(rank))
+        except DcpxError as error:
+            if is_fallback:
+                if not isinstance(error, NotCommittedError):
+                    self._kept_error = error
+                return _empty_metadata()
+            self._kept_error = error
+            raise
+        self._kept_error = None
+        self._checkpoint = checkpoint
+        metadata = checkpoint.metadata
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Called by DCP on every rank. Raises: what `read_metadata` had to keep."""
+        if self._kept_error is not None:
+            raise self._kept_error
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what the plan asks for into the planner's tensors.
+
+        Raises:
+            CorruptionError: bytes are not what was written; `touched` lists the tensors that may
+                hold new bytes. UnsafePickleError: a byte item names a global that is not allowed.
+            StorageError, ShortReadError: a file is missing, unreadable or too short.
+        """
+        with self._open() as directory:
+            job = _C.ReadJob(
+                dir_fd=directory.fd,
+                dir_path=os.fsencode(directory.path),
+                workers=self.options.resolved_workers(),
+                slot_bytes=self.options.slot_bytes,
+                use_direct=self.options.direct_io,
+                verify=self.options.verify == "blocks",
+            )
+            try:
+                stored = self._locate(job, plan.items)
+                torch_items = read_items(
+                    job,
+                    plan.items,
+                    stored,
+                    self.storage_data,
+                    planner,
+                    self.transforms,
+                    self.options,
+                )
+            finally:
+                job.close()  # a traceback may keep the job alive, and with it its files
+        self.last_report = ReadReport(len(plan.items), torch_items, **job.report())
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _open(self) -> Directory:
+        try:
+            return Directory(Path(self.path))
+        except StorageError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            raise NotCommittedError(
+                f"'{self.path}' is no directory: there is no checkpoint to load",
+                errno=error.errno,
+                path=str(self.path),
+            ) from error
+
+    def _read_checkpoint(self, name: str) -> CheckpointMetadata:
+        with self._open() as directory:
+            try:
+                data = directory.read_small(name)
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                files = sum(map(is_data_file_name, directory.names()))
+                raise NotCommittedError(
+                    f"'{directory.path}' holds no committed checkpoint: no '{name}'"
+                    + (f", but {files} data files of an unfinished save" if files else ""),
+                    errno=errno.ENOENT,
+                    path=str(directory.path / name),
+                ) from error
+            return decode_metadata(
+                data,
+                str(directory.path / name),
+                safe_globals=self.options.safe_globals,
+                trusted=self.options.trusted,
+            )
+
+    def _locate(self, job: _C.ReadJob, items: Sequence[ReadItem]) -> dict[MetadataIndex, Stored]:
+        """Finds every stored item that the plan names, each once."""
+        table = self._checkpoint.files if self._checkpoint is not None else None
+        numbers: dict[str, int] = {}
+        files: list[tuple[str, bool, int, bytes, int]] = []
+        wanted: dict[MetadataIndex, tuple[int, int, int, bool]] = {}
+        for item in items:
+            index = item.storage_index
+            if index in wanted:
+                continue
+            info = self.storage_data[index]
+            _check_is_text(info.relative_path, index.fqn)
+            number = numbers.setdefault(info.relative_path, len(files))
+            if number == len(files):
+                entry = table.get(info.relative_path) if table is not None else None
+                if entry is None:
+                    files.append((info.relative_path, False, 0, b"", 0))
+                else:
+                    files.append((entry.path, True, entry.nbytes, entry.file_id, entry.footer_crc))
+            # Extensions make a tensor's item opaque: only its bytes are looked for.
+            is_tensor = item.type != LoadItemType.BYTE_IO and not (
+                table is None and getattr(info, "transform_descriptors", None)
+            )
+            wanted[index] = (number, info.offset, info.length, is_tensor)
+        try:
+            located = job.locate(files, list(wanted.values()))
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                self._check_not_replaced(error)
+            raise
+        except CorruptionError as error:
+            error.touched = ()
+            raise
+        return {
+            index: Stored(row[0], str(Path(self.path) / files[row[0]][0]), Located(*found))
+            for (index, row), found in zip(wanted.items(), located, strict=True)
+        }
+
+    def _check_not_replaced(self, error: StorageError) -> None:
+        """Says so when a data file is gone because another save replaced the checkpoint."""
+        name = metadata_name(None if self.use_collectives else self.rank)
+        current = self._read_checkpoint(name)
+        if self._checkpoint is not None and current.save_id != self._checkpoint.save_id:
+            raise StorageError(
+                f"the checkpoint in '{self.path}' was replaced by save {current.save_id} while it "
+                "was read; no tensor was touched, load it again",
+                errno=errno.ESTALE,
+                path=error.path,
+            ) from error
+
+
+def _empty_metadata() -> Metadata:
+    return Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+
+
+def _check_is_text(name: str, fqn: str) -> None:
+    """Raises CorruptionError for a name that no file system could be asked for."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise CorruptionError(
+            f"file name {name!r} in the metadata of '{fqn}' is no text", fqn=fqn, touched=()
+        ) from error
+
+
+def _refuse_url(path: str | os.PathLike[str]) -> None:
+    if "://" in os.fspath(path):
+        raise UnsupportedError(
+            f"'{path}' is a URL; DcpxReader reads mounted file systems. Use torch's FsspecReader"
+        )

@@ -1,0 +1,337 @@
+"""DcpxWriter: the drop-in for `torch.distributed.checkpoint.FileSystemWriter`.
+
+set_up_storage_writer   remembers rank and mode, gives back what a failed save left
+prepare_local_plan      makes the directory, takes the lock (coordinator)
+write_data              resolves, writes and fsyncs this rank's files, fsyncs the directory
+finish                  checks the results of all ranks, commits, removes what was replaced
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystem,
+    FileSystemWriter,
+    SerializationFormat,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from torch_dcpx.commit import (
+    WriteResults,
+    publish,
+    referenced_files,
+    remove_replaced,
+    remove_unpublished,
+    verify_results,
+)
+from torch_dcpx.directory import Directory, make_directory
+from torch_dcpx.errors import OptionError, StorageError, UnsupportedError
+from torch_dcpx.layout import LOCK_NAME, is_metadata_name, metadata_name
+from torch_dcpx.lock import SaveLock
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.write_files import write_files
+from torch_dcpx.write_table import WriteTable, check_unique, transform_by
+
+__all__ = ["DcpxWriter", "WriteReport"]
+
+logger = logging.getLogger("torch_dcpx")
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """What one `write_data` did on this rank.
+
+    Attributes:
+        items: items written.
+        file_bytes: size of all files, in bytes.
+        direct_bytes: of these, written with O_DIRECT.
+        buffered_bytes: of these, written through the page cache.
+        in_place_bytes: of these, written from the tensors' own memory.
+        slot_bytes: peak memory of the workers' slots, in bytes.
+    """
+
+    items: int
+    file_bytes: int
+    direct_bytes: int
+    buffered_bytes: int
+    in_place_bytes: int
+    slot_bytes: int
+
+
+def _resolve_options(
+    options: WriteOptions | None, thread_count: int | None, sync_files: bool | None
+) -> WriteOptions:
+    """Merges stock's arguments into the options. Raises: OptionError on contradiction."""
+    if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
+        raise OptionError(
+            f"thread_count must be None or an int >= 1, got {thread_count!r}",
+            option="thread_count",
+            value=thread_count,
+        )
+    if options is None:
+        durability = "none" if sync_files is False else "full"
+        slots = (thread_count or 0) * WriteOptions.slot_bytes
+        return WriteOptions(
+            durability=durability,  # type: ignore[arg-type]
+            workers=thread_count,
+            host_memory_bytes=max(WriteOptions.host_memory_bytes, slots),
+        )
+    if sync_files is not None and sync_files != (options.durability == "full"):
+        raise OptionError(
+            f"sync_files={sync_files} contradicts options.durability={options.durability!r}; "
+            "give one of them",
+            option="sync_files",
+            value=sync_files,
+        )
+    if thread_count is not None and thread_count != options.workers:
+        raise OptionError(
+            f"thread_count={thread_count} contradicts options.workers={options.workers}; "
+            "give one of them",
+            option="thread_count",
+            value=thread_count,
+        )
+    return options
+
+
+class DcpxWriter(FileSystemWriter):
+    """Writes checkpoints that stock `dcp.load` reads, at the speed of the storage.
+
+    Every save is all or nothing: until the last step the previous checkpoint of the directory stays
+    as it was. One save at a time; reusable for many. Not thread-safe. Picklable between saves.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool | None = None,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        options: WriteOptions | None = None,
+    ) -> None:
+        """Arguments as those of `FileSystemWriter`; docs/options.md says what each does here.
+
+        Args:
+            path: directory of the checkpoint; made with its parents where missing.
+            single_file_per_rank: False writes one file per item. Default True.
+            sync_files: False is `durability="none"`; None (default) leaves it to `options`.
+            thread_count: workers on the rank's file; None (default) chooses by cores.
+            per_thread_copy_ahead: bytes per worker of device tensors that are copied to the host
+                before they are written. Default 10,000,000.
+            cache_staged_state_dict: as stock: keep the copy that `stage` made. Default False.
+            overwrite: False refuses a directory that holds a checkpoint. Default True.
+            _extensions: stream extensions, applied item by item as stock does.
+            serialization_format: only TORCH_SAVE.
+            options: everything else, see `WriteOptions`.
+
+        Raises:
+            OptionError: a value that cannot work, or two that contradict each other.
+            UnsupportedError: SAFETENSORS, or a URL as path.
+        """
+        self.options = _resolve_options(options, thread_count, sync_files)
+        if serialization_format != SerializationFormat.TORCH_SAVE:
+            raise UnsupportedError(
+                f"serialization_format={serialization_format} is not written by DcpxWriter; use "
+                "torch's HuggingFaceStorageWriter for safetensors"
+            )
+        _refuse_url(path)
+        super().__init__(
+            path,
+            single_file_per_rank,
+            self.options.durability == "full",
+            self.options.resolved_workers(),
+            per_thread_copy_ahead,
+            cache_staged_state_dict,
+            overwrite,
+            _extensions,
+            serialization_format,
+        )
+        self.last_report: WriteReport | None = None
+        self._is_coordinator = False
+        self._own_files: list[str] = []  # of the save under way
+        self._locks: list[SaveLock] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_locks": []}  # a lock stays with the process that took it
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Starts another save, to `checkpoint_id` where given. Raises: UnsupportedError."""
+        if checkpoint_id:
+            _refuse_url(checkpoint_id)
+        self._release()
+        super().reset(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP on every rank before anything else of a save."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_coordinator = is_coordinator
+        self._release()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the directory and takes the lock.
+
+        Raises:
+            RuntimeError: it holds a checkpoint and `overwrite` is False (stock's text).
+            ConcurrentSaveError: another save is writing here.
+            StorageError: the directory cannot be made.
+        """
+        if type(self.fs) is not FileSystem:
+            raise UnsupportedError(
+                "DcpxWriter writes through its own engine, which would bypass the replaced `fs` "
+                f"({type(self.fs).__name__}); use torch's own writer for it"
+            )
+        with self._release_on_error():
+            check_unique(plan.items)
+            make_directory(self._directory_path(), is_durable=self._is_durable)
+            with Directory(self._directory_path()) as directory:
+                self._lock(directory)
+            return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items; durable, with the directory's entries, when it returns.
+
+        Returns:
+            A finished future of `WriteResults`, which also carry the rank's file table.
+
+        Raises:
+            StorageError: nothing of this rank stays behind, the previous checkpoint is untouched.
+            UnsupportedError, AssertionError: data that cannot be kept; no byte was written for it.
+        """
+        with self._release_on_error():
+            transform = transform_by(self.transforms) if self.transforms.extensions else None
+            table = WriteTable(planner, plan.planner_data, transform)
+            with Directory(self._directory_path()) as directory:
+                is_fresh = not any(map(is_metadata_name, directory.names()))
+                written = write_files(
+                    directory,
+                    _in_order(plan.items),
+                    table,
+                    self.options,
+                    prefix=plan.storage_data.prefix,
+                    rank=self.rank or 0,
+                    is_fresh=is_fresh,
+                    is_one_file=self.single_file_per_rank,
+                    window_bytes=self._window_bytes(),
+                )
+        self._own_files = [file.path for file in written.files]
+        descriptors = table.descriptors
+        results = WriteResults(
+            (
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=nbytes,
+                    storage_data=_StorageInfo(path, offset, nbytes, descriptors),
+                )
+                for item, path, offset, nbytes in written.items
+            ),
+            written.files,
+        )
+        self.last_report = WriteReport(
+            len(written.items), sum(file.nbytes for file in written.files), **written.counters
+        )
+        if not self._is_coordinator and self.use_collectives:
+            self._release()  # a follower hears nothing more of this save
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits the checkpoint: after this it is there, whole and durable.
+
+        Raises:
+            PlanError: results and metadata contradict each other; nothing was published.
+            StorageError: nothing was published.
+        """
+        name = metadata_name(None if self.use_collectives else self.rank)
+        with self._release_on_error():
+            try:
+                with Directory(self._directory_path()) as directory:
+                    self._commit(directory, name, metadata, results)
+            except BaseException:
+                self._remove_unpublished(name)
+                raise
+        self._release()
+
+    def _commit(
+        self, directory: Directory, name: str, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> None:
+        """Checks, publishes under `name`, and removes what it replaced."""
+        storage_data, files = verify_results(metadata, results)
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = storage_data
+        metadata.storage_meta = self.storage_meta()
+        replaced: set[str] = set()
+        if directory.is_regular(name):
+            replaced = referenced_files(directory, name) or set()
+        publish(directory, name, metadata, files, self.save_id, is_durable=self._is_durable)
+        if self._locks and all(lock.is_held for lock in self._locks):
+            rank = None if self.use_collectives else self.rank
+            remove_replaced(directory, replaced, rank=rank)
+
+    def _remove_unpublished(self, name: str) -> None:
+        try:
+            with Directory(self._directory_path()) as directory:
+                remove_unpublished(directory, name, self._own_files)
+        except StorageError as error:
+            logger.warning("leftovers of a failed save stay: %s", error)
+
+    @property
+    def _is_durable(self) -> bool:
+        return self.options.durability == "full"
+
+    def _directory_path(self) -> Path:
+        return Path(self.path)
+
+    def _window_bytes(self) -> int:
+        ahead = self.per_thread_copy_ahead * self.options.resolved_workers()
+        return min(max(ahead, self.options.slot_bytes), self.options.host_memory_bytes)
+
+    def _lock(self, directory: Directory) -> None:
+        if not self.use_collectives and self.rank is not None:
+            self._locks.append(SaveLock(directory, LOCK_NAME, is_shared=True))
+            self._locks.append(SaveLock(directory, f".dcpx.{self.rank}.lock"))
+        elif self._is_coordinator:
+            self._locks.append(SaveLock(directory, LOCK_NAME))
+
+    def _release(self) -> None:
+        while self._locks:
+            self._locks.pop().release()
+
+    @contextmanager
+    def _release_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._release()
+            raise
+
+
+def _refuse_url(path: str | os.PathLike[str]) -> None:
+    if "://" in os.fspath(path):
+        raise UnsupportedError(
+            f"'{path}' is a URL; DcpxWriter writes to mounted file systems, torch's FsspecWriter "
+            "to others"
+        )
+
+
+def _in_order(items: Sequence[WriteItem]) -> list[WriteItem]:
+    """Bytes items first, as stock does: a reader finds the small ones together."""
+    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
