@@ -30,7 +30,15 @@ ROOMS: dict[str, set[str]] = {
 }
 
 # The modules of torch_dcpx that may import the extension: the door's Python side.
-MODULES_WITH_EXTENSION = {"__init__", "metadata", "reader", "trust", "unpickle", "writer"}
+MODULES_WITH_EXTENSION = {
+    "__init__",
+    "metadata",
+    "read_files",
+    "reader",
+    "trust",
+    "unpickle",
+    "write_files",
+}
 
 # Modules that work, and start at once, without torch.
 MODULES_WITHOUT_TORCH = {"__init__", "_version", "errors", "options"}

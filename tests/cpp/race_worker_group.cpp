@@ -1,0 +1,151 @@
+#include <future>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "check.h"
+#include "common/worker_group.h"
+#include "scratch_dir.h"
+
+namespace {
+
+using dcpx::run_workers;
+using dcpx::StopFlag;
+
+struct Failure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// What run_workers threw, or "".
+std::string failure_of(unsigned count, const dcpx::WorkFunction& work,
+                       const dcpx::PollFunction& poll = {}) {
+  try {
+    run_workers(count, work, poll);
+  } catch (const Failure& failure) {
+    return failure.what();
+  }
+  return "";
+}
+
+// Waits for the flag without a sleep of its own: the group or the test's limit ends it.
+void wait_for(const StopFlag& stop) {
+  while (!stop.is_set()) std::this_thread::yield();
+}
+
+TEST(every_worker_runs_once_on_a_thread_of_its_own) {
+  const ThreadCheck threads_end;
+  std::mutex mutex;
+  std::set<unsigned> numbers;
+  std::set<std::thread::id> threads;
+  std::promise<void> all_here;
+  const std::shared_future<void> all(all_here.get_future());
+  run_workers(8,
+              [&](unsigned worker, StopFlag& stop) {
+                {
+                  const std::lock_guard lock(mutex);
+                  numbers.insert(worker);
+                  threads.insert(std::this_thread::get_id());
+                  if (numbers.size() == 8) all_here.set_value();
+                }
+                all.wait();  // only when they run at the same time does this end
+                CHECK(!stop.is_set());
+              },
+              {});
+  CHECK_EQ(numbers.size(), 8U);
+  CHECK_EQ(threads.size(), 8U);
+  CHECK_EQ(threads.count(std::this_thread::get_id()), 0U);
+  CHECK(threads_end.holds());
+}
+
+TEST(no_workers_is_no_work) {
+  run_workers(0, [](unsigned, StopFlag&) { CHECK(false); }, {});
+}
+
+TEST(first_error_wins_and_stops_the_others) {
+  const ThreadCheck threads_end;
+  for (unsigned first = 0; first < 4; ++first) {
+    std::atomic<int> stopped{0};
+    const std::string what = failure_of(4, [&](unsigned worker, StopFlag& stop) {
+      if (worker == first) throw Failure("first");
+      wait_for(stop);  // set by the first error, so whatever follows is not the first
+      ++stopped;
+      throw Failure("late");
+    });
+    CHECK_EQ(what, "first");
+    CHECK_EQ(stopped.load(), 3);
+    CHECK(threads_end.holds());
+  }
+}
+
+TEST(many_errors_at_once_bring_exactly_one_of_them) {
+  for (int round = 0; round < 50; ++round) {
+    std::atomic<int> ended{0};
+    const std::string what = failure_of(6, [&](unsigned worker, StopFlag&) {
+      ++ended;
+      throw Failure(std::to_string(worker));
+    });
+    CHECK(what.size() == 1 && what[0] >= '0' && what[0] <= '5');
+    CHECK_EQ(ended.load(), 6);
+  }
+}
+
+TEST(error_of_poll_stops_the_workers_and_is_thrown_after_they_ended) {
+  const ThreadCheck threads_end;
+  const auto caller = std::this_thread::get_id();
+  std::atomic<int> ended{0};
+  const std::string what = failure_of(
+      3,
+      [&](unsigned, StopFlag& stop) {
+        wait_for(stop);
+        ++ended;
+      },
+      [&] {
+        CHECK(std::this_thread::get_id() == caller);
+        throw Failure("interrupted");
+      });
+  CHECK_EQ(what, "interrupted");
+  CHECK_EQ(ended.load(), 3);
+  CHECK(threads_end.holds());
+}
+
+TEST(error_of_a_worker_is_not_replaced_by_one_of_poll) {
+  std::atomic<int> polls{0};
+  const std::string what = failure_of(
+      2,
+      [&](unsigned worker, StopFlag& stop) {
+        if (worker == 0) throw Failure("worker");
+        wait_for(stop);
+        while (polls.load() == 0) std::this_thread::yield();
+      },
+      [&] {
+        ++polls;
+        throw Failure("poll");
+      });
+  CHECK_EQ(what, "worker");
+}
+
+TEST(poll_runs_while_the_workers_do) {
+  std::atomic<int> polls{0};
+  run_workers(
+      2,
+      [&](unsigned, StopFlag&) {
+        while (polls.load() < 2) std::this_thread::yield();
+      },
+      [&] { ++polls; });
+  CHECK(polls.load() >= 2);
+}
+
+TEST(writes_of_workers_are_seen_after_the_call) {
+  std::vector<int> squares(64, 0);
+  std::atomic<std::size_t> next{0};
+  run_workers(4,
+              [&](unsigned, StopFlag&) {
+                for (std::size_t i = next.fetch_add(1); i < squares.size(); i = next.fetch_add(1)) {
+                  squares[i] = static_cast<int>(i * i);
+                }
+              },
+              {});
+  for (std::size_t i = 0; i < squares.size(); ++i) CHECK_EQ(squares[i], static_cast<int>(i * i));
+}
+
+}  // namespace

@@ -1,0 +1,235 @@
+#include "check.h"
+#include "common/bytes.h"
+#include "engine/write_layout.h"
+#include "io/file.h"
+#include "random_source.h"
+
+namespace {
+
+using dcpx::align_up;
+using dcpx::ItemKind;
+using dcpx::engine::kLargePayloadBytes;
+using dcpx::engine::kNoItem;
+using dcpx::engine::kPackAlignment;
+using dcpx::engine::Piece;
+using dcpx::engine::PieceKind;
+using dcpx::engine::Segment;
+using dcpx::engine::WriteItem;
+using dcpx::engine::WriteLayout;
+using dcpx::io::kDirectAlignment;
+
+constexpr std::uint64_t kMiB = 1 << 20;
+const dcpx::TensorFraming kBytesFraming{"torch", "ByteStorage", ""};
+
+std::uint64_t random_payload(RandomSource& random) {
+  const std::uint64_t border = random.pick<std::uint64_t>(
+      {0, 1, 64, 4096, kLargePayloadBytes, 256 << 10, kMiB, 2 * kMiB, 4 * kMiB});
+  const std::uint64_t around = random.below(3);
+  return random.chance(4) ? random.below(3 * kMiB) : border + around - (border > 0 ? 1 : 0);
+}
+
+// Addresses are only looked at, never followed.
+WriteItem random_item(RandomSource& random) {
+  WriteItem item;
+  item.row.payload_bytes = random_payload(random);
+  const std::uint64_t address = 0x7f0000000000 + random.below(4 * kDirectAlignment);
+  item.source = reinterpret_cast<const std::byte*>(static_cast<std::uintptr_t>(address));
+  if (random.chance(3)) {
+    item.row.kind = ItemKind::kBytes;
+    return item;
+  }
+  item.is_dense = !random.chance(3) || item.row.payload_bytes == 0;
+  item.row.sizes = {static_cast<std::int64_t>(item.row.payload_bytes)};
+  item.row.strides = {1};
+  item.zip.emplace(dcpx::ZipItemSpec{&kBytesFraming, item.row.sizes, item.row.strides,
+                                     item.row.payload_bytes, 1});
+  return item;
+}
+
+// The bytes that a piece stands for, as a range of the file.
+std::pair<std::uint64_t, std::uint64_t> file_range(const WriteItem& item, const Piece& piece) {
+  const std::uint64_t payload_end = item.row.payload_offset + item.row.payload_bytes;
+  switch (piece.kind) {
+    case PieceKind::kHead:
+      return {item.row.item_offset, item.row.payload_offset};
+    case PieceKind::kPayload:
+      return {item.row.payload_offset + piece.begin, item.row.payload_offset + piece.end};
+    case PieceKind::kTail:
+      break;
+  }
+  return {payload_end, item.row.item_offset + item.row.item_bytes};
+}
+
+std::uint64_t phase_of(const void* source) {
+  return reinterpret_cast<std::uintptr_t>(source) % kDirectAlignment;
+}
+
+void check_item(const WriteItem& item) {
+  const auto& row = item.row;
+  const bool is_large = row.payload_bytes >= kLargePayloadBytes;
+  const std::uint64_t phase = item.is_dense ? phase_of(item.source) : 0;
+  if (is_large) {
+    CHECK_EQ(row.payload_offset % kDirectAlignment, phase);
+  } else {
+    CHECK_EQ(row.payload_offset % kPackAlignment, 0U);
+  }
+  if (!item.zip) {
+    CHECK_EQ(row.payload_offset, row.item_offset);
+    CHECK_EQ(row.item_bytes, row.payload_bytes);
+    return;
+  }
+  CHECK_EQ(row.item_offset % kPackAlignment, 0U);
+  CHECK_EQ(row.payload_offset - row.item_offset, item.zip->head_bytes() + item.pad_bytes);
+  CHECK_EQ(row.item_bytes, item.zip->item_bytes(item.pad_bytes));  // throws for a bad padding
+}
+
+void check_segments(const std::vector<WriteItem>& items, const WriteLayout& layout,
+                    std::uint64_t cursor, std::uint64_t segment_bytes, std::uint64_t data_end) {
+  std::uint64_t last_end = cursor;
+  std::uint64_t last_byte = cursor;  // behind the last piece
+  std::uint32_t next_piece = 0;
+  for (const Segment& segment : layout.segments) {
+    CHECK(segment.begin % kDirectAlignment == 0 && segment.end % kDirectAlignment == 0);
+    CHECK(segment.begin >= last_end && segment.begin < segment.end);
+    CHECK(segment.end - segment.begin <= segment_bytes);
+    CHECK_EQ(segment.first_piece, next_piece);
+    CHECK(segment.piece_count > 0);
+    last_end = segment.end;
+    bool is_aligned_piece = segment.piece_count == 1;
+    for (; next_piece < segment.first_piece + segment.piece_count; ++next_piece) {
+      const Piece& piece = layout.pieces[next_piece];
+      const WriteItem& item = items[piece.item];
+      const auto [begin, end] = file_range(item, piece);
+      CHECK(begin >= last_byte && begin < end);
+      CHECK(begin >= segment.begin && end <= segment.content_end);
+      last_byte = end;
+      is_aligned_piece = is_aligned_piece && piece.kind == PieceKind::kPayload &&
+                         begin == segment.begin && end == segment.end;
+      if (segment.is_in_place) CHECK_EQ(phase_of(item.source + piece.begin), 0U);
+    }
+    CHECK_EQ(last_byte, segment.content_end);
+    CHECK_EQ(align_up(segment.content_end, kDirectAlignment), segment.end);
+    const WriteItem& first = items[layout.pieces[segment.first_piece].item];
+    CHECK_EQ(segment.is_in_place, is_aligned_piece && first.is_dense);
+  }
+  CHECK_EQ(next_piece, layout.pieces.size());
+  CHECK(last_byte <= data_end);
+}
+
+// Pieces of each item: head, payload from front to back without a gap, tail.
+void check_pieces(const std::vector<WriteItem>& items, const WriteLayout& layout) {
+  for (std::uint32_t i = 0; i < items.size(); ++i) {
+    std::uint64_t at = items[i].row.item_offset;
+    for (std::uint32_t p = layout.first_piece[i]; p < layout.first_piece[i + 1]; ++p) {
+      CHECK_EQ(layout.pieces[p].item, i);
+      const auto [begin, end] = file_range(items[i], layout.pieces[p]);
+      CHECK_EQ(begin, at);
+      at = end;
+    }
+    CHECK_EQ(at, items[i].row.item_offset + items[i].row.item_bytes);
+  }
+  CHECK_EQ(layout.first_piece[items.size()], layout.pieces.size());
+}
+
+// A seam waits for exactly the payload pieces before it; a small item never waits.
+void check_seams(const std::vector<WriteItem>& items, const WriteLayout& layout) {
+  std::vector<std::uint32_t> segment_of(layout.pieces.size());
+  std::vector<std::uint32_t> seams(items.size(), 0);
+  for (std::uint32_t s = 0; s < layout.segments.size(); ++s) {
+    const Segment& segment = layout.segments[s];
+    std::fill_n(segment_of.begin() + segment.first_piece, segment.piece_count, s);
+    if (segment.waits_for != kNoItem) ++seams[segment.waits_for];
+  }
+  for (std::uint32_t i = 0; i < items.size(); ++i) {
+    const bool is_large = items[i].row.payload_bytes >= kLargePayloadBytes;
+    std::uint32_t before = 0;
+    for (std::uint32_t p = layout.first_piece[i]; p < layout.first_piece[i + 1]; ++p) {
+      const bool is_in_seam = layout.segments[segment_of[p]].waits_for == i;
+      if (layout.pieces[p].kind == PieceKind::kPayload && is_large && !is_in_seam) ++before;
+      if (layout.pieces[p].kind != PieceKind::kTail) continue;
+      CHECK_EQ(is_in_seam, is_large);
+      if (!is_large) CHECK_EQ(segment_of[p], segment_of[layout.first_piece[i]]);
+    }
+    CHECK_EQ(layout.pieces_before_seam[i], before);
+    CHECK(seams[i] <= 1U && (is_large || seams[i] == 0));
+    if (is_large && items[i].zip) CHECK_EQ(seams[i], 1U);
+  }
+}
+
+TEST(layout_of_random_items_tiles_them_in_aligned_segments) {
+  RandomSource random(30);
+  std::size_t in_place = 0;
+  for (int round = 0; round < 600; ++round) {
+    const std::uint64_t segment_bytes =
+        random.pick<std::uint64_t>({256 << 10, 260 << 10, kMiB, 3 * kMiB});
+    std::vector<WriteItem> items;
+    for (std::uint64_t count = random.between(1, 30); count > 0; --count) {
+      items.push_back(random_item(random));
+    }
+    const std::uint64_t cursor = random.below(1000) * kDirectAlignment;
+    const auto count = static_cast<std::uint32_t>(items.size());
+    WriteLayout layout;
+    const std::uint64_t data_end =
+        dcpx::engine::lay_out(items, 0, count, cursor, segment_bytes, layout);
+    for (const WriteItem& item : items) check_item(item);
+    check_segments(items, layout, cursor, segment_bytes, data_end);
+    check_pieces(items, layout);
+    check_seams(items, layout);
+    const auto& last = items.back().row;
+    CHECK_EQ(data_end, last.item_offset + last.item_bytes);
+    for (const Segment& segment : layout.segments) in_place += segment.is_in_place;
+  }
+  CHECK(in_place > 600);
+}
+
+TEST(every_phase_of_a_source_is_congruent_and_a_body_is_in_place) {
+  for (std::uint64_t phase = 0; phase < kDirectAlignment; ++phase) {
+    for (const bool has_zip : {true, false}) {
+      RandomSource random(31);
+      std::vector<WriteItem> items(1);
+      WriteItem& item = items[0];
+      item.row.payload_bytes = kLargePayloadBytes + 77;
+      item.source =
+          reinterpret_cast<const std::byte*>(static_cast<std::uintptr_t>(1 << 20 | phase));
+      item.row.sizes = {static_cast<std::int64_t>(item.row.payload_bytes)};
+      item.row.strides = {1};
+      if (has_zip) {
+        item.zip.emplace(dcpx::ZipItemSpec{&kBytesFraming, item.row.sizes, item.row.strides,
+                                           item.row.payload_bytes, 1});
+      }
+      WriteLayout layout;
+      const std::uint64_t data_end = dcpx::engine::lay_out(items, 0, 1, 0, 256 << 10, layout);
+      check_item(item);
+      check_segments(items, layout, 0, 256 << 10, data_end);
+      std::uint64_t in_place_bytes = 0;
+      for (const Segment& segment : layout.segments) {
+        if (segment.is_in_place) in_place_bytes += segment.end - segment.begin;
+      }
+      CHECK(in_place_bytes >= item.row.payload_bytes - 2 * kDirectAlignment);
+    }
+  }
+}
+
+TEST(layouts_of_two_files_share_one_table) {
+  RandomSource random(32);
+  std::vector<WriteItem> items;
+  for (std::uint32_t i = 0; i < 20; ++i) {
+    items.push_back(random_item(random));
+    items.back().file = i / 10;
+  }
+  WriteLayout layout;
+  const std::uint64_t first_end = dcpx::engine::lay_out(items, 0, 10, 0, kMiB, layout);
+  const std::size_t border = layout.segments.size();
+  const std::uint64_t second_end = dcpx::engine::lay_out(items, 10, 10, 8192, kMiB, layout);
+  check_pieces(items, layout);
+  check_seams(items, layout);
+  CHECK(border > 0 && layout.segments.size() > border);
+  for (std::size_t s = 0; s < layout.segments.size(); ++s) {
+    const Segment& segment = layout.segments[s];
+    CHECK_EQ(segment.file, s < border ? 0U : 1U);
+    CHECK(segment.content_end <= (s < border ? first_end : second_end));
+  }
+  CHECK_EQ(layout.segments[border].begin, 8192U);
+}
+
+}  // namespace

@@ -1,0 +1,186 @@
+"""The generation commit: names, what is removed when, and what is never published."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saves import assert_loads, assert_whole, data_files, files_in, raises_one, referenced, save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from torch_dcpx import DcpxWriter, PlanError
+from torch_dcpx.layout import FileEntry
+from torch_dcpx.metadata import encode_metadata
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(100, generator=g), "b": torch.randn(9, generator=g), "step": seed}
+
+
+# ---- Names and removal --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("single_file", [True, False])
+def test_fresh_directory_uses_stock_names(tmp_path: Path, single_file: bool) -> None:
+    save(state_of(), tmp_path / "ours", single_file_per_rank=single_file)
+    save(state_of(), tmp_path / "stock", "stock", single_file_per_rank=single_file)
+    assert data_files(tmp_path / "ours") == data_files(tmp_path / "stock")
+
+
+def test_directory_with_missing_parents_is_made(tmp_path: Path) -> None:
+    save(state_of(), tmp_path / "a" / "b" / "c")
+    assert_whole(state_of(), tmp_path / "a" / "b" / "c")
+
+
+@pytest.mark.parametrize("first", ["ours", "stock"])
+@pytest.mark.parametrize("single_file", [True, False])
+def test_resave_never_uses_a_name_again_and_removes_what_it_replaced(
+    tmp_path: Path, first: str, single_file: bool
+) -> None:
+    save(state_of(0), tmp_path, first, single_file_per_rank=single_file)
+    seen = set(data_files(tmp_path))
+    for seed in range(1, 4):
+        save(state_of(seed), tmp_path, single_file_per_rank=single_file)
+        names = set(data_files(tmp_path))
+        assert len(names) == (1 if single_file else 3)
+        assert not names & seen
+        seen |= names
+        assert_whole(state_of(seed), tmp_path)
+
+
+def test_leftovers_go_with_the_next_save_and_files_of_others_stay(tmp_path: Path) -> None:
+    save(state_of(), tmp_path)
+    leftovers = ["__0_1.distcp", "__7_0.0123456789ab.distcp", "__0_0.distcp.distcp"]
+    others = ["meta.pt", "model.bin", "notes.distcp.txt", "x__0_0.distcp", "distcp", ".hidden",
+              "__0_0.txt", ".metadata.mine", ".metadata.tmp"]  # fmt: skip
+    for name in leftovers + others:
+        (tmp_path / name).write_text(name)
+    temporary = ".metadata.0123456789ab.tmp"  # of a save that was killed before its rename
+    (tmp_path / temporary).write_text("x")
+    (tmp_path / "__0_9.distcp").mkdir()
+    (tmp_path / "__0_8.distcp").symlink_to("meta.pt")
+    save(state_of(1), tmp_path)
+    assert_loads(state_of(1), tmp_path)
+    expected = {*others, *referenced(tmp_path), ".metadata", ".dcpx.lock",
+                "__0_9.distcp", "__0_8.distcp"}  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    assert [(tmp_path / name).read_text() for name in others] == others
+
+
+@pytest.mark.parametrize("format_of", ["ours", "stock"])
+def test_replaced_metadata_that_names_files_outside_removes_nothing_there(
+    tmp_path: Path, format_of: str
+) -> None:
+    ckpt = tmp_path / "ckpt"
+    save(state_of(), ckpt, "stock")
+    victims = [tmp_path / "__1_0.distcp", ckpt / "meta.pt", ckpt / "sub" / "__2_0.distcp"]
+    (ckpt / "sub").mkdir()
+    for victim in victims:
+        victim.write_text("kept")
+    paths = ["../__1_0.distcp", str(victims[0]), "meta.pt", "sub/__2_0.distcp", ".metadata", ".."]
+    metadata = pickle.loads((ckpt / ".metadata").read_bytes())
+    info = next(iter(metadata.storage_data.values()))
+    for number, path in enumerate(paths):
+        moved = copy.copy(info)
+        object.__setattr__(moved, "relative_path", path)
+        metadata.storage_data[MetadataIndex(f"x{number}", None, None)] = moved
+    data = pickle.dumps(metadata)
+    if format_of == "ours":
+        files = [FileEntry(path, bytes(16), 1, 1) for path in [info.relative_path, *paths]]
+        data = encode_metadata(metadata, files, "save")
+    (ckpt / ".metadata").write_bytes(data)
+    save(state_of(1), ckpt)
+    assert_loads(state_of(1), ckpt)
+    assert [victim.read_text() for victim in victims] == ["kept"] * 3
+    assert not (ckpt / "__0_0.distcp").exists()
+
+
+@pytest.mark.parametrize("unreadable", [".metadata", "__3.metadata"])
+def test_nothing_is_removed_where_some_metadata_cannot_be_read(
+    tmp_path: Path, unreadable: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(state_of(), tmp_path)
+    (tmp_path / unreadable).write_bytes(b"\x80\x04garbage")
+    before = files_in(tmp_path)
+    save(state_of(1), tmp_path)
+    after = files_in(tmp_path)
+    assert_loads(state_of(1), tmp_path)
+    if unreadable == "__3.metadata":
+        assert before.items() - after.items() == {(".metadata", before[".metadata"])}
+    assert "is not removed" in caplog.text
+
+
+def test_files_named_by_another_ranks_metadata_stay(tmp_path: Path) -> None:
+    for rank_local in (True, False, False):
+        dcp.save(state_of(), storage_writer=DcpxWriter(tmp_path), no_dist=True,
+                 use_collectives=not rank_local)  # fmt: skip
+    local = pickle.loads((tmp_path / "__0.metadata").read_bytes()).storage_data.values()
+    assert {info.relative_path for info in local} < set(data_files(tmp_path))
+
+
+# ---- overwrite=False, and results that contradict the metadata ----------------------------------
+
+
+def test_overwrite_false_refuses_a_checkpoint_with_stocks_text(tmp_path: Path) -> None:
+    save(state_of(), tmp_path, overwrite=False)
+    before = files_in(tmp_path)
+    errors = []
+    for writer in (DcpxWriter, dcp.FileSystemWriter):
+        with raises_one(RuntimeError) as raised:
+            dcp.save(state_of(1), storage_writer=writer(tmp_path, overwrite=False), no_dist=True)
+        errors.append(str(raised.error))
+    assert errors[0] == errors[1]
+    assert files_in(tmp_path) == before
+    save(state_of(1), tmp_path)
+    assert_whole(state_of(1), tmp_path)
+
+
+CONTRADICTIONS: dict[str, Callable[[list[Any], Metadata], Any]] = {
+    "missing": lambda results, _: results.pop(),
+    "all missing": lambda results, _: results.clear(),
+    "duplicate": lambda results, _: results.append(results[0]),
+    "unknown item": lambda _, metadata: metadata.state_dict_metadata.pop("a"),
+    "chunk that nobody wrote": lambda _, metadata: metadata.state_dict_metadata["a"].chunks.append(
+        ChunkStorageMetadata(torch.Size([50]), torch.Size([50]))
+    ),
+    "behind its file": lambda results, _: object.__setattr__(
+        results[0].storage_data, "offset", 10**6
+    ),
+    "before its file": lambda results, _: object.__setattr__(results[0].storage_data, "offset", -1),
+    "unknown file": lambda results, _: object.__setattr__(
+        results[0].storage_data, "relative_path", "__9_9.distcp"
+    ),
+    "no file table": lambda results, _: results.files.clear(),
+}
+
+
+class LyingWriter(DcpxWriter):
+    """Changes the results before they are checked."""
+
+    how = ""
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        CONTRADICTIONS[self.how](results[0], metadata)
+        super().finish(metadata, results)
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("how", list(CONTRADICTIONS))
+def test_results_that_contradict_the_metadata_publish_nothing(tmp_path: Path, how: str) -> None:
+    save(state_of(), tmp_path)
+    before = files_in(tmp_path)
+    writer = LyingWriter(tmp_path)
+    writer.how = how
+    with raises_one(PlanError):
+        dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    assert files_in(tmp_path) == before
+    assert_loads(state_of(), tmp_path)
+    save(state_of(2), tmp_path)
+    assert_whole(state_of(2), tmp_path)

@@ -1,0 +1,268 @@
+"""Damaged checkpoints: the right bytes come back, or a typed error that says where."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saves import data_files, flipped, load, raises_one, read_footer, save
+from states import assert_same, blank_like
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_dcpx import (
+    CorruptionError,
+    DcpxError,
+    DcpxReader,
+    ReadOptions,
+    StorageError,
+)
+
+BLOCK_BYTES = 64 << 10
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "small": torch.randn(100, generator=g),
+        "other": torch.randn(33, generator=g),
+        "large": torch.randn(100_000, generator=g),
+        "text": f"déjà vu {seed}",
+    }
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    save(state_of(), tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def regions(data_file: Path) -> dict[str, int]:
+    """Returns region -> offset of one byte in it; each of them is checked by some checksum."""
+    footer = read_footer(data_file)
+    small, large, text = (footer.row(fqn) for fqn in ("small", "large", "text"))
+    rows = sorted(footer.rows, key=lambda row: row.item_offset)
+    pairs = itertools.pairwise(rows)
+    ends = [(row.item_offset + row.item_bytes, following.item_offset) for row, following in pairs]
+    gap = next(end for end, begin in ends if begin > end)
+    return {
+        "first byte of a small payload": small.payload_offset,
+        "last byte of a small payload": small.payload_offset + small.payload_bytes - 1,
+        "first byte of a large payload": large.payload_offset,
+        "first whole block of a large payload": (large.payload_offset // BLOCK_BYTES + 1)
+        * BLOCK_BYTES,
+        "last byte of a large payload": large.payload_offset + large.payload_bytes - 1,
+        "bytes item": text.payload_offset + text.payload_bytes // 2,
+        "head of a zip": small.item_offset,
+        "tail of a zip": small.item_offset + small.item_bytes - 1,
+        "gap between items": gap,
+        "first byte of the index": footer.index_offset,
+        "last byte of the index": footer.index_offset + footer.index_bytes - 1,
+        "block table": footer.table_offset + 4,
+        "page checks": footer.page_checks_offset,
+        "magic of the tail": footer.tail_offset,
+        "version in the tail": footer.tail_offset + 8,
+        "file id in the tail": footer.tail_offset + 16,
+        "last byte of the file": footer.file_bytes - 1,
+    }
+
+
+def paddings(data_file: Path) -> dict[str, int]:
+    """Returns region -> offset of one byte in it that nobody needs."""
+    footer = read_footer(data_file)
+    return {
+        "behind the data": footer.index_offset - 1,
+        "behind the index": footer.table_offset - 1,
+        "before the tail": footer.tail_offset - 1,
+    }
+
+
+def load_and_compare(state: dict[str, Any], directory: Path, options: ReadOptions) -> DcpxError:
+    """Loads what must fail; asserts that only tensors in `touched` changed; returns the error."""
+    target = blank_like(state)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=DcpxReader(directory, options=options), no_dist=True)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, CorruptionError), repr(error)
+    assert error.touched is not None
+    blank = blank_like(state)
+    assert_same(
+        {fqn: value for fqn, value in blank.items() if fqn not in error.touched},
+        {fqn: value for fqn, value in target.items() if fqn not in error.touched},
+    )
+    return error
+
+
+REGIONS = [
+    "first byte of a small payload", "last byte of a small payload",
+    "first byte of a large payload", "first whole block of a large payload",
+    "last byte of a large payload", "bytes item", "head of a zip", "tail of a zip",
+    "gap between items", "first byte of the index", "last byte of the index", "block table",
+    "page checks", "magic of the tail", "version in the tail", "file id in the tail",
+    "last byte of the file",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_flipped_byte_of_a_data_file_is_a_corruption_error_that_says_where(
+    ckpt: Path, region: str
+) -> None:
+    data_file = ckpt / "__0_0.distcp"
+    footer, offset = read_footer(data_file), regions(data_file)[region]
+    with flipped(data_file, offset):
+        error: Any = load_and_compare(state_of(), ckpt, ReadOptions())
+    assert error.path == str(data_file)
+    assert error.offset <= offset < error.offset + error.nbytes
+    if offset < footer.data_bytes:
+        assert error.fqn in footer.items_within(error.offset, error.offset + error.nbytes)
+        assert error.fqn in error.touched
+        assert error.expected != error.found
+    else:
+        assert error.touched == ()  # known before any tensor was touched
+    assert_same(state_of(), load(state_of(), ckpt))
+
+
+def test_every_region_of_the_table_is_tried(ckpt: Path) -> None:
+    assert list(regions(ckpt / "__0_0.distcp")) == REGIONS
+
+
+def test_flipped_byte_in_padding_changes_nothing(ckpt: Path) -> None:
+    data_file = ckpt / "__0_0.distcp"
+    for region, offset in paddings(data_file).items():
+        assert data_file.read_bytes()[offset] == 0, region
+        with flipped(data_file, offset):
+            assert_same(state_of(), load(state_of(), ckpt))
+
+
+def test_touched_names_tensors_of_earlier_windows_too(ckpt: Path) -> None:
+    state = {name: torch.randn(100_000) for name in "abc"}
+    save(state, ckpt)
+    # Of another dtype, so that every tensor is staged, in a window of its own.
+    target = {name: torch.zeros(100_000, dtype=torch.float64) for name in state}
+    (data_file,) = ckpt.glob("*.distcp")
+    last = read_footer(data_file).row("c")
+    options = ReadOptions(workers=1, slot_bytes=256 << 10, host_memory_bytes=256 << 10)
+    with (
+        flipped(data_file, last.payload_offset + last.payload_bytes - 1),
+        raises_one(CorruptionError) as raised,
+    ):
+        dcp.load(target, storage_reader=DcpxReader(ckpt, options=options), no_dist=True)
+    assert [bool(value.any()) for value in target.values()] == [True, True, False]
+    assert raised.error.touched == ("a", "b", "c")
+
+
+def test_with_verify_none_a_flipped_footer_is_still_noticed(ckpt: Path) -> None:
+    data_file = ckpt / "__0_0.distcp"
+    for region in ("first byte of the index", "last byte of the file"):
+        with flipped(data_file, regions(data_file)[region]), raises_one(CorruptionError):
+            load(state_of(), ckpt, options=ReadOptions(verify="none"))
+
+
+def boundaries(data_file: Path) -> list[int]:
+    footer = read_footer(data_file)
+    large = footer.row("large")
+    return [
+        0, 1, 127, 128, 4096, large.payload_offset, footer.data_bytes, footer.index_offset,
+        footer.table_offset, footer.tail_offset, footer.file_bytes - 4096, footer.file_bytes - 1,
+        footer.file_bytes + 1, footer.file_bytes + 4096,
+    ]  # fmt: skip
+
+
+def test_data_file_of_another_length_is_noticed_before_a_tensor_is_touched(ckpt: Path) -> None:
+    data_file = ckpt / "__0_0.distcp"
+    whole = data_file.read_bytes()
+    for nbytes in boundaries(data_file):
+        data_file.write_bytes(whole[:nbytes].ljust(nbytes, b"\0"))
+        error: Any = load_and_compare(state_of(), ckpt, ReadOptions())
+        assert (error.path, error.touched) == (str(data_file), ()), nbytes
+        assert (error.expected, error.found) == (f"{len(whole)} B", f"{nbytes} B")
+        data_file.write_bytes(whole)
+
+
+def test_missing_data_file_is_a_storage_error(ckpt: Path) -> None:
+    (ckpt / "__0_0.distcp").unlink()
+    with raises_one(StorageError) as raised:
+        load(state_of(), ckpt)
+    assert (raised.error.errno, raised.error.path) == (2, str(ckpt / "__0_0.distcp"))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_file_of_another_checkpoint_of_equal_shapes_is_noticed(tmp_path: Path, name: str) -> None:
+    ckpt, other, state = tmp_path / "ckpt", tmp_path / "other", state_of()
+    save(state, ckpt)
+    state["large"].neg_()  # in place: the same addresses, so the same layout of the file
+    save(state, other)
+    assert read_footer(ckpt / "__0_0.distcp") == read_footer(other / "__0_0.distcp")
+    shutil.copy(other / name, ckpt / name)
+    error: Any = load_and_compare(state, ckpt, ReadOptions())
+    assert (error.path, error.touched) == (str(ckpt / "__0_0.distcp"), ())
+    assert "another save" in str(error)
+
+
+def links_and_pipes() -> dict[str, Callable[[Path], None]]:
+    def link(path: Path) -> None:
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to("elsewhere")
+
+    def pipe(path: Path) -> None:
+        path.unlink()
+        os.mkfifo(path)
+
+    def directory(path: Path) -> None:
+        path.unlink()
+        path.mkdir()
+
+    return {"link": link, "pipe": pipe, "directory": directory}
+
+
+@pytest.mark.parametrize("kind", list(links_and_pipes()))
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_what_is_no_regular_file_is_refused_and_waited_for_by_nobody(
+    ckpt: Path, name: str, kind: str
+) -> None:
+    links_and_pipes()[kind](ckpt / name)
+    with raises_one(CorruptionError) as raised:
+        load(state_of(), ckpt)
+    assert raised.error.path == str(ckpt / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_every_flipped_byte_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
+    sweep(tmp_path, seed, name, share=1.0)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_tenth_of_all_flipped_bytes_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
+    sweep(tmp_path, seed, name, share=0.1)
+
+
+def sweep(directory: Path, seed: int, name: str, *, share: float) -> None:
+    """Flips a random bit of each byte in turn: typed error, or exactly the state."""
+    state = {"a": torch.arange(10), "b": torch.randn(3, 5), "c": torch.zeros(0), "t": "text"}
+    save(state, directory)
+    assert data_files(directory) == ["__0_0.distcp"]
+    path, rng = directory / name, random.Random(seed)
+    refused = 0
+    for offset in range(path.stat().st_size):
+        mask = 1 << rng.randrange(8)
+        if rng.random() >= share:
+            continue
+        with flipped(path, offset, mask):
+            try:
+                assert_same(state, load(state, directory))
+            except CheckpointException as failure:
+                error = failure.failures[0][0]
+                assert isinstance(error, DcpxError), (offset, error)
+                assert error.path == str(path), (offset, error)
+                refused += 1
+    assert refused > share * 1000
+    print(f"{name}: {path.stat().st_size} bytes, share {share}: {refused} refused, 0 silent")

@@ -1,0 +1,244 @@
+"""Damaged, missing or misplaced `.metadata`, and damaged checkpoints that stock DCP wrote."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saves import assert_loads, flipped, load, raises_one, save
+from states import assert_same
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_dcpx import (
+    CorruptionError,
+    DcpxReader,
+    NotCommittedError,
+    StorageError,
+    UnsupportedError,
+)
+
+TAIL = struct.Struct("<8sIIQQQI16sI")  # docs/format.md, ".metadata"
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(40, 30, generator=g),
+        "large": torch.randn(70_000, generator=g),
+        "transposed": torch.randn(20, 10, generator=g).t(),
+        "numbers": [seed, 2.5],
+        "text": f"déjà vu {seed}",
+    }
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    save(state_of(), tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def parts(path: Path) -> tuple[int, int]:
+    """Returns the sizes of pickle and columns of a `.metadata` file of ours."""
+    fields = TAIL.unpack(path.read_bytes()[-TAIL.size :])
+    return fields[3], fields[4]
+
+
+@pytest.mark.parametrize("part", ["pickle", "columns", "magic", "tail"])
+def test_flipped_byte_of_metadata_is_a_corruption_error_of_that_part(ckpt: Path, part: str) -> None:
+    path = ckpt / ".metadata"
+    pickle_bytes, body_bytes = parts(path)
+    offset = {
+        "pickle": pickle_bytes // 2,
+        "columns": pickle_bytes + body_bytes // 2,
+        "magic": pickle_bytes + body_bytes,
+        "tail": pickle_bytes + body_bytes + 20,
+    }[part]
+    with flipped(path, offset), raises_one(CorruptionError) as raised:
+        load(state_of(), ckpt)
+    assert raised.error.path == str(path)
+    assert raised.error.offset <= offset < raised.error.offset + raised.error.nbytes
+    assert_same(state_of(), load(state_of(), ckpt))
+
+
+def test_metadata_of_any_other_length_is_noticed(ckpt: Path) -> None:
+    path = ckpt / ".metadata"
+    whole, (pickle_bytes, body_bytes) = path.read_bytes(), parts(path)
+    tail_at = pickle_bytes + body_bytes
+    for nbytes in (0, 1, 2, 63, 64, pickle_bytes - 1, pickle_bytes + 1, tail_at - 1, tail_at,
+                   tail_at + 8, len(whole) - 1, len(whole) + 1, len(whole) + 64):  # fmt: skip
+        path.write_bytes(whole[:nbytes].ljust(nbytes, b"\0"))
+        with raises_one(CorruptionError) as raised:
+            load(state_of(), ckpt)
+        assert raised.error.path == str(path), nbytes
+
+
+def test_metadata_cut_behind_its_pickle_is_a_stock_file_with_the_same_values(ckpt: Path) -> None:
+    path = ckpt / ".metadata"
+    path.write_bytes(path.read_bytes()[: parts(path)[0]])
+    assert_loads(state_of(), ckpt)
+
+
+def test_metadata_that_names_files_of_another_directory_is_no_match(
+    ckpt: Path, tmp_path: Path
+) -> None:
+    save(state_of(1), ckpt)  # a re-save: its file has a name of its own
+    save(state_of(2), tmp_path / "other")
+    (ckpt / ".metadata").write_bytes((tmp_path / "other" / ".metadata").read_bytes())
+    with raises_one(StorageError) as raised:
+        load(state_of(), ckpt)
+    assert raised.error.path == str(ckpt / "__0_0.distcp")
+
+
+def test_directory_without_metadata_is_not_committed_and_says_what_it_holds(ckpt: Path) -> None:
+    (ckpt / ".metadata").unlink()
+    with raises_one(NotCommittedError) as raised:
+        load(state_of(), ckpt)
+    assert raised.error.errno == 2
+    assert "1 data files of an unfinished save" in str(raised.error)
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "link to nothing"])
+def test_what_is_no_directory_is_not_committed(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "ckpt"
+    if kind == "file":
+        path.write_text("x")
+    elif kind == "link to nothing":
+        path.symlink_to("nowhere")
+    with raises_one(NotCommittedError) as raised:
+        load(state_of(), path)
+    assert raised.error.path == str(path)
+
+
+def test_link_to_a_checkpoint_directory_is_followed(ckpt: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("ckpt")
+    assert_loads(state_of(), tmp_path / "latest")
+
+
+# ---- No fall-back to rank-local files -----------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "flipped":
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(data)
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "unsafe":
+        path.write_bytes(b"\x80\x02cos\ngetcwd\n(tR.")
+    else:
+        path.unlink()
+        path.mkdir()
+
+
+@pytest.mark.parametrize("how", ["flipped", "empty", "unsafe", "directory"])
+def test_damaged_metadata_never_falls_back_to_a_rank_local_checkpoint(ckpt: Path, how: str) -> None:
+    dcp.save(
+        state_of(9), storage_writer=dcp.FileSystemWriter(ckpt), no_dist=True, use_collectives=False
+    )
+    assert (ckpt / "__0.metadata").exists()
+    damage(ckpt / ".metadata", how)
+    with pytest.raises(CheckpointException) as caught:
+        load(state_of(), ckpt)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, CorruptionError), repr(error)
+    assert error.path == str(ckpt / ".metadata")
+
+
+def test_damaged_rank_local_metadata_says_so_itself(tmp_path: Path) -> None:
+    dcp.save(
+        state_of(),
+        storage_writer=dcp.FileSystemWriter(tmp_path),
+        no_dist=True,
+        use_collectives=False,
+    )
+    damage(tmp_path / "__0.metadata", "empty")
+    with raises_one(CorruptionError) as raised:
+        load(state_of(), tmp_path)
+    assert raised.error.path == str(tmp_path / "__0.metadata")
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_failed_load_leaves_the_reader_usable(ckpt: Path, tmp_path: Path) -> None:
+    reader = DcpxReader(tmp_path / "nothing")
+    state = state_of()
+    with raises_one(NotCommittedError):
+        dcp.load({"weight": torch.zeros(40, 30)}, storage_reader=reader, no_dist=True)
+    target = {"weight": torch.zeros(40, 30)}
+    dcp.load(target, checkpoint_id=ckpt, storage_reader=reader, no_dist=True)
+    assert_same(state["weight"], target["weight"])
+
+
+# ---- Stock's checkpoints ------------------------------------------------------------------------
+
+
+def test_stock_checkpoint_cut_anywhere_gives_typed_errors(tmp_path: Path) -> None:
+    state = state_of()
+    save(state, tmp_path, "stock")
+    for name in ("__0_0.distcp", ".metadata"):
+        path = tmp_path / name
+        whole = path.read_bytes()
+        step = max(1, len(whole) // 40)
+        for nbytes in [*range(0, len(whole), step), len(whole) - 1]:
+            path.write_bytes(whole[:nbytes])
+            with pytest.raises(CheckpointException) as caught:
+                load(state, tmp_path)
+            error = caught.value.failures[0][0]
+            assert type(error) is CorruptionError, (nbytes, repr(error))
+            assert error.path == str(path)
+        path.write_bytes(whole)
+    assert_same(state, load(state, tmp_path))
+
+
+def test_missing_file_of_a_stock_checkpoint_is_a_storage_error(tmp_path: Path) -> None:
+    save(state_of(), tmp_path, "stock")
+    (tmp_path / "__0_0.distcp").unlink()
+    with raises_one(StorageError) as raised:
+        load(state_of(), tmp_path)
+    assert raised.error.path == str(tmp_path / "__0_0.distcp")
+
+
+def tensors_of_stock() -> dict[str, Any]:
+    conjugate = torch.randn(9, dtype=torch.complex64).conj()
+    return {"plain": torch.arange(200), "only torch reads it": conjugate}
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("plain", 0x01),
+        ("plain", 0x80),  # names of records that are no UTF-8
+        ("only torch reads it", 0x01),
+        ("only torch reads it", 0x80),
+    ],
+)
+def test_flipped_byte_of_stock_framing_is_a_typed_error_or_harmless(
+    tmp_path: Path, name: str, mask: int
+) -> None:
+    """Stock's files hold no checksum of all: what loads may differ, what fails is typed."""
+    state = {name: tensors_of_stock()[name]}
+    save(state, tmp_path, "stock")
+    path = tmp_path / "__0_0.distcp"
+    failed = 0
+    for offset in range(0, path.stat().st_size, 5):
+        target = {name: torch.zeros_like(state[name])}
+        with flipped(path, offset, mask):
+            try:
+                dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
+            except CheckpointException as failure:
+                error = failure.failures[0][0]
+                failed += 1
+                assert type(error) in (CorruptionError, UnsupportedError), (offset, repr(error))
+                assert error.path == str(path), repr(error)
+    assert failed > 50
+
+
+def test_metadata_that_is_another_object_is_corruption(ckpt: Path) -> None:
+    (ckpt / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
+    with raises_one(CorruptionError):
+        load(state_of(), ckpt)

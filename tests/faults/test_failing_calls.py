@@ -1,0 +1,285 @@
+"""Every system call of a save and of a load fails once: typed error, or the right result.
+
+C++ calls fail through the seam (`_C.arm_fault`), Python's by a stand-in for `os`. Each loop goes
+on until a whole run passes without meeting its fault.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saves import assert_loads, assert_whole, files_in, load, save
+from states import assert_same, blank_like
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_dcpx import _C, DcpxError, DcpxReader, DcpxWriter, StorageError, WriteOptions, directory
+
+HARD = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EACCES, errno.EROFS]
+SOME_HARD = [errno.EIO, errno.ENOSPC, *(pytest.param(c, marks=pytest.mark.slow) for c in HARD[2:])]
+ONE_HARD = [errno.EIO, *(pytest.param(code, marks=pytest.mark.slow) for code in HARD[1:])]
+SHORT = 0  # a read or write moves half of its bytes
+MAX_CALLS = 500
+OPTIONS = WriteOptions(workers=2, slot_bytes=256 << 10, host_memory_bytes=512 << 10)
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "small": torch.randn(100, generator=g),
+        "strided": torch.randn(300, 402, generator=g)[::2, 1::3],
+        "large": torch.randn(150_000, generator=g),
+        "step": seed,
+    }
+
+
+@contextmanager
+def armed(nth: int, code: int) -> Iterator[SimpleNamespace]:
+    """Lets the nth call from now on fail; `is_fired` says afterwards whether there was one."""
+    seam = SimpleNamespace(is_fired=False)
+    before = sum(_C.call_counts().values())
+    _C.arm_fault(nth, code)
+    try:
+        yield seam
+    finally:
+        _C.disarm_fault()
+        seam.is_fired = sum(_C.call_counts().values()) - before > nth
+
+
+def try_save(seed: int, path: Path, *, single_file: bool) -> Any:
+    """Returns None, or the error of the failed save."""
+    writer = DcpxWriter(path, single_file_per_rank=single_file, options=OPTIONS)
+    try:
+        dcp.save(state_of(seed), storage_writer=writer, no_dist=True)
+    except CheckpointException as failure:
+        return failure.failures[0][0]
+    return None
+
+
+def try_load(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Any]:
+    """Returns what was loaded, and None or the error of the failed load."""
+    target = blank_like(state)
+    try:
+        dcp.load(target, storage_reader=DcpxReader(path), no_dist=True)
+    except CheckpointException as failure:
+        return target, failure.failures[0][0].with_traceback(None)
+    return target, None
+
+
+def assert_typed(error: Any, code: int, path: Path) -> None:
+    assert type(error) is StorageError, repr(error)
+    assert error.errno == code
+    assert error.path is not None
+    assert path in (Path(error.path), Path(error.path).parent)
+    assert os.strerror(code) in str(error)
+
+
+# ---- Calls of C++ -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("code", SOME_HARD, ids=errno.errorcode.get)
+@pytest.mark.parametrize("single_file", [True, False], ids=["one file", "a file each"])
+def test_save_with_any_call_of_cpp_failing_keeps_the_previous_checkpoint(
+    tmp_path: Path, code: int, single_file: bool
+) -> None:
+    save(state_of(0), tmp_path, single_file_per_rank=single_file)
+    before = files_in(tmp_path)
+    for nth in range(MAX_CALLS):
+        with armed(nth, code) as seam:
+            error = try_save(1, tmp_path, single_file=single_file)
+        if not seam.is_fired:
+            break
+        assert_typed(error, code, tmp_path)
+        assert files_in(tmp_path) == before, nth
+        if code in (errno.ENOSPC, errno.EDQUOT) and str(error).startswith(("fallocate", "pwrite")):
+            assert re.search(r"needed \d+ B, free \d+ B", str(error))
+        if nth % 10 == 0:
+            assert_loads(state_of(0), tmp_path)
+    assert nth > 8, "the loop has met some calls"
+    assert error is None
+    assert_whole(state_of(1), tmp_path)
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("single_file", [True, False], ids=["one file", "a file each"])
+def test_short_writes_of_a_save_are_continued(tmp_path: Path, single_file: bool) -> None:
+    for nth in range(MAX_CALLS):
+        with armed(nth, SHORT) as seam:
+            error = try_save(nth % 7, tmp_path, single_file=single_file)
+        assert error is None, (nth, error)
+        assert_same(state_of(nth % 7), load(state_of(), tmp_path))
+        if not seam.is_fired:
+            break
+    assert nth > 8
+    assert_whole(state_of(nth % 7), tmp_path)
+
+
+def test_every_interrupted_call_of_a_save_and_a_load_is_continued(tmp_path: Path) -> None:
+    for nth in range(MAX_CALLS):
+        with armed(nth, errno.EINTR) as saving:
+            assert try_save(1, tmp_path, single_file=True) is None
+        if not saving.is_fired:
+            break
+    assert nth > 8
+    for nth in range(MAX_CALLS):
+        with armed(nth, errno.EINTR) as loading:
+            found, error = try_load(state_of(1), tmp_path)
+        assert error is None
+        assert_same(state_of(1), found)
+        if not loading.is_fired:
+            break
+    assert nth > 5
+
+
+def test_short_counts_change_no_byte_of_the_files(tmp_path: Path) -> None:
+    """Both saves write the same bytes up to the random file id, which lies in the footer."""
+    state = state_of()  # one: payloads lie congruent to the memory that they came from
+    save(state, tmp_path / "whole", options=OPTIONS)
+    expected = (tmp_path / "whole" / "__0_0.distcp").read_bytes()
+    for nth in range(MAX_CALLS):
+        with armed(nth, SHORT) as seam:
+            save(state, tmp_path / str(nth), options=OPTIONS)
+        found = (tmp_path / str(nth) / "__0_0.distcp").read_bytes()
+        assert found[:-4096] == expected[:-4096]
+        if not seam.is_fired:
+            break
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+@pytest.mark.parametrize("code", [*ONE_HARD, errno.ENOENT, errno.ESTALE, SHORT])
+def test_load_with_any_call_of_cpp_failing_is_typed_or_right(
+    tmp_path: Path, code: int, writer: str
+) -> None:
+    state = state_of()
+    save(state, tmp_path, writer)
+    for nth in range(MAX_CALLS):
+        with armed(nth, code) as seam:
+            found, error = try_load(state, tmp_path)
+        if error is not None:
+            assert isinstance(error, StorageError), repr(error)
+            assert (error.errno, error.path) == (code, str(tmp_path / "__0_0.distcp"))
+        else:
+            assert_same(state, found)
+        if not seam.is_fired:
+            break
+    assert nth > 5
+    assert error is None
+
+
+# ---- Calls of Python ----------------------------------------------------------------------------
+
+
+class CountingOs:
+    """The os module; the nth call of one function fails."""
+
+    def __init__(self, name: str, nth: int, code: int) -> None:
+        self._name, self._nth, self._code = name, nth, code
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self._counted(name, real) if name == self._name else real
+
+    def _counted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            number = self.calls[name]
+            self.calls[name] += 1
+            if number == self._nth:
+                raise OSError(self._code, os.strerror(self._code))
+            return real(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("code", ONE_HARD, ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["open", "write", "fsync", "rename", "listdir", "fstat"])
+def test_save_with_any_call_of_python_failing_leaves_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    save(state_of(0), tmp_path)
+    current, outcomes = 0, []
+    for nth in range(MAX_CALLS):
+        before = files_in(tmp_path)
+        failing = CountingOs(name, nth, code)
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "os", failing)
+            error = try_save(nth + 1, tmp_path, single_file=True)
+        is_fired = failing.calls[name] > nth
+        if error is None:
+            current = (
+                nth + 1
+            )  # met after the commit, where the old files are removed, or not at all
+            outcomes.append("new")
+        else:
+            assert_typed(error, code, tmp_path)
+            assert failing.calls[name] == nth + 1 or name != "fsync", "a failed fsync is final"
+            if (
+                ".metadata" in files_in(tmp_path)
+                and files_in(tmp_path)[".metadata"] == before[".metadata"]
+            ):
+                assert files_in(tmp_path) == before, (name, nth)
+                outcomes.append("old")
+            else:  # the rename was done; only making it durable failed
+                assert (name, str(error).split(" '")[0]) == ("fsync", "fsync directory")
+                current = nth + 1
+                outcomes.append("new, but raised")
+        assert_loads(state_of(current), tmp_path)
+        if not is_fired:
+            break
+    assert nth > 0
+    assert error is None
+    save(state_of(99), tmp_path)
+    assert_whole(state_of(99), tmp_path)
+    if name == "fsync":  # of the new files' entries, of the metadata, of its entry
+        assert outcomes == ["old", "old", "new, but raised", "new"]
+
+
+@pytest.mark.parametrize("code", HARD, ids=errno.errorcode.get)
+def test_old_file_that_cannot_be_removed_fails_no_save_and_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    save(state_of(0), tmp_path)
+    failing = CountingOs("unlink", 0, code)
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "os", failing)
+        assert try_save(1, tmp_path, single_file=True) is None
+    assert failing.calls["unlink"] == 1
+    assert_loads(state_of(1), tmp_path)
+    assert (tmp_path / "__0_0.distcp").exists()
+    save(state_of(2), tmp_path)
+    assert_whole(state_of(2), tmp_path)
+
+
+@pytest.mark.parametrize("code", HARD, ids=errno.errorcode.get)
+def test_directory_that_cannot_be_made_is_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    path = tmp_path / "a" / "b"
+    mkdir = Path.mkdir
+    for failing in (tmp_path / "a", path):
+
+        def fail(made: Path, *args: Any, failing: Path = failing, **kwargs: Any) -> None:
+            if made == failing:
+                raise OSError(code, os.strerror(code))
+            mkdir(made, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", fail)
+            error = try_save(1, path, single_file=True)
+        assert (type(error), error.errno, error.path) == (StorageError, code, str(failing))
+    assert isinstance(error, DcpxError)
+    assert try_save(1, path, single_file=True) is None
+    assert_whole(state_of(1), path)

@@ -1,0 +1,249 @@
+"""The directory held by descriptor: durable mkdir, small files, and typed errors of each call."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_dcpx import CorruptionError, StorageError, directory
+from torch_dcpx.directory import Directory, make_directory
+
+
+class FailingOs:
+    """The os module, one function of which fails; counts its calls."""
+
+    def __init__(self, name: str, code: int) -> None:
+        self._name, self._code = name, code
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._name:
+            return getattr(os, name)
+        return self._fail
+
+    def _fail(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        raise OSError(self._code, os.strerror(self._code))
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collects the paths that are fsynced, in order."""
+    paths: list[str] = []
+
+    class Recording:
+        def __getattr__(self, name: str) -> Any:
+            return self._fsync if name == "fsync" else getattr(os, name)
+
+        def _fsync(self, fd: int) -> None:
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.fsync(fd)
+
+    monkeypatch.setattr(directory, "os", Recording())
+    return paths
+
+
+# ---- make_directory -----------------------------------------------------------------------------
+
+
+def test_missing_parents_are_made_and_the_parent_of_each_is_synced(
+    tmp_path: Path, synced: list[str]
+) -> None:
+    make_directory(tmp_path / "a" / "b" / "c", is_durable=True)
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")]
+
+
+def test_nothing_is_synced_for_a_directory_that_is_there_or_without_durability(
+    tmp_path: Path, synced: list[str]
+) -> None:
+    make_directory(tmp_path, is_durable=True)
+    make_directory(tmp_path / "a" / "b", is_durable=False)
+    assert synced == []
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_directory_that_another_rank_makes_meanwhile_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def raced(path: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(path)
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", raced)
+    make_directory(tmp_path / "a" / "b", is_durable=True)
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_many_threads_make_one_directory(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(8)
+
+    def work() -> None:
+        barrier.wait(60)
+        try:
+            make_directory(tmp_path / "a" / "b" / "c", is_durable=True)
+        except StorageError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["itself", "below it"])
+@pytest.mark.parametrize("kind", ["file", "link to nothing"])
+def test_place_that_is_taken_is_a_storage_error(tmp_path: Path, kind: str, below: bool) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("") if kind == "file" else taken.symlink_to("nowhere")
+    with pytest.raises(StorageError) as caught:
+        make_directory(taken / "a" if below else taken, is_durable=True)
+    assert caught.value.errno in (errno.EEXIST, errno.ENOTDIR)
+    assert caught.value.path is not None
+    assert caught.value.path.startswith(str(taken))
+
+
+# ---- Directory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_small_file_is_created_read_renamed_and_unlinked(tmp_path: Path) -> None:
+    with Directory(tmp_path) as opened:
+        opened.create("a", [b"one ", memoryview(b"two")], is_durable=True)
+        assert opened.read_small("a") == b"one two"
+        opened.create("b", [], is_durable=False)
+        opened.rename("a", "b")
+        assert (opened.names(), opened.read_small("b")) == (["b"], b"one two")
+        assert opened.is_regular("b")
+        opened.sync()
+        opened.unlink("b")
+        opened.unlink("b")  # gone already
+        assert (opened.names(), opened.is_regular("b")) == ([], False)
+    opened.close()  # twice
+
+
+def test_create_never_touches_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("victim")
+    with Directory(tmp_path) as opened:
+        for name in ("file", "link"):
+            with pytest.raises(StorageError) as caught:
+                opened.create(name, [b"x"], is_durable=True)
+            assert (caught.value.errno, caught.value.path) == (errno.EEXIST, str(tmp_path / name))
+    assert (tmp_path / "file").read_text() == "kept"
+    assert not (tmp_path / "victim").exists()
+
+
+def test_what_is_held_by_descriptor_survives_a_rename_of_its_path(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with Directory(tmp_path / "a") as opened:
+        (tmp_path / "a").rename(tmp_path / "b")
+        (tmp_path / "a").mkdir()
+        opened.create("file", [b"x"], is_durable=True)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["file"]
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short:
+        def __getattr__(self, name: str) -> Any:
+            return self._write if name == "write" else getattr(os, name)
+
+        def _write(self, fd: int, data: memoryview) -> int:
+            return os.write(fd, data[:3])
+
+    monkeypatch.setattr(directory, "os", Short())
+    with Directory(tmp_path) as opened:
+        opened.create("a", [b"0123456789", b"abc"], is_durable=True)
+    assert (tmp_path / "a").read_bytes() == b"0123456789abc"
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory", "missing"])
+def test_read_of_what_is_no_regular_file_is_a_typed_error(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "file"
+    if kind == "link":
+        path.symlink_to("victim")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    with Directory(tmp_path) as opened:
+        assert not opened.is_regular("file")
+        with pytest.raises((CorruptionError, StorageError)) as caught:
+            opened.read_small("file")
+    assert type(caught.value) is (StorageError if kind == "missing" else CorruptionError)
+    assert caught.value.path == str(path)
+
+
+def test_file_too_large_for_metadata_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(11))
+    monkeypatch.setattr(directory, "MAX_METADATA_BYTES", 10)
+    with Directory(tmp_path) as opened, pytest.raises(CorruptionError) as caught:
+        opened.read_small("file")
+    assert caught.value.nbytes == 11
+
+
+OPERATIONS: dict[str, Callable[[Directory], Any]] = {
+    "open": lambda opened: opened.create("new", [b"x"], is_durable=True),
+    "write": lambda opened: opened.create("new", [b"x"], is_durable=True),
+    "fsync": lambda opened: opened.create("new", [b"x"], is_durable=True),
+    "close": lambda opened: opened.create("new", [b"x"], is_durable=True),
+    "rename": lambda opened: opened.rename("file", "new"),
+    "unlink": lambda opened: opened.unlink("file"),
+    "listdir": lambda opened: opened.names(),
+    "fstat": lambda opened: opened.read_small("file"),
+}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_failing_call_is_one_storage_error_with_errno_and_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    (tmp_path / "file").write_text("x")
+    failing = FailingOs(name, code)
+    with Directory(tmp_path) as opened, monkeypatch.context() as patch:
+        patch.setattr(directory, "os", failing)
+        with pytest.raises(StorageError) as caught:
+            OPERATIONS[name](opened)
+    assert caught.value.errno == code
+    assert caught.value.path is not None
+    assert caught.value.path.startswith(str(tmp_path))
+    assert os.strerror(code) in str(caught.value)
+    assert failing.calls == 1  # an error is final: an fsync that is asked again lies
+
+
+def test_failing_fsync_of_a_directory_is_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Directory(tmp_path) as opened:
+        for sync in (opened.sync, lambda: directory.fsync_path(tmp_path)):
+            failing = FailingOs("fsync", errno.EIO)
+            with monkeypatch.context() as patch:
+                patch.setattr(directory, "os", failing)
+                with pytest.raises(StorageError) as caught:
+                    sync()
+            assert (caught.value.errno, caught.value.path) == (errno.EIO, str(tmp_path))
+            assert failing.calls == 1
+
+
+def test_directory_that_cannot_be_opened_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name, code in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):
+        with pytest.raises(StorageError) as caught:
+            Directory(tmp_path / name)
+        assert (caught.value.errno, caught.value.path) == (code, str(tmp_path / name))

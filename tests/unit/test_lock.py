@@ -1,0 +1,256 @@
+"""The save lock: one save at a time, and no failed save in the way of the next."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RunPython
+
+from torch_dcpx import ConcurrentSaveError, StorageError, lock
+from torch_dcpx.directory import Directory
+from torch_dcpx.lock import SaveLock
+
+NAME = ".dcpx.lock"
+
+HOLDER = """
+import sys
+from pathlib import Path
+from torch_dcpx.directory import Directory
+from torch_dcpx.lock import SaveLock
+held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", is_shared=len(sys.argv) > 2)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    with Directory(tmp_path) as opened:
+        yield opened
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Returns what `work` returned or raised in a thread that has ended."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:  # noqa: BLE001
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return found[0]
+
+
+@pytest.fixture
+def other_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process that holds the lock until its input ends."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(tmp_path), *args],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_of_another_living_thread_is_refused_with_its_owner(directory: Directory) -> None:
+    first = SaveLock(directory, NAME)
+    error = in_thread(lambda: SaveLock(directory, NAME))
+    assert type(error) is ConcurrentSaveError
+    assert f"pid={os.getpid()}" in error.owner
+    assert f"host={socket.gethostname()}" in error.owner
+    assert error.path == str(directory.path / NAME)
+    assert first.is_held
+    first.release()
+    del error
+    in_thread(lambda: SaveLock(directory, NAME).release())
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_taken_again_by_the_same_thread_is_free(directory: Directory) -> None:
+    first = SaveLock(directory, NAME)
+    second = SaveLock(directory, NAME)
+    assert (first.is_held, second.is_held) == (False, True)
+    first.release()  # twice, and without taking the second's away
+    assert type(in_thread(lambda: SaveLock(directory, NAME))) is ConcurrentSaveError
+    second.release()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_of_a_thread_that_ended_is_free(directory: Directory) -> None:
+    kept = in_thread(lambda: SaveLock(directory, NAME))
+    assert kept.is_held
+    second = SaveLock(directory, NAME)
+    assert (kept.is_held, second.is_held) == (False, True)
+    second.release()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_that_nobody_refers_to_is_free(directory: Directory) -> None:
+    held = [SaveLock(directory, NAME)]
+    assert type(in_thread(lambda: SaveLock(directory, NAME))) is ConcurrentSaveError
+    held.clear()
+    gc.collect()
+    in_thread(lambda: SaveLock(directory, NAME).release())
+    assert lock._held == {}
+
+
+def test_lock_of_another_process_is_refused_until_that_is_killed(
+    directory: Directory, other_process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = other_process()
+    with pytest.raises(ConcurrentSaveError) as caught:
+        SaveLock(directory, NAME)
+    assert f"pid={process.pid}" in (caught.value.owner or "")
+    process.kill()
+    process.wait(timeout=60)
+    SaveLock(directory, NAME).release()
+
+
+def test_shared_locks_exclude_an_exclusive_one_and_not_each_other(
+    directory: Directory, other_process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = other_process("shared")
+    mine = SaveLock(directory, NAME, is_shared=True)
+    assert mine.is_held
+    with pytest.raises(ConcurrentSaveError):
+        SaveLock(directory, NAME)
+    mine.release()
+    process.kill()
+    process.wait(timeout=60)
+    SaveLock(directory, NAME).release()
+
+
+def test_shared_lock_under_a_global_save_of_another_process_is_refused(
+    directory: Directory, other_process: Callable[..., subprocess.Popen[str]]
+) -> None:
+    other_process()
+    with pytest.raises(ConcurrentSaveError):
+        SaveLock(directory, NAME, is_shared=True)
+
+
+def test_lock_of_one_directory_says_nothing_about_another(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with Directory(tmp_path / "a") as a, Directory(tmp_path / "b") as b:
+        first = SaveLock(a, NAME)
+        in_thread(lambda: SaveLock(b, NAME).release())
+        assert first.is_held
+        first.release()
+
+
+def test_child_that_was_forked_neither_keeps_nor_gives_away_the_lock(
+    directory: Directory, run_python: RunPython
+) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from torch_dcpx.directory import Directory
+from torch_dcpx.lock import SaveLock
+from torch_dcpx import ConcurrentSaveError
+directory = Directory(Path(sys.argv[1]))
+held = SaveLock(directory, ".dcpx.lock")
+read_end, write_end = os.pipe()
+child = os.fork()
+if child == 0:
+    held.release()
+    os.write(write_end, b"x")
+    signal.pause()  # killed by the parent
+os.read(read_end, 1)
+import subprocess
+probe = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+path = os.path.join(sys.argv[1], ".dcpx.lock")
+ask = lambda: subprocess.run([sys.executable, "-c", probe, path], capture_output=True).returncode
+print(ask(), end=" ")
+held.release()
+print(ask())
+os.kill(child, 9)
+os.waitpid(child, 0)
+"""
+    assert run_python(code, str(directory.path), timeout_s=60).stdout == "1 0\n"
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_file_system_without_locks_warns_once_and_lets_the_save_pass(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        if operation != fcntl.LOCK_UN:
+            raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock, "_warned", set())
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        for _ in range(2):
+            unlocked = SaveLock(directory, NAME)
+            assert not unlocked.is_held
+            unlocked.release()
+    assert len([r for r in caplog.records if "no locks" in r.message]) == 1
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_lock_file_that_is_none_is_a_storage_error(directory: Directory, kind: str) -> None:
+    path = directory.path / NAME
+    path.mkdir() if kind == "directory" else path.symlink_to(directory.path / "victim")
+    with pytest.raises(StorageError) as caught:
+        SaveLock(directory, NAME)
+    assert caught.value.path == str(path)
+    assert not (directory.path / "victim").exists()
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
+def test_owner_note_that_cannot_be_written_stops_no_save(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.os, call, full)
+        held = SaveLock(directory, NAME)
+    assert held.is_held
+    assert type(in_thread(lambda: SaveLock(directory, NAME))) is ConcurrentSaveError
+    held.release()
+    in_thread(lambda: SaveLock(directory, NAME).release())
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_flock_that_fails_is_a_storage_error_and_leaves_nothing_held(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.fcntl, "flock", fail)
+        with pytest.raises(StorageError) as caught:
+            SaveLock(directory, NAME)
+    assert caught.value.errno == 5
+    SaveLock(directory, NAME).release()
