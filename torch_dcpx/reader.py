@@ -113,11 +113,6 @@ class DcpxReader(FileSystemReader):
             NotCommittedError: there is none.
             CorruptionError, UnsafePickleError, UnsupportedError, StorageError: see docs/errors.md.
         """
-        if type(self.fs) is not FileSystem:
-            raise UnsupportedError(
-                "DcpxReader reads through its own engine, which would bypass the replaced `fs` "
-                f"({type(self.fs).__name__}); use torch's own reader for it"
-            )
         rank = kwargs.get("rank")
         is_fallback = rank is not None and self._kept_error is not None
         if is_fallback and not isinstance(self._kept_error, NotCommittedError):
@@ -195,6 +190,11 @@ class DcpxReader(FileSystemReader):
             ) from error
 
     def _read_checkpoint(self, name: str) -> CheckpointMetadata:
+        if type(self.fs) is not FileSystem:
+            raise UnsupportedError(
+                "DcpxReader reads through its own engine, which would bypass the replaced `fs` "
+                f"({type(self.fs).__name__}); use torch's own reader for it"
+            )
         with self._open() as directory:
             try:
                 data = directory.read_small(name)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -134,4 +136,7 @@ def test_a_replaced_file_system_is_refused_by_name(tmp_path: Path) -> None:
         writer.prepare_local_plan(SavePlan([]))
     with pytest.raises(UnsupportedError, match="Elsewhere"):
         reader.read_metadata()
+    with pytest.raises(CheckpointException) as caught:  # not DCP's AssertionError without a cause
+        dcp.load({"a": None}, storage_reader=reader, no_dist=True)
+    assert isinstance(caught.value.failures[0][0], UnsupportedError)
     assert not (tmp_path / "ckpt").exists()
