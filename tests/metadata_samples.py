@@ -97,12 +97,10 @@ def seal(data: bytes, body: bytes, header_bytes: int) -> bytes:
 def forge(
     change: Callable[[dict[str, Any], dict[str, Any]], object],
     change_table: Callable[[list[list[Any]]], object] = len,
-    header_unit: int = 8,
 ) -> bytes:
     """`encode_small()` after `change(header, columns)`, in agreement with itself.
 
-    Then `change_table` may change the header's list of columns; the header's length is made a
-    multiple of `header_unit`.
+    Then `change_table` may change the header's list of columns.
     """
     data = encode_small()
     _, _, _, pickle_bytes, body_bytes, header_bytes, *_ = TAIL.unpack(data[-64:])
@@ -122,7 +120,7 @@ def forge(
     ]
     change_table(table)
     head = json.dumps({"columns": table, **header}).encode()
-    head += b" " * (-len(head) % header_unit + 8 - header_unit)
+    head += b" " * (-len(head) % 8)
     parts = [array("q", c).tobytes() if isinstance(c, list) else c for c in columns.values()]
     return seal(data, head + b"".join(p + bytes(-len(p) % 8) for p in parts), len(head))
 

@@ -69,9 +69,10 @@ def blank_like(state: Any) -> Any:
     return None
 
 
-def to_bytes(tensor: torch.Tensor) -> bytes:
-    """Returns the elements' bytes in C order."""
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the elements' bytes in C order. A copy: length-1 dimensions may have any stride."""
+    compact = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return compact.reshape(-1).view(torch.uint8)
 
 
 def assert_same(expected: Any, found: Any, where: str = "") -> None:
@@ -80,9 +81,7 @@ def assert_same(expected: Any, found: Any, where: str = "") -> None:
         assert isinstance(found, torch.Tensor), where
         assert expected.shape == found.shape, where
         assert expected.dtype == found.dtype, where
-        a = expected.detach().contiguous().reshape(-1).view(torch.uint8)
-        b = found.detach().contiguous().reshape(-1).view(torch.uint8)
-        assert torch.equal(a, b), where
+        assert torch.equal(raw(expected), raw(found)), where
     elif isinstance(expected, Mapping):
         assert list(expected) == list(found), where
         for key in expected:

@@ -169,7 +169,7 @@ def _check_tail(data: bytes, path: str) -> tuple[int, ColumnReader]:
     """Checks sizes and checksums of the whole file; returns the pickle's size and the columns."""
     view = memoryview(data)
     tail_at = len(data) - _TAIL.size
-    _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, zeros, tail_crc = (
+    _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, _, tail_crc = (
         _TAIL.unpack_from(data, tail_at)
     )
     _check_crc(view, tail_at, _TAIL.size - 4, tail_crc, "tail", path)
@@ -178,7 +178,7 @@ def _check_tail(data: bytes, path: str) -> tuple[int, ColumnReader]:
             f"read {path!r}: its format is version {version}, torch-dcpx {__version__} "
             f"reads version {_VERSION}"
         )
-    if pickle_bytes + body_bytes != tail_at or any(zeros):
+    if pickle_bytes + body_bytes != tail_at:
         raise CorruptionError(
             f"read {path!r}: {pickle_bytes} B of pickle, {body_bytes} B of columns and the tail "
             f"make no file of {len(data)} B",

@@ -110,8 +110,9 @@ class ReadOptions:
 
     Attributes:
         verify: "blocks" (default): every byte that stays in a tensor was checked against the
-            file's checksums; "none": nothing but the ranges that are asked for is read. Files of
-            stock DCP hold no checksums that could be checked.
+            file's checksums, in whole blocks of 64 KiB; "none": the ranges that are asked for are
+            read, and gaps of up to 64 KiB between neighbours. Files of stock DCP hold no checksums
+            that could be checked.
         trusted: hand pickles of the checkpoint to Python as stock does, which may execute anything
             they say. Default False: nothing from a checkpoint is executed.
         safe_globals: classes and functions that byte items may name besides the documented plain

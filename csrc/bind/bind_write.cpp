@@ -43,13 +43,17 @@ WriteItem to_item(const py::tuple& row, const std::vector<TensorFraming>& framin
   if (row.size() != 17) throw py::value_error("a write row has 17 fields");
   WriteItem item;
   item.file = static_cast<std::uint32_t>(to_u64(row[0]));
-  item.row.kind = static_cast<ItemKind>(to_u64(row[1]));
+  const std::uint64_t kind = to_u64(row[1]);
+  DCPX_CHECK(kind <= static_cast<std::uint64_t>(ItemKind::kTorchTensor), "an unknown kind of item");
+  item.row.kind = static_cast<ItemKind>(kind);
   item.row.payload_bytes = to_u64(row[3]);
   item.source = buffers.add(row[2], /*is_writable=*/false, item.row.payload_bytes);
   const bool is_tensor = item.row.kind == ItemKind::kTensor;
   item.elem_bytes = to_u64(row[5]);
   item.row.sizes = int_tuple(row[6]);
   item.row.strides = int_tuple(row[7]);
+  DCPX_CHECK(item.row.sizes.size() == item.row.strides.size(),
+             "sizes and strides differ in number");
   item.is_dense = row[8].cast<bool>();
   item.row.fqn = to_string(row[9]);
   item.row.global_sizes = int_tuple(row[10]);

@@ -50,9 +50,14 @@ UniqueFd open_by_steps(int dir_fd, const std::vector<std::string>& parts) {
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const bool is_last = i + 1 == parts.size();
     const int from = at.is_open() ? at.get() : dir_fd;
-    const int flags = is_last ? kReadFlags : (O_PATH | O_CLOEXEC | O_NOFOLLOW | O_DIRECTORY);
+    const int flags = is_last ? kReadFlags : (O_PATH | O_CLOEXEC | O_NOFOLLOW);
     UniqueFd next(retry_open(from, parts[i], flags));
     if (!next.is_open()) return next;
+    struct stat status{};  // O_PATH opens a link itself: say that it is one
+    if (!is_last && io::fstat(next.get(), &status) == 0 && S_ISLNK(status.st_mode)) {
+      errno = ELOOP;
+      return UniqueFd();
+    }
     at = std::move(next);
   }
   return at;
