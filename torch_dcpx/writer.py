@@ -183,6 +183,7 @@ class DcpxWriter(FileSystemWriter):
         """Called by DCP on every rank before anything else of a save."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
+        self._own_files = []
         self._release()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -87,7 +87,7 @@ std::vector<IndexRow> parse_index(const std::byte* index, std::uint64_t index_by
     const std::uint64_t lengths[5] = {get<std::uint16_t>(raw + 44), get<std::uint16_t>(raw + 46),
                                       get<std::uint16_t>(raw + 48), get<std::uint32_t>(raw + 52),
                                       get<std::uint32_t>(raw + 56)};
-    std::uint64_t needed = kRowFixedBytes + 4 * 8 * ndim;
+    std::uint64_t needed = kRowFixedBytes + 32 * ndim;  // four i64 a dimension
     for (const std::uint64_t length : lengths) needed += length;
     if (row_bytes > index_bytes - at || row_bytes % 8 != 0 || needed > row_bytes) {
       throw corrupt(at, "has a wrong length");
