@@ -75,15 +75,20 @@ assert all((value == i).all() for i, value in enumerate(state.values()))
 )
 
 
+# glibc raises the size from which a block has its own mapping when one is freed, and then keeps
+# freed tensors of a planner in its heap: fixed, so that what is resident is what is alive.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
 # The bound is 32 MiB of slots and 32 MiB of temporaries; one item of 16 MiB may be alive besides
 # the window that is full, and Python's own objects take a little.
 @pytest.mark.parametrize("kind", ["dense", "strided", "temporaries"])
 def test_a_save_stays_within_its_budget(tmp_path: Path, run_python: RunPython, kind: str) -> None:
-    grown = int(run_python(SAVE, str(tmp_path / "ckpt"), str(STATE_MIB), kind).stdout)
+    grown = int(run_python(SAVE, str(tmp_path / "ckpt"), str(STATE_MIB), kind, env=EXACT).stdout)
     assert grown <= 32 + 32 + 16 + 8, f"{grown} MiB for a state of {STATE_MIB} MiB"
 
 
 @pytest.mark.parametrize("kind", ["dense", "converted", "temporaries"])
 def test_a_load_stays_within_its_budget(tmp_path: Path, run_python: RunPython, kind: str) -> None:
-    grown = int(run_python(LOAD, str(tmp_path / "ckpt"), str(STATE_MIB), kind).stdout)
+    grown = int(run_python(LOAD, str(tmp_path / "ckpt"), str(STATE_MIB), kind, env=EXACT).stdout)
     assert grown <= 32 + 32 + 16 + 8, f"{grown} MiB for a state of {STATE_MIB} MiB"
