@@ -156,7 +156,9 @@ def referenced_files(directory: Directory, name: str) -> set[str] | None:
     """
     try:
         data = directory.read_small(name)
-        storage_data = decode_metadata(data, str(directory.path / name)).metadata.storage_data
+        storage_data = decode_metadata(
+            data, str(directory.path / name), with_planner_data=False
+        ).metadata.storage_data
     except DcpxError as error:
         logger.warning("what '%s' names is not removed: %s", name, error)
         return None

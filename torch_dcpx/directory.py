@@ -7,6 +7,7 @@ cannot split it, and no name is followed through a link.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Iterable
@@ -20,6 +21,9 @@ __all__ = ["Directory", "make_directory"]
 # Metadata larger than this is refused before it is read.
 MAX_METADATA_BYTES = 1 << 32
 
+logger = logging.getLogger("torch_dcpx")
+_warned: set[int] = set()  # devices that were named once
+
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -32,12 +36,30 @@ def storage_error(verb: str, path: str | os.PathLike[str], error: OSError) -> St
     )
 
 
+def _fsync_entries(fd: int, path: Path) -> None:
+    """fsync of a directory; where the file system has no such thing, one warning instead."""
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        device = os.fstat(fd).st_dev
+        if device not in _warned:
+            _warned.add(device)
+            logger.warning(
+                "'%s': the file system cannot fsync a directory (%s); that a committed checkpoint "
+                "survives a power cut is up to it",
+                path,
+                error,
+            )
+
+
 def fsync_path(path: Path) -> None:
     """Makes the entries of a directory durable. Raises: StorageError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            _fsync_entries(fd, path)
         finally:
             os.close(fd)
     except OSError as error:
@@ -179,6 +201,6 @@ class Directory:
     def sync(self) -> None:
         """Makes the directory's entries durable. Raises: StorageError."""
         try:
-            os.fsync(self.fd)
+            _fsync_entries(self.fd, self.path)
         except OSError as error:
             raise storage_error("fsync directory", self.path, error) from error

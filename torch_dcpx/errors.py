@@ -87,13 +87,17 @@ class StagingError(DcpxError, RuntimeError):
 
 
 class StorageError(DcpxError, OSError):
-    """A system call failed. `errno` is the system's, `offset` and `nbytes` count bytes."""
+    """A system call failed. `errno` is the system's, `offset` and `nbytes` count bytes.
 
-    FIELDS: tuple[str, ...] = ("errno", "path", "offset", "nbytes")
+    Of a load, `touched` lists the fully qualified names whose tensors may already hold new bytes.
+    """
+
+    FIELDS: tuple[str, ...] = ("errno", "path", "offset", "nbytes", "touched")
     errno: int | None
     path: str | None
     offset: int | None
     nbytes: int | None
+    touched: tuple[str, ...] | None
 
 
 class ShortReadError(StorageError, EOFError):

@@ -101,7 +101,12 @@ _META_FIELDS = ("checkpoint_id", "save_id", "modules")
 
 
 def decode_metadata(
-    data: bytes, path: str, *, safe_globals: Sequence[Any] = (), trusted: bool = False
+    data: bytes,
+    path: str,
+    *,
+    safe_globals: Sequence[Any] = (),
+    trusted: bool = False,
+    with_planner_data: bool = True,
 ) -> CheckpointMetadata:
     """Reads the content of a `.metadata` file, ours or stock's.
 
@@ -110,6 +115,8 @@ def decode_metadata(
         path: its name, for errors.
         safe_globals: classes and functions that planner_data may name beside stock's own.
         trusted: unpickle without an allow-list, where there is something to unpickle.
+        with_planner_data: False leaves out planner_data that only the pickle holds, for callers
+            that ask what is stored where.
 
     Raises:
         CorruptionError: the bytes are not what was written.
@@ -129,10 +136,10 @@ def decode_metadata(
         where = columns.header.get("planner_data")
         if where == "columns":
             planner = decode_planner(columns, strings)
-        elif where == "pickle":
+        elif where == "pickle" and with_planner_data:
             stock = data[:pickle_bytes]
             planner = _load_pickle(stock, path, safe_globals, trusted).planner_data
-        elif where != "none":
+        elif where not in ("none", "pickle"):
             raise columns.error(f"planner_data is said to be in {where!r}")
         meta = decode_storage_meta(columns)
         version = optional_str(columns, columns.header, "version")

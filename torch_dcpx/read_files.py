@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_dcpx import _C
-from torch_dcpx.errors import CorruptionError
+from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.read_table import (
     ReadRow,
@@ -155,12 +155,12 @@ def read_items(
         How many tensor items went through torch's own loader.
 
     Raises:
-        CorruptionError: `touched` names the items whose targets may hold new bytes.
+        CorruptionError, StorageError: `touched` names the items whose targets may hold new bytes.
     """
     window = _Window(job, planner, transforms, options)
     try:
         return _read_windows(window, items, stored, storage_data, planner)
-    except CorruptionError as error:
+    except (CorruptionError, StorageError) as error:
         error.touched = window.touched
         raise
 

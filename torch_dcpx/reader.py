@@ -170,6 +170,9 @@ class DcpxReader(FileSystemReader):
                     self.transforms,
                     self.options,
                 )
+            except StorageError as error:
+                self._check_not_replaced(error)
+                raise
             finally:
                 job.close()  # a traceback may keep the job alive, and with it its files
         self.last_report = ReadReport(len(plan.items), torch_items, **job.report())
@@ -225,7 +228,15 @@ class DcpxReader(FileSystemReader):
             index = item.storage_index
             if index in wanted:
                 continue
-            info = self.storage_data[index]
+            info = self.storage_data.get(index)
+            if info is None:
+                raise CorruptionError(
+                    f"the metadata in '{self.path}' does not say where '{index.fqn}' at offset "
+                    f"{index.offset} is stored",
+                    fqn=index.fqn,
+                    path=str(self.path),
+                    touched=(),
+                )
             _check_is_text(info.relative_path, index.fqn)
             number = numbers.setdefault(info.relative_path, len(files))
             if number == len(files):
@@ -241,11 +252,7 @@ class DcpxReader(FileSystemReader):
             wanted[index] = (number, info.offset, info.length, is_tensor)
         try:
             located = job.locate(files, list(wanted.values()))
-        except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):
-                self._check_not_replaced(error)
-            raise
-        except CorruptionError as error:
+        except (CorruptionError, StorageError) as error:
             error.touched = ()
             raise
         return {
@@ -255,15 +262,20 @@ class DcpxReader(FileSystemReader):
 
     def _check_not_replaced(self, error: StorageError) -> None:
         """Says so when a data file is gone because another save replaced the checkpoint."""
+        if error.errno not in (errno.ENOENT, errno.ESTALE) or self._checkpoint is None:
+            return
         name = metadata_name(None if self.use_collectives else self.rank)
         current = self._read_checkpoint(name)
-        if self._checkpoint is not None and current.save_id != self._checkpoint.save_id:
-            raise StorageError(
-                f"the checkpoint in '{self.path}' was replaced by save {current.save_id} while it "
-                "was read; no tensor was touched, load it again",
-                errno=errno.ESTALE,
-                path=error.path,
-            ) from error
+        if current.save_id == self._checkpoint.save_id:
+            return
+        touched = error.touched or ()
+        raise StorageError(
+            f"the checkpoint in '{self.path}' was replaced by save {current.save_id} while it was "
+            f"read; {len(touched)} tensors were touched, load it again",
+            errno=errno.ESTALE,
+            path=error.path,
+            touched=touched,
+        ) from error
 
 
 def _empty_metadata() -> Metadata:

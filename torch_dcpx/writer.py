@@ -39,7 +39,7 @@ from torch_dcpx.commit import (
 )
 from torch_dcpx.directory import Directory, make_directory
 from torch_dcpx.errors import OptionError, StorageError, UnsupportedError
-from torch_dcpx.layout import LOCK_NAME, is_metadata_name, metadata_name
+from torch_dcpx.layout import LOCK_NAME, METADATA_NAME, is_metadata_name, metadata_name
 from torch_dcpx.lock import SaveLock
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.write_files import write_files
@@ -192,6 +192,7 @@ class DcpxWriter(FileSystemWriter):
         Raises:
             RuntimeError: it holds a checkpoint and `overwrite` is False (stock's text).
             ConcurrentSaveError: another save is writing here.
+            UnsupportedError: a rank-local save over a checkpoint of all ranks.
             StorageError: the directory cannot be made.
         """
         if type(self.fs) is not FileSystem:
@@ -203,6 +204,7 @@ class DcpxWriter(FileSystemWriter):
             check_unique(plan.items)
             make_directory(self._directory_path(), is_durable=self._is_durable)
             with Directory(self._directory_path()) as directory:
+                self._refuse_shadowed(directory)
                 self._lock(directory)
             return super().prepare_local_plan(plan)
 
@@ -311,6 +313,15 @@ class DcpxWriter(FileSystemWriter):
             self._locks.append(SaveLock(directory, f".dcpx.{self.rank}.lock"))
         elif self._is_coordinator:
             self._locks.append(SaveLock(directory, LOCK_NAME))
+
+    def _refuse_shadowed(self, directory: Directory) -> None:
+        """Every load prefers a global checkpoint to rank-local ones beside it."""
+        if not self.use_collectives and METADATA_NAME in directory.names():
+            raise UnsupportedError(
+                f"'{directory.path}' holds a checkpoint of all ranks ('{METADATA_NAME}'), which "
+                "every load would prefer to the rank-local one (use_collectives=False): save it "
+                "to another directory"
+            )
 
     def _release(self) -> None:
         while self._locks:

@@ -83,7 +83,8 @@ def test_resave_that_does_not_fit_names_needed_and_free_bytes_and_keeps_the_old(
     assert Path(error.path).parent == ckpt
     numbers = re.search(r"needed (\d+) B, free (\d+) B", str(error))
     assert numbers is not None, str(error)
-    assert 18 << 20 <= int(numbers[1]) <= 19 << 20
+    # Of several files any may be the one that finds the disk full; its own bytes are named.
+    assert (18 << 20 if single_file else 1) <= int(numbers[1]) <= 19 << 20
     assert int(numbers[2]) <= free
     # Nothing is left, and nothing of it is still held open, though the error is: room for a save.
     assert files_in(ckpt) == before
