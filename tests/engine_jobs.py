@@ -153,7 +153,10 @@ def scratch() -> Iterator[Path]:
 
 
 def read_job(directory: Path, **kwargs: Any) -> _C.ReadJob:
-    options = {"workers": 4, "slot_bytes": SLOT_BYTES, "use_direct": True, "verify": True, **kwargs}
+    options = {
+        "workers": 4, "slot_bytes": SLOT_BYTES, "use_direct": True, "verify": True,
+        "max_open_files": 2, **kwargs,
+    }  # fmt: skip
     with open_directory(directory) as fd:
         return _C.ReadJob(dir_fd=fd, dir_path=str(directory), **options)
 

@@ -57,6 +57,7 @@ class ReadJob:
         slot_bytes: int,
         use_direct: bool,
         verify: bool,
+        max_open_files: int,
     ) -> None: ...
     def locate(
         self,

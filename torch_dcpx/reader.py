@@ -2,17 +2,23 @@
 
 read_metadata           reads and vets `.metadata`, without executing anything of it
 set_up_storage_reader   raises what read_metadata could not tell DCP
-read_data               finds the payloads, reads the wanted ranges, hands them to the planner
+prepare_local_plan      opens the files and finds the payloads
+prepare_global_plan     compares what the ranks found (coordinator)
+read_data               reads the wanted ranges, hands them to the planner
+
+Every rank holds its files open before any rank reads: when the checkpoint is replaced meanwhile,
+the load fails before it touches a tensor, or gets the old one whole.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
+import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
@@ -38,7 +44,7 @@ from torch_dcpx.read_table import Located, Stored
 __all__ = ["DcpxReader", "ReadReport"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ReadReport:
     """What one `read_data` did on this rank. Byte counts unless said otherwise.
 
@@ -61,6 +67,13 @@ class ReadReport:
     in_place_bytes: int
     direct_bytes: int
     slot_bytes: int
+
+
+class _Found(NamedTuple):
+    """Open files, and where in them the stored items lie."""
+
+    job: _C.ReadJob
+    stored: dict[MetadataIndex, Stored]
 
 
 class DcpxReader(FileSystemReader):
@@ -93,6 +106,10 @@ class DcpxReader(FileSystemReader):
         self.last_report: ReadReport | None = None
         self._checkpoint: CheckpointMetadata | None = None
         self._kept_error: DcpxError | None = None
+        self._found: _Found | None = None  # by prepare_local_plan, for read_data
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_found": None}  # open files stay with the process
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts another load, of `checkpoint_id` where given. Raises: UnsupportedError."""
@@ -101,6 +118,7 @@ class DcpxReader(FileSystemReader):
         super().reset(checkpoint_id)
         self._checkpoint = None
         self._kept_error = None
+        self._take_found()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads `.metadata`, or `__{rank}.metadata` with `rank=`.
@@ -141,6 +159,41 @@ class DcpxReader(FileSystemReader):
         if self._kept_error is not None:
             raise self._kept_error
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._take_found()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Opens every file that the plan needs, and notes which save it belongs to.
+
+        Raises:
+            CorruptionError, StorageError: a file is missing, or no file of this checkpoint.
+        """
+        plan = super().prepare_local_plan(plan)
+        self._found = self._find(plan.items)
+        if plan.storage_data is None and self._checkpoint is not None:
+            plan = dataclasses.replace(plan, storage_data=_save_id(self._checkpoint))
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Called by DCP on the coordinator.
+
+        Raises:
+            StorageError: ranks read the metadata of different saves; no tensor was touched.
+        """
+        # A planner that makes its own plans need not pass on what the storage noted.
+        save_ids = {r: plan.storage_data for r, plan in enumerate(plans)}
+        save_ids = {r: save_id for r, save_id in save_ids.items() if isinstance(save_id, str)}
+        if self.use_collectives and len(set(save_ids.values())) > 1:
+            rank, save_id = next(iter(save_ids.items()))
+            other = next(r for r in save_ids if save_ids[r] != save_id)
+            raise StorageError(
+                f"the checkpoint in '{self.path}' was replaced while it was loaded: rank {rank} "
+                f"read the metadata of save '{save_id}', rank {other} of '{save_ids[other]}'; no "
+                "tensor was touched, load it again",
+                errno=errno.ESTALE,
+                path=str(self.path),
+                touched=(),
+            )
+        return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads what the plan asks for into the planner's tensors.
@@ -150,6 +203,29 @@ class DcpxReader(FileSystemReader):
                 hold new bytes. UnsafePickleError: a byte item names a global that is not allowed.
             StorageError, ShortReadError: a file is missing, unreadable or too short.
         """
+        found = self._take_found(keep=plan.items) or self._find(plan.items)
+        try:
+            torch_items = read_items(
+                found.job,
+                plan.items,
+                found.stored,
+                self.storage_data,
+                planner,
+                self.transforms,
+                self.options,
+            )
+        except StorageError as error:
+            self._check_not_replaced(error)
+            raise
+        finally:
+            found.job.close()  # a traceback may keep the job alive, and with it its files
+        self.last_report = ReadReport(len(plan.items), torch_items, **found.job.report())
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _find(self, items: Sequence[ReadItem]) -> _Found:
+        """Opens the files of all items, and finds each item in its file."""
         with self._open() as directory:
             job = _C.ReadJob(
                 dir_fd=directory.fd,
@@ -158,27 +234,24 @@ class DcpxReader(FileSystemReader):
                 slot_bytes=self.options.slot_bytes,
                 use_direct=self.options.direct_io,
                 verify=self.options.verify == "blocks",
+                max_open_files=_max_open_files(),
             )
             try:
-                stored = self._locate(job, plan.items)
-                torch_items = read_items(
-                    job,
-                    plan.items,
-                    stored,
-                    self.storage_data,
-                    planner,
-                    self.transforms,
-                    self.options,
-                )
-            except StorageError as error:
-                self._check_not_replaced(error)
+                return _Found(job, self._locate(job, items))
+            except BaseException as error:
+                job.close()
+                if isinstance(error, StorageError):
+                    self._check_not_replaced(error)
                 raise
-            finally:
-                job.close()  # a traceback may keep the job alive, and with it its files
-        self.last_report = ReadReport(len(plan.items), torch_items, **job.report())
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+
+    def _take_found(self, keep: Sequence[ReadItem] = ()) -> _Found | None:
+        """Returns what was found if it serves these items (a planner may change them), and closes
+        it else. It is not kept any longer."""
+        found, self._found = self._found, None
+        if found is None or (keep and all(item.storage_index in found.stored for item in keep)):
+            return found
+        found.job.close()
+        return None
 
     def _open(self) -> Directory:
         try:
@@ -276,6 +349,18 @@ class DcpxReader(FileSystemReader):
             path=error.path,
             touched=touched,
         ) from error
+
+
+def _max_open_files() -> int:
+    """Returns how many data files may stay open: at most half of what the process may open."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, soft_limit // 2)
+
+
+def _save_id(checkpoint: CheckpointMetadata) -> str:
+    """Returns what tells a checkpoint from another in its directory; "" where nothing does."""
+    meta = checkpoint.metadata.storage_meta
+    return checkpoint.save_id or (meta.save_id if meta is not None else None) or ""
 
 
 def _empty_metadata() -> Metadata:

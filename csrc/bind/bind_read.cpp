@@ -93,13 +93,14 @@ ReadRegion to_region(const py::handle& row, PinnedBuffers& buffers) {
 void bind_read(py::module_& m) {
   py::class_<ReadJob>(m, "ReadJob")
       .def(py::init([](int dir_fd, std::string dir_path, unsigned workers, std::uint64_t slot_bytes,
-                       bool use_direct, bool verify) {
+                       bool use_direct, bool verify, std::uint32_t max_open_files) {
              return std::make_unique<ReadJob>(
                  dir_fd, std::move(dir_path),
-                 engine::ReadOptions{workers, slot_bytes, use_direct, verify});
+                 engine::ReadOptions{workers, slot_bytes, use_direct, verify, max_open_files});
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
-           py::arg("slot_bytes"), py::arg("use_direct"), py::arg("verify"))
+           py::arg("slot_bytes"), py::arg("use_direct"), py::arg("verify"),
+           py::arg("max_open_files"))
       .def(
           "locate",
           [](ReadJob& job, const py::list& file_rows, const py::list& wanted_rows) {

@@ -17,8 +17,9 @@ struct ReadJob::OpenFile {
   explicit OpenFile(StoredFileSpec spec) : stored(std::move(spec)) {}
 
   StoredFile stored;
-  std::mutex mutex;  // guards opening and closing
-  bool is_open = false;
+  bool is_kept_open = false;  // from locate() until the job is closed
+  std::mutex mutex;           // guards prepare() and release()
+  bool is_ready = false;      // for the current read()
   bool is_direct = false;
   std::uint32_t extents_left = 0;  // of the current read(), under `mutex`
   std::uint64_t first_byte = 0;    // range of the current read()
@@ -74,9 +75,11 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
       [&](unsigned, StopFlag& stop) {
         for (std::size_t f = next.fetch_add(1); f < files_.size() && !stop.is_set();
              f = next.fetch_add(1)) {
-          files_[f].stored.open(dir_fd_.get(), dir_path_);
-          files_[f].stored.locate(wanted, by_file[f], located);
-          files_[f].stored.close();
+          OpenFile& file = files_[f];
+          file.stored.open(dir_fd_.get(), dir_path_);
+          file.stored.locate(wanted, by_file[f], located);
+          file.is_kept_open = kept_open_.fetch_add(1) < options_.max_open_files;
+          if (!file.is_kept_open) file.stored.close();
         }
       },
       poll);
@@ -95,7 +98,7 @@ void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& p
   if (pass.plan.extents.empty()) return;
   for (OpenFile& file : files_) {
     file.extents_left = 0;
-    if (std::exchange(file.is_open, false)) file.stored.close();  // left by a read() that failed
+    if (file.is_ready) release(file);  // left by a read() that failed
   }
   for (const Extent& extent : pass.plan.extents) {
     OpenFile& file = files_[extent.file];
@@ -114,22 +117,19 @@ void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& p
           if (turn >= pass.plan.extents.size()) return;
           const Extent& extent = pass.plan.extents[turn];
           OpenFile& file = files_[extent.file];
-          open(file);
+          prepare(file);
           read_extent(pass, extent, slot);
           const std::lock_guard lock(file.mutex);
-          if (--file.extents_left == 0) {
-            file.stored.close();
-            file.is_open = false;
-          }
+          if (--file.extents_left == 0) release(file);
         }
       },
       poll);
 }
 
-void ReadJob::open(OpenFile& file) {
+void ReadJob::prepare(OpenFile& file) {
   const std::lock_guard lock(file.mutex);
-  if (file.is_open) return;
-  file.stored.open(dir_fd_.get(), dir_path_);
+  if (file.is_ready) return;
+  if (!file.is_kept_open) file.stored.open(dir_fd_.get(), dir_path_);
   if (options_.verify && file.stored.is_verifiable()) {
     DCPX_CHECK(file.last_byte <= file.stored.data_bytes(), "a region outside of the file's data");
     file.stored.load_blocks(file.first_byte / kBlockBytes, (file.last_byte - 1) / kBlockBytes);
@@ -140,7 +140,16 @@ void ReadJob::open(OpenFile& file) {
       options_.use_direct && file.stored.is_verifiable() &&
       io::resident_fraction(input.fd(), file.first_byte, file.last_byte - file.first_byte) < 0.5 &&
       input.set_direct(true);
-  file.is_open = true;
+  file.is_ready = true;
+}
+
+void ReadJob::release(OpenFile& file) noexcept {
+  if (!file.is_kept_open) {
+    file.stored.close();
+  } else if (file.is_direct) {
+    file.stored.file().set_direct(false);  // the next read() loads other blocks' checksums first
+  }
+  file.is_direct = file.is_ready = false;
 }
 
 void ReadJob::read_extent(Pass& pass, const Extent& extent, Slot& slot) {
@@ -237,7 +246,7 @@ void ReadJob::verify_extent(const Pass& pass, const Extent& extent, const OpenFi
 void ReadJob::close() noexcept {
   for (OpenFile& file : files_) {
     file.stored.close();
-    file.is_open = false;
+    file.is_kept_open = file.is_ready = false;
   }
   dir_fd_ = UniqueFd();
 }

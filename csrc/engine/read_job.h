@@ -1,6 +1,7 @@
 // Reads the bytes of one load: plans extents, reads them with several workers, verifies, places.
 //
-// 1. locate() opens the files, checks them against the metadata and finds every payload.
+// 1. locate() opens the files, checks them against the metadata and finds every payload. As many
+//    as it may stay open.
 // 2. read() cuts the wanted regions into extents, in the order of the files. Workers take them in
 //    turn: straight into the destinations where runs are long, else into a slot and copied out;
 //    every block that contributes is checked against the footer.
@@ -28,6 +29,9 @@ struct ReadOptions {
   std::uint64_t slot_bytes = 1 << 20;
   bool use_direct = true;  // O_DIRECT for files that are not in the page cache
   bool verify = true;      // check every block that is read
+  // Files that locate() may leave open, so that read() gets them even when they were removed in
+  // the meantime; the others are opened again.
+  std::uint32_t max_open_files = 0;
 };
 
 struct ReadReport {
@@ -64,7 +68,8 @@ class ReadJob {  // Not thread-safe.
   struct OpenFile;
   struct Pass;
 
-  void open(OpenFile& file);
+  void prepare(OpenFile& file);
+  static void release(OpenFile& file) noexcept;
   void read_extent(Pass& pass, const Extent& extent, Slot& slot);
   void verify_extent(const Pass& pass, const Extent& extent, const OpenFile& file,
                      const std::vector<iovec>& pieces, std::uint64_t begin) const;
@@ -76,6 +81,7 @@ class ReadJob {  // Not thread-safe.
   std::unique_ptr<std::atomic<bool>[]> touched_;
   std::size_t touched_count_ = 0;
   ReadReport report_;
+  std::atomic<std::uint32_t> kept_open_{0};
   std::atomic<std::uint64_t> read_bytes_{0};
   std::atomic<std::uint64_t> verified_bytes_{0};
   std::atomic<std::uint64_t> in_place_bytes_{0};

@@ -46,7 +46,8 @@ ReadRegion random_box(RandomSource& random, const Saved& saved, std::size_t i,
 // Reads everything and random boxes of it in one call; compares with the sources.
 void check_reads(RandomSource& random, const ScratchDir& dir, const Saved& saved, bool verify,
                  bool use_direct) {
-  ReadJob job(dir.fd(), dir.path(), {4, kSegmentBytes, use_direct, verify});
+  const auto max_open = static_cast<std::uint32_t>(random.below(saved.files.size() + 1));
+  ReadJob job(dir.fd(), dir.path(), {4, kSegmentBytes, use_direct, verify, max_open});
   const std::vector<LocatedItem> located = job.locate(saved.files, saved.wanted, {});
   for (int pass = 0; pass < 2; ++pass) {  // a job serves several windows
     std::vector<ReadRegion> regions;
@@ -145,7 +146,8 @@ TEST(flipped_byte_is_found_and_named) {
     const std::uint64_t at = row.payload_offset + random.below(row.payload_bytes);
     const StoredFileSpec& file = saved.files[saved.sources[victim].file];
     dir.flip_byte(file.path, at);
-    ReadJob job(dir.fd(), dir.path(), {4, kSegmentBytes, round % 4 < 2, true});
+    const auto max_open = static_cast<std::uint32_t>(round % 3);
+    ReadJob job(dir.fd(), dir.path(), {4, kSegmentBytes, round % 4 < 2, true, max_open});
     const std::vector<LocatedItem> located = job.locate(saved.files, saved.wanted, {});
     const std::size_t files_open = count_of_open_files();
     std::vector<std::byte> out(row.payload_bytes);
@@ -228,6 +230,36 @@ TEST(items_that_the_index_does_not_hold_are_refused) {
   job.locate({saved.files[0]}, {}, {});
   CHECK_THROWS(job.locate({saved.files[1]}, {saved.wanted[0]}, {}), ErrorCode::kPlan);
   CHECK_THROWS(job.locate({}, {{9, 0, 0, true}}, {}), ErrorCode::kPlan);
+}
+
+TEST(files_that_stay_open_are_read_after_they_were_removed) {
+  RandomSource random(133);
+  for (const std::uint32_t max_open : {0u, 2u}) {
+    const ScratchDir dir;
+    const Saved saved = save_random(random, dir, 2, 2, false);
+    const std::size_t files_before = count_of_open_files();
+    {
+      ReadJob job(dir.fd(), dir.path(), {4, kSegmentBytes, true, true, max_open});
+      const std::vector<LocatedItem> located = job.locate(saved.files, saved.wanted, {});
+      CHECK_EQ(count_of_open_files(), files_before + 1 + max_open);  // and the directory
+      for (const StoredFileSpec& file : saved.files) {
+        std::filesystem::remove(dir.path() + "/" + file.path);
+      }
+      for (int pass = 0; pass < 2; ++pass) {
+        for (std::size_t i = 0; i < saved.sources.size(); ++i) {
+          std::vector<std::byte> found(saved.sources[i].payload.size());
+          const std::vector<ReadRegion> regions{whole(saved, i, located[i], found.data())};
+          if (max_open == 0 && !found.empty()) {
+            CHECK_THROWS(job.read(regions, {}), ErrorCode::kStorage);
+          } else {
+            job.read(regions, {});
+            CHECK(found == saved.sources[i].payload);
+          }
+        }
+      }
+    }
+    CHECK_EQ(count_of_open_files(), files_before);
+  }
 }
 
 TEST(items_for_a_file_that_is_complete_are_refused) {

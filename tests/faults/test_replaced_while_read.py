@@ -38,26 +38,6 @@ def failed_load(target: dict[str, Any], reader: DcpxReader) -> BaseException:
     return error
 
 
-def test_checkpoint_that_is_replaced_between_finding_and_reading_is_said_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(state_of(0), tmp_path)
-    find = DcpxReader._locate
-
-    def find_then_replace(self: DcpxReader, *args: Any) -> Any:
-        found = find(self, *args)
-        save(state_of(1), tmp_path)
-        return found
-
-    monkeypatch.setattr(DcpxReader, "_locate", find_then_replace)
-    error = failed_load(state_of(2), DcpxReader(tmp_path))
-    assert isinstance(error, StorageError)
-    assert error.errno == errno.ESTALE
-    assert "replaced by save" in str(error)
-    monkeypatch.undo()
-    assert_loads(state_of(1), tmp_path)
-
-
 def test_io_error_of_a_load_names_every_tensor_that_changed(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     options = ReadOptions(workers=1, direct_io=False)

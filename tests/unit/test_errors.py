@@ -112,6 +112,7 @@ def read_job(directory: Path) -> Iterator[Any]:
             slot_bytes=1 << 20,
             use_direct=False,
             verify=True,
+            max_open_files=0,
         )
     finally:
         os.close(fd)

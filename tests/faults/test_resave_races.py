@@ -1,0 +1,164 @@
+"""Loads that meet a re-save: the old checkpoint, the new one, or ESTALE before a tensor changed."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saves import assert_loads, raises_one, save
+from states import assert_same
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from torch_dcpx import DcpxReader, ReadOptions, StorageError, reader
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    return {f"t{i}": torch.full((200_000,), float(10 * seed + i)) for i in range(6)}
+
+
+class ReplacedReader(DcpxReader):
+    """Runs `meanwhile` right after the step named `after`."""
+
+    after = ""
+    meanwhile: Callable[[], None]
+
+    def _step(self, name: str, result: Any) -> Any:
+        if name == self.after:
+            self.meanwhile()
+        return result
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("read_metadata", super().read_metadata(*args, **kwargs))
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return self._step("prepare_local_plan", super().prepare_local_plan(plan))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return self._step("prepare_global_plan", super().prepare_global_plan(plans))
+
+
+def replaced_reader(path: Path, after: str, **options: Any) -> ReplacedReader:
+    found = ReplacedReader(path, options=ReadOptions(**options))
+    found.after = after
+    found.meanwhile = lambda: save(state_of(1), path)
+    return found
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_checkpoint_replaced_before_its_files_are_open_touches_nothing(
+    tmp_path: Path, writer: str
+) -> None:
+    save(state_of(0), tmp_path, writer)
+    target = state_of(2)
+    with raises_one(StorageError) as raised:
+        dcp.load(target, storage_reader=replaced_reader(tmp_path, "read_metadata"), no_dist=True)
+    assert raised.error.errno == errno.ESTALE
+    assert "was replaced by save" in str(raised.error)
+    assert raised.error.touched == ()
+    assert_same(state_of(2), target)
+    assert_loads(state_of(1), tmp_path)
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("after", ["prepare_local_plan", "prepare_global_plan"])
+@pytest.mark.parametrize("direct_io", [True, False])
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_checkpoint_replaced_once_its_files_are_open_is_read_whole(
+    tmp_path: Path, after: str, direct_io: bool, writer: str
+) -> None:
+    save(state_of(0), tmp_path, writer)
+    target = state_of(2)
+    dcp.load(target, storage_reader=replaced_reader(tmp_path, after, direct_io=direct_io),
+             no_dist=True)  # fmt: skip
+    assert_same(state_of(0), target)
+    assert_loads(state_of(1), tmp_path)
+
+
+def test_more_files_than_may_stay_open_are_said_to_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state_of(0), tmp_path, single_file_per_rank=False)
+    monkeypatch.setattr(reader, "_max_open_files", lambda: 0)
+    target = state_of(2)
+    with raises_one(StorageError) as raised:
+        dcp.load(target, storage_reader=replaced_reader(tmp_path, "prepare_local_plan"),
+                 no_dist=True)  # fmt: skip
+    assert raised.error.errno == errno.ESTALE
+    changed = {key for key in target if not torch.equal(target[key], state_of(2)[key])}
+    assert changed <= set(raised.error.touched)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4, 6, 4096])
+def test_any_limit_of_open_files_loads_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    save(state_of(0), tmp_path, single_file_per_rank=False)
+    monkeypatch.setattr(reader, "_max_open_files", lambda: limit)
+    options = ReadOptions(host_memory_bytes=1 << 20, workers=1)
+    target = {key: value.double() for key, value in state_of(2).items()}  # staged: many windows
+    dcp.load(target, storage_reader=DcpxReader(tmp_path, options=options), no_dist=True)
+    assert_same({key: value.double() for key, value in state_of(0).items()}, target)
+
+
+def prepared(path: Path) -> tuple[DcpxReader, LoadPlan]:
+    """Returns a reader and its rank's plan, as far as DCP's first collective."""
+    found = DcpxReader(path)
+    metadata = found.read_metadata()
+    found.set_up_storage_reader(metadata, True, rank=0, use_collectives=True)
+    planner = dcp.DefaultLoadPlanner()
+    planner.set_up_planner(state_of(2), metadata, True)
+    return found, found.prepare_local_plan(planner.create_local_plan())
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_ranks_that_found_different_saves_are_told_apart(tmp_path: Path, writer: str) -> None:
+    save(state_of(0), tmp_path, writer)
+    coordinator, first = prepared(tmp_path)
+    same = prepared(tmp_path)[1]
+    assert coordinator.prepare_global_plan([first, same]) == [first, same]
+    save(state_of(1), tmp_path, writer)
+    other = prepared(tmp_path)[1]
+    with pytest.raises(StorageError, match=r"rank 0 read .* rank 3 of ") as caught:
+        coordinator.prepare_global_plan(
+            [first, same, LoadPlan([]), pickle.loads(pickle.dumps(other))]
+        )
+    assert caught.value.errno == errno.ESTALE
+    assert caught.value.touched == ()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_files_of_a_load_that_went_no_further_are_closed_by_the_next(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    kept, _ = prepared(tmp_path)
+    assert kept._found is not None
+    copy = pickle.loads(pickle.dumps(kept))
+    for again in (kept, copy):
+        target = state_of(2)
+        dcp.load(target, storage_reader=again, no_dist=True)
+        assert_same(state_of(0), target)
+        assert again._found is None
+
+
+def test_plan_that_changed_after_the_files_were_opened_is_served(tmp_path: Path) -> None:
+    """A planner may put items into its final plan that its local plan did not have."""
+    save(state_of(0), tmp_path)
+
+    class LatePlanner(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            self.whole = super().create_local_plan()
+            return LoadPlan(self.whole.items[:2])
+
+        def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+            return self.whole
+
+    target = state_of(2)
+    dcp.load(target, storage_reader=DcpxReader(tmp_path), planner=LatePlanner(), no_dist=True)
+    assert_same(state_of(0), target)
