@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
-__all__ = ["dtype_by_name", "dtype_name", "framing_of", "storage_dtypes"]
+__all__ = ["dtype_by_name", "dtype_name", "framing_of", "is_save_frame", "storage_dtypes"]
 
 
 @cache
@@ -61,3 +63,10 @@ def increment_version(tensor: torch.Tensor) -> None:
     if not tensor.is_inference():
         bump: Any = torch.autograd.graph.increment_version
         bump(tensor)
+
+
+def is_save_frame(frame: FrameType, writer: object) -> bool:
+    """Returns whether a frame is that of DCP's save through `writer`."""
+    if frame.f_code is not state_dict_saver._save_state_dict.__code__:
+        return False
+    return frame.f_locals.get("storage_writer") is writer

@@ -4,15 +4,16 @@
    file table's size. Else nothing is published.
 2. `.metadata` is written under a name of its own, fsynced, and renamed over the old one; the
    directory is fsynced. The rename is the commit.
-3. Data files that the replaced metadata named, and leftovers that no metadata names, are removed.
-   The new checkpoint is durable by then: what fails here is logged and left to the next save.
+3. Data files that the replaced metadata named, rank-local metadata that a global checkpoint
+   replaces, and leftovers that no metadata names, are removed. The new checkpoint is durable by
+   then: what fails here is logged and left to the next save, which removes leftovers first.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -20,24 +21,29 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import DcpxError, PlanError, StorageError
 from torch_dcpx.layout import (
+    METADATA_NAME,
     FileEntry,
     is_data_file_name,
     is_metadata_name,
     is_temporary_name,
     temporary_name,
 )
-from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.metadata import decode_file_names, encode_metadata
 
 __all__ = [
+    "Leftovers",
     "WriteResults",
     "publish",
     "referenced_files",
     "remove_replaced",
     "remove_unpublished",
+    "take_over_rank_local",
     "verify_results",
 ]
 
 logger = logging.getLogger("torch_dcpx")
+
+Leftovers: TypeAlias = int | Literal["everybody", "nobody"]  # a rank's
 
 
 class WriteResults(list[WriteResult]):
@@ -155,31 +161,43 @@ def referenced_files(directory: Directory, name: str) -> set[str] | None:
     a removal reach outside.
     """
     try:
-        data = directory.read_small(name)
-        storage_data = decode_metadata(
-            data, str(directory.path / name), with_planner_data=False
-        ).metadata.storage_data
+        paths = decode_file_names(directory.read_small(name), str(directory.path / name))
     except DcpxError as error:
         logger.warning("what '%s' names is not removed: %s", name, error)
         return None
-    if not isinstance(storage_data, dict):
-        return set()
-    paths = {info.relative_path for info in storage_data.values()}
     return {path for path in paths if is_data_file_name(path)}
 
 
-def remove_replaced(
-    directory: Directory, replaced: set[str], *, rank: int | None = None
-) -> list[str]:
+def take_over_rank_local(directory: Directory) -> set[str]:
+    """Removes `__{rank}.metadata` of saves that a global checkpoint has just replaced.
+
+    Returns:
+        The data files that they named. One that cannot be read stays, as does all it may name.
+    """
+    replaced: set[str] = set()
+    try:
+        for name in directory.names():
+            if not is_metadata_name(name) or name == METADATA_NAME:
+                continue
+            files = referenced_files(directory, name)
+            if files is not None:
+                directory.unlink(name)
+                replaced |= files
+    except StorageError as error:
+        logger.warning("rank-local metadata of a replaced checkpoint stay: %s", error)
+    return replaced
+
+
+def remove_replaced(directory: Directory, replaced: set[str], leftovers: Leftovers) -> list[str]:
     """Removes data files that no metadata of the directory names any more.
 
     Args:
-        directory: of the checkpoint that was just committed, under its lock.
-        replaced: files of the metadata that was replaced.
-        rank: in rank-local mode: only this rank's leftovers of failed saves are removed.
+        directory: of a checkpoint, under its lock if leftovers are to go as well.
+        replaced: files of metadata that is not there any more.
+        leftovers: whose files of failed saves go with them: a rank's, everybody's or nobody's.
 
     Returns:
-        The names removed. Failures are logged: the save itself is done.
+        The names removed. Failures are logged: the save itself goes on, or is done.
     """
     removed: list[str] = []
     try:
@@ -190,7 +208,11 @@ def remove_replaced(
             if files is None:
                 return removed  # who knows what it names: nothing is removed
             kept |= files
-        own = ("__", ".metadata.") if rank is None else (f"__{rank}_", f"__{rank}.metadata.")
+        own: tuple[str, ...] = ()
+        if leftovers == "everybody":
+            own = ("__", ".metadata.")
+        elif leftovers != "nobody":
+            own = (f"__{leftovers}_", f"__{leftovers}.metadata.")
         candidates = replaced | {name for name in names if name.startswith(own)}
         for name in sorted(candidates - kept):
             is_ours = is_data_file_name(name) or is_temporary_name(name)

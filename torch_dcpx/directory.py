@@ -204,3 +204,21 @@ class Directory:
             _fsync_entries(self.fd, self.path)
         except OSError as error:
             raise storage_error("fsync directory", self.path, error) from error
+
+    def sync_parent(self) -> None:
+        """Makes the directory's own entry durable, where its parent may be read.
+
+        Raises:
+            StorageError: the fsync failed.
+        """
+        try:
+            fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        except OSError as error:
+            logger.warning("the entry of '%s' in its parent is not synced: %s", self.path, error)
+            return
+        try:
+            _fsync_entries(fd, self.path.parent)
+        except OSError as error:
+            raise storage_error("fsync directory", self.path.parent, error) from error
+        finally:
+            os.close(fd)

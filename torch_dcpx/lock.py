@@ -1,9 +1,8 @@
 """One save at a time in a directory: flock on `.dcpx.lock`, held by the coordinator.
 
 The lock belongs to an open file description and dies with the process, however it ends. Within the
-process, a table keyed by (device, inode) says who holds it. DCP tells a writer nothing when a save
-fails on another rank, so a lock whose owner cannot come back is free: the same thread starts
-another save, the owning thread has ended, or the writer was collected.
+process, a table keyed by (device, inode) says who holds it, so that the lock of a save that is over
+without a word to its writer (see running_save.py) is given back to whoever wants it next.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import ConcurrentSaveError
+from torch_dcpx.running_save import RunningSave
 
 __all__ = ["SaveLock"]
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("torch_dcpx")
 
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _Key = tuple[int, int]  # (st_dev, st_ino)
-_held: dict[_Key, tuple[int, weakref.ref[SaveLock]]] = {}  # descriptor and its owner
+_held: dict[_Key, dict[int, weakref.ref[SaveLock]]] = {}  # by descriptor; several if shared
 _guard = threading.RLock()
 _warned: set[int] = set()  # devices without locks that were named once
 
@@ -41,12 +41,15 @@ def _boot_id() -> str:
 class SaveLock:
     """A lock of one save. Released by `release`, by garbage collection and by process exit."""
 
-    def __init__(self, directory: Directory, name: str, *, is_shared: bool = False) -> None:
+    def __init__(
+        self, directory: Directory, name: str, save: RunningSave, *, is_shared: bool = False
+    ) -> None:
         """Takes the lock at once or not at all.
 
         Args:
             directory: the checkpoint directory.
             name: name of the lock file in it.
+            save: on whose behalf; when it is over, so is the lock's hold on this process.
             is_shared: LOCK_SH, for ranks that only exclude a global save.
 
         Raises:
@@ -55,36 +58,38 @@ class SaveLock:
         """
         self.path = directory.path / name
         self.is_held = False  # False as well where the file system has no locks
-        self._thread = threading.current_thread()
+        self._save = save
+        self._is_shared = is_shared
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._fd = os.open(name, flags, 0o666, dir_fd=directory.fd)
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error
         try:
-            key = self._acquire(is_shared)
+            key = self._acquire()
         except BaseException:
             os.close(self._fd)
             raise
         self._finalizer = weakref.finalize(self, _release, self._fd, key, os.getpid())
-        if key is not None:
+        if key is not None and not is_shared:
             self._note_owner()
 
-    def _acquire(self, is_shared: bool) -> _Key | None:
-        """Returns what the lock is entered under in the table of exclusive ones, if it is."""
+    def _acquire(self) -> _Key | None:
+        """Returns what the lock is entered under in the table; None: there are no locks here."""
         status = os.fstat(self._fd)
         key = (status.st_dev, status.st_ino)
         with _guard:
-            entry = _held.get(key)
-            holder = entry[1]() if entry is not None else None
-            if holder is not None and holder.is_held:
-                if holder._is_abandoned():
+            for entry in list(_held.get(key, {}).values()):
+                holder = entry()
+                if holder is None:
+                    continue
+                if not holder._save.is_under_way():
                     holder.release()
-                elif not is_shared:
+                elif not (self._is_shared and holder._is_shared):
                     raise self._concurrent()
             try:
                 fcntl.flock(
-                    self._fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
+                    self._fd, (fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
                 )
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
@@ -101,9 +106,7 @@ class SaveLock:
                     )
                 return None
             self.is_held = True
-            if is_shared:
-                return None
-            _held[key] = (self._fd, weakref.ref(self))
+            _held.setdefault(key, {})[self._fd] = weakref.ref(self)
             return key
 
     def _note_owner(self) -> None:
@@ -114,10 +117,6 @@ class SaveLock:
             os.ftruncate(self._fd, len(owner))
         except OSError as error:
             logger.warning("'%s' does not name its owner: %s", self.path, error)
-
-    def _is_abandoned(self) -> bool:
-        """A save of a thread that starts another one, or has ended, cannot be under way."""
-        return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def _concurrent(self) -> ConcurrentSaveError:
         owner = os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip() or "unknown"
@@ -137,8 +136,10 @@ class SaveLock:
 
 def _release(fd: int, key: _Key | None, owner_pid: int) -> None:
     with _guard:
-        if key is not None and _held.get(key, (-1,))[0] == fd:
-            del _held[key]
+        if key is not None:
+            _held[key].pop(fd, None)
+            if not _held[key]:
+                del _held[key]
         # Closing is not enough: a child forked in the meantime shares the lock and would keep it.
         # The child itself must not give away what is its parent's.
         if os.getpid() == owner_pid:

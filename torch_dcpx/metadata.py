@@ -34,7 +34,7 @@ from torch_dcpx.metadata_encode import encode_columns, encode_pickle, stock_stor
 from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.unpickle import malformed_is_corruption
 
-__all__ = ["CheckpointMetadata", "decode_metadata", "encode_metadata"]
+__all__ = ["CheckpointMetadata", "decode_file_names", "decode_metadata", "encode_metadata"]
 
 _MAGIC = b"DCPXMETA"
 _VERSION = 1
@@ -106,7 +106,6 @@ def decode_metadata(
     *,
     safe_globals: Sequence[Any] = (),
     trusted: bool = False,
-    with_planner_data: bool = True,
 ) -> CheckpointMetadata:
     """Reads the content of a `.metadata` file, ours or stock's.
 
@@ -115,8 +114,6 @@ def decode_metadata(
         path: its name, for errors.
         safe_globals: classes and functions that planner_data may name beside stock's own.
         trusted: unpickle without an allow-list, where there is something to unpickle.
-        with_planner_data: False leaves out planner_data that only the pickle holds, for callers
-            that ask what is stored where.
 
     Raises:
         CorruptionError: the bytes are not what was written.
@@ -124,7 +121,7 @@ def decode_metadata(
         UnsupportedError: a newer version of the format.
     """
     with paused_gc():
-        if len(data) < _TAIL.size or data[-_TAIL.size :][: len(_MAGIC)] != _MAGIC:
+        if not _has_tail(data):
             metadata = _load_pickle(data, path, safe_globals, trusted)
             return CheckpointMetadata(metadata, None, None)
         pickle_bytes, columns = _check_tail(data, path)
@@ -136,10 +133,10 @@ def decode_metadata(
         where = columns.header.get("planner_data")
         if where == "columns":
             planner = decode_planner(columns, strings)
-        elif where == "pickle" and with_planner_data:
+        elif where == "pickle":
             stock = data[:pickle_bytes]
             planner = _load_pickle(stock, path, safe_globals, trusted).planner_data
-        elif where not in ("none", "pickle"):
+        elif where != "none":
             raise columns.error(f"planner_data is said to be in {where!r}")
         meta = decode_storage_meta(columns)
         version = optional_str(columns, columns.header, "version")
@@ -147,6 +144,26 @@ def decode_metadata(
         return CheckpointMetadata(
             Metadata(entries, planner, storage, meta, version), save_id, files
         )
+
+
+def decode_file_names(data: bytes, path: str) -> set[str]:
+    """Returns the data files that the content of a `.metadata` file names, ours or stock's.
+
+    Raises:
+        CorruptionError, UnsafePickleError, UnsupportedError: as `decode_metadata`.
+    """
+    with paused_gc():
+        if _has_tail(data):
+            _, columns = _check_tail(data, path)
+            return set(decode_files(columns, columns.strings()))
+        storage_data = _load_pickle(data, path, (), False).storage_data
+        if not isinstance(storage_data, dict):
+            return set()
+        return {info.relative_path for info in storage_data.values()}
+
+
+def _has_tail(data: bytes) -> bool:
+    return len(data) >= _TAIL.size and data[-_TAIL.size :][: len(_MAGIC)] == _MAGIC
 
 
 def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:

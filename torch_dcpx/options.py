@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch_dcpx.errors import OptionError
 
-__all__ = ["ReadOptions", "WriteOptions"]
+__all__ = ["ReadOptions", "WriteOptions", "merge_write_options"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -155,3 +155,42 @@ class ReadOptions:
     def resolved_workers(self) -> int:
         """Returns the number of threads that a load starts."""
         return _usable_workers(self.workers, self.host_memory_bytes, self.slot_bytes)
+
+
+def merge_write_options(
+    options: WriteOptions | None, thread_count: int | None, sync_files: bool | None
+) -> WriteOptions:
+    """Returns the options with `FileSystemWriter`'s arguments merged in.
+
+    Raises:
+        OptionError: two of them contradict each other.
+    """
+    if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
+        raise OptionError(
+            f"thread_count must be None or an int >= 1, got {thread_count!r}",
+            option="thread_count",
+            value=thread_count,
+        )
+    if options is None:
+        durability = "none" if sync_files is False else "full"
+        slots = (thread_count or 0) * WriteOptions.slot_bytes
+        return WriteOptions(
+            durability=durability,  # type: ignore[arg-type]
+            workers=thread_count,
+            host_memory_bytes=max(WriteOptions.host_memory_bytes, slots),
+        )
+    if sync_files is not None and sync_files != (options.durability == "full"):
+        raise OptionError(
+            f"sync_files={sync_files} contradicts options.durability={options.durability!r}; "
+            "give one of them",
+            option="sync_files",
+            value=sync_files,
+        )
+    if thread_count is not None and thread_count != options.workers:
+        raise OptionError(
+            f"thread_count={thread_count} contradicts options.workers={options.workers}; "
+            "give one of them",
+            option="thread_count",
+            value=thread_count,
+        )
+    return options

@@ -1,7 +1,7 @@
 """DcpxWriter: the drop-in for `torch.distributed.checkpoint.FileSystemWriter`.
 
-set_up_storage_writer   remembers rank and mode, gives back what a failed save left
-prepare_local_plan      makes the directory, takes the lock (coordinator)
+set_up_storage_writer   claims the writer, remembers rank and mode
+prepare_local_plan      makes the directory, takes the lock, removes leftovers (coordinator)
 write_data              resolves, writes and fsyncs this rank's files, fsyncs the directory
 finish                  checks the results of all ranks, commits, removes what was replaced
 """
@@ -30,18 +30,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_dcpx.commit import (
+    Leftovers,
     WriteResults,
     publish,
     referenced_files,
     remove_replaced,
     remove_unpublished,
+    take_over_rank_local,
     verify_results,
 )
 from torch_dcpx.directory import Directory, make_directory
-from torch_dcpx.errors import OptionError, StorageError, UnsupportedError
+from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.layout import LOCK_NAME, METADATA_NAME, is_metadata_name, metadata_name
 from torch_dcpx.lock import SaveLock
-from torch_dcpx.options import WriteOptions
+from torch_dcpx.options import WriteOptions, merge_write_options
+from torch_dcpx.running_save import RunningSave, WriterUse
 from torch_dcpx.write_files import write_files
 from torch_dcpx.write_table import WriteTable, check_unique, transform_by
 
@@ -71,46 +74,12 @@ class WriteReport:
     slot_bytes: int
 
 
-def _resolve_options(
-    options: WriteOptions | None, thread_count: int | None, sync_files: bool | None
-) -> WriteOptions:
-    """Merges stock's arguments into the options. Raises: OptionError on contradiction."""
-    if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
-        raise OptionError(
-            f"thread_count must be None or an int >= 1, got {thread_count!r}",
-            option="thread_count",
-            value=thread_count,
-        )
-    if options is None:
-        durability = "none" if sync_files is False else "full"
-        slots = (thread_count or 0) * WriteOptions.slot_bytes
-        return WriteOptions(
-            durability=durability,  # type: ignore[arg-type]
-            workers=thread_count,
-            host_memory_bytes=max(WriteOptions.host_memory_bytes, slots),
-        )
-    if sync_files is not None and sync_files != (options.durability == "full"):
-        raise OptionError(
-            f"sync_files={sync_files} contradicts options.durability={options.durability!r}; "
-            "give one of them",
-            option="sync_files",
-            value=sync_files,
-        )
-    if thread_count is not None and thread_count != options.workers:
-        raise OptionError(
-            f"thread_count={thread_count} contradicts options.workers={options.workers}; "
-            "give one of them",
-            option="thread_count",
-            value=thread_count,
-        )
-    return options
-
-
 class DcpxWriter(FileSystemWriter):
     """Writes checkpoints that stock `dcp.load` reads, at the speed of the storage.
 
     Every save is all or nothing: until the last step the previous checkpoint of the directory stays
-    as it was. One save at a time; reusable for many. Not thread-safe. Picklable between saves.
+    as it was. One save at a time, from any thread: a second one meanwhile is refused. Reusable for
+    many. Picklable; a copy has no part in the save under way.
     """
 
     def __init__(
@@ -146,7 +115,7 @@ class DcpxWriter(FileSystemWriter):
             OptionError: a value that cannot work, or two that contradict each other.
             UnsupportedError: SAFETENSORS, or a URL as path.
         """
-        self.options = _resolve_options(options, thread_count, sync_files)
+        self.options = merge_write_options(options, thread_count, sync_files)
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise UnsupportedError(
                 f"serialization_format={serialization_format} is not written by DcpxWriter; use "
@@ -168,26 +137,59 @@ class DcpxWriter(FileSystemWriter):
         self._is_coordinator = False
         self._own_files: list[str] = []  # of the save under way
         self._locks: list[SaveLock] = []
+        self._use = WriterUse()
+        self._save: RunningSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_locks": []}  # a lock stays with the process that took it
+        # Locks and the save under way stay with the process that has them; so do staging buffers,
+        # which would be sent along with the state that was staged into them.
+        return {**self.__dict__, "_locks": [], "_save": None, "state_dict_cache": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Starts another save, to `checkpoint_id` where given. Raises: UnsupportedError."""
+        """Starts another save, to `checkpoint_id` where given.
+
+        Raises:
+            UnsupportedError: a URL as `checkpoint_id`.
+            ConcurrentSaveError: a save through this writer is under way.
+        """
         if checkpoint_id:
             _refuse_url(checkpoint_id)
+            self._use.retarget(os.fspath(checkpoint_id))
+        else:
+            self._use.check()
         self._release()
         super().reset(checkpoint_id)
 
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies `state_dict` to the host for `dcp.async_save`, as stock.
+
+        With `cache_staged_state_dict` the copy's buffers serve the next call again, unless a save
+        still holds what the last one returned: then new ones are made.
+
+        Raises:
+            ConcurrentSaveError: a save through this writer is under way.
+        """
+        self._use.check()
+        if self._use.is_lent:
+            self.state_dict_cache = None
+        staged = super().stage(state_dict)
+        return self._use.lend(staged) if self.cache_staged_state_dict else staged
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP on every rank before anything else of a save."""
+        """Called by DCP on every rank before anything else of a save.
+
+        Raises:
+            ConcurrentSaveError: another save through this writer is under way.
+        """
+        save = self._use.begin(self, str(self.path))
+        self._release()
+        self._save = save
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
         self._own_files = []
-        self._release()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the directory and takes the lock.
+        """Makes the directory, takes the lock, and removes what failed saves left behind.
 
         Raises:
             RuntimeError: it holds a checkpoint and `overwrite` is False (stock's text).
@@ -206,7 +208,10 @@ class DcpxWriter(FileSystemWriter):
             with Directory(self._directory_path()) as directory:
                 self._refuse_shadowed(directory)
                 self._lock(directory)
-            return super().prepare_local_plan(plan)
+                plan = super().prepare_local_plan(plan)
+                if self._locks:
+                    self._tidy(directory)
+            return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; durable, with the directory's entries, when it returns.
@@ -285,9 +290,27 @@ class DcpxWriter(FileSystemWriter):
         if directory.is_regular(name):
             replaced = referenced_files(directory, name) or set()
         publish(directory, name, metadata, files, self.save_id, is_durable=self._is_durable)
-        if self._locks and all(lock.is_held for lock in self._locks):
-            rank = None if self.use_collectives else self.rank
-            remove_replaced(directory, replaced, rank=rank)
+        if self._is_locked and self.use_collectives:
+            replaced |= take_over_rank_local(directory)
+        remove_replaced(directory, replaced, self._leftovers_of())
+
+    def _tidy(self, directory: Directory) -> None:
+        """Makes room and order before a save: it may fail for want of either."""
+        name = metadata_name(None if self.use_collectives else self.rank)
+        if name in directory.names():
+            remove_replaced(directory, set(), self._leftovers_of())
+        elif self._is_durable:
+            directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made
+
+    def _leftovers_of(self) -> Leftovers:
+        """Whose leftovers may be removed: nobody's where no lock says that no other save runs."""
+        if not self._is_locked:
+            return "nobody"
+        return "everybody" if self.use_collectives or self.rank is None else self.rank
+
+    @property
+    def _is_locked(self) -> bool:
+        return bool(self._locks) and all(lock.is_held for lock in self._locks)
 
     def _remove_unpublished(self, name: str) -> None:
         try:
@@ -308,11 +331,12 @@ class DcpxWriter(FileSystemWriter):
         return min(max(ahead, self.options.slot_bytes), self.options.host_memory_bytes)
 
     def _lock(self, directory: Directory) -> None:
+        save = self._save or RunningSave(self)
         if not self.use_collectives and self.rank is not None:
-            self._locks.append(SaveLock(directory, LOCK_NAME, is_shared=True))
-            self._locks.append(SaveLock(directory, f".dcpx.{self.rank}.lock"))
+            self._locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=True))
+            self._locks.append(SaveLock(directory, f".dcpx.{self.rank}.lock", save))
         elif self._is_coordinator:
-            self._locks.append(SaveLock(directory, LOCK_NAME))
+            self._locks.append(SaveLock(directory, LOCK_NAME, save))
 
     def _refuse_shadowed(self, directory: Directory) -> None:
         """Every load prefers a global checkpoint to rank-local ones beside it."""
@@ -324,8 +348,11 @@ class DcpxWriter(FileSystemWriter):
             )
 
     def _release(self) -> None:
+        """Ends the save: its locks are free, and so is the writer."""
         while self._locks:
             self._locks.pop().release()
+        if self._save is not None:
+            self._save.end()
 
     @contextmanager
     def _release_on_error(self) -> Iterator[None]:

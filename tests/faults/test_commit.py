@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import fcntl
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -117,12 +119,117 @@ def test_nothing_is_removed_where_some_metadata_cannot_be_read(
     assert "is not removed" in caplog.text
 
 
-def test_files_named_by_another_ranks_metadata_stay(tmp_path: Path) -> None:
-    for rank_local in (True, False, False):
-        dcp.save(state_of(), storage_writer=DcpxWriter(tmp_path), no_dist=True,
-                 use_collectives=not rank_local)  # fmt: skip
-    local = pickle.loads((tmp_path / "__0.metadata").read_bytes()).storage_data.values()
-    assert {info.relative_path for info in local} < set(data_files(tmp_path))
+def save_rank_local(state: dict[str, Any], directory: Path, rank: int) -> None:
+    """Saves as `rank` of a job without collectives does."""
+
+    class RankWriter(DcpxWriter):
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            super().set_up_storage_writer(is_coordinator, rank=rank, use_collectives=False)
+
+    dcp.save(state, storage_writer=RankWriter(directory), no_dist=True, use_collectives=False)
+
+
+def test_rank_local_save_removes_its_own_ranks_files_alone(tmp_path: Path) -> None:
+    for rank in (0, 1, 11):
+        save_rank_local(state_of(rank), tmp_path, rank)
+        (tmp_path / f"__{rank}_7.distcp").write_text("leftover")
+    before = data_files(tmp_path)
+    save_rank_local(state_of(5), tmp_path, 1)
+    gone = set(before) - set(data_files(tmp_path))
+    assert gone == {name for name in before if name.startswith("__1_")}
+    assert len(data_files(tmp_path)) == len(before) - 1
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_global_save_replaces_the_rank_local_checkpoints_of_all_ranks(
+    tmp_path: Path, writer: str
+) -> None:
+    for rank in range(3):
+        if writer == "ours":
+            save_rank_local(state_of(rank), tmp_path, rank)
+        else:
+            dcp.save(state_of(), storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True,
+                     use_collectives=False)  # fmt: skip
+    save(state_of(7), tmp_path)
+    assert not list(tmp_path.glob("__*.metadata"))
+    assert_loads(state_of(7), tmp_path)
+    assert data_files(tmp_path) == referenced(tmp_path)
+
+
+def test_rank_local_metadata_that_cannot_be_read_keeps_everything(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        save_rank_local(state_of(rank), tmp_path, rank)
+    (tmp_path / "__1.metadata").write_bytes(b"\x80\x04garbage")
+    before = data_files(tmp_path)
+    save(state_of(7), tmp_path)
+    assert set(before) < set(data_files(tmp_path))
+    assert (tmp_path / "__1.metadata").exists()
+    assert_loads(state_of(7), tmp_path)
+
+
+def test_leftovers_make_room_before_the_next_save_writes(tmp_path: Path) -> None:
+    """Ranks that succeeded in a save that failed elsewhere leave whole files behind."""
+    save(state_of(), tmp_path)
+    (tmp_path / "__3_0.0123456789ab.distcp").write_bytes(bytes(1000))
+    seen: list[list[str]] = []
+
+    class LookingPlanner(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            seen.append(data_files(tmp_path))
+            return super().resolve_data(write_item)
+
+    dcp.save(state_of(1), storage_writer=DcpxWriter(tmp_path), planner=LookingPlanner(),
+             no_dist=True)  # fmt: skip
+    assert seen
+    assert all("__3_0.0123456789ab.distcp" not in names for names in seen)
+    assert_whole(state_of(1), tmp_path)
+
+
+def test_refused_overwrite_removes_no_leftovers(tmp_path: Path) -> None:
+    save(state_of(), tmp_path)
+    (tmp_path / "__3_0.distcp").write_text("x")
+    with raises_one(RuntimeError):
+        save(state_of(1), tmp_path, overwrite=False)
+    assert (tmp_path / "__3_0.distcp").exists()
+
+
+def test_without_locks_the_replaced_files_go_and_leftovers_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        if operation != fcntl.LOCK_UN:
+            raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("torch_dcpx.lock.fcntl.flock", refuse)
+    save(state_of(), tmp_path)
+    replaced = referenced(tmp_path)
+    (tmp_path / "__3_0.distcp").write_text("of a save that may be running")
+    save(state_of(1), tmp_path)
+    assert_loads(state_of(1), tmp_path)
+    assert not set(replaced) & set(data_files(tmp_path))
+    assert set(data_files(tmp_path)) == {*referenced(tmp_path), "__3_0.distcp"}
+
+
+def test_new_checkpoint_in_a_directory_of_somebody_else_is_synced_with_its_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def record(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    (tmp_path / "ckpt").mkdir()
+    save(state_of(), tmp_path / "ckpt")
+    assert str(tmp_path) in synced
+    synced.clear()
+    save(state_of(1), tmp_path / "ckpt")  # its entry is durable by now
+    assert str(tmp_path) not in synced
+    synced.clear()
+    save(state_of(1), tmp_path / "quick", sync_files=False)
+    assert synced == []
 
 
 # ---- overwrite=False, and results that contradict the metadata ----------------------------------

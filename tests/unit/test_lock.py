@@ -20,6 +20,7 @@ from conftest import RunPython
 from torch_dcpx import ConcurrentSaveError, StorageError, lock
 from torch_dcpx.directory import Directory
 from torch_dcpx.lock import SaveLock
+from torch_dcpx.running_save import RunningSave
 
 NAME = ".dcpx.lock"
 
@@ -28,7 +29,9 @@ import sys
 from pathlib import Path
 from torch_dcpx.directory import Directory
 from torch_dcpx.lock import SaveLock
-held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", is_shared=len(sys.argv) > 2)
+from torch_dcpx.running_save import RunningSave
+held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", RunningSave(SaveLock),
+                is_shared=len(sys.argv) > 2)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -38,6 +41,18 @@ sys.stdin.read()
 def directory(tmp_path: Path) -> Iterator[Directory]:
     with Directory(tmp_path) as opened:
         yield opened
+
+
+class Writer:
+    """Whatever a save is made through."""
+
+
+WRITER = Writer()
+
+
+def save_lock(directory: Directory, *, is_shared: bool = False) -> SaveLock:
+    """Takes the lock for a save that this thread begins here."""
+    return SaveLock(directory, NAME, RunningSave(WRITER), is_shared=is_shared)
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
@@ -80,8 +95,8 @@ def other_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str
 
 @pytest.mark.usefixtures("no_leaks")
 def test_lock_of_another_living_thread_is_refused_with_its_owner(directory: Directory) -> None:
-    first = SaveLock(directory, NAME)
-    error = in_thread(lambda: SaveLock(directory, NAME))
+    first = save_lock(directory)
+    error = in_thread(lambda: save_lock(directory))
     assert type(error) is ConcurrentSaveError
     assert f"pid={os.getpid()}" in error.owner
     assert f"host={socket.gethostname()}" in error.owner
@@ -89,35 +104,46 @@ def test_lock_of_another_living_thread_is_refused_with_its_owner(directory: Dire
     assert first.is_held
     first.release()
     del error
-    in_thread(lambda: SaveLock(directory, NAME).release())
+    in_thread(lambda: save_lock(directory).release())
 
 
 @pytest.mark.usefixtures("no_leaks")
 def test_lock_taken_again_by_the_same_thread_is_free(directory: Directory) -> None:
-    first = SaveLock(directory, NAME)
-    second = SaveLock(directory, NAME)
+    first = save_lock(directory)
+    second = save_lock(directory)
     assert (first.is_held, second.is_held) == (False, True)
     first.release()  # twice, and without taking the second's away
-    assert type(in_thread(lambda: SaveLock(directory, NAME))) is ConcurrentSaveError
+    assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError
     second.release()
 
 
 @pytest.mark.usefixtures("no_leaks")
+def test_shared_lock_of_a_save_that_is_over_does_not_stop_a_global_one(
+    directory: Directory,
+) -> None:
+    kept = [save_lock(directory, is_shared=True), save_lock(directory, is_shared=True)]
+    exclusive = save_lock(directory)  # the same thread begins another save: both are over
+    assert [lock.is_held for lock in [*kept, exclusive]] == [False, False, True]
+    exclusive.release()
+    assert lock._held == {}
+
+
+@pytest.mark.usefixtures("no_leaks")
 def test_lock_of_a_thread_that_ended_is_free(directory: Directory) -> None:
-    kept = in_thread(lambda: SaveLock(directory, NAME))
+    kept = in_thread(lambda: save_lock(directory))
     assert kept.is_held
-    second = SaveLock(directory, NAME)
+    second = save_lock(directory)
     assert (kept.is_held, second.is_held) == (False, True)
     second.release()
 
 
 @pytest.mark.usefixtures("no_leaks")
 def test_lock_that_nobody_refers_to_is_free(directory: Directory) -> None:
-    held = [SaveLock(directory, NAME)]
-    assert type(in_thread(lambda: SaveLock(directory, NAME))) is ConcurrentSaveError
+    held = [save_lock(directory)]
+    assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError
     held.clear()
     gc.collect()
-    in_thread(lambda: SaveLock(directory, NAME).release())
+    in_thread(lambda: save_lock(directory).release())
     assert lock._held == {}
 
 
@@ -126,25 +152,25 @@ def test_lock_of_another_process_is_refused_until_that_is_killed(
 ) -> None:
     process = other_process()
     with pytest.raises(ConcurrentSaveError) as caught:
-        SaveLock(directory, NAME)
+        save_lock(directory)
     assert f"pid={process.pid}" in (caught.value.owner or "")
     process.kill()
     process.wait(timeout=60)
-    SaveLock(directory, NAME).release()
+    save_lock(directory).release()
 
 
 def test_shared_locks_exclude_an_exclusive_one_and_not_each_other(
     directory: Directory, other_process: Callable[..., subprocess.Popen[str]]
 ) -> None:
     process = other_process("shared")
-    mine = SaveLock(directory, NAME, is_shared=True)
+    mine = save_lock(directory, is_shared=True)
     assert mine.is_held
     with pytest.raises(ConcurrentSaveError):
-        SaveLock(directory, NAME)
+        save_lock(directory)
     mine.release()
     process.kill()
     process.wait(timeout=60)
-    SaveLock(directory, NAME).release()
+    save_lock(directory).release()
 
 
 def test_shared_lock_under_a_global_save_of_another_process_is_refused(
@@ -152,15 +178,15 @@ def test_shared_lock_under_a_global_save_of_another_process_is_refused(
 ) -> None:
     other_process()
     with pytest.raises(ConcurrentSaveError):
-        SaveLock(directory, NAME, is_shared=True)
+        save_lock(directory, is_shared=True)
 
 
 def test_lock_of_one_directory_says_nothing_about_another(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with Directory(tmp_path / "a") as a, Directory(tmp_path / "b") as b:
-        first = SaveLock(a, NAME)
-        in_thread(lambda: SaveLock(b, NAME).release())
+        first = save_lock(a)
+        in_thread(lambda: save_lock(b).release())
         assert first.is_held
         first.release()
 
@@ -173,9 +199,10 @@ import os, signal, sys
 from pathlib import Path
 from torch_dcpx.directory import Directory
 from torch_dcpx.lock import SaveLock
+from torch_dcpx.running_save import RunningSave
 from torch_dcpx import ConcurrentSaveError
 directory = Directory(Path(sys.argv[1]))
-held = SaveLock(directory, ".dcpx.lock")
+held = SaveLock(directory, ".dcpx.lock", RunningSave(SaveLock))
 read_end, write_end = os.pipe()
 child = os.fork()
 if child == 0:
@@ -208,7 +235,7 @@ def test_file_system_without_locks_warns_once_and_lets_the_save_pass(
     monkeypatch.setattr(lock, "_warned", set())
     with caplog.at_level(logging.WARNING, "torch_dcpx"):
         for _ in range(2):
-            unlocked = SaveLock(directory, NAME)
+            unlocked = save_lock(directory)
             assert not unlocked.is_held
             unlocked.release()
     assert len([r for r in caplog.records if "no locks" in r.message]) == 1
@@ -219,7 +246,7 @@ def test_lock_file_that_is_none_is_a_storage_error(directory: Directory, kind: s
     path = directory.path / NAME
     path.mkdir() if kind == "directory" else path.symlink_to(directory.path / "victim")
     with pytest.raises(StorageError) as caught:
-        SaveLock(directory, NAME)
+        save_lock(directory)
     assert caught.value.path == str(path)
     assert not (directory.path / "victim").exists()
 
@@ -234,11 +261,11 @@ def test_owner_note_that_cannot_be_written_stops_no_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(lock.os, call, full)
-        held = SaveLock(directory, NAME)
+        held = save_lock(directory)
     assert held.is_held
-    assert type(in_thread(lambda: SaveLock(directory, NAME))) is ConcurrentSaveError
+    assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError
     held.release()
-    in_thread(lambda: SaveLock(directory, NAME).release())
+    in_thread(lambda: save_lock(directory).release())
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -251,6 +278,6 @@ def test_flock_that_fails_is_a_storage_error_and_leaves_nothing_held(
     with monkeypatch.context() as patch:
         patch.setattr(lock.fcntl, "flock", fail)
         with pytest.raises(StorageError) as caught:
-            SaveLock(directory, NAME)
+            save_lock(directory)
     assert caught.value.errno == 5
-    SaveLock(directory, NAME).release()
+    save_lock(directory).release()

@@ -1,0 +1,162 @@
+"""Whether a save is still under way: asked by whoever wants its writer or its directory next.
+
+DCP tells a writer nothing when a save fails on another rank: the collective raises inside
+`_save_state_dict`, and no hook is called any more. So nobody waits for a last call: the thread that
+made the save is asked whether it is still inside.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch_dcpx._compat import is_save_frame
+from torch_dcpx.errors import ConcurrentSaveError
+
+__all__ = ["RunningSave", "StagedState", "WriterUse"]
+
+_MAX_LOOKS = 1000
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class RunningSave:
+    """One save, from its first hook on. Over when it was ended, when its thread has ended or has
+    left DCP, when its writer was collected, and in a forked child. Thread-safe.
+
+    A save that no DCP call makes (hooks called by hand) is also over when its own thread asks: it
+    cannot start the next one in the middle of this one.
+    """
+
+    def __init__(self, writer: object) -> None:
+        self.thread = threading.current_thread()
+        self._writer = weakref.ref(writer)
+        self._pid = os.getpid()
+        self._is_ended = False
+        frames = list(_callers(sys._getframe(1)))
+        self._outermost = frames[-1].f_code
+        self.depth = sum(is_save_frame(frame, writer) for frame in frames)
+
+    def end(self) -> None:
+        """Says that the save is over."""
+        self._is_ended = True
+
+    def is_under_way(self) -> bool:
+        """Returns whether the save may still touch its writer or its directory."""
+        writer = self._writer()
+        if (
+            self._is_ended
+            or writer is None
+            or self._pid != os.getpid()
+            or not self.thread.is_alive()
+        ):
+            return False
+        if self.depth == 0:
+            return self.thread is not threading.current_thread()
+        return self._depth_now(writer) >= self.depth
+
+    def is_around_current_call(self, writer: object) -> bool:
+        """Returns whether a new DCP save of this thread was called from within this one."""
+        return self.is_under_way() and self._depth_now(writer) > self.depth
+
+    def _depth_now(self, writer: object) -> int:
+        """Returns how many saves through `writer` the thread is inside of, one in another."""
+        for _ in range(_MAX_LOOKS):
+            frames = list(_callers(sys._current_frames().get(self.thread.ident or 0)))
+            if frames and frames[-1].f_code is self._outermost:
+                return sum(is_save_frame(frame, writer) for frame in frames)
+            # Half a stack: it left a generator while it was looked at. Always another outermost
+            # frame: a thread of C++, which has returned from the call that the save was made in.
+        return 0
+
+
+class StagedState(dict[str, Any]):
+    """A state dict that `stage` has copied into the writer's own buffers."""
+
+
+class WriterUse:
+    """Which save uses a writer: one at a time. Thread-safe; belongs to one process.
+
+    A copy of a writer, pickled or not, starts with a use of its own.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._running: RunningSave | None = None
+        self._path = ""  # of the running save
+        # Where each thread's next save goes, and where the last thread that asked sent the writer.
+        self._targets: weakref.WeakKeyDictionary[threading.Thread, str] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._last_target = ""
+        self._staged: weakref.ref[StagedState] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WriterUse, ()
+
+    def check(self) -> None:
+        """Raises ConcurrentSaveError when a save through the writer is under way."""
+        running = self._running
+        if running is not None and running.is_under_way():
+            raise self._in_use(running)
+
+    def retarget(self, path: str) -> None:
+        """Notes that this thread's next save goes to `path`. Raises: ConcurrentSaveError."""
+        with self._guard:
+            self.check()
+            self._targets[threading.current_thread()] = self._last_target = path
+
+    def begin(self, writer: object, path: str) -> RunningSave:
+        """Starts a save of this thread to `path`.
+
+        Raises:
+            ConcurrentSaveError: another save through the writer is under way, or another thread
+                has sent the writer to another directory since this one chose its own.
+        """
+        with self._guard:
+            running = self._running
+            if running is not None and running.is_under_way():
+                is_own = running.thread is threading.current_thread()
+                if not is_own or running.is_around_current_call(writer):
+                    raise self._in_use(running)
+            target = self._targets.pop(threading.current_thread(), self._last_target)
+            if target != self._last_target:
+                raise ConcurrentSaveError(
+                    f"writer in use: it was to save to '{target}', but another thread has reset it "
+                    f"to '{self._last_target}' in the meantime; use a DcpxWriter for each",
+                    errno=errno.EBUSY,
+                    path=target,
+                )
+            self._running, self._path = RunningSave(writer), path
+            return self._running
+
+    def lend(self, state_dict: dict[str, Any]) -> StagedState:
+        """Returns `state_dict` as one whose end is seen by `is_lent`."""
+        staged = StagedState(state_dict)
+        self._staged = weakref.ref(staged)
+        return staged
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody still holds what `lend` returned last."""
+        return self._staged is not None and self._staged() is not None
+
+    def _in_use(self, running: RunningSave) -> ConcurrentSaveError:
+        owner = f"thread {running.thread.name!r}"
+        return ConcurrentSaveError(
+            f"writer in use: {owner} is saving to '{self._path}' with it; wait for that save, or "
+            "use another DcpxWriter",
+            errno=errno.EBUSY,
+            path=self._path,
+            owner=owner,
+        )
