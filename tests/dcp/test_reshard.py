@@ -11,14 +11,12 @@ import pytest
 
 pytestmark = pytest.mark.multirank
 
-WORKER = Path(__file__).with_name("reshard_worker.py")
 
-
-def run_ranks(ranks: int, *args: str) -> None:
+def run_ranks(ranks: int, *args: str, worker: str = "reshard_worker.py") -> None:
     """Runs the worker on `ranks` ranks; fails with their output unless each of them ends well."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), str(WORKER), *args,
+        str(ranks), str(Path(__file__).with_name(worker)), *args,
     ]  # fmt: skip
     result = subprocess.run(
         command,
