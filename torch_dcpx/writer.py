@@ -206,7 +206,7 @@ class DcpxWriter(FileSystemWriter):
             check_unique(plan.items)
             make_directory(self._directory_path(), is_durable=self._is_durable)
             with Directory(self._directory_path()) as directory:
-                self._refuse_shadowed(directory)
+                self._check_modes(directory)
                 self._lock(directory)
                 plan = super().prepare_local_plan(plan)
                 if self._locks:
@@ -338,8 +338,12 @@ class DcpxWriter(FileSystemWriter):
         elif self._is_coordinator:
             self._locks.append(SaveLock(directory, LOCK_NAME, save))
 
-    def _refuse_shadowed(self, directory: Directory) -> None:
-        """Every load prefers a global checkpoint to rank-local ones beside it."""
+    def _check_modes(self, directory: Directory) -> None:
+        """Every load prefers a global checkpoint to rank-local ones beside it, so one takes the
+        place of the others: never the other way round, and not where nothing may be replaced."""
+        may_not_replace = self.use_collectives and not self.overwrite
+        if may_not_replace and any(map(is_metadata_name, directory.names())):
+            raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")
         if not self.use_collectives and METADATA_NAME in directory.names():
             raise UnsupportedError(
                 f"'{directory.path}' holds a checkpoint of all ranks ('{METADATA_NAME}'), which "

@@ -156,6 +156,15 @@ def test_global_save_replaces_the_rank_local_checkpoints_of_all_ranks(
     assert data_files(tmp_path) == referenced(tmp_path)
 
 
+def test_overwrite_false_does_not_replace_rank_local_checkpoints(tmp_path: Path) -> None:
+    save_rank_local(state_of(3), tmp_path, 1)
+    before = files_in(tmp_path)
+    with raises_one(RuntimeError) as raised:
+        save(state_of(7), tmp_path, overwrite=False)
+    assert str(raised.error) == "Checkpoint already exists and self.overwrite=False."
+    assert files_in(tmp_path) == before
+
+
 def test_rank_local_metadata_that_cannot_be_read_keeps_everything(tmp_path: Path) -> None:
     for rank in (0, 1):
         save_rank_local(state_of(rank), tmp_path, rank)
