@@ -15,6 +15,7 @@ from operator import add
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -107,9 +108,14 @@ def _have_ends(begins: list[int], lengths: list[int]) -> bool:
 
 
 def _codes(properties: TensorProperties, pool: StringPool) -> tuple[int, int, int, int]:
-    """dtype, layout, flags and memory format as the columns hold them."""
+    """dtype, layout, flags and memory format as the columns hold them.
+
+    A planner may give ShardedTensor's own class of the same fields, as torch 2.0 did; what is
+    written has stock's, as every reader of old checkpoints makes of it.
+    """
     flags = (properties.requires_grad, properties.pin_memory)
-    if type(properties) is not TensorProperties or set(map(type, flags)) != {bool}:
+    is_stock = type(properties) in (TensorProperties, ShardProperties)
+    if not is_stock or set(map(type, flags)) != {bool}:
         raise TypeError(f"its properties are {properties!r}")
     return (
         pool.add(_NAMES[properties.dtype]),

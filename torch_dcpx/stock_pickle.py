@@ -11,6 +11,7 @@ an enum as a call of builtins.getattr; Python 3.13 pickles a Path as `pathlib._l
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -307,6 +309,21 @@ def _reduce_memory_format(code: _MEM_FORMAT_ENCODING) -> tuple[Any, ...]:
     return _MEM_FORMAT_ENCODING, (code.value,)
 
 
+def _with_stock_properties(
+    entry: TensorStorageMetadata | BytesStorageMetadata,
+) -> TensorStorageMetadata | BytesStorageMetadata:
+    """`entry`, or a copy with stock's TensorProperties where it has ShardedTensor's."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return entry
+    given: Any = entry.properties
+    if type(given) is not ShardProperties:
+        return entry
+    stock = TensorProperties(
+        given.dtype, given.layout, given.requires_grad, given.memory_format, given.pin_memory
+    )
+    return dataclasses.replace(entry, properties=stock)
+
+
 def pickle_any(metadata: Metadata) -> bytes:
     """Pickles a Metadata with any planner_data, whose classes are up to its planner.
 
@@ -320,5 +337,7 @@ def pickle_any(metadata: Metadata) -> bytes:
         TensorProperties: _reduce_properties,
         _MEM_FORMAT_ENCODING: _reduce_memory_format,
     }
-    pickler.dump(metadata)
+    entries = metadata.state_dict_metadata
+    entries = {fqn: _with_stock_properties(entry) for fqn, entry in entries.items()}
+    pickler.dump(dataclasses.replace(metadata, state_dict_metadata=entries))
     return out.getvalue()

@@ -1,0 +1,59 @@
+"""What PyTorch's own distributed-checkpoint tests ask of a FileSystemWriter and -Reader.
+
+Only what they ask beyond our other tests, written anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_dcpx import DcpxReader, DcpxWriter
+
+READERS = pytest.mark.parametrize("reader", [DcpxReader, dcp.FileSystemReader])
+
+
+class OldPropertiesPlanner(dcp.DefaultSavePlanner):
+    """Describes tensors by ShardedTensor's TensorProperties, as torch 2.0 did."""
+
+    def __init__(self, extra: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        for fqn, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            new = entry.properties
+            old = ShardProperties(
+                new.dtype, new.layout, new.requires_grad, new.memory_format, new.pin_memory
+            )
+            metadata.state_dict_metadata[fqn] = dataclasses.replace(entry, properties=old)  # type: ignore[arg-type]
+        if self.extra is not None:
+            metadata.planner_data = {**metadata.planner_data, **self.extra}
+        return plans, metadata
+
+
+@READERS
+@pytest.mark.parametrize("extra", [None, {"mine": {"epoch": 3}}], ids=["columns", "pickle"])
+def test_tensor_properties_of_sharded_tensor_are_written_as_stocks(
+    tmp_path: Path, reader: Any, extra: dict[str, Any] | None
+) -> None:
+    state = {"a": torch.arange(16.0).view(4, 4), "b": torch.ones(3, dtype=torch.bfloat16)}
+    planner = OldPropertiesPlanner(extra)
+    given = dcp.save(state, storage_writer=DcpxWriter(tmp_path), planner=planner, no_dist=True)
+    assert type(given.state_dict_metadata["a"].properties) is ShardProperties  # left as it was
+    found = reader(tmp_path).read_metadata().state_dict_metadata
+    for fqn, tensor in state.items():
+        assert found[fqn].properties == TensorProperties.create_from_tensor(tensor)
+    target = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}
+    dcp.load(target, storage_reader=reader(tmp_path), no_dist=True)
+    assert all(torch.equal(target[fqn], tensor) for fqn, tensor in state.items())
