@@ -7,6 +7,7 @@
     datetime        datetime date time timedelta timezone
     numbers         decimal.Decimal fractions.Fraction uuid.UUID
     attributes      argparse.Namespace types.SimpleNamespace
+    memory files    io.BytesIO (trainers keep histories of losses in one)
 
 Where a constructor could compute or allocate more than the pickle's size (`bytes(10**12)`,
 `list(range(10**12))`, `Fraction("1e999999999")`), it is given only what pickle itself writes.
@@ -19,6 +20,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import io
 import pathlib
 import re
 import types
@@ -204,6 +206,20 @@ def _uuid(raw: StandIn, settle: Settler) -> uuid.UUID:
     return uuid.UUID(int=state["int"], is_safe=safety)
 
 
+def _bytes_io(raw: StandIn, settle: Settler) -> io.BytesIO:
+    no_more_than(raw, state=True)
+    state: tuple[Any, ...] = settle(raw.state) if type(raw.state) is tuple else ()
+    if raw.args or len(state) != 3 or state[2] is not None:
+        refuse("builds a BytesIO of other than its bytes and position")
+    data, position, _ = state
+    # From a position beyond the end, the owner's next write would fill the gap with zeros.
+    if type(data) is not bytes or type(position) is not int or not 0 <= position <= len(data):
+        refuse(f"builds a BytesIO of a {type(data).__name__} at {position!r:.40}")
+    made = io.BytesIO(data)
+    made.seek(position)
+    return made
+
+
 def path_text(raw: StandIn, settle: Settler) -> str:
     """The text of a path, without making a path object."""
     return str(pathlib.PurePosixPath(*_arguments(raw, settle, *[str] * len(raw.args))))
@@ -219,6 +235,7 @@ def _path(cls: type[pathlib.PurePath]) -> Callable[[StandIn, Settler], Any]:
 
 BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     ("_codecs", "encode"): encode_latin1,
+    ("_io", "BytesIO"): _bytes_io,
     ("argparse", "Namespace"): _attributes_of(argparse.Namespace),
     ("builtins", "bool"): never_called,
     ("builtins", "bytearray"): _bytearray,

@@ -6,6 +6,7 @@ Only what they ask beyond our other tests, written anew.
 from __future__ import annotations
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx import DcpxReader, DcpxWriter
 
+BOTH_WAYS = pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (DcpxWriter, DcpxReader),
+        (DcpxWriter, dcp.FileSystemReader),
+        (dcp.FileSystemWriter, DcpxReader),
+    ],
+)
 READERS = pytest.mark.parametrize("reader", [DcpxReader, dcp.FileSystemReader])
 
 
@@ -57,3 +66,29 @@ def test_tensor_properties_of_sharded_tensor_are_written_as_stocks(
     target = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}
     dcp.load(target, storage_reader=reader(tmp_path), no_dist=True)
     assert all(torch.equal(target[fqn], tensor) for fqn, tensor in state.items())
+
+
+class LossHistory:
+    """A Stateful whose state holds a memory file, as trainers keep their histories."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = losses
+
+    def state_dict(self) -> dict[str, Any]:
+        file = io.BytesIO()
+        torch.save(self.losses, file)
+        return {"step": torch.tensor(len(self.losses)), "losses": file}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state["losses"].seek(0)
+        self.losses = torch.load(state["losses"], weights_only=True)
+
+
+@BOTH_WAYS
+def test_a_memory_file_in_a_state_comes_back_without_trust(
+    tmp_path: Path, writer: Any, reader: Any
+) -> None:
+    dcp.save({"train": LossHistory([0.5, 0.25])}, storage_writer=writer(tmp_path), no_dist=True)
+    target = LossHistory([])
+    dcp.load({"train": target}, storage_reader=reader(tmp_path), no_dist=True)
+    assert target.losses == [0.5, 0.25]

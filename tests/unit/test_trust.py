@@ -84,6 +84,8 @@ def same(a, b) -> bool:
         return extra[0] == extra[1] and same(list(a.items()), list(b.items()))
     if isinstance(a, (argparse.Namespace, types.SimpleNamespace)):
         return same(vars(a), vars(b))
+    if isinstance(a, io.BytesIO):
+        return (a.getvalue(), a.tell(), vars(a)) == (b.getvalue(), b.tell(), vars(b))
     if isinstance(a, float):
         return repr(a) == repr(b)
     return a == b
@@ -92,6 +94,11 @@ def same(a, b) -> bool:
 def attributed(obj, **attributes):
     vars(obj).update(attributes)
     return obj
+
+
+def positioned(file: io.BytesIO, at: int) -> io.BytesIO:
+    file.seek(at)
+    return file
 
 
 PLAIN = {
@@ -141,6 +148,7 @@ PLAIN = {
     "UUID": [uuid.UUID(int=2**127 + 5), uuid.UUID(int=3, is_safe=uuid.SafeUUID.safe)],
     "Namespace": argparse.Namespace(a=1, b=[argparse.Namespace()]),
     "SimpleNamespace": types.SimpleNamespace(x=types.SimpleNamespace(y=(1,))),
+    "BytesIO": [io.BytesIO(), io.BytesIO(b"\x00\xff"), positioned(io.BytesIO(b"abc"), 3)],
     "small torch": [
         torch.Size(()),
         torch.Size((2, 3)),

@@ -170,6 +170,37 @@ def test_arrays_that_do_not_fit_are_corruption(body):
     assert decode(hp.torch_zip(hp.document(array_pickle(F8, (2,), RAW)))).shape == (2,)
 
 
+BYTES_IO = hp.new(hp.name("_io", "BytesIO"))
+
+
+def bytes_io_state(*parts: bytes) -> bytes:
+    return hp.state(BYTES_IO, b"(" + b"".join(parts) + b"t")
+
+
+BAD_BYTES_IO = {
+    "never filled": BYTES_IO,
+    "made of bytes": hp.state(
+        hp.new(hp.name("_io", "BytesIO"), RAW), b"(" + RAW + hp.value(0) + b"Nt"
+    ),
+    "state of two": bytes_io_state(RAW, hp.value(0)),
+    "state a dict": hp.state(BYTES_IO, hp.value({"x": 1})),
+    "text": bytes_io_state(hp.text("a"), hp.value(0), b"N"),
+    "bytearray": bytes_io_state(hp.call(hp.name("builtins", "bytearray"), RAW), hp.value(0), b"N"),
+    "position a bool": bytes_io_state(RAW, hp.value(True), b"N"),
+    "position negative": bytes_io_state(RAW, hp.value(-1), b"N"),
+    "position beyond the end": bytes_io_state(RAW, hp.value(17), b"N"),
+    "attributes": bytes_io_state(RAW, hp.value(0), hp.value({"read": 1})),
+}
+
+
+@pytest.mark.parametrize("body", BAD_BYTES_IO.values(), ids=BAD_BYTES_IO)
+def test_memory_files_that_do_not_fit_are_corruption(body):
+    with pytest.raises(CorruptionError):
+        decode(hp.torch_zip(hp.document(body)))
+    fitting = decode(hp.torch_zip(hp.document(bytes_io_state(RAW, hp.value(16), b"N"))))
+    assert (fitting.getvalue(), fitting.tell()) == (b"a" * 16, 16)
+
+
 @pytest.mark.parametrize(("body", "global_name"), hp.REFUSED.values(), ids=hp.REFUSED)
 def test_hostile_items_are_refused_and_not_passed_on(body, global_name):
     for read in (decode_byte_item, reencode_byte_item):
