@@ -1,22 +1,50 @@
-"""What differs between the supported versions of torch, and torch's private names that we need."""
+"""What differs between the supported versions of torch, and torch's private names that we need.
+
+No other module asks which torch runs, or what it has (`tests/unit/test_house.py` reads them):
+    2.9    the oldest: DCP's hooks take **kwargs, `Metadata.version`, rank-local metadata
+    2.15   TensorProperties.strides, a sixth field: older ones fail at a pickle that holds it
+"""
 
 from __future__ import annotations
 
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.metadata import TensorProperties
 
-__all__ = ["dtype_by_name", "dtype_name", "framing_of", "is_save_frame", "storage_dtypes"]
+__all__ = [
+    "DTYPES",
+    "HAS_STRIDES",
+    "LAYOUTS",
+    "PROPERTIES_COUNTS",
+    "AnyProperties",
+    "common_properties",
+    "dtype_by_name",
+    "dtype_name",
+    "framing_of",
+    "increment_version",
+    "is_save_frame",
+    "set_strides",
+    "storage_dtypes",
+    "strides_of",
+]
+
+_T = TypeVar("_T")
+
+# ---- dtypes and layouts: every torch has a few more ---------------------------------------------
 
 
-@cache
-def _dtypes() -> dict[str, torch.dtype]:
-    # Every dtype also has aliases (torch.half is torch.float16): the canonical name wins.
-    found = {v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-    return {str(dtype).removeprefix("torch."): dtype for dtype in found}
+def _named(kind: type[_T]) -> dict[str, _T]:
+    """torch's constants of one type by their names, aliases (torch.half) left out."""
+    found = [value for value in vars(torch).values() if isinstance(value, kind)]
+    return {str(value).removeprefix("torch."): value for value in found}
+
+
+DTYPES = _named(torch.dtype)
+LAYOUTS = _named(torch.layout)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -26,7 +54,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_by_name(name: str) -> torch.dtype | None:
     """Returns the dtype of this canonical name, or None where this torch has none."""
-    return _dtypes().get(name)
+    return DTYPES.get(name)
 
 
 @cache
@@ -52,7 +80,7 @@ def framing_of(dtype: torch.dtype) -> tuple[str, str, str]:
 def storage_dtypes() -> dict[tuple[str, str], torch.dtype]:
     """Returns the dtype for each (storage name, dtype name) that a zip item may name."""
     table: dict[tuple[str, str], torch.dtype] = {}
-    for dtype in _dtypes().values():
+    for dtype in DTYPES.values():
         _, storage, name = framing_of(dtype)
         table[storage, name] = dtype
     return table
@@ -63,6 +91,43 @@ def increment_version(tensor: torch.Tensor) -> None:
     if not tensor.is_inference():
         bump: Any = torch.autograd.graph.increment_version
         bump(tensor)
+
+
+# ---- TensorProperties ---------------------------------------------------------------------------
+
+HAS_STRIDES = "strides" in TensorProperties.__dataclass_fields__
+
+_COMMON = 5  # fields that every torch reads; the sixth is 2.15's
+PROPERTIES_COUNTS = (_COMMON, _COMMON + 1)  # fields of a pickled one, whichever torch wrote it
+
+
+def strides_of(properties: TensorProperties) -> Any:
+    """Returns the sixth field, which is not checked here; None where this torch has none."""
+    return getattr(properties, "strides", None)
+
+
+def set_strides(properties: TensorProperties, strides: tuple[int, ...] | None) -> None:
+    """Sets the sixth field where this torch has it."""
+    if HAS_STRIDES:
+        vars(properties)["strides"] = strides
+
+
+def common_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    """Returns the state to pickle: the five fields that every torch reads."""
+    state: tuple[Any, ...] = properties.__getstate__()  # type: ignore[no-untyped-call]
+    return state[:_COMMON]
+
+
+class AnyProperties(TensorProperties):
+    """`TensorProperties` whose pickle of torch 2.15 loads in an older torch."""
+
+    def __setstate__(self, state: Any) -> None:
+        keep = state if HAS_STRIDES else state[:_COMMON]
+        super().__setstate__(keep)  # type: ignore[no-untyped-call]
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+
+
+# ---- DCP ----------------------------------------------------------------------------------------
 
 
 def is_save_frame(frame: FrameType, writer: object) -> bool:

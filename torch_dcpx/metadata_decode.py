@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx._compat import DTYPES, LAYOUTS, set_strides
 from torch_dcpx.columns import I64_MAX, ColumnReader
 from torch_dcpx.layout import FileEntry
-from torch_dcpx.metadata_encode import DTYPES, LAYOUTS
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 
 __all__ = [
@@ -35,8 +35,6 @@ __all__ = [
     "decode_storage_meta",
     "optional_str",
 ]
-
-_HAS_STRIDES = "strides" in TensorProperties.__dataclass_fields__  # since torch 2.15
 
 
 def _texts(columns: ColumnReader, name: str, count: int | None, strings: list[str]) -> list[str]:
@@ -89,9 +87,8 @@ def _decode_properties(
         )
     ]
     strides = _decode_strides(columns, count)
-    if _HAS_STRIDES:
-        for one, its_strides in zip(properties, strides, strict=True):
-            vars(one)["strides"] = its_strides
+    for one, its_strides in zip(properties, strides, strict=True):
+        set_strides(one, its_strides)
     return properties
 
 

@@ -12,9 +12,8 @@ from array import array
 from collections.abc import Sequence
 from itertools import chain
 from operator import add
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -27,31 +26,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx._compat import DTYPES, LAYOUTS, strides_of
 from torch_dcpx.columns import I64_MAX, StringPool
 from torch_dcpx.errors import PlanError
 from torch_dcpx.layout import FileEntry
 from torch_dcpx.stock_pickle import MEMORY_FORMATS, pickle_any, pickle_stock
 
 __all__ = [
-    "DTYPES",
-    "LAYOUTS",
     "Columns",
     "encode_columns",
     "encode_pickle",
     "stock_storage_meta",
 ]
-
-_T = TypeVar("_T")
-
-
-def _named(kind: type[_T]) -> dict[str, _T]:
-    """torch's constants of one type by their names, aliases (torch.half) left out."""
-    found = [value for value in vars(torch).values() if isinstance(value, kind)]
-    return {str(value).removeprefix("torch."): value for value in found}
-
-
-DTYPES = _named(torch.dtype)
-LAYOUTS = _named(torch.layout)
 
 _NAMES: dict[object, str] = {value: name for name, value in (*DTYPES.items(), *LAYOUTS.items())}
 
@@ -194,12 +180,12 @@ def _encode_entries(metadata: Metadata, out: Columns) -> dict[str, int]:
 
 
 def _encode_strides(tensors: dict[str, TensorStorageMetadata], out: Columns) -> None:
-    """Columns of TensorProperties.strides, which torch 2.15 brought; none where all are None."""
-    strides_of = {fqn: getattr(entry.properties, "strides", None) for fqn, entry in tensors.items()}
-    if all(strides is None for strides in strides_of.values()):
+    """Columns of TensorProperties.strides; none where all are None, as in an older torch."""
+    found = {fqn: strides_of(entry.properties) for fqn, entry in tensors.items()}
+    if all(strides is None for strides in found.values()):
         return
     counts, flat = out.i64("tensor_stride_count"), out.i64("tensor_strides")
-    for fqn, strides in strides_of.items():
+    for fqn, strides in found.items():
         values = list(strides) if isinstance(strides, tuple) else []
         if len(values) != len(strides or ()) or not _are_sizes(values):
             raise _refusal(fqn, f"its strides are {strides!r}")
@@ -209,7 +195,7 @@ def _encode_strides(tensors: dict[str, TensorStorageMetadata], out: Columns) -> 
 
 def _is_place(index: MetadataIndex, place: _StorageInfo) -> bool:
     hint = index.index
-    names = getattr(place, "transform_descriptors", None)
+    names = place.transform_descriptors
     return (
         type(index) is MetadataIndex
         and type(index.fqn) is str
@@ -251,7 +237,7 @@ def _encode_storage(metadata: Metadata, ndim_of: dict[str, int], out: Columns) -
             paths.append(pool.add(place.relative_path))
             begins.append(place.offset)
             lengths.append(place.length)
-            names = getattr(place, "transform_descriptors", None)
+            names = place.transform_descriptors
             descriptors.append(-1 if names is None else known.setdefault(tuple(names), len(known)))
         if not _are_sizes(flat + begins + lengths) or not _have_ends(begins, lengths):
             for index, place in storage.items():

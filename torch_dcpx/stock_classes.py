@@ -6,7 +6,6 @@ of a newer torch) is left behind.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx._compat import PROPERTIES_COUNTS, set_strides
 from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.plain_objects import PATHS, PLAIN, path_text
 from torch_dcpx.settle import Settler, no_more_than, refuse
@@ -31,7 +31,6 @@ from torch_dcpx.unpickle import GlobalTable, StandIn, StateStandIn, stand_in
 
 __all__ = [
     "BYTES",
-    "HAS_STRIDES",
     "INDEX",
     "METADATA",
     "METADATA_ROOT",
@@ -48,7 +47,6 @@ __all__ = [
     "text",
 ]
 
-HAS_STRIDES = any(field.name == "strides" for field in dataclasses.fields(TensorProperties))
 MEMORY_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
@@ -100,9 +98,8 @@ def _memory_format(raw: StandIn, _settle: Settler) -> torch.memory_format:
 
 
 def _properties(raw: StateStandIn, settle: Settler) -> TensorProperties:
-    # Five fields up to torch 2.14, six from 2.15; torch 2.13's own __setstate__ fails at the sixth.
     state = raw[0] if len(raw) == 1 else None
-    if type(state) is not tuple or len(state) not in (5, 6):
+    if type(state) is not tuple or len(state) not in PROPERTIES_COUNTS:
         refuse("has TensorProperties of other than 5 or 6 fields")
     values = settle.cache.get(state)  # most tensors of a model have the same
     if values is None:
@@ -116,13 +113,13 @@ def _properties(raw: StateStandIn, settle: Settler) -> TensorProperties:
             or type(pin_memory) is not bool
         ):
             refuse("has TensorProperties with a field of another type")
-        values = [dtype, kind, requires_grad, memory_format, pin_memory]
-        if strides and strides[0] is not None:
-            stride = dims(strides[0], "stride")
-            if HAS_STRIDES:
-                values.append(stride)
+        known = strides and strides[0] is not None
+        stride = dims(strides[0], "stride") if known else None
+        values = (dtype, kind, requires_grad, memory_format, pin_memory), stride
         settle.cache[state] = values
-    return TensorProperties(*values)
+    made = TensorProperties(*values[0])
+    set_strides(made, values[1])
+    return made
 
 
 def _chunk(raw: StateStandIn, _settle: Settler) -> ChunkStorageMetadata:

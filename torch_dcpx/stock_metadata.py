@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
+from torch_dcpx._compat import AnyProperties
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.settle import Settler, build_user_object, refuse
 from torch_dcpx.stock_classes import (
     BYTES,
-    HAS_STRIDES,
     INDEX,
     METADATA,
     METADATA_ROOT,
@@ -123,21 +123,12 @@ def _kind(value: Any) -> str:
     return str(getattr(type(value), "global_name", type(value).__name__))
 
 
-class _AnyProperties(TensorProperties):
-    """`TensorProperties` whose pickle of torch 2.15 loads in an older torch."""
-
-    def __setstate__(self, state: Any) -> None:
-        keep = state if HAS_STRIDES else state[:5]
-        super().__setstate__(keep)  # type: ignore[no-untyped-call]
-        self.__class__ = TensorProperties  # type: ignore[assignment]
-
-
 class _TrustingUnpickler(pickle.Unpickler):
     """Executes whatever the file says; only for `trusted=True`."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         found = super().find_class(module_name, global_name)
-        return _AnyProperties if found is TensorProperties else found
+        return AnyProperties if found is TensorProperties else found
 
 
 def load_stock_metadata(

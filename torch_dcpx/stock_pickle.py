@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx._compat import common_properties
+
 __all__ = ["MEMORY_FORMATS", "pickle_any", "pickle_stock"]
 
 _T = TypeVar("_T")
@@ -271,7 +273,7 @@ class _StockPickle(_Opcodes):
         self.integer(place.offset)
         self.text("length")
         self.integer(place.length)
-        descriptors = getattr(place, "transform_descriptors", None)
+        descriptors = place.transform_descriptors
         if descriptors is not None:
             self.text("transform_descriptors")
             self.items(descriptors, self.text)
@@ -301,8 +303,8 @@ def pickle_stock(metadata: Metadata, storage_meta: StorageMeta | None) -> bytes:
 
 
 def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
-    state = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
-    return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+    newobj: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+    return newobj, (TensorProperties,), common_properties(properties)
 
 
 def _reduce_memory_format(code: _MEM_FORMAT_ENCODING) -> tuple[Any, ...]:

@@ -218,6 +218,52 @@ def test_the_packages_imports_form_no_cycle() -> None:
         below = {name: others for name, others in below.items() if name not in leaves}
 
 
+def version_questions(source: str) -> list[str]:
+    """Returns where a module asks which torch runs or what it has; a message may name it."""
+    tree = ast.parse(source)
+    in_messages = {
+        id(node)
+        for message in ast.walk(tree)
+        if isinstance(message, ast.JoinedStr)
+        for node in ast.walk(message)
+    }
+    found = []
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Call)) else ""
+        asks = re.match(r"(hasattr|getattr)\(torch\b", text) or text.startswith(
+            ("torch.version.", "torch.torch_version")
+        )
+        is_read = text == "torch.__version__" and id(node) not in in_messages
+        is_fields = isinstance(node, ast.Attribute) and node.attr == "__dataclass_fields__"
+        if asks or is_read or is_fields or text.startswith("dataclasses.fields("):
+            found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("path", python_modules(), ids=lambda path: path.stem)
+def test_only_compat_asks_which_torch_runs(path: Path) -> None:
+    # A file records the torch that wrote it.
+    allowed = {"metadata": ["torch.__version__"]}.get(path.stem, [])
+    if path.stem != "_compat":
+        assert version_questions(path.read_text()) == allowed
+
+
+@pytest.mark.parametrize(
+    ("code", "is_question"),
+    [
+        ("if hasattr(torch, 'float8_e8m0fnu'): pass", True),
+        ("if torch.__version__ >= '2.15': pass", True),
+        ("if torch.version.cuda: pass", True),
+        ("'strides' in TensorProperties.__dataclass_fields__", True),
+        ("any(dataclasses.fields(TensorProperties))", True),
+        ("raise E(f'torch {torch.__version__} lacks it')", False),
+        ("getattr(planner, 'resolve_data')", False),
+    ],
+)
+def test_the_version_rule_itself(code: str, is_question: bool) -> None:
+    assert bool(version_questions(code)) is is_question
+
+
 # ---- Sizes --------------------------------------------------------------------------------------
 
 

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx import _compat
 from torch_dcpx import metadata as metadata_module
-from torch_dcpx import metadata_decode
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError
 from torch_dcpx.layout import FileEntry
@@ -152,7 +152,7 @@ def test_metadata_of_newer_torch_loads_in_older_and_keeps_its_strides(
         assert stock.state_dict_metadata["model.weight"].properties.dtype == torch.float32
         for has_strides in (False, True):
             with monkeypatch.context() as other:
-                other.setattr(metadata_decode, "_HAS_STRIDES", has_strides)
+                other.setattr(_compat, "HAS_STRIDES", has_strides)
                 entries = decode_metadata(data, PATH).metadata.state_dict_metadata
             found = [
                 vars(entry.properties).get("strides")

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx.errors import CorruptionError, UnsafePickleError
-from torch_dcpx.stock_classes import HAS_STRIDES
 from torch_dcpx.stock_metadata import load_stock_metadata
 
 MODULE = "torch.distributed.checkpoint.metadata"
