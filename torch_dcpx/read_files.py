@@ -177,7 +177,7 @@ def _read_windows(
     for item in items:
         place = stored[item.storage_index]
         located = place.located
-        descriptors = getattr(storage_data[item.storage_index], "transform_descriptors", None) or ()
+        descriptors = storage_data[item.storage_index].transform_descriptors or ()
         if item.type == LoadItemType.BYTE_IO or descriptors or located.kind != "plain":
             torch_items += item.type != LoadItemType.BYTE_IO
             window.make_room(located.payload_bytes)

@@ -320,7 +320,7 @@ class DcpxReader(FileSystemReader):
                     files.append((entry.path, True, entry.nbytes, entry.file_id, entry.footer_crc))
             # Extensions make a tensor's item opaque: only its bytes are looked for.
             is_tensor = item.type != LoadItemType.BYTE_IO and not (
-                table is None and getattr(info, "transform_descriptors", None)
+                table is None and info.transform_descriptors
             )
             wanted[index] = (number, info.offset, info.length, is_tensor)
         try:
