@@ -20,6 +20,7 @@ __all__ = [
     "HAS_STRIDES",
     "LAYOUTS",
     "PROPERTIES_COUNTS",
+    "TORCH_VERSION",
     "AnyProperties",
     "common_properties",
     "dtype_by_name",
@@ -30,9 +31,18 @@ __all__ = [
     "set_strides",
     "storage_dtypes",
     "strides_of",
+    "torch_lacks",
 ]
 
 _T = TypeVar("_T")
+
+TORCH_VERSION = str(torch.__version__)
+
+
+def torch_lacks(module_name: str, global_name: str) -> bool:
+    """Returns whether this is a name that another torch has (a new dtype) and this one has not."""
+    return module_name == "torch" and global_name.isidentifier() and global_name not in vars(torch)
+
 
 # ---- dtypes and layouts: every torch has a few more ---------------------------------------------
 

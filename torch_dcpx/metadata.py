@@ -13,10 +13,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx import _C
+from torch_dcpx._compat import TORCH_VERSION
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._version import __version__
 from torch_dcpx.columns import ColumnReader, encode_body
@@ -75,7 +75,7 @@ def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str
         header = {
             "format": "dcpx-metadata",
             "writer": f"torch-dcpx {__version__}",
-            "torch": str(torch.__version__),
+            "torch": TORCH_VERSION,
             "save_id": save_id,
             "storage_meta": meta and {name: vars(meta)[name] for name in _META_FIELDS},
             "version": metadata.version,

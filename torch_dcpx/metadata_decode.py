@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_dcpx._compat import DTYPES, LAYOUTS, set_strides
+from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION, set_strides
 from torch_dcpx.columns import I64_MAX, ColumnReader
+from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.layout import FileEntry
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 
@@ -48,9 +49,12 @@ def _constants(
 ) -> list[Any]:
     """The torch constants that a column names."""
     names = _texts(columns, name, count, strings)
-    for text in set(names):
-        if text not in known:
-            raise columns.error(f"{text!r} is unknown to torch {torch.__version__}", name)
+    for text in set(names) - set(known):
+        error = columns.error(f"{text!r} is unknown to torch {TORCH_VERSION}", name)
+        writer = columns.header.get("torch")
+        if writer == TORCH_VERSION:
+            raise error
+        raise UnsupportedError(f"{error}; torch {writer} wrote it") from error
     return [known[text] for text in names]
 
 
@@ -128,7 +132,8 @@ def decode_entries(columns: ColumnReader, strings: list[str]) -> dict[str, STORA
     """Metadata.state_dict_metadata.
 
     Raises:
-        CorruptionError: columns that contradict each other, or a dtype or layout unknown here.
+        CorruptionError: columns that contradict each other.
+        UnsupportedError: a dtype or layout of another torch, which the one that runs lacks.
     """
     kinds = columns.u8("entry_kind", None, high=1)
     fqns = _texts(columns, "entry_fqn", len(kinds), strings)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch_dcpx import _C
+from torch_dcpx._compat import TORCH_VERSION, torch_lacks
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError, DcpxError, OptionError, UnsafePickleError
 
@@ -276,10 +277,15 @@ class RestrictedUnpickler(pickle.Unpickler):
         if found is EMPTY:
             name = f"{module_name}.{global_name}"[:MAX_MESSAGE]
             where = "the metadata" if self._fqn is None else f"item {self._fqn!r}"
+            if torch_lacks(module_name, global_name):
+                why = f"torch {TORCH_VERSION} lacks: another torch wrote it, or it is damaged"
+            else:
+                why = (
+                    f"is on no allow-list; allow it with ReadOptions(safe_globals=[{name}]), or if "
+                    "you trust whoever wrote this checkpoint, pass trusted=True"
+                )
             raise UnsafePickleError(
-                f"refuse to unpickle {where} of {self._path!r}: it would use {name!r}, which is "
-                f"on no allow-list; allow it with ReadOptions(safe_globals=[{name}]), or if you "
-                "trust whoever wrote this checkpoint, pass trusted=True",
+                f"refuse to unpickle {where} of {self._path!r}: it would use {name!r}, which {why}",
                 global_name=name,
                 path=self._path,
                 fqn=self._fqn,

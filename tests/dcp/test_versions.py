@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from golden.make_golden import DTYPES, golden_state
+from golden.make_golden import DTYPES as NAMES
+from golden.make_golden import golden_state, ramp
 from states import assert_same, blank_like
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions
-from torch_dcpx._compat import HAS_STRIDES
+from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, metadata_decode
+from torch_dcpx._compat import DTYPES, HAS_STRIDES
+from torch_dcpx.errors import DcpxError, UnsafePickleError, UnsupportedError
+from torch_dcpx.stock_classes import METADATA
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 
@@ -41,7 +44,7 @@ def unpack(name: str, directory: Path) -> Path:
 def expected_state(name: str) -> dict[str, Any]:
     """Returns what the archive holds, in whole tensors."""
     state = golden_state(lambda full, _dim: full)
-    assert list(state["dtypes"]) == list(DTYPES), "the torch that runs lacks a dtype"
+    assert list(state["dtypes"]) == list(NAMES), "the torch that runs lacks a dtype"
     for dtype in {**OURS, **STOCK}[name]:
         del state["dtypes"][dtype]
     return state
@@ -102,6 +105,26 @@ def test_metadata_of_any_torch_has_the_fields_of_the_running_one(
     assert getattr(transposed, "strides", None) == ((1, 7) if knows_strides else None)
     assert found["parameters.trained"].requires_grad is True
     assert found["dtypes.bfloat16"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("writer", "error"),
+    [(DcpxWriter, UnsupportedError), (dcp.FileSystemWriter, UnsafePickleError)],
+)
+def test_dtype_of_another_torch_is_said_to_be_lacking_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Any, error: type[DcpxError]
+) -> None:
+    """Our file's checksums are right; stock's may as well be damaged."""
+    dcp.save({"new": ramp(3, dtype=torch.uint16)}, storage_writer=writer(tmp_path), no_dist=True)
+    monkeypatch.delitem(DTYPES, "uint16")
+    monkeypatch.delitem(METADATA, ("torch", "uint16"))
+    monkeypatch.delattr(torch, "uint16")
+    monkeypatch.setattr(metadata_decode, "TORCH_VERSION", "2.99.0")
+    with pytest.raises(error, match=r"uint16'.* torch \S+( lacks)?[:;] .*torch (\S+ )?wrote it"):
+        DcpxReader(tmp_path).read_metadata()
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load({"new": torch.zeros(3)}, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert type(caught.value.failures[0][0]) is error
 
 
 @pytest.mark.parametrize("planner_data", ["columns", "pickle"])
