@@ -28,6 +28,7 @@ __all__ = [
     "framing_of",
     "increment_version",
     "is_save_frame",
+    "is_saved_dtype",
     "set_strides",
     "storage_dtypes",
     "strides_of",
@@ -84,6 +85,13 @@ def framing_of(dtype: torch.dtype) -> tuple[str, str, str]:
     if storage is not None:
         return ("torch", storage, "")
     return ("torch.storage", "UntypedStorage", dtype_name(dtype))
+
+
+@cache
+def is_saved_dtype(dtype: torch.dtype) -> bool:
+    """Returns whether torch.save takes tensors of this dtype; not so int1 to int7, for one."""
+    new_dtypes: Any = torch.storage._new_dtypes
+    return dtype in _storage_names() or dtype in new_dtypes()
 
 
 @cache

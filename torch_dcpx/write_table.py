@@ -12,13 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
-from torch_dcpx._compat import dtype_name, framing_of
+from torch_dcpx._compat import dtype_name, framing_of, is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
 
-__all__ = ["Resolved", "Transform", "WriteRow", "WriteTable", "check_unique", "transform_by"]
+__all__ = ["Resolved", "Transform", "WriteRow", "WriteTable", "check_plan", "transform_by"]
 
 TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
 
@@ -93,16 +99,19 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether addresses and strides say all about the tensor's values."""
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Returns whether the elements lie in a storage as strides say, in one way or another."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and not tensor.is_conj()
-        and not tensor.is_neg()
     )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether addresses and strides say all about the tensor's values."""
+    return has_strides(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def check_storage(tensor: torch.Tensor, fqn: str) -> None:
@@ -118,6 +127,45 @@ def check_storage(tensor: torch.Tensor, fqn: str) -> None:
             f"'{fqn}' needs {needed} B of a storage that holds {held} B: its memory was freed or "
             "resized"
         )
+
+
+def _vetted(item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
+    """Returns the tensor to write, detached and waited for, and what the plan says of it.
+
+    Raises:
+        AssertionError: it is no tensor (stock's texts).
+        UnsupportedError: it has no data, or not any more.
+    """
+    if not isinstance(data, torch.Tensor):
+        raise AssertionError("Data must be torch.Tensor for non-BYTE_IO write items")
+    if item.tensor_data is None:
+        raise AssertionError("WriteItem tensor_data must not be None")
+    fqn = item.index.fqn
+    if isinstance(data, AsyncCollectiveTensor):
+        # Stock pickles the wrapper, which no load takes.
+        data = data.trigger_wait()  # type: ignore[no-untyped-call]
+    tensor = data.detach()
+    if tensor.device.type == "meta":
+        raise UnsupportedError(
+            f"'{fqn}' is a meta tensor and has no data to save; materialise it or leave it out"
+        )
+    if tensor.device.type in ("cpu", "cuda") and tensor.numel() and has_strides(tensor):
+        check_storage(tensor, fqn)
+    return tensor, item.tensor_data
+
+
+def _saved(tensor: torch.Tensor) -> io.BytesIO:
+    """Returns what torch.save writes, of no more than the tensor's own elements."""
+    if tensor.layout == torch.strided and not tensor.is_nested:
+        try:
+            storage_bytes = tensor.untyped_storage().nbytes()
+        except NotImplementedError:  # a wrapper subclass: torch.save asks its inner tensors
+            storage_bytes = tensor.nbytes
+        if storage_bytes != tensor.nbytes:
+            tensor = tensor.clone()
+    data = io.BytesIO()
+    torch.save(tensor, data)
+    return data
 
 
 class WriteTable:
@@ -150,8 +198,6 @@ class WriteTable:
             if not isinstance(data, io.BytesIO):
                 raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")
             return self._bytes(item, file, data)
-        if not isinstance(data, torch.Tensor):
-            raise AssertionError("Data must be torch.Tensor for non-BYTE_IO write items")
         return self._tensor(item, file, data)
 
     def _bytes(self, item: WriteItem, file: int, data: io.BytesIO) -> Resolved:
@@ -164,69 +210,88 @@ class WriteTable:
         )  # fmt: skip
         return Resolved(row, data, len(buffer))
 
-    def _tensor(self, item: WriteItem, file: int, data: torch.Tensor) -> Resolved:
-        fqn = item.index.fqn
-        if item.tensor_data is None:
-            raise AssertionError("WriteItem tensor_data must not be None")
-        properties = item.tensor_data.properties
-        tensor = data.detach()
-        if tensor.device.type == "meta":
-            raise UnsupportedError(
-                f"'{fqn}' is a meta tensor and has no data to save; materialise it or leave it out"
-            )
-        is_copy = False
+    def resolve_in_place(self, item: WriteItem, file: int) -> Resolved | None:
+        """Describes an item that lies in host memory as it is written; None for all others.
+
+        Makes no temporary, so that all items can be asked before the first byte is written.
+
+        Raises:
+            AssertionError: the planner gave a wrong type (stock's texts).
+            UnsupportedError: data that cannot be kept, by name.
+        """
+        if item.type == WriteItemType.BYTE_IO:
+            return None
+        tensor, about = _vetted(item, self.planner.resolve_data(item))
         if tensor.device.type != "cpu":
-            tensor, is_copy = tensor.cpu(), True
-        offsets = tuple(item.tensor_data.chunk.offsets)
+            return None
+        row = self._row_in_place(item, file, tensor, about)
+        return None if row is None else Resolved(row, tensor, 0)
+
+    def _tensor(self, item: WriteItem, file: int, data: Any) -> Resolved:
+        tensor, about = _vetted(item, data)
+        is_copy = tensor.device.type != "cpu"
+        if is_copy:
+            tensor = tensor.cpu()
+        row = self._row_in_place(item, file, tensor, about)
+        if row is None:
+            return self._serialised(item, file, tensor, about)
+        return Resolved(row, tensor, row.payload_bytes if is_copy else 0)
+
+    def _row_in_place(
+        self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
+    ) -> WriteRow | None:
+        """Returns the row of a host tensor, None where address and strides do not say it all."""
+        fqn, offsets = item.index.fqn, tuple(about.chunk.offsets)
         if self._transform is not None or not is_plain(tensor) or len(offsets) != tensor.dim():
-            return self._serialised(item, file, tensor, properties)
-        framing, name = self._dtype(tensor.dtype)
-        sizes, dense = tuple(tensor.shape), is_dense(tensor)
+            return None
         nbytes = tensor.numel() * tensor.element_size()
-        if nbytes:
-            check_storage(tensor, fqn)
-        row = WriteRow(
+        address = tensor.data_ptr() if nbytes else 0
+        if nbytes and not address:  # torch.func's wrappers and zero tensors look plain
+            raise UnsupportedError(
+                f"'{fqn}' is of {nbytes} B but lies nowhere: torch has no memory for a tensor that "
+                "torch.func tracks or that is known to be zero; save `tensor.clone()`"
+            )
+        framing, name = self._dtype(tensor.dtype)
+        return WriteRow(
             file,
             TENSOR,
-            tensor.data_ptr() if nbytes else 0,
+            address,
             nbytes,
             framing,
             tensor.element_size(),
-            sizes,
+            tuple(tensor.shape),
             tensor.stride(),
-            dense or nbytes == 0,
+            nbytes == 0 or is_dense(tensor),
             fqn,
-            tuple(item.tensor_data.size),
+            tuple(about.size),
             offsets,
-            *self._properties(properties),
+            *self._properties(about.properties),
             name,
-            self._property_names(properties),
+            self._property_names(about.properties),
             self._path(fqn),
         )
-        return Resolved(row, tensor, nbytes if is_copy else 0)
 
     def _serialised(
-        self, item: WriteItem, file: int, tensor: torch.Tensor, properties: TensorProperties
+        self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
     ) -> Resolved:
         """Stores in torch's own serialisation what addresses and strides cannot say."""
-        if tensor.layout == torch.strided and not tensor.is_nested:
-            try:
-                storage_bytes = tensor.untyped_storage().nbytes()
-            except NotImplementedError:  # a wrapper subclass: torch.save asks its inner tensors
-                storage_bytes = tensor.nbytes
-            if storage_bytes != tensor.nbytes:
-                tensor = tensor.clone()
-        data = io.BytesIO()
-        torch.save(tensor, data)
+        fqn = item.index.fqn
+        try:
+            stream = _saved(tensor)
+        except Exception as error:
+            raise UnsupportedError(
+                f"'{fqn}' cannot be saved: torch.save of its {type(tensor).__name__} "
+                f"({dtype_name(tensor.dtype)}) raised {type(error).__name__}: {error}"
+            ) from error
         if self._transform is not None:
-            data = self._transform.apply(item, data.getbuffer())
-        buffer = data.getbuffer()
+            stream = self._transform.apply(item, stream.getbuffer())
+        buffer = stream.getbuffer()
         row = WriteRow(
-            file, TORCH_TENSOR, buffer, len(buffer), -1, 1, (), (), True, item.index.fqn, (), (),
-            *self._properties(properties), dtype_name(tensor.dtype),
-            self._property_names(properties), self._path(item.index.fqn),
+            file, TORCH_TENSOR, buffer, len(buffer), -1, 1, (), (), True, fqn, (), (),
+            *self._properties(about.properties), dtype_name(tensor.dtype),
+            self._property_names(about.properties), self._path(fqn),
         )  # fmt: skip
-        return Resolved(row, data, len(buffer))
+        return Resolved(row, stream, len(buffer))
 
     def _dtype(self, dtype: torch.dtype) -> tuple[int, str]:
         known = self._by_dtype.get(dtype)
@@ -251,13 +316,24 @@ class WriteTable:
         return json.dumps(path, ensure_ascii=False)
 
 
-def check_unique(items: Sequence[WriteItem]) -> None:
-    """Raises PlanError when a plan names one chunk twice: two writers of one thing."""
+def check_plan(items: Sequence[WriteItem]) -> None:
+    """Vets what a plan says of its items, before any rank writes.
+
+    Raises:
+        PlanError: it names one chunk twice: two writers of one thing.
+        UnsupportedError: an item's dtype cannot be kept.
+    """
     seen = set()
     for item in items:
+        fqn = item.index.fqn
         if item.index in seen:
-            raise PlanError(
-                f"the plan writes '{item.index.fqn}' at offset {item.index.offset} twice",
-                fqn=item.index.fqn,
-            )
+            raise PlanError(f"the plan writes '{fqn}' at offset {item.index.offset} twice", fqn=fqn)
         seen.add(item.index)
+        if item.tensor_data is None:
+            continue
+        dtype = item.tensor_data.properties.dtype
+        if not is_saved_dtype(dtype):
+            raise UnsupportedError(
+                f"'{fqn}' is of {dtype}, which torch {torch.__version__} cannot save; save "
+                "`tensor.view(torch.uint8)`"
+            )

@@ -46,7 +46,7 @@ from torch_dcpx.lock import SaveLock
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.running_save import RunningSave, WriterUse
 from torch_dcpx.write_files import write_files
-from torch_dcpx.write_table import WriteTable, check_unique, transform_by
+from torch_dcpx.write_table import WriteTable, check_plan, transform_by
 
 __all__ = ["DcpxWriter", "WriteReport"]
 
@@ -194,7 +194,8 @@ class DcpxWriter(FileSystemWriter):
         Raises:
             RuntimeError: it holds a checkpoint and `overwrite` is False (stock's text).
             ConcurrentSaveError: another save is writing here.
-            UnsupportedError: a rank-local save over a checkpoint of all ranks.
+            UnsupportedError: a rank-local save over a checkpoint of all ranks, or a dtype that
+                cannot be kept.
             StorageError: the directory cannot be made.
         """
         if type(self.fs) is not FileSystem:
@@ -203,7 +204,7 @@ class DcpxWriter(FileSystemWriter):
                 f"({type(self.fs).__name__}); use torch's own writer for it"
             )
         with self._release_on_error():
-            check_unique(plan.items)
+            check_plan(plan.items)
             make_directory(self._directory_path(), is_durable=self._is_durable)
             with Directory(self._directory_path()) as directory:
                 self._check_modes(directory)

@@ -1,0 +1,61 @@
+"""Tensors that addresses and strides do not describe: kept, or refused by name before any byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import odd_tensors
+import pytest
+import torch
+from saves import assert_loads, files_in, raises_one, save
+
+from torch_dcpx import (
+    UnsupportedError,
+)
+
+Maker = Callable[[torch.Generator], torch.Tensor]
+MEMORYLESS: dict[str, Maker] = {
+    "fake": odd_tensors.fake_tensor,
+    "freed": odd_tensors.freed_tensor,
+    "functional": odd_tensors.functional_tensor,
+    "meta": lambda _: torch.empty(4, 5, device="meta"),
+    "zero": odd_tensors.zero_tensor,
+}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("name", MEMORYLESS)
+def test_tensor_without_memory_is_refused_by_name_and_changes_nothing(
+    tmp_path: Path, name: str
+) -> None:
+    kept = {"w": torch.arange(5)}
+    save(kept, tmp_path)
+    before = files_in(tmp_path)
+    with raises_one(UnsupportedError) as raised:
+        save({"w": torch.ones(3), "layer.odd": MEMORYLESS[name](generator())}, tmp_path)
+    assert "'layer.odd'" in str(raised.error)
+    assert files_in(tmp_path) == before
+    assert_loads(kept, tmp_path)
+
+
+def test_tensor_under_way_is_saved_as_the_tensor_that_arrives(tmp_path: Path) -> None:
+    """Stock pickles the wrapper, and no load takes that."""
+    under_way = odd_tensors.async_tensor(generator())
+    save({"w": under_way}, tmp_path)
+    assert_loads({"w": torch.randn(4, 5, generator=generator())}, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int1, torch.int4, torch.uint7], ids=str)
+def test_dtype_that_torch_cannot_save_is_refused_by_name(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    odd = odd_tensors.low_bits(dtype)(generator())
+    with raises_one(UnsupportedError) as raised:
+        save({"layer.odd": odd}, tmp_path / "ckpt")
+    assert "'layer.odd'" in str(raised.error)
+    assert str(dtype) in str(raised.error)
+    assert not (tmp_path / "ckpt").exists()
