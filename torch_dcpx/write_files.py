@@ -106,11 +106,18 @@ def _write_windows(
     window_bytes: int,
 ) -> list[tuple[int, int]]:
     makes_temporaries = not has_stock_hooks(table.planner)
+    # All that needs no memory comes first: what cannot be kept is refused before the first byte.
+    in_place: list[Resolved | None] = [None] * len(items)
+    if not makes_temporaries:
+        in_place = [
+            table.resolve_in_place(item, 0 if is_one_file else number)
+            for number, item in enumerate(items)
+        ]
     placed: list[tuple[int, int]] = []
     window: list[Resolved] = []
     used = 0
     for number, item in enumerate(items):
-        resolved = table.resolve(item, 0 if is_one_file else number)
+        resolved = in_place[number] or table.resolve(item, 0 if is_one_file else number)
         # A user's planner may make its tensors on the fly: each counts as if it did.
         cost = resolved.row.payload_bytes if makes_temporaries else resolved.temporary_bytes
         if window and cost and used + cost > window_bytes:

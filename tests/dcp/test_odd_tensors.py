@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import odd_tensors
 import pytest
@@ -11,7 +12,9 @@ import torch
 from saves import assert_loads, files_in, raises_one, save
 
 from torch_dcpx import (
+    _C,
     UnsupportedError,
+    WriteOptions,
 )
 
 Maker = Callable[[torch.Generator], torch.Tensor]
@@ -40,6 +43,30 @@ def test_tensor_without_memory_is_refused_by_name_and_changes_nothing(
     assert "'layer.odd'" in str(raised.error)
     assert files_in(tmp_path) == before
     assert_loads(kept, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["freed", "functional", "meta", "zero"])
+def test_refusal_comes_before_the_first_of_many_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Byte items fill the budget many times over before the odd tensor's turn."""
+    state: dict[str, Any] = {f"bytes{i}": bytes(100_000) for i in range(30)}
+    state["layer.odd"] = MEMORYLESS[name](generator())
+    windows: list[int] = []
+
+    class Job(_C.WriteJob):
+        def write(self, rows: Any, *args: Any, **kwargs: Any) -> Any:
+            windows.append(len(rows))
+            return super().write(rows, *args, **kwargs)
+
+    monkeypatch.setattr(_C, "WriteJob", Job)
+    options = WriteOptions(host_memory_bytes=256 << 10, slot_bytes=256 << 10)
+    with raises_one(UnsupportedError):
+        save(state, tmp_path, options=options)
+    assert windows == []
+    del state["layer.odd"]
+    save(state, tmp_path, options=options)
+    assert len(windows) > 10
 
 
 def test_tensor_under_way_is_saved_as_the_tensor_that_arrives(tmp_path: Path) -> None:
