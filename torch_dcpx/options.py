@@ -115,8 +115,8 @@ class ReadOptions:
             that could be checked.
         trusted: hand pickles of the checkpoint to Python as stock does, which may execute anything
             they say. Default False: nothing from a checkpoint is executed.
-        safe_globals: classes and functions that byte items may name besides the documented plain
-            ones. Default ().
+        safe_globals: classes and functions that byte items, and tensors of other classes than
+            torch's own, may name besides the documented plain ones. Default ().
         host_memory_bytes: bound, in bytes, on the host memory a load takes besides the tensors it
             fills: all slots together, and separately what is converted, decoded or copied to a
             device at one time. One item that is larger still passes, alone. Default 64 MiB.

@@ -119,7 +119,7 @@ class _Window:
             )
             data = stream.read(-1)
         if item.type != LoadItemType.BYTE_IO:
-            load_by_torch(io.BytesIO(data), read.path, item, self._planner)
+            load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
         elif self._options.trusted:
             self._planner.load_bytes(item, io.BytesIO(data))
         else:

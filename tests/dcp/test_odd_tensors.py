@@ -9,10 +9,15 @@ from typing import Any
 import odd_tensors
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from odd_tensors import Tagged, Wrapper
 from saves import assert_loads, files_in, raises_one, save
 
 from torch_dcpx import (
     _C,
+    DcpxReader,
+    ReadOptions,
+    UnsafePickleError,
     UnsupportedError,
     WriteOptions,
 )
@@ -86,3 +91,42 @@ def test_dtype_that_torch_cannot_save_is_refused_by_name(
     assert "'layer.odd'" in str(raised.error)
     assert str(dtype) in str(raised.error)
     assert not (tmp_path / "ckpt").exists()
+
+
+def test_target_without_memory_is_filled_by_torch(tmp_path: Path) -> None:
+    save({"w": torch.arange(20.0).view(4, 5)}, tmp_path)
+    target = odd_tensors.functional_tensor(generator())
+    dcp.load({"w": target}, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    torch._sync(target)  # replays on it what was done to its views
+    found = torch._from_functional_tensor(target)
+    assert torch.equal(found, torch.arange(20.0).view(4, 5))
+
+
+@pytest.mark.parametrize("kind", [Tagged, Wrapper])
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_tensor_subclass_is_loaded_with_leave_only(tmp_path: Path, kind: Any, writer: str) -> None:
+    def made(seed: int) -> torch.Tensor:
+        tensor = torch.randn(4, 5, generator=generator(seed))
+        return tensor.as_subclass(Tagged) if kind is Tagged else Wrapper(tensor)
+
+    save({"w": made(1)}, tmp_path, writer)
+    with raises_one(UnsafePickleError) as raised:
+        dcp.load({"w": made(2)}, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    name = f"odd_tensors.{kind.__name__}"
+    assert (raised.error.global_name, raised.error.fqn) == (name, "w")
+    assert f"safe_globals=[{name}]" in str(raised.error)
+
+    def loads(options: ReadOptions) -> bool:
+        target = {"w": made(2)}
+        dcp.load(target, storage_reader=DcpxReader(tmp_path, options=options), no_dist=True)
+        found, expected = target["w"], made(1)
+        assert type(found) is kind
+        return bool((found == expected).all())
+
+    assert loads(ReadOptions(safe_globals=(kind,)))
+    assert kind not in torch.serialization.get_safe_globals()
+    assert loads(ReadOptions(trusted=True))
+    with torch.serialization.safe_globals([kind]):
+        assert loads(ReadOptions())
+        assert loads(ReadOptions(safe_globals=(kind,)))
+        assert kind in torch.serialization.get_safe_globals()
