@@ -89,8 +89,13 @@ def framing_of(dtype: torch.dtype) -> tuple[str, str, str]:
 
 @cache
 def is_saved_dtype(dtype: torch.dtype) -> bool:
-    """Returns whether torch.save takes tensors of this dtype; not so int1 to int7, for one."""
+    """Returns whether torch.save takes this dtype (not int1) and DCP's planner does (not bits8)."""
     new_dtypes: Any = torch.storage._new_dtypes
+    element_size: Any = torch._utils._element_size  # of DCP's planner
+    try:
+        element_size(dtype)
+    except TypeError:
+        return False
     return dtype in _storage_names() or dtype in new_dtypes()
 
 

@@ -236,10 +236,13 @@ def load_by_torch(
             weights_only=not options.trusted,
         )
     tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-    target = planner.resolve_tensor(item).detach()
+    target = planner.resolve_tensor(item)
+    if target.layout != torch.sparse_coo:  # of which detach() makes a copy, which stock then fills
+        target = target.detach()
     if target.size() != tensor.size():
         raise AssertionError(
             f"req {item.storage_index} mismatch sizes {target.size()} vs {tensor.size()}"
         )
-    target.copy_(tensor)
+    with torch.no_grad():
+        target.copy_(tensor)
     planner.commit_tensor(item, target)

@@ -321,7 +321,7 @@ def check_plan(items: Sequence[WriteItem]) -> None:
 
     Raises:
         PlanError: it names one chunk twice: two writers of one thing.
-        UnsupportedError: an item's dtype cannot be kept.
+        UnsupportedError: an item's dtype or layout cannot be kept.
     """
     seen = set()
     for item in items:
@@ -331,9 +331,14 @@ def check_plan(items: Sequence[WriteItem]) -> None:
         seen.add(item.index)
         if item.tensor_data is None:
             continue
-        dtype = item.tensor_data.properties.dtype
+        dtype, layout = item.tensor_data.properties.dtype, item.tensor_data.properties.layout
+        if layout == torch.sparse_coo:
+            raise UnsupportedError(
+                f"'{fqn}' is a sparse COO tensor, into which stock's load puts nothing and says so "
+                "to nobody; save its `indices()` and `values()`"
+            )
         if not is_saved_dtype(dtype):
             raise UnsupportedError(
-                f"'{fqn}' is of {dtype}, which torch {torch.__version__} cannot save; save "
-                "`tensor.view(torch.uint8)`"
+                f"'{fqn}' is of {dtype}, which torch {torch.__version__} cannot save; save a view "
+                "of another dtype, such as `tensor.view(torch.uint8)`"
             )

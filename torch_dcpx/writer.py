@@ -194,8 +194,8 @@ class DcpxWriter(FileSystemWriter):
         Raises:
             RuntimeError: it holds a checkpoint and `overwrite` is False (stock's text).
             ConcurrentSaveError: another save is writing here.
-            UnsupportedError: a rank-local save over a checkpoint of all ranks, or a dtype that
-                cannot be kept.
+            UnsupportedError: a rank-local save over a checkpoint of all ranks, or a dtype or layout
+                that cannot be kept.
             StorageError: the directory cannot be made.
         """
         if type(self.fs) is not FileSystem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from odd_tensors import Tagged, Wrapper
 from saves import assert_loads, files_in, raises_one, save
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_dcpx import (
     _C,
@@ -21,6 +25,7 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
+from torch_dcpx.read_table import load_by_torch
 
 Maker = Callable[[torch.Generator], torch.Tensor]
 MEMORYLESS: dict[str, Maker] = {
@@ -81,7 +86,7 @@ def test_tensor_under_way_is_saved_as_the_tensor_that_arrives(tmp_path: Path) ->
     assert_loads({"w": torch.randn(4, 5, generator=generator())}, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.int1, torch.int4, torch.uint7], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int1, torch.int4, torch.uint7, torch.bits8], ids=str)
 def test_dtype_that_torch_cannot_save_is_refused_by_name(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
@@ -100,6 +105,27 @@ def test_target_without_memory_is_filled_by_torch(tmp_path: Path) -> None:
     torch._sync(target)  # replays on it what was done to its views
     found = torch._from_functional_tensor(target)
     assert torch.equal(found, torch.arange(20.0).view(4, 5))
+
+
+def test_sparse_coo_tensor_is_refused_by_the_plan(tmp_path: Path) -> None:
+    """Stock's load fills a detached copy of the target, and tells nobody."""
+    with raises_one(UnsupportedError) as raised:
+        save({"layer.odd": torch.eye(3).to_sparse()}, tmp_path / "ckpt")
+    assert "'layer.odd'" in str(raised.error)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_sparse_coo_item_that_stock_wrote_from_a_device_fills_its_target() -> None:
+    stored, target = torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()
+    data = io.BytesIO()
+    torch.save(stored, data)
+    data.seek(0)
+    index, zeros, sizes = MetadataIndex("w"), torch.Size([0, 0]), torch.Size([3, 3])
+    item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, sizes)
+    planner = DefaultLoadPlanner()
+    planner.state_dict = {"w": target}
+    load_by_torch(data, "file", item, planner, ReadOptions())
+    assert torch.equal(target.to_dense(), torch.eye(3))
 
 
 @pytest.mark.parametrize("kind", [Tagged, Wrapper])
