@@ -117,7 +117,16 @@ class _Window:
             stream = self._transforms.transform_load_stream(
                 item, read.descriptors, io.BytesIO(data)
             )
-            data = stream.read(-1)
+            try:
+                data = stream.read(-1)
+            except Exception as error:  # an extension raises what it likes
+                fqn = item.storage_index.fqn
+                raise CorruptionError(
+                    f"undo {', '.join(read.descriptors)} of item '{fqn}' of '{read.path}': "
+                    f"{type(error).__name__}: {error}",
+                    fqn=fqn,
+                    path=read.path,
+                ) from error
         if item.type != LoadItemType.BYTE_IO:
             load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
         elif self._options.trusted:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from saves import data_files, flipped, load, raises_one, read_footer, save
 from states import assert_same, blank_like
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import (
@@ -238,6 +239,22 @@ def test_what_is_no_regular_file_is_refused_and_waited_for_by_nobody(
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_every_flipped_byte_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
     sweep(tmp_path, seed, name, share=1.0)
+
+
+@pytest.mark.parametrize("fqn", ["tensor", "text"])
+def test_damaged_compressed_item_of_stock_is_corruption(tmp_path: Path, fqn: str) -> None:
+    """Stock's files hold no checksums: what finds the damage is the extension, if it does."""
+    state = {"tensor": torch.arange(1000), "text": "text"}
+    save(state, tmp_path, "stock", _extensions=[ZStandard()])
+    infos = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    info = next(info for index, info in infos.items() if index.fqn == fqn)
+    with (
+        flipped(tmp_path / info.relative_path, info.offset),  # zstd's magic
+        raises_one(CorruptionError) as raised,
+    ):
+        load(state, tmp_path)
+    assert (raised.error.fqn, raised.error.path) == (fqn, str(tmp_path / info.relative_path))
+    assert "stream.zstd" in str(raised.error)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
