@@ -7,13 +7,15 @@ one before saved. Prints a row a case and placement, and at the end what is refu
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ranks import run_ranks
 
 WORKER = Path(__file__).with_name("matrix_worker.py")
 LAUNCHES = (2, 3, 1, 4)
@@ -27,25 +29,6 @@ class Row(NamedTuple):
     ranks: tuple[int, ...]
     verdict: str  # "ok", "refused" or "MISMATCH"
     why: str
-
-
-def launch(ranks: int, *args: str) -> None:
-    """Runs the worker; raises with the output of all ranks unless each of them ends well."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), str(WORKER), *args,
-    ]  # fmt: skip
-    result = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    missing = [r for r in range(ranks) if f"rank {r} done" not in result.stdout]
-    assert result.returncode == 0 and not missing, f"{command}\n{result.stdout}"
 
 
 def run(seed: int, scratch: Path, launches: Sequence[int] = LAUNCHES) -> list[Row]:
@@ -63,7 +46,7 @@ def run(seed: int, scratch: Path, launches: Sequence[int] = LAUNCHES) -> list[Ro
     saved = "-"
     for ranks in launches:
         save_dir, report = scratch / f"ranks{ranks}", scratch / f"ranks{ranks}.json"
-        launch(ranks, str(seed), saved, str(save_dir), str(report))
+        run_ranks(WORKER, ranks, str(seed), saved, str(save_dir), str(report))
         saved = str(save_dir)
         for case, placement, verdict, why in json.loads(report.read_text()):
             row = rows.get((case, placement), Row(case, placement, (), verdict, why))

@@ -8,21 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ranks import run_ranks
 from saves import assert_loads, assert_whole, load, save
 from states import assert_same, blank_like, mixed_state
-from test_reshard import run_ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from torch_dcpx import DcpxReader, DcpxWriter
 
+WORKER = Path(__file__).with_name("calls_worker.py")
+
 
 @pytest.mark.multirank
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_call_on_several_ranks(tmp_path: Path, ranks: int) -> None:
-    run_ranks(ranks, str(tmp_path), worker="calls_worker.py")
+    run_ranks(WORKER, ranks, str(tmp_path))
 
 
 def test_converters_of_stock_read_and_write_our_checkpoints(tmp_path: Path) -> None:

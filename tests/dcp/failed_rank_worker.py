@@ -1,7 +1,6 @@
-"""One rank of tests/dcp/test_reshard.py, started by torch.distributed.run.
+"""One rank of tests/dcp/test_failed_rank.py, started by torch.distributed.run.
 
-reshard_worker.py exchange SEED LOAD_DIR SAVE_DIR  loads what other ranks saved, then saves
-reshard_worker.py fail SEED DIR                    saves in which one rank fails
+failed_rank_worker.py SEED DIR    saves in which one rank fails
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ CASES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[Placement, ...]]] = {
     "hybrid": ((40, 30), torch.float32, (Replicate(), Shard(0))),
     "strided": ((48, 6), torch.float32, (_StridedShard(0, split_factor=2), Shard(0))),
 }
-OTHER_WAY = {Shard(0): Shard(1), Shard(1): Shard(0), Replicate(): Shard(0)}
 
 
 def full_tensor(name: str, seed: int) -> torch.Tensor:
@@ -82,26 +80,22 @@ def distribute(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement
     )
 
 
-def placements_on(name: str, mesh: DeviceMesh, other_way: bool) -> tuple[Placement, ...]:
-    """Returns a case's placements on this mesh, or with rows and columns swapped."""
-    shape, _, placements = CASES[name]
+def placements_on(name: str, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Returns a case's placements on this mesh."""
+    _, _, placements = CASES[name]
     is_strided = any(isinstance(placement, _StridedShard) for placement in placements)
     # A strided shard's split factor is the size of the second dimension.
-    if is_strided and (other_way or mesh.size(1) != 2):
+    if is_strided and mesh.size(1) != 2:
         return Shard(0), Replicate()
-    if other_way and len(shape) > 1:
-        return tuple(OTHER_WAY[placement] for placement in placements)
     return placements
 
 
-def states(seed: int, meshes: list[DeviceMesh], other_way: bool = False) -> dict[str, Any]:
+def states(seed: int, meshes: list[DeviceMesh]) -> dict[str, Any]:
     """Returns this rank's part of the state, plain tensors and Python values included."""
     state: dict[str, Any] = {}
     for name, (_, _, placements) in CASES.items():
         mesh = meshes[len(placements) - 1]
-        state[name] = distribute(
-            full_tensor(name, seed), mesh, placements_on(name, mesh, other_way)
-        )
+        state[name] = distribute(full_tensor(name, seed), mesh, placements_on(name, mesh))
     g = torch.Generator().manual_seed(seed)
     state["plain"] = {"weight": torch.randn(300, 400, generator=g), "bias": torch.randn(3).zero_()}
     state["values"] = {"step": seed, "betas": (0.9, 0.95), "name": "adamw", "none": None}
@@ -133,25 +127,6 @@ def load(expected: dict[str, Any], reader: Any) -> None:
     target = blank(expected)
     dcp.load(target, storage_reader=reader)
     assert_same(local(expected), local(target), str(reader.path))
-
-
-def exchange(seed: int, load_dir: str, save_dir: str) -> None:
-    world = dist.get_world_size()
-    columns = 2 if world % 2 == 0 else 1
-    meshes = [
-        init_device_mesh("cpu", (world,)),
-        init_device_mesh("cpu", (world // columns, columns)),
-    ]
-    if load_dir != "-":
-        for other_way in (False, True):
-            expected = states(seed, meshes, other_way)
-            for saved_by, reader in (("ours", DcpxReader), ("stock", DcpxReader),
-                                     ("ours", dcp.FileSystemReader)):  # fmt: skip
-                load(expected, reader(Path(load_dir) / saved_by))
-    if save_dir != "-":
-        state = states(seed, meshes)
-        dcp.save(state, storage_writer=DcpxWriter(Path(save_dir) / "ours"))
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(save_dir) / "stock"))
 
 
 class FailingPlanner(DefaultSavePlanner):
@@ -206,10 +181,7 @@ def fail(seed: int, directory: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if sys.argv[1] == "exchange":
-        exchange(int(sys.argv[2]), *sys.argv[3:])
-    else:
-        fail(int(sys.argv[2]), *sys.argv[3:])
+    fail(int(sys.argv[1]), *sys.argv[2:])
     print(f"rank {dist.get_rank()} done")
     dist.destroy_process_group()
 
