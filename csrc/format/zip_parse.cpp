@@ -1,6 +1,8 @@
 #include "format/zip_parse.h"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 #include "format/crc32.h"
 #include "format/tensor_pickle.h"
@@ -10,7 +12,21 @@ namespace {
 
 constexpr std::uint64_t kMaxPickleBytes = 1 << 20;
 
+// What torch.save wrote before 1.6, and still writes when asked to, is no zip: pickles, of which
+// the first is this number, and the storages behind them. The second byte is the protocol.
+constexpr unsigned char kLegacyHead[] = {0x80, 2,    0x8a, 10,   0x6c, 0xfc, 0x9c, 0x46,
+                                         0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, '.'};
+
+bool is_legacy(ItemReader& item) {
+  if (item.item_bytes() < sizeof(kLegacyHead)) return false;
+  std::byte head[sizeof(kLegacyHead)];
+  item.copy(0, sizeof(head), head);
+  head[1] = std::byte{kLegacyHead[1]};
+  return std::memcmp(head, kLegacyHead, sizeof(head)) == 0;
+}
+
 // The records of one archive, found by their name below the archive's folder.
+// REQUIRES: none of them is compressed.
 class Archive {
  public:
   Archive(ItemReader& item, std::vector<ZipRecord> records)
@@ -21,13 +37,6 @@ class Archive {
       throw item_.corrupt(0, item_.item_bytes(), "zip has no archive folder, as torch.save makes");
     }
     folder_ = first.substr(0, slash + 1);
-    for (const ZipRecord& record : records_) {
-      if (record.method != 0) {
-        throw item_.corrupt(record.offset, record.nbytes,
-                            "record '" + record.name + "' is compressed (method " +
-                                std::to_string(record.method) + ")");
-      }
-    }
   }
 
   const ZipRecord* find(std::string_view name) const {
@@ -110,7 +119,16 @@ bool storage_fits(const PickledTensor& tensor, std::uint64_t elem_bytes, std::ui
 
 ZipShape parse_zip_item(RangeReader& reader, std::uint64_t item_bytes, ParsedTensor* tensor) {
   ItemReader item(reader, item_bytes);
-  const Archive archive(item, list_zip_records(item));
+  std::vector<ZipRecord> records;
+  try {
+    records = list_zip_records(item);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kCorruption && is_legacy(item)) return ZipShape::kOther;
+    throw;
+  }
+  const auto is_compressed = [](const ZipRecord& record) { return record.method != 0; };
+  if (std::any_of(records.begin(), records.end(), is_compressed)) return ZipShape::kOther;
+  const Archive archive(item, std::move(records));
   const ZipRecord& pickle_record = archive.require("data.pkl");
   if (pickle_record.nbytes > kMaxPickleBytes) return ZipShape::kOther;
   const std::vector<std::byte> pickle = archive.read(pickle_record);

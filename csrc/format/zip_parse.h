@@ -11,7 +11,8 @@ namespace dcpx {
 
 enum class ZipShape {
   kPlainTensor,  // what torch.save makes of one strided tensor of an unquantized dtype
-  kOther,        // a well-formed zip of anything else: for torch.load(weights_only=True)
+  kOther,        // anything else that torch.save makes, or a zip that another tool compressed: for
+                 // torch.load(weights_only=True)
 };
 
 struct ParsedTensor {
@@ -34,8 +35,9 @@ struct ParsedTensor {
 // element that sizes, strides and storage_offset reach lies inside the payload, and the payload
 // inside the item. Two reads for a torch.save item, one below 8 KiB; allocates no more than a small
 // multiple of the directory (at most 16 MiB) and data.pkl (at most 1 MiB).
-// Throws Error(kCorruption) as list_zip_records(), and for compressed records, a data.pkl that
-// fails its CRC, and a tensor that contradicts its storage or its record.
+// Throws Error(kCorruption) as list_zip_records(), unless the item begins as torch.save's format of
+// before zips; and for a data.pkl that fails its CRC, and a tensor that contradicts its storage or
+// its record.
 ZipShape parse_zip_item(RangeReader& reader, std::uint64_t item_bytes, ParsedTensor* tensor);
 
 }  // namespace dcpx

@@ -208,11 +208,21 @@ def test_pickle_of_more_than_a_mebibyte_is_left_to_torch() -> None:
     assert _C.parse_zip_item(many) is None
 
 
-def test_compressed_records_raise_and_are_listed() -> None:
+def test_compressed_records_are_left_to_torch_and_are_listed() -> None:
     item = rewritten(compression=zipfile.ZIP_DEFLATED, value=torch.zeros(1000))
-    with pytest.raises(errors.CorruptionError, match=r"compressed \(method 8\)"):
-        _C.parse_zip_item(item)
+    assert _C.parse_zip_item(item) is None
     assert {row[1] for row in _C.zip_records(item)} == {8}
+
+
+def test_item_of_the_format_before_zips_is_left_to_torch() -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(2000), buffer, _use_new_zipfile_serialization=False)
+    legacy = buffer.getvalue()
+    assert _C.parse_zip_item(legacy) is None
+    assert _C.parse_zip_item(legacy[:15]) is None
+    for other in (legacy[:14], b"x" + legacy, legacy[:4] + b"x" + legacy[5:]):
+        with pytest.raises(errors.CorruptionError):
+            _C.parse_zip_item(other)
 
 
 def test_missing_payload_or_pickle_raises_corruption() -> None:
