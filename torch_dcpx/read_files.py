@@ -3,12 +3,17 @@
 Where every target exists already (stock's planner hooks, host tensors of the stored dtype) there is
 one window, and one call to C++. What must be staged, decoded, or is made by a user's planner on the
 fly counts against a budget: when it is used up, the window is read, handed over and dropped.
+
+A planner that overrides both how targets are found and what happens to what was read may count on
+stock's order, one item after the other: such planners give the same buffer for every item, or
+remember the item whose commit they expect. For them every window holds one item.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -24,15 +29,18 @@ from torch_dcpx.read_table import (
     Stored,
     TensorRead,
     finish_tensor_read,
+    is_direct_target,
     load_by_torch,
     plan_tensor_read,
     stored_dtype,
 )
 from torch_dcpx.trust import reencode_byte_item
+from torch_dcpx.unpickle import MAX_MESSAGE
 
 __all__ = ["read_items"]
 
 _HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+_TAKING_HOOKS = ("commit_tensor", "load_bytes")
 
 
 class BytesRead(NamedTuple):
@@ -44,12 +52,14 @@ class BytesRead(NamedTuple):
     descriptors: Sequence[str]
 
 
-def has_stock_hooks(planner: LoadPlanner) -> bool:
-    """Returns whether the planner hands out views of the state's own tensors."""
+def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool:
+    """Returns whether the planner's hooks `names` are stock's; by default those whose stock form
+    hands out views of the state's own tensors.
+    """
     return isinstance(planner, DefaultLoadPlanner) and all(
         getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
         and name not in vars(planner)
-        for name in _HOOKS
+        for name in names
     )
 
 
@@ -63,6 +73,8 @@ class _Window:
         self._planner = planner
         self._transforms = transforms
         self._options = options
+        self._makes_targets = not has_stock_hooks(planner)
+        self._is_single = self._makes_targets and not has_stock_hooks(planner, _TAKING_HOOKS)
         self._rows: list[ReadRow] = []
         self._reads: list[tuple[TensorRead, bool] | BytesRead] = []
         self._used_bytes = 0
@@ -73,19 +85,30 @@ class _Window:
         """Names of the items whose targets may hold new bytes."""
         return tuple(self._touched)
 
-    def make_room(self, nbytes: int) -> None:
+    def _make_room(self, nbytes: int) -> None:
         """Reads what is prepared when `nbytes` more would exceed the budget."""
         if self._reads and nbytes and self._used_bytes + nbytes > self._options.host_memory_bytes:
             self.flush()
-        self._used_bytes += nbytes
 
-    def add_tensor(self, read: TensorRead, is_big_endian: bool) -> None:
+    def add_tensor(self, item: ReadItem, stored: Stored) -> None:
+        """Prepares the read of a plain tensor's region."""
+        dtype = stored_dtype(stored, item.storage_index.fqn)
+        is_big_endian = stored.located.is_big_endian
+        target = self._planner.resolve_tensor(item)
+        is_staged = not is_direct_target(target.detach(), dtype, is_big_endian)
+        cost = math.prod(item.lengths) * dtype.itemsize if is_staged else 0
+        if self._makes_targets:
+            cost += target.numel() * target.element_size()
+        self._make_room(cost)
+        read = plan_tensor_read(item, stored, target, dtype)
         if read.row is not None:
             self._rows.append(read.row)
-        self._reads.append((read, is_big_endian))
+        self._add((read, is_big_endian), cost)
 
     def add_bytes(self, item: ReadItem, stored: Stored, descriptors: Sequence[str]) -> None:
+        """Prepares the read of a whole item, whose bytes torch or the planner must understand."""
         located = stored.located
+        self._make_room(located.payload_bytes)
         data = bytearray(located.payload_bytes)
         if data:
             row = ReadRow(
@@ -93,7 +116,13 @@ class _Window:
                 item.storage_index.fqn,
             )  # fmt: skip
             self._rows.append(row)
-        self._reads.append(BytesRead(item, data, stored.path, descriptors))
+        self._add(BytesRead(item, data, stored.path, descriptors), len(data))
+
+    def _add(self, read: tuple[TensorRead, bool] | BytesRead, cost: int) -> None:
+        self._reads.append(read)
+        self._used_bytes += cost
+        if self._is_single:
+            self.flush()
 
     def flush(self) -> None:
         """Reads everything prepared and hands it to the planner."""
@@ -114,19 +143,7 @@ class _Window:
         item = read.item
         data: bytes | bytearray = read.data
         if read.descriptors:
-            stream = self._transforms.transform_load_stream(
-                item, read.descriptors, io.BytesIO(data)
-            )
-            try:
-                data = stream.read(-1)
-            except Exception as error:  # an extension raises what it likes
-                fqn = item.storage_index.fqn
-                raise CorruptionError(
-                    f"undo {', '.join(read.descriptors)} of item '{fqn}' of '{read.path}': "
-                    f"{type(error).__name__}: {error}",
-                    fqn=fqn,
-                    path=read.path,
-                ) from error
+            data = _undo_extensions(read, self._transforms)
         if item.type != LoadItemType.BYTE_IO:
             load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
         elif self._options.trusted:
@@ -141,6 +158,27 @@ class _Window:
             self._planner.load_bytes(item, decoded)
 
 
+def _undo_extensions(read: BytesRead, transforms: Any) -> bytes:
+    """Returns the item as it was before the writer's stream extensions changed it.
+
+    Raises:
+        CorruptionError: an extension cannot read what is stored. Other errors are stock's: the
+            registry lacks an extension.
+    """
+    stream = transforms.transform_load_stream(read.item, read.descriptors, io.BytesIO(read.data))
+    try:
+        data: bytes = stream.read(-1)
+    except Exception as error:
+        fqn = read.item.storage_index.fqn
+        cause = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+        raise CorruptionError(
+            f"undo {list(read.descriptors)} of item '{fqn}' of '{read.path}': {cause}",
+            fqn=fqn,
+            path=read.path,
+        ) from error
+    return data
+
+
 def read_items(
     job: _C.ReadJob,
     items: Sequence[ReadItem],
@@ -150,7 +188,7 @@ def read_items(
     transforms: Any,
     options: ReadOptions,
 ) -> int:
-    """Reads `items` into the planner's tensors and objects.
+    """Reads `items` into the planner's tensors and objects, file by file as stock does.
 
     Args:
         job: has located `stored`.
@@ -168,7 +206,7 @@ def read_items(
     """
     window = _Window(job, planner, transforms, options)
     try:
-        return _read_windows(window, items, stored, storage_data, planner)
+        return _read_windows(window, items, stored, storage_data)
     except (CorruptionError, StorageError) as error:
         error.touched = window.touched
         raise
@@ -179,24 +217,17 @@ def _read_windows(
     items: Sequence[ReadItem],
     stored: Mapping[MetadataIndex, Stored],
     storage_data: Mapping[MetadataIndex, _StorageInfo],
-    planner: LoadPlanner,
 ) -> int:
-    makes_targets = not has_stock_hooks(planner)
     torch_items = 0
-    for item in items:
+    # Files are numbered in the order in which the plan names them first.
+    for item in sorted(items, key=lambda item: stored[item.storage_index].file):
         place = stored[item.storage_index]
-        located = place.located
         descriptors = storage_data[item.storage_index].transform_descriptors or ()
-        if item.type == LoadItemType.BYTE_IO or descriptors or located.kind != "plain":
-            torch_items += item.type != LoadItemType.BYTE_IO
-            window.make_room(located.payload_bytes)
+        is_bytes = item.type == LoadItemType.BYTE_IO
+        if is_bytes or descriptors or place.located.kind != "plain":
+            torch_items += not is_bytes
             window.add_bytes(item, place, descriptors)
-            continue
-        dtype = stored_dtype(place, item.storage_index.fqn)
-        target = planner.resolve_tensor(item)
-        read = plan_tensor_read(item, place, target, dtype)
-        made_bytes = target.numel() * target.element_size() if makes_targets else 0
-        window.make_room(read.staged_bytes + made_bytes)
-        window.add_tensor(read, located.is_big_endian)
+        else:
+            window.add_tensor(item, place)
     window.flush()
     return torch_items

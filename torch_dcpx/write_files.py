@@ -8,6 +8,7 @@ count against a budget: when it is used up, the window is written and its tempor
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -98,6 +99,61 @@ def write_files(
     return Written(located, files, job.report())
 
 
+class _Window:
+    """Rows that are written in one call, with the tensors and bytes they point to."""
+
+    def __init__(self, job: _C.WriteJob, table: WriteTable, budget_bytes: int) -> None:
+        self.placed: list[tuple[int, int]] = []  # (offset, bytes) of every item so far
+        self._job = job
+        self._table = table
+        self._budget_bytes = budget_bytes
+        self._makes_temporaries = not has_stock_hooks(table.planner)
+        self._made_ratio = 1.0  # bytes that the planner made to bytes planned: the most so far
+        self._entries: list[Resolved] = []
+        self._used_bytes = 0
+
+    def resolve_in_place(self, item: WriteItem, file: int) -> Resolved | None:
+        """Returns the row of an item that needs no memory of its own, None for all others.
+
+        Raises:
+            UnsupportedError: data that cannot be kept.
+        """
+        return None if self._makes_temporaries else self._table.resolve_in_place(item, file)
+
+    def add_resolved(self, resolved: Resolved) -> None:
+        """Takes a row of `resolve_in_place`."""
+        self._entries.append(resolved)
+
+    def add(self, item: WriteItem, file: int) -> None:
+        """Asks for the item's data; writes what is there already when both exceed the budget."""
+        planned_bytes = _planned_bytes(item) if self._makes_temporaries else 0
+        self._make_room(math.ceil(planned_bytes * self._made_ratio))
+        resolved = self._table.resolve(item, file)
+        # A user's planner may make its tensors on the fly: each counts as if it did.
+        cost = resolved.row.payload_bytes if self._makes_temporaries else resolved.temporary_bytes
+        if planned_bytes:
+            self._made_ratio = max(self._made_ratio, cost / planned_bytes)
+        self._make_room(cost)
+        self._entries.append(resolved)
+        self._used_bytes += cost
+
+    def _make_room(self, nbytes: int) -> None:
+        if self._entries and nbytes and self._used_bytes + nbytes > self._budget_bytes:
+            self.flush(is_final=False)
+
+    def flush(self, *, is_final: bool) -> None:
+        """Writes the rows and drops what they point to."""
+        rows = [entry.row for entry in self._entries]
+        self.placed += self._job.write(rows, self._table.framings, is_final=is_final)
+        self._entries, self._used_bytes = [], 0
+
+
+def _planned_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0  # of a bytes item nobody knows
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
 def _write_windows(
     job: _C.WriteJob,
     items: Sequence[WriteItem],
@@ -105,28 +161,17 @@ def _write_windows(
     is_one_file: bool,
     window_bytes: int,
 ) -> list[tuple[int, int]]:
-    makes_temporaries = not has_stock_hooks(table.planner)
+    window = _Window(job, table, window_bytes)
+    files = [0] * len(items) if is_one_file else range(len(items))
     # All that needs no memory comes first: what cannot be kept is refused before the first byte.
-    in_place: list[Resolved | None] = [None] * len(items)
-    if not makes_temporaries:
-        in_place = [
-            table.resolve_in_place(item, 0 if is_one_file else number)
-            for number, item in enumerate(items)
-        ]
-    placed: list[tuple[int, int]] = []
-    window: list[Resolved] = []
-    used = 0
-    for number, item in enumerate(items):
-        resolved = in_place[number] or table.resolve(item, 0 if is_one_file else number)
-        # A user's planner may make its tensors on the fly: each counts as if it did.
-        cost = resolved.row.payload_bytes if makes_temporaries else resolved.temporary_bytes
-        if window and cost and used + cost > window_bytes:
-            placed += job.write([entry.row for entry in window], table.framings, is_final=False)
-            window, used = [], 0
-        window.append(resolved)
-        used += cost
-    placed += job.write([entry.row for entry in window], table.framings, is_final=True)
-    return placed
+    in_place = list(map(window.resolve_in_place, items, files))
+    for item, file, resolved in zip(items, files, in_place, strict=True):
+        if resolved is not None:
+            window.add_resolved(resolved)
+        else:
+            window.add(item, file)
+    window.flush(is_final=True)
+    return window.placed
 
 
 def _remove_created(directory: Directory, job: _C.WriteJob) -> None:
