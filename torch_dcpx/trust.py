@@ -64,7 +64,13 @@ class _Archive:
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
-        records = {name: (offset, nbytes) for name, _, offset, nbytes, _ in _C.zip_records(data)}
+        rows = _C.zip_records(data)
+        if any(method != 0 for _, method, *_ in rows):
+            raise UnsafePickleError(
+                "its records are compressed, which torch.save does not do; trusted=True would hand "
+                "it to the planner unread"
+            )
+        records = {name: (offset, nbytes) for name, _, offset, nbytes, _ in rows}
         pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             refuse(f"has {len(pickles)} records '<name>/data.pkl', torch.save writes one")
