@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -35,9 +35,10 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.layout import is_data_file_name, metadata_name
+from torch_dcpx.layout import is_data_file_name
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.overrides import metadata_file, refuse_bypassed
 from torch_dcpx.read_files import read_items
 from torch_dcpx.read_table import Located, Stored
 
@@ -98,7 +99,8 @@ class DcpxReader(FileSystemReader):
             options: see `ReadOptions`.
 
         Raises:
-            UnsupportedError: a URL as path.
+            UnsupportedError: a URL as path, or a subclass that overrides what would not be called
+                (docs/options.md).
         """
         _refuse_url(path)
         super().__init__(path, _extension_registry)
@@ -107,6 +109,7 @@ class DcpxReader(FileSystemReader):
         self._checkpoint: CheckpointMetadata | None = None
         self._kept_error: DcpxError | None = None
         self._found: _Found | None = None  # by prepare_local_plan, for read_data
+        refuse_bypassed(self, DcpxReader)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_found": None}  # open files stay with the process
@@ -136,7 +139,7 @@ class DcpxReader(FileSystemReader):
         if is_fallback and not isinstance(self._kept_error, NotCommittedError):
             return _empty_metadata()
         try:
-            checkpoint = self._read_checkpoint(metadata_name(rank))
+            checkpoint = self._read_checkpoint(rank)
         except DcpxError as error:
             if is_fallback:
                 if not isinstance(error, NotCommittedError):
@@ -203,6 +206,7 @@ class DcpxReader(FileSystemReader):
                 hold new bytes. UnsafePickleError: a byte item names a global that is not allowed.
             StorageError, ShortReadError: a file is missing, unreadable or too short.
         """
+        refuse_bypassed(self, DcpxReader)
         found = self._take_found(keep=plan.items) or self._find(plan.items)
         try:
             torch_items = read_items(
@@ -265,12 +269,9 @@ class DcpxReader(FileSystemReader):
                 path=str(self.path),
             ) from error
 
-    def _read_checkpoint(self, name: str) -> CheckpointMetadata:
-        if type(self.fs) is not FileSystem:
-            raise UnsupportedError(
-                "DcpxReader reads through its own engine, which would bypass the replaced `fs` "
-                f"({type(self.fs).__name__}); use torch's own reader for it"
-            )
+    def _read_checkpoint(self, rank: int | None) -> CheckpointMetadata:
+        refuse_bypassed(self, DcpxReader)
+        name = metadata_file(self, rank)
         with self._open() as directory:
             try:
                 data = directory.read_small(name)
@@ -337,8 +338,7 @@ class DcpxReader(FileSystemReader):
         """Says so when a data file is gone because another save replaced the checkpoint."""
         if error.errno not in (errno.ENOENT, errno.ESTALE) or self._checkpoint is None:
             return
-        name = metadata_name(None if self.use_collectives else self.rank)
-        current = self._read_checkpoint(name)
+        current = self._read_checkpoint(None if self.use_collectives else self.rank)
         if current.save_id == self._checkpoint.save_id:
             return
         touched = error.touched or ()

@@ -19,7 +19,6 @@ from typing import Any
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
-    FileSystem,
     FileSystemWriter,
     SerializationFormat,
     _StorageInfo,
@@ -44,6 +43,7 @@ from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.layout import LOCK_NAME, METADATA_NAME, is_metadata_name, metadata_name
 from torch_dcpx.lock import SaveLock
 from torch_dcpx.options import WriteOptions, merge_write_options
+from torch_dcpx.overrides import refuse_bypassed, refuse_changed, refuse_other_metadata_file
 from torch_dcpx.running_save import RunningSave, WriterUse
 from torch_dcpx.write_files import write_files
 from torch_dcpx.write_table import WriteTable, check_plan, transform_by
@@ -113,7 +113,8 @@ class DcpxWriter(FileSystemWriter):
 
         Raises:
             OptionError: a value that cannot work, or two that contradict each other.
-            UnsupportedError: SAFETENSORS, or a URL as path.
+            UnsupportedError: SAFETENSORS, a URL as path, or a subclass that overrides what would
+                not be called (docs/options.md).
         """
         self.options = merge_write_options(options, thread_count, sync_files)
         if serialization_format != SerializationFormat.TORCH_SAVE:
@@ -139,6 +140,7 @@ class DcpxWriter(FileSystemWriter):
         self._locks: list[SaveLock] = []
         self._use = WriterUse()
         self._save: RunningSave | None = None
+        refuse_bypassed(self, DcpxWriter)
 
     def __getstate__(self) -> dict[str, Any]:
         # Locks and the save under way stay with the process that has them; so do staging buffers,
@@ -194,16 +196,14 @@ class DcpxWriter(FileSystemWriter):
         Raises:
             RuntimeError: it holds a checkpoint and `overwrite` is False (stock's text).
             ConcurrentSaveError: another save is writing here.
-            UnsupportedError: a rank-local save over a checkpoint of all ranks, or a dtype or layout
-                that cannot be kept.
+            UnsupportedError: a rank-local save over a checkpoint of all ranks; a dtype or layout
+                that cannot be kept; what was replaced in vain. OptionError: so for `sync_files`.
             StorageError: the directory cannot be made.
         """
-        if type(self.fs) is not FileSystem:
-            raise UnsupportedError(
-                "DcpxWriter writes through its own engine, which would bypass the replaced `fs` "
-                f"({type(self.fs).__name__}); use torch's own writer for it"
-            )
         with self._release_on_error():
+            refuse_bypassed(self, DcpxWriter)
+            refuse_changed(self, is_durable=self._is_durable)
+            refuse_other_metadata_file(self, None if self.use_collectives else self.rank)
             check_plan(plan.items)
             make_directory(self._directory_path(), is_durable=self._is_durable)
             with Directory(self._directory_path()) as directory:

@@ -1,0 +1,128 @@
+"""What a subclass of the writer or reader overrides is called, or refused by name; never ignored.
+
+Public methods are DCP's own hooks and work as with stock. Stock's private methods, `fs` and
+`transforms` are parts of an engine that ours replaces: an override would be passed over in silence.
+Which they are is read from stock's classes, so that those of a newer torch are refused as well.
+docs/options.md, "Subclasses", is the table of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+    _StorageReaderTransforms,
+    _StorageWriterTransforms,
+)
+
+from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.layout import metadata_name
+
+__all__ = ["metadata_file", "refuse_bypassed", "refuse_changed", "refuse_other_metadata_file"]
+
+Plugin = FileSystemWriter | FileSystemReader
+
+_STOCK_MODULE = FileSystemWriter.__module__
+_HONOURED = {"_get_metadata_path", "_metadata_exists"}
+
+
+def _bypassed(ours: type[Plugin]) -> Iterator[str]:
+    """Yields the private methods of stock's class that `ours` never calls."""
+    for stock in ours.__mro__:
+        if stock.__module__ == _STOCK_MODULE:
+            for name, value in vars(stock).items():
+                is_private = name.startswith("_") and not name.startswith("__")
+                if (
+                    is_private
+                    and name not in _HONOURED
+                    and (
+                        callable(value) or isinstance(value, (classmethod, staticmethod, property))
+                    )
+                ):
+                    yield name
+
+
+def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
+    """Raises UnsupportedError for what a subclass or an instance has replaced in vain.
+
+    Args:
+        plugin: a writer or reader.
+        ours: the class of torch-dcpx that it is an instance of.
+    """
+    for name in _bypassed(ours):
+        if getattr(type(plugin), name) is not getattr(ours, name) or name in vars(plugin):
+            raise UnsupportedError(
+                f"{type(plugin).__name__} overrides `{name}`, which the engine of {ours.__name__} "
+                f"does not call; use torch's own {ours.__bases__[0].__name__} for it"
+            )
+    transforms = type(plugin.transforms)
+    replaced = {
+        "fs": (type(plugin.fs) is FileSystem and not vars(plugin.fs), plugin.fs),
+        "transforms": (
+            transforms in (_StorageWriterTransforms, _StorageReaderTransforms),
+            plugin.transforms,
+        ),
+    }
+    for name, (is_stock, value) in replaced.items():
+        if not is_stock:
+            raise UnsupportedError(
+                f"{ours.__name__} goes through its own engine, which would bypass the replaced "
+                f"`{name}` ({type(value).__name__}); use torch's own {ours.__bases__[0].__name__} "
+                "for it"
+            )
+
+
+def refuse_changed(writer: FileSystemWriter, *, is_durable: bool) -> None:
+    """Raises for attributes that were set after the construction and say what cannot be done.
+
+    Raises:
+        UnsupportedError: another serialization format.
+        OptionError: `sync_files` contradicts what the writer was made with.
+    """
+    if writer.serialization_format != SerializationFormat.TORCH_SAVE:
+        raise UnsupportedError(
+            f"serialization_format={writer.serialization_format} is not written by DcpxWriter; use "
+            "torch's HuggingFaceStorageWriter for safetensors"
+        )
+    if writer.sync_files != is_durable:
+        raise OptionError(
+            f"sync_files was set to {writer.sync_files} on a writer made with {is_durable}; give "
+            "it to the constructor",
+            option="sync_files",
+            value=writer.sync_files,
+        )
+
+
+def metadata_file(reader: FileSystemReader, rank: int | None) -> str:
+    """Returns the name of the metadata file, relative to the checkpoint's directory.
+
+    Raises:
+        UnsupportedError: an overridden `_get_metadata_path` leads outside of it.
+    """
+    given, directory = Path(reader._get_metadata_path(rank)), Path(reader.path)
+    if given.is_relative_to(directory):
+        name = given.relative_to(directory)
+        if name.parts and ".." not in name.parts:
+            return str(name)
+    raise UnsupportedError(
+        f"{type(reader).__name__} overrides `_get_metadata_path` with '{given}', which is not "
+        f"beneath '{directory}'"
+    )
+
+
+def refuse_other_metadata_file(writer: FileSystemWriter, rank: int | None) -> None:
+    """Raises UnsupportedError when `_get_metadata_path` is overridden to give another name.
+
+    By the names of metadata files a save knows which data files it may remove.
+    """
+    given, stock = Path(writer._get_metadata_path(rank)), Path(writer.path) / metadata_name(rank)
+    if given != stock:
+        raise UnsupportedError(
+            f"{type(writer).__name__} overrides `_get_metadata_path` with '{given}'; DcpxWriter "
+            f"commits by '{stock.name}' alone"
+        )
