@@ -35,7 +35,7 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.layout import is_data_file_name
+from torch_dcpx.layout import METADATA_NAME, is_data_file_name, is_metadata_name
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.overrides import metadata_file, refuse_bypassed
@@ -141,11 +141,9 @@ class DcpxReader(FileSystemReader):
         try:
             checkpoint = self._read_checkpoint(rank)
         except DcpxError as error:
-            if is_fallback:
-                if not isinstance(error, NotCommittedError):
-                    self._kept_error = error
-                return _empty_metadata()
             self._kept_error = error
+            if is_fallback:
+                return _empty_metadata()
             raise
         self._kept_error = None
         self._checkpoint = checkpoint
@@ -159,8 +157,9 @@ class DcpxReader(FileSystemReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Called by DCP on every rank. Raises: what `read_metadata` had to keep."""
-        if self._kept_error is not None:
-            raise self._kept_error
+        error, self._kept_error = self._kept_error, None
+        if error is not None:
+            raise error
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._take_found()
 
@@ -278,10 +277,18 @@ class DcpxReader(FileSystemReader):
             except StorageError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                files = sum(map(is_data_file_name, directory.names()))
+                names = directory.names()
+                wanted = (name,) if rank is None else (METADATA_NAME, name)
+                missing = " and ".join(f"no '{one}'" for one in wanted if one not in names)
+                ranks, files = sum(map(is_metadata_name, names)), sum(map(is_data_file_name, names))
+                beside = (
+                    f", but metadata of {ranks} other ranks"
+                    if ranks
+                    else f", but {files} data files of an unfinished save"
+                )
                 raise NotCommittedError(
-                    f"'{directory.path}' holds no committed checkpoint: no '{name}'"
-                    + (f", but {files} data files of an unfinished save" if files else ""),
+                    f"'{directory.path}' holds no committed checkpoint: {missing}"
+                    + (beside if ranks or files else ""),
                     errno=errno.ENOENT,
                     path=str(directory.path / name),
                 ) from error
