@@ -231,7 +231,7 @@ class DcpxWriter(FileSystemWriter):
                 is_fresh = not any(map(is_metadata_name, directory.names()))
                 written = write_files(
                     directory,
-                    _in_order(plan.items),
+                    _in_order(plan.items) if self.single_file_per_rank else plan.items,
                     table,
                     self.options,
                     prefix=plan.storage_data.prefix,

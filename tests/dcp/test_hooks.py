@@ -92,6 +92,18 @@ def test_state_saved_through_hooks_loads_as_from_stock(tmp_path: Path, planner: 
         assert_same(targets[0], target)
 
 
+def test_a_file_per_item_is_asked_for_and_numbered_in_the_plans_order(tmp_path: Path) -> None:
+    calls, names = {}, {}
+    for name, writer in WRITERS.items():
+        used = recorded(hp.Looks, SAVE_HOOKS)
+        made = writer(tmp_path / name, single_file_per_rank=False)
+        metadata = dcp.save(sample(), storage_writer=made, planner=used, no_dist=True)
+        calls[name] = used.calls
+        names[name] = {index: info.relative_path for index, info in metadata.storage_data.items()}
+    assert calls["ours"] == calls["stock"]
+    assert names["ours"] == names["stock"]
+
+
 def test_hooks_set_on_the_instance_are_used_in_save_and_load(tmp_path: Path) -> None:
     save_planner, load_planner = DefaultSavePlanner(), DefaultLoadPlanner()
     stock_transform = save_planner.transform_object
