@@ -35,6 +35,8 @@ TEST(zip_parse_leaves_other_objects_to_torch) {
   ParsedTensor tensor;
   CHECK(parse(check::corpus("zip_parse/parameter.pt"), &tensor) == ZipShape::kOther);
   CHECK(parse(check::corpus("zip_parse/conj.pt"), &tensor) == ZipShape::kOther);
+  CHECK(parse(check::corpus("zip_parse/deflated.pt"), &tensor) == ZipShape::kOther);
+  CHECK(parse(check::corpus("zip_parse/before_zips.pt"), &tensor) == ZipShape::kOther);
 }
 
 // Either refused, or within bounds: never a crash, never a range outside.
