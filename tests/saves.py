@@ -26,6 +26,16 @@ def save(state: dict[str, Any], directory: Path, writer: str = "ours", **kwargs:
     dcp.save(state, storage_writer=WRITERS[writer](directory, **kwargs), no_dist=True)
 
 
+def save_rank_local(state: dict[str, Any], directory: Path, rank: int) -> None:
+    """Saves as `rank` of a job without collectives does."""
+
+    class RankWriter(DcpxWriter):
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            super().set_up_storage_writer(is_coordinator, rank=rank, use_collectives=False)
+
+    dcp.save(state, storage_writer=RankWriter(directory), no_dist=True, use_collectives=False)
+
+
 def load(
     state: dict[str, Any], directory: Path, reader: str = "ours", **kwargs: Any
 ) -> dict[str, Any]:

@@ -27,8 +27,8 @@ __all__ = [
     "dtype_name",
     "framing_of",
     "increment_version",
-    "is_save_frame",
     "is_saved_dtype",
+    "saved_through",
     "set_strides",
     "storage_dtypes",
     "strides_of",
@@ -153,8 +153,9 @@ class AnyProperties(TensorProperties):
 # ---- DCP ----------------------------------------------------------------------------------------
 
 
-def is_save_frame(frame: FrameType, writer: object) -> bool:
-    """Returns whether a frame is that of DCP's save through `writer`."""
-    if frame.f_code is not state_dict_saver._save_state_dict.__code__:
-        return False
-    return frame.f_locals.get("storage_writer") is writer
+_SAVE_CODE = state_dict_saver._save_state_dict.__code__
+
+
+def saved_through(frame: FrameType) -> object | None:
+    """Returns the storage writer of a frame of DCP's save; None for all other frames."""
+    return frame.f_locals.get("storage_writer") if frame.f_code is _SAVE_CODE else None

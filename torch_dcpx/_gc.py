@@ -7,6 +7,7 @@ decoding the metadata of 100,000 chunks takes a multiple of the time with the co
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ __all__ = ["paused_gc"]
 _lock = threading.Lock()
 _depth = 0  # how many blocks, of all threads, are running
 _was_enabled = False  # before the first of them
+_own = threading.local()  # .depth: of these, the current thread's
 
 
 @contextmanager
@@ -31,10 +33,24 @@ def paused_gc() -> Iterator[None]:
             _was_enabled = gc.isenabled()
             gc.disable()
         _depth += 1
+        _own.depth = getattr(_own, "depth", 0) + 1
     try:
         yield
     finally:
         with _lock:
             _depth -= 1
+            _own.depth -= 1
             if _depth == 0 and _was_enabled:
                 gc.enable()
+
+
+def _forget_other_threads() -> None:
+    """In a forked child: blocks of threads that are not there any more never end."""
+    global _lock, _depth
+    _lock = threading.Lock()
+    before, _depth = _depth, getattr(_own, "depth", 0)
+    if before and _depth == 0 and _was_enabled:
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_forget_other_threads)

@@ -3,6 +3,10 @@
 The lock belongs to an open file description and dies with the process, however it ends. Within the
 process, a table keyed by (device, inode) says who holds it, so that the lock of a save that is over
 without a word to its writer (see running_save.py) is given back to whoever wants it next.
+
+The file's content names the save that took the lock, and is emptied when that save has ended well.
+So the next one knows whether leftovers are to be expected (a save of this machine did not end) or
+must be left alone (one of another machine: it may be running, where locks do not reach that far).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import socket
 import threading
 import weakref
 from pathlib import Path
+from typing import Literal
 
 from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import ConcurrentSaveError
@@ -60,19 +65,31 @@ class SaveLock:
         self.is_held = False  # False as well where the file system has no locks
         self._save = save
         self._is_shared = is_shared
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            self._fd = os.open(name, flags, 0o666, dir_fd=directory.fd)
-        except OSError as error:
-            raise storage_error("open lock", self.path, error) from error
+        self._fd, self._is_writable = self._open(directory, name)
+        # Whose save took this lock before and did not end, as far as its file says.
+        self.left_by: Literal["nobody", "this machine", "another machine"] = "nobody"
         try:
             key = self._acquire()
         except BaseException:
             os.close(self._fd)
             raise
-        self._finalizer = weakref.finalize(self, _release, self._fd, key, os.getpid())
+        self._finalizer = weakref.finalize(self, _release, self._fd, key)
         if key is not None and not is_shared:
-            self._note_owner()
+            self._take_over_record()
+
+    def _open(self, directory: Directory, name: str) -> tuple[int, bool]:
+        """Returns a descriptor, and whether it may be written: another user may own the file."""
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            return os.open(name, flags | os.O_RDWR | os.O_CREAT, 0o666, dir_fd=directory.fd), True
+        except PermissionError:
+            pass  # a lock needs no more than reading
+        except OSError as error:
+            raise storage_error("open lock", self.path, error) from error
+        try:
+            return os.open(name, flags | os.O_RDONLY, dir_fd=directory.fd), False
+        except OSError as error:
+            raise storage_error("open lock", self.path, error) from error
 
     def _acquire(self) -> _Key | None:
         """Returns what the lock is entered under in the table; None: there are no locks here."""
@@ -94,7 +111,8 @@ class SaveLock:
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     raise self._concurrent() from error
-                if error.errno not in _UNSUPPORTED:
+                is_nfs = error.errno == errno.EBADF and not self._is_writable
+                if error.errno not in _UNSUPPORTED and not is_nfs:
                     raise storage_error("lock", self.path, error) from error
                 if status.st_dev not in _warned:
                     _warned.add(status.st_dev)
@@ -109,8 +127,14 @@ class SaveLock:
             _held.setdefault(key, {})[self._fd] = weakref.ref(self)
             return key
 
-    def _note_owner(self) -> None:
-        """Writes who saves here: for another save's error only, so a full disk does not matter."""
+    def _take_over_record(self) -> None:
+        """Reads who was here and writes who is: a full disk does not matter."""
+        record = self._record()
+        if record:
+            is_here = f"boot={_boot_id()}" in record.split()
+            self.left_by = "this machine" if is_here else "another machine"
+        if not self._is_writable:
+            return
         owner = f"host={socket.gethostname()} pid={os.getpid()} boot={_boot_id()}\n".encode()
         try:
             os.pwrite(self._fd, owner, 0)
@@ -118,8 +142,11 @@ class SaveLock:
         except OSError as error:
             logger.warning("'%s' does not name its owner: %s", self.path, error)
 
+    def _record(self) -> str:
+        return os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip()
+
     def _concurrent(self) -> ConcurrentSaveError:
-        owner = os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip() or "unknown"
+        owner = self._record() or "unknown"
         return ConcurrentSaveError(
             f"another save is writing to '{self.path.parent}' ({owner}); wait for it, or save to "
             "another directory",
@@ -128,20 +155,49 @@ class SaveLock:
             owner=owner,
         )
 
-    def release(self) -> None:
-        """Gives the lock back; safe to call twice."""
+    def release(self, *, has_ended_well: bool = False) -> None:
+        """Gives the lock back; safe to call twice.
+
+        Args:
+            has_ended_well: the save is committed, and nothing of it is left to be removed.
+        """
+        if has_ended_well and self._finalizer.alive and self._is_writable and not self._is_shared:
+            try:
+                os.ftruncate(self._fd, 0)
+            except OSError as error:
+                logger.warning("'%s' still names a save that has ended: %s", self.path, error)
         self.is_held = False
         self._finalizer()
 
 
-def _release(fd: int, key: _Key | None, owner_pid: int) -> None:
+def _release(fd: int, key: _Key | None) -> None:
     with _guard:
         if key is not None:
             _held[key].pop(fd, None)
             if not _held[key]:
                 del _held[key]
-        # Closing is not enough: a child forked in the meantime shares the lock and would keep it.
-        # The child itself must not give away what is its parent's.
-        if os.getpid() == owner_pid:
+        try:
+            # Closing is not enough: a process that was forked from C++ may share the lock.
             fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                logger.warning("a lock is given back by closing its file alone: %s", error)
+        finally:
+            os.close(fd)
+
+
+def _forget_parents_locks() -> None:
+    """In a forked child: a lock is its parent's, and goes with it even if the child lives on."""
+    global _guard
+    _guard = threading.RLock()  # another thread of the parent may have held it
+    for holders in _held.values():
+        for fd, entry in holders.items():
+            lock = entry()
+            if lock is not None:
+                lock._finalizer.detach()
+                lock.is_held = False
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents_locks)

@@ -9,6 +9,7 @@ docs/format.md specifies every byte.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class CheckpointMetadata(NamedTuple):
     """What a `.metadata` file says."""
 
     metadata: Metadata  # as stock's pickle.load gives it, without a load id
-    save_id: str | None  # of the save that wrote it; None: stock DCP wrote it
+    save_id: str  # of the save that wrote it, each its own; a digest of a file that notes none
     files: dict[str, FileEntry] | None  # every data file by path; None: stock DCP wrote it
 
 
@@ -123,7 +124,7 @@ def decode_metadata(
     with paused_gc():
         if not _has_tail(data):
             metadata = _load_pickle(data, path, safe_globals, trusted)
-            return CheckpointMetadata(metadata, None, None)
+            return CheckpointMetadata(metadata, _digest(data), None)
         pickle_bytes, columns = _check_tail(data, path)
         strings = columns.strings()
         entries = decode_entries(columns, strings)
@@ -142,7 +143,7 @@ def decode_metadata(
         version = optional_str(columns, columns.header, "version")
         save_id = optional_str(columns, columns.header, "save_id")
         return CheckpointMetadata(
-            Metadata(entries, planner, storage, meta, version), save_id, files
+            Metadata(entries, planner, storage, meta, version), save_id or _digest(data), files
         )
 
 
@@ -160,6 +161,10 @@ def decode_file_names(data: bytes, path: str) -> set[str]:
         if not isinstance(storage_data, dict):
             return set()
         return {info.relative_path for info in storage_data.values()}
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _has_tail(data: bytes) -> bool:

@@ -70,6 +70,12 @@ class ReadReport:
     slot_bytes: int
 
 
+class Generation(NamedTuple):
+    """Which checkpoint of its directory a rank has read; the same on all ranks of a load."""
+
+    save_id: str  # of each save its own, "rank-local" for all that have no metadata in common
+
+
 class _Found(NamedTuple):
     """Open files, and where in them the stored items lie."""
 
@@ -107,6 +113,7 @@ class DcpxReader(FileSystemReader):
         self.options = options if options is not None else ReadOptions()
         self.last_report: ReadReport | None = None
         self._checkpoint: CheckpointMetadata | None = None
+        self._generation: Generation | None = None
         self._kept_error: DcpxError | None = None
         self._found: _Found | None = None  # by prepare_local_plan, for read_data
         refuse_bypassed(self, DcpxReader)
@@ -119,7 +126,7 @@ class DcpxReader(FileSystemReader):
         if checkpoint_id:
             _refuse_url(checkpoint_id)
         super().reset(checkpoint_id)
-        self._checkpoint = None
+        self._checkpoint = self._generation = None
         self._kept_error = None
         self._take_found()
 
@@ -147,6 +154,7 @@ class DcpxReader(FileSystemReader):
             raise
         self._kept_error = None
         self._checkpoint = checkpoint
+        self._generation = Generation("rank-local" if rank is not None else checkpoint.save_id)
         metadata = checkpoint.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -171,8 +179,8 @@ class DcpxReader(FileSystemReader):
         """
         plan = super().prepare_local_plan(plan)
         self._found = self._find(plan.items)
-        if plan.storage_data is None and self._checkpoint is not None:
-            plan = dataclasses.replace(plan, storage_data=_save_id(self._checkpoint))
+        if plan.storage_data is None and self._generation is not None:
+            plan = dataclasses.replace(plan, storage_data=self._generation)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -182,15 +190,15 @@ class DcpxReader(FileSystemReader):
             StorageError: ranks read the metadata of different saves; no tensor was touched.
         """
         # A planner that makes its own plans need not pass on what the storage noted.
-        save_ids = {r: plan.storage_data for r, plan in enumerate(plans)}
-        save_ids = {r: save_id for r, save_id in save_ids.items() if isinstance(save_id, str)}
-        if self.use_collectives and len(set(save_ids.values())) > 1:
-            rank, save_id = next(iter(save_ids.items()))
-            other = next(r for r in save_ids if save_ids[r] != save_id)
+        found = {r: plan.storage_data for r, plan in enumerate(plans)}
+        found = {r: generation for r, generation in found.items() if type(generation) is Generation}
+        if len(set(found.values())) > 1:
+            rank, generation = next(iter(found.items()))
+            other = next(r for r in found if found[r] != generation)
             raise StorageError(
                 f"the checkpoint in '{self.path}' was replaced while it was loaded: rank {rank} "
-                f"read the metadata of save '{save_id}', rank {other} of '{save_ids[other]}'; no "
-                "tensor was touched, load it again",
+                f"read that of save {generation.save_id}, rank {other} that of "
+                f"{found[other].save_id}; no tensor was touched, load it again",
                 errno=errno.ESTALE,
                 path=str(self.path),
                 touched=(),
@@ -345,7 +353,10 @@ class DcpxReader(FileSystemReader):
         """Says so when a data file is gone because another save replaced the checkpoint."""
         if error.errno not in (errno.ENOENT, errno.ESTALE) or self._checkpoint is None:
             return
-        current = self._read_checkpoint(None if self.use_collectives else self.rank)
+        try:
+            current = self._read_checkpoint(None if self.use_collectives else self.rank)
+        except DcpxError:
+            return  # the whole directory is gone, perhaps: the error that is there says more
         if current.save_id == self._checkpoint.save_id:
             return
         touched = error.touched or ()
@@ -362,12 +373,6 @@ def _max_open_files() -> int:
     """Returns how many data files may stay open: at most half of what the process may open."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, soft_limit // 2)
-
-
-def _save_id(checkpoint: CheckpointMetadata) -> str:
-    """Returns what tells a checkpoint from another in its directory; "" where nothing does."""
-    meta = checkpoint.metadata.storage_meta
-    return checkpoint.save_id or (meta.save_id if meta is not None else None) or ""
 
 
 def _empty_metadata() -> Metadata:

@@ -13,10 +13,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torch_dcpx._compat import is_save_frame
+from torch_dcpx._compat import saved_through
 from torch_dcpx.errors import ConcurrentSaveError
 
 __all__ = ["RunningSave", "StagedState", "WriterUse"]
@@ -45,7 +46,14 @@ class RunningSave:
         self._is_ended = False
         frames = list(_callers(sys._getframe(1)))
         self._outermost = frames[-1].f_code
-        self.depth = sum(is_save_frame(frame, writer) for frame in frames)
+        # What DCP saves through: the writer, or one that passes its calls on to the writer.
+        plugins = [plugin for plugin in map(saved_through, frames) if plugin is not None]
+        plugin = plugins[0] if plugins else writer
+        try:
+            self._plugin = weakref.ref(plugin)
+        except TypeError:  # a class with __slots__
+            self._plugin = self._writer
+        self.depth = sum(other is self._plugin() for other in plugins)
 
     def end(self) -> None:
         """Says that the save is over."""
@@ -53,28 +61,30 @@ class RunningSave:
 
     def is_under_way(self) -> bool:
         """Returns whether the save may still touch its writer or its directory."""
-        writer = self._writer()
         if (
             self._is_ended
-            or writer is None
+            or self._writer() is None
             or self._pid != os.getpid()
             or not self.thread.is_alive()
         ):
             return False
         if self.depth == 0:
             return self.thread is not threading.current_thread()
-        return self._depth_now(writer) >= self.depth
+        return self._depth_now() >= self.depth
 
-    def is_around_current_call(self, writer: object) -> bool:
+    def is_around_current_call(self) -> bool:
         """Returns whether a new DCP save of this thread was called from within this one."""
-        return self.is_under_way() and self._depth_now(writer) > self.depth
+        return self.is_under_way() and self._depth_now() > self.depth
 
-    def _depth_now(self, writer: object) -> int:
-        """Returns how many saves through `writer` the thread is inside of, one in another."""
+    def _depth_now(self) -> int:
+        """Returns how many saves through the plug-in the thread is inside of, one in another."""
+        plugin = self._plugin()
+        if plugin is None:
+            return 0
         for _ in range(_MAX_LOOKS):
             frames = list(_callers(sys._current_frames().get(self.thread.ident or 0)))
             if frames and frames[-1].f_code is self._outermost:
-                return sum(is_save_frame(frame, writer) for frame in frames)
+                return sum(saved_through(frame) is plugin for frame in frames)
             # Half a stack: it left a generator while it was looked at. Always another outermost
             # frame: a thread of C++, which has returned from the call that the save was made in.
         return 0
@@ -91,7 +101,8 @@ class WriterUse:
     """
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may save as well
+        self._pid = os.getpid()
         self._running: RunningSave | None = None
         self._path = ""  # of the running save
         # Where each thread's next save goes, and where the last thread that asked sent the writer.
@@ -104,6 +115,14 @@ class WriterUse:
     def __reduce__(self) -> tuple[Any, ...]:
         return WriterUse, ()
 
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keeps other threads from sending the writer elsewhere, or from beginning a save."""
+        if self._pid != os.getpid():  # forked, while another thread may have held it
+            self._guard, self._pid = threading.RLock(), os.getpid()
+        with self._guard:
+            yield
+
     def check(self) -> None:
         """Raises ConcurrentSaveError when a save through the writer is under way."""
         running = self._running
@@ -111,34 +130,31 @@ class WriterUse:
             raise self._in_use(running)
 
     def retarget(self, path: str) -> None:
-        """Notes that this thread's next save goes to `path`. Raises: ConcurrentSaveError."""
-        with self._guard:
-            self.check()
-            self._targets[threading.current_thread()] = self._last_target = path
+        """Notes that this thread's next save goes to `path`. REQUIRES: in `hold`."""
+        self._targets[threading.current_thread()] = self._last_target = path
 
     def begin(self, writer: object, path: str) -> RunningSave:
-        """Starts a save of this thread to `path`.
+        """Starts a save of this thread to `path`. REQUIRES: in `hold`.
 
         Raises:
             ConcurrentSaveError: another save through the writer is under way, or another thread
                 has sent the writer to another directory since this one chose its own.
         """
-        with self._guard:
-            running = self._running
-            if running is not None and running.is_under_way():
-                is_own = running.thread is threading.current_thread()
-                if not is_own or running.is_around_current_call(writer):
-                    raise self._in_use(running)
-            target = self._targets.pop(threading.current_thread(), self._last_target)
-            if target != self._last_target:
-                raise ConcurrentSaveError(
-                    f"writer in use: it was to save to '{target}', but another thread has reset it "
-                    f"to '{self._last_target}' in the meantime; use a DcpxWriter for each",
-                    errno=errno.EBUSY,
-                    path=target,
-                )
-            self._running, self._path = RunningSave(writer), path
-            return self._running
+        running = self._running
+        if running is not None and running.is_under_way():
+            is_own = running.thread is threading.current_thread()
+            if not is_own or running.is_around_current_call():
+                raise self._in_use(running)
+        target = self._targets.pop(threading.current_thread(), self._last_target)
+        if target != self._last_target:
+            raise ConcurrentSaveError(
+                f"writer in use: it was to save to '{target}', but another thread has reset it "
+                f"to '{self._last_target}' in the meantime; use a DcpxWriter for each",
+                errno=errno.EBUSY,
+                path=target,
+            )
+        self._running, self._path = RunningSave(writer), path
+        return self._running
 
     def lend(self, state_dict: dict[str, Any]) -> StagedState:
         """Returns `state_dict` as one whose end is seen by `is_lent`."""

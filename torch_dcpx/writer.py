@@ -8,8 +8,10 @@ finish                  checks the results of all ranks, commits, removes what w
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,7 +147,13 @@ class DcpxWriter(FileSystemWriter):
     def __getstate__(self) -> dict[str, Any]:
         # Locks and the save under way stay with the process that has them; so do staging buffers,
         # which would be sent along with the state that was staged into them.
-        return {**self.__dict__, "_locks": [], "_save": None, "state_dict_cache": None}
+        own: dict[str, Any] = {
+            "_locks": [],
+            "_save": None,
+            "_use": WriterUse(),
+            "state_dict_cache": None,
+        }
+        return {**self.__dict__, **own}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts another save, to `checkpoint_id` where given.
@@ -156,11 +164,12 @@ class DcpxWriter(FileSystemWriter):
         """
         if checkpoint_id:
             _refuse_url(checkpoint_id)
-            self._use.retarget(os.fspath(checkpoint_id))
-        else:
+        with self._use.hold():
             self._use.check()
-        self._release()
-        super().reset(checkpoint_id)
+            if checkpoint_id:
+                self._use.retarget(os.fspath(checkpoint_id))
+            self._release()
+            super().reset(checkpoint_id)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies `state_dict` to the host for `dcp.async_save`, as stock.
@@ -183,9 +192,10 @@ class DcpxWriter(FileSystemWriter):
         Raises:
             ConcurrentSaveError: another save through this writer is under way.
         """
-        save = self._use.begin(self, str(self.path))
-        self._release()
-        self._save = save
+        with self._use.hold():
+            save = self._use.begin(self, str(self.path))
+            self._release()
+            self._save = save
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
         self._own_files = []
@@ -207,8 +217,8 @@ class DcpxWriter(FileSystemWriter):
             check_plan(plan.items)
             make_directory(self._directory_path(), is_durable=self._is_durable)
             with Directory(self._directory_path()) as directory:
-                self._check_modes(directory)
                 self._lock(directory)
+                self._check_modes(directory)
                 plan = super().prepare_local_plan(plan)
                 if self._locks:
                     self._tidy(directory)
@@ -277,7 +287,7 @@ class DcpxWriter(FileSystemWriter):
             except BaseException:
                 self._remove_unpublished(name)
                 raise
-        self._release()
+        self._release(has_ended_well=True)
 
     def _commit(
         self, directory: Directory, name: str, metadata: Metadata, results: list[list[WriteResult]]
@@ -290,22 +300,32 @@ class DcpxWriter(FileSystemWriter):
         replaced: set[str] = set()
         if directory.is_regular(name):
             replaced = referenced_files(directory, name) or set()
-        publish(directory, name, metadata, files, self.save_id, is_durable=self._is_durable)
+        for path in self._own_files:
+            if not directory.is_regular(path):
+                raise StorageError(
+                    f"'{directory.path / path}' was written by this save and is gone: something "
+                    "else removes files here; nothing is published",
+                    errno=errno.ENOENT,
+                    path=str(directory.path / path),
+                )
+        # Not the writer's `save_id`, which stays the same until `reset`: each save has its own.
+        publish(directory, name, metadata, files, uuid.uuid4().hex, is_durable=self._is_durable)
         if self._is_locked and self.use_collectives:
             replaced |= take_over_rank_local(directory)
         remove_replaced(directory, replaced, self._leftovers_of())
 
     def _tidy(self, directory: Directory) -> None:
-        """Makes room and order before a save: it may fail for want of either."""
+        """Makes room after a save that did not end well: this one may fail for want of it."""
         name = metadata_name(None if self.use_collectives else self.rank)
         if name in directory.names():
-            remove_replaced(directory, set(), self._leftovers_of())
+            if any(lock.left_by == "this machine" for lock in self._locks):
+                remove_replaced(directory, set(), self._leftovers_of())
         elif self._is_durable:
             directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made
 
     def _leftovers_of(self) -> Leftovers:
-        """Whose leftovers may be removed: nobody's where no lock says that no other save runs."""
-        if not self._is_locked:
+        """Whose leftovers may be removed: nobody's where another save may be running."""
+        if not self._is_locked or any(lock.left_by == "another machine" for lock in self._locks):
             return "nobody"
         return "everybody" if self.use_collectives or self.rank is None else self.rank
 
@@ -352,12 +372,13 @@ class DcpxWriter(FileSystemWriter):
                 "to another directory"
             )
 
-    def _release(self) -> None:
+    def _release(self, *, has_ended_well: bool = False) -> None:
         """Ends the save: its locks are free, and so is the writer."""
         while self._locks:
-            self._locks.pop().release()
+            self._locks.pop().release(has_ended_well=has_ended_well)
         if self._save is not None:
             self._save.end()
+            self._save = None
 
     @contextmanager
     def _release_on_error(self) -> Iterator[None]:

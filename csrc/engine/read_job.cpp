@@ -37,6 +37,8 @@ namespace {
 // preadv takes at most IOV_MAX (1024) pieces.
 constexpr std::size_t kMaxPieces = 1000;
 
+std::atomic<std::uint32_t> files_kept_open{0};  // by all jobs
+
 std::string hex32(std::uint32_t value) {
   char text[11];
   std::snprintf(text, sizeof(text), "0x%08x", value);
@@ -53,7 +55,14 @@ ReadJob::ReadJob(int dir_fd, std::string dir_path, const ReadOptions& options)
   DCPX_CHECK(options_.workers > 0, "a job needs a worker");
 }
 
-ReadJob::~ReadJob() = default;
+ReadJob::~ReadJob() { close(); }
+
+// Descriptors are the process's: a load that failed must not starve the next one.
+bool ReadJob::keep_open() const noexcept {
+  if (files_kept_open.fetch_add(1) < options_.max_open_files) return true;
+  files_kept_open.fetch_sub(1);
+  return false;
+}
 
 std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& files,
                                          const std::vector<WantedItem>& wanted,
@@ -78,7 +87,7 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
           OpenFile& file = files_[f];
           file.stored.open(dir_fd_.get(), dir_path_);
           file.stored.locate(wanted, by_file[f], located);
-          file.is_kept_open = kept_open_.fetch_add(1) < options_.max_open_files;
+          file.is_kept_open = keep_open();
           if (!file.is_kept_open) file.stored.close();
         }
       },
@@ -246,7 +255,8 @@ void ReadJob::verify_extent(const Pass& pass, const Extent& extent, const OpenFi
 void ReadJob::close() noexcept {
   for (OpenFile& file : files_) {
     file.stored.close();
-    file.is_kept_open = file.is_ready = false;
+    file.is_ready = false;
+    if (std::exchange(file.is_kept_open, false)) files_kept_open.fetch_sub(1);
   }
   dir_fd_ = UniqueFd();
 }

@@ -29,8 +29,8 @@ struct ReadOptions {
   std::uint64_t slot_bytes = 1 << 20;
   bool use_direct = true;  // O_DIRECT for files that are not in the page cache
   bool verify = true;      // check every block that is read
-  // Files that locate() may leave open, so that read() gets them even when they were removed in
-  // the meantime; the others are opened again.
+  // Files that all jobs of the process may leave open in locate(), so that read() gets them even
+  // when they were removed in the meantime; the others are opened again.
   std::uint32_t max_open_files = 0;
 };
 
@@ -68,6 +68,7 @@ class ReadJob {  // Not thread-safe.
   struct OpenFile;
   struct Pass;
 
+  bool keep_open() const noexcept;
   void prepare(OpenFile& file);
   static void release(OpenFile& file) noexcept;
   void read_extent(Pass& pass, const Extent& extent, Slot& slot);
@@ -81,7 +82,6 @@ class ReadJob {  // Not thread-safe.
   std::unique_ptr<std::atomic<bool>[]> touched_;
   std::size_t touched_count_ = 0;
   ReadReport report_;
-  std::atomic<std::uint32_t> kept_open_{0};
   std::atomic<std::uint64_t> read_bytes_{0};
   std::atomic<std::uint64_t> verified_bytes_{0};
   std::atomic<std::uint64_t> in_place_bytes_{0};

@@ -38,7 +38,9 @@ def state_of(seed: int, rows: int = 64) -> dict[str, Any]:
     local = full.chunk(mesh.size())[dist.get_rank()].clone()  # stock stages no view of a shard
     return {
         "model": {
-            "sharded": DTensor.from_local(local, mesh, [Shard(0)], run_check=False),
+            "sharded": DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
+            ),
             "same": torch.randn(70, generator=g),
         },
         "step": seed,
@@ -162,26 +164,34 @@ def next_save_after_a_failure(path: Path) -> None:
     thread.join(120)
 
 
+class LateReader(DcpxReader):
+    """Rank 0 saves over the checkpoint when the others have read its metadata, and before it does."""
+
+    writer: DcpxWriter
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() != 0:
+            metadata = super().read_metadata(*args, **kwargs)
+            dist.barrier()
+            return metadata
+        dist.barrier()
+        same = {"model": {"same": torch.zeros(70)}}
+        dcp.save(same, storage_writer=self.writer, no_dist=True)
+        return super().read_metadata(*args, **kwargs)
+
+
 def replaced_between_ranks(path: Path) -> None:
-    """Rank 1 reads the metadata before a re-save, rank 0 after it."""
+    """A re-save between two ranks' looks at the metadata is noticed before a tensor is touched."""
     for format_of in (DcpxWriter, dcp.FileSystemWriter):
         ckpt = path / format_of.__name__
+        reader = LateReader(ckpt)
+        reader.writer = DcpxWriter(ckpt)
         dcp.save(state_of(1), storage_writer=format_of(ckpt))
-
-        class LateReader(DcpxReader):
-            def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-                if dist.get_rank() != 0:
-                    metadata = super().read_metadata(*args, **kwargs)
-                    dist.barrier()
-                    return metadata
-                dist.barrier()
-                dcp.save({"model": {"same": torch.zeros(70)}}, storage_writer=DcpxWriter(self.path),
-                         no_dist=True)  # fmt: skip
-                return super().read_metadata(*args, **kwargs)
-
+        if format_of is DcpxWriter:  # one writer for many saves keeps stock's save id
+            dcp.save(state_of(1), storage_writer=reader.writer)
         same = torch.ones(70)
         with pytest.raises(CheckpointException) as caught:
-            dcp.load({"model": {"same": same}}, storage_reader=LateReader(ckpt))
+            dcp.load({"model": {"same": same}}, storage_reader=reader)
         errors = [failure[0] for failure in caught.value.failures.values()]
         assert errors, "no rank failed"
         for error in errors:

@@ -20,6 +20,7 @@ from states import assert_same
 from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from torch_dcpx import ConcurrentSaveError, DcpxWriter
@@ -183,6 +184,58 @@ def test_save_that_failed_on_another_rank_is_not_in_the_way(
     assert_whole(state_of(2), tmp_path)
 
 
+class Delegating(StorageWriter):
+    """What logs or times a writer's calls looks like this."""
+
+    def __init__(self, writer: DcpxWriter) -> None:
+        self._writer = writer
+        for name in ("reset", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan",
+                     "write_data", "finish", "storage_meta"):  # fmt: skip
+            setattr(self, name, getattr(writer, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+
+Delegating.__abstractmethods__ = frozenset()
+
+
+def test_failed_save_through_a_delegating_writer_is_not_in_the_way(
+    tmp_path: Path, failed_elsewhere: Callable[..., Any], other_thread: Callable[..., Any]
+) -> None:
+    writer = DcpxWriter(tmp_path)
+    failure = other_thread(lambda: failed_elsewhere(state_of(1), Delegating(writer)))
+    assert list(failure.failures) == [1]
+    save(state_of(2), writer)
+    assert_whole(state_of(2), tmp_path)
+    errors: list[Any] = []
+    planner = MeanwhilePlanner(
+        lambda: errors.append(other_thread(lambda: save(state_of(9), writer)))
+    )
+    dcp.save(state_of(3), storage_writer=Delegating(writer), planner=planner, no_dist=True)
+    assert_in_use(errors[0], tmp_path)
+    assert_whole(state_of(3), tmp_path)
+
+
+def test_reset_lets_no_save_begin_while_it_gives_back_the_last_ones_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other_thread: Callable[..., Any]
+) -> None:
+    """Else it would give back the locks of a save that began in between."""
+    writer = DcpxWriter(tmp_path)
+    is_free: list[bool] = []
+    release = DcpxWriter._release
+
+    def look(self: DcpxWriter, **kwargs: Any) -> None:
+        is_free.append(other_thread(lambda: self._use._guard.acquire(blocking=False)))
+        release(self, **kwargs)
+
+    monkeypatch.setattr(DcpxWriter, "_release", look)
+    writer.reset(tmp_path / "b")
+    writer.reset()
+    writer.set_up_storage_writer(True)
+    assert is_free == [False] * 3
+
+
 def test_save_whose_hooks_are_called_by_hand_is_over_when_its_thread_goes_on(
     tmp_path: Path, other_thread: Callable[..., Any]
 ) -> None:
@@ -258,18 +311,18 @@ def test_half_a_stack_is_no_sign_that_a_save_is_over(
     halves = [{threading.get_ident(): left.gi_frame}] * 5
     real = sys._current_frames
     seen: list[bool] = []
+    running: list[Any] = []
 
     def look() -> None:
-        assert writer._save is not None
+        running.append(writer._save)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "_current_frames", lambda: halves.pop() if halves else real())
-            seen.append(writer._save.is_under_way())
+            seen.append(running[0].is_under_way())
 
     save(state_of(1), writer, planner=MeanwhilePlanner(look))
     assert seen == [True]
     assert halves == []
-    assert writer._save is not None
-    assert not writer._save.is_under_way()
+    assert not running[0].is_under_way()
 
 
 # ---- Staging ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import fcntl
 import os
 import pickle
@@ -13,10 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saves import assert_loads, assert_whole, data_files, files_in, raises_one, referenced, save
+from saves import (
+    assert_loads,
+    assert_whole,
+    data_files,
+    files_in,
+    raises_one,
+    referenced,
+    save,
+    save_rank_local,
+)
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from torch_dcpx import DcpxWriter, PlanError
+from torch_dcpx import DcpxWriter, PlanError, StorageError
 from torch_dcpx.layout import FileEntry
 from torch_dcpx.metadata import encode_metadata
 
@@ -119,16 +129,6 @@ def test_nothing_is_removed_where_some_metadata_cannot_be_read(
     assert "is not removed" in caplog.text
 
 
-def save_rank_local(state: dict[str, Any], directory: Path, rank: int) -> None:
-    """Saves as `rank` of a job without collectives does."""
-
-    class RankWriter(DcpxWriter):
-        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-            super().set_up_storage_writer(is_coordinator, rank=rank, use_collectives=False)
-
-    dcp.save(state, storage_writer=RankWriter(directory), no_dist=True, use_collectives=False)
-
-
 def test_rank_local_save_removes_its_own_ranks_files_alone(tmp_path: Path) -> None:
     for rank in (0, 1, 11):
         save_rank_local(state_of(rank), tmp_path, rank)
@@ -176,22 +176,81 @@ def test_rank_local_metadata_that_cannot_be_read_keeps_everything(tmp_path: Path
     assert_loads(state_of(7), tmp_path)
 
 
-def test_leftovers_make_room_before_the_next_save_writes(tmp_path: Path) -> None:
-    """Ranks that succeeded in a save that failed elsewhere leave whole files behind."""
-    save(state_of(), tmp_path)
-    (tmp_path / "__3_0.0123456789ab.distcp").write_bytes(bytes(1000))
+def files_seen_while_saving(state: dict[str, Any], directory: Path) -> list[list[str]]:
+    """Saves, and returns the data files that were there whenever an item was asked for."""
     seen: list[list[str]] = []
 
     class LookingPlanner(dcp.DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
-            seen.append(data_files(tmp_path))
+            seen.append(data_files(directory))
             return super().resolve_data(write_item)
 
-    dcp.save(state_of(1), storage_writer=DcpxWriter(tmp_path), planner=LookingPlanner(),
-             no_dist=True)  # fmt: skip
+    dcp.save(state, storage_writer=DcpxWriter(directory), planner=LookingPlanner(), no_dist=True)
     assert seen
-    assert all("__3_0.0123456789ab.distcp" not in names for names in seen)
-    assert_whole(state_of(1), tmp_path)
+    return seen
+
+
+class FailingPlanner(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise ZeroDivisionError("planned")
+
+
+LEFTOVER = "__3_0.0123456789ab.distcp"
+
+
+def test_leftovers_of_a_failed_save_make_room_before_the_next_writes(tmp_path: Path) -> None:
+    """Ranks that succeeded in a save that failed elsewhere leave whole files behind."""
+    save(state_of(), tmp_path)
+    with raises_one(ZeroDivisionError):
+        dcp.save(state_of(1), storage_writer=DcpxWriter(tmp_path), planner=FailingPlanner(),
+                 no_dist=True)  # fmt: skip
+    (tmp_path / LEFTOVER).write_bytes(bytes(1000))
+    assert all(LEFTOVER not in names for names in files_seen_while_saving(state_of(2), tmp_path))
+    assert_whole(state_of(2), tmp_path)
+
+
+def test_files_that_no_failed_save_explains_stay_until_the_commit(tmp_path: Path) -> None:
+    """A directory on each node: the coordinator of the last save may have been elsewhere."""
+    save(state_of(), tmp_path)
+    assert (tmp_path / ".dcpx.lock").read_bytes() == b""
+    (tmp_path / LEFTOVER).write_bytes(bytes(1000))
+    assert all(LEFTOVER in names for names in files_seen_while_saving(state_of(2), tmp_path))
+    assert_whole(state_of(2), tmp_path)
+
+
+def test_leftovers_stay_while_a_save_of_another_machine_may_be_running(tmp_path: Path) -> None:
+    """Where locks do not reach other machines, the record in the lock file may."""
+    save(state_of(), tmp_path)
+    replaced = referenced(tmp_path)
+    (tmp_path / LEFTOVER).write_bytes(bytes(1000))
+    (tmp_path / ".dcpx.lock").write_text("host=elsewhere pid=7 boot=another\n")
+    assert all(LEFTOVER in names for names in files_seen_while_saving(state_of(1), tmp_path))
+    assert_loads(state_of(1), tmp_path)
+    assert set(data_files(tmp_path)) == {*referenced(tmp_path), LEFTOVER}
+    assert not set(replaced) & set(data_files(tmp_path))
+    save(state_of(2), tmp_path)  # the one after that knows that nobody was there
+    assert_whole(state_of(2), tmp_path)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_file_of_this_save_that_is_gone_before_the_commit_publishes_nothing(
+    tmp_path: Path,
+) -> None:
+    save(state_of(), tmp_path)
+    kept = files_in(tmp_path)
+
+    class RobbedWriter(DcpxWriter):
+        def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+            for name in data_files(tmp_path):
+                if name not in kept:
+                    (tmp_path / name).unlink()
+            super().finish(metadata, results)
+
+    with raises_one(StorageError) as raised:
+        dcp.save(state_of(1), storage_writer=RobbedWriter(tmp_path), no_dist=True)
+    assert raised.error.errno == errno.ENOENT
+    assert files_in(tmp_path) == kept
+    assert_loads(state_of(), tmp_path)
 
 
 def test_refused_overwrite_removes_no_leftovers(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
+import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saves import assert_loads, raises_one, save
+from saves import assert_loads, raises_one, save, save_rank_local
 from states import assert_same
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from torch_dcpx import DcpxReader, ReadOptions, StorageError, reader
+from torch_dcpx import (
+    DcpxReader,
+    DcpxWriter,
+    NotCommittedError,
+    ReadOptions,
+    StorageError,
+    reader,
+)
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -126,12 +136,96 @@ def test_ranks_that_found_different_saves_are_told_apart(tmp_path: Path, writer:
     assert coordinator.prepare_global_plan([first, same]) == [first, same]
     save(state_of(1), tmp_path, writer)
     other = prepared(tmp_path)[1]
-    with pytest.raises(StorageError, match=r"rank 0 read .* rank 3 of ") as caught:
+    with pytest.raises(StorageError, match=r"rank 0 read .* rank 3 that of ") as caught:
         coordinator.prepare_global_plan(
             [first, same, LoadPlan([]), pickle.loads(pickle.dumps(other))]
         )
     assert caught.value.errno == errno.ESTALE
     assert caught.value.touched == ()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_saves_through_one_writer_are_told_apart(tmp_path: Path) -> None:
+    """Stock's save id stays the same until the writer is reset."""
+    writer = DcpxWriter(tmp_path)
+    found = []
+    for seed in (0, 1):
+        dcp.save(state_of(seed), storage_writer=writer, no_dist=True)
+        found.append(prepared(tmp_path))
+    (coordinator, first), (_, second) = found
+    with pytest.raises(StorageError) as caught:
+        coordinator.prepare_global_plan([first, second])
+    assert caught.value.errno == errno.ESTALE
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_ranks_with_and_without_metadata_in_common_are_told_apart(tmp_path: Path) -> None:
+    save_rank_local(state_of(0), tmp_path, 0)
+    local = DcpxReader(tmp_path)
+    with pytest.raises(NotCommittedError):
+        local.read_metadata()
+    metadata = local.read_metadata(rank=0)
+    save(state_of(1), tmp_path / "global")
+    for path in (tmp_path / "global").iterdir():
+        path.rename(tmp_path / path.name.replace("__0_0", "__0_9"))
+    local.set_up_storage_reader(metadata, True, rank=0, use_collectives=False)
+    first = local.prepare_local_plan(LoadPlan([]))
+    assert local.prepare_global_plan([first, first]) == [first, first]
+    other = DcpxReader(tmp_path)
+    other.read_metadata()
+    with pytest.raises(StorageError, match="rank-local") as caught:
+        local.prepare_global_plan([first, other.prepare_local_plan(LoadPlan([]))])
+    assert caught.value.errno == errno.ESTALE
+    local.reset()
+    other.reset()
+
+
+def test_what_a_planner_notes_in_its_plans_is_not_ours_to_compare(tmp_path: Path) -> None:
+    save(state_of(0), tmp_path)
+    coordinator, first = prepared(tmp_path)
+    plans = [first, LoadPlan([], "mine"), LoadPlan([], {"any": "thing"})]
+    assert coordinator.prepare_global_plan(plans) == plans
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_files_kept_open_are_bounded_over_all_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state_of(0), tmp_path, single_file_per_rank=False)
+    monkeypatch.setattr(reader, "_max_open_files", lambda: 8)
+
+    def count_of_open_files() -> int:
+        links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return sum(os.path.realpath(link).endswith(".distcp") for link in links)
+
+    kept = [prepared(tmp_path)[0] for _ in range(3)]
+    assert count_of_open_files() == 8
+    for one in kept[:2]:
+        one.reset()
+    assert count_of_open_files() <= 6
+    target = state_of(2)
+    dcp.load(target, storage_reader=kept[0], no_dist=True)
+    assert_same(state_of(0), target)
+    kept.clear()
+    gc.collect()
+    assert count_of_open_files() == 0
+    again = prepared(tmp_path)[0]  # the budget is whole again
+    assert count_of_open_files() == 6
+    again.reset()
+
+
+def test_error_of_a_directory_that_went_away_says_what_was_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state_of(0), tmp_path / "ckpt", single_file_per_rank=False)
+    monkeypatch.setattr(reader, "_max_open_files", lambda: 0)
+    found = replaced_reader(tmp_path / "ckpt", "prepare_local_plan")
+    found.meanwhile = lambda: shutil.rmtree(tmp_path / "ckpt")
+    with raises_one(StorageError) as raised:
+        dcp.load(state_of(2), storage_reader=found, no_dist=True)
+    assert raised.error.errno == errno.ENOENT
+    assert raised.error.path.endswith(".distcp")
+    assert raised.error.touched is not None
 
 
 @pytest.mark.usefixtures("no_leaks")
