@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map_only
 
 
@@ -52,6 +58,30 @@ class Opaque(Wrapper):
     """A wrapper subclass that does not say what is inside it, as code before 2.1 is written."""
 
     __tensor_flatten__ = None  # type: ignore[assignment]
+
+
+class Folded(torch.Tensor):
+    """A matrix that DCP's hooks describe as a vector: its chunk has other dimensions than it."""
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size([0]), torch.Size([self.numel()]))]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, chunk.sizes),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def size(self, *_: Any) -> torch.Size:  # what DCP compares with the metadata
+        return torch.Size([self.numel()])
 
 
 def low_bits(dtype: torch.dtype) -> Callable[[torch.Generator], torch.Tensor]:

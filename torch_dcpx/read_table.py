@@ -108,6 +108,26 @@ def is_direct_target(target: torch.Tensor, dtype: torch.dtype, is_big_endian: bo
     )
 
 
+def _region(item: ReadItem, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns (offsets, lengths) of the item in a stored tensor of `sizes`.
+
+    A planner may describe a tensor as a chunk of fewer dimensions: stock then narrows the first
+    ones where the chunk is shorter than they are.
+
+    Source: torch.distributed._shard._utils.narrow_tensor_by_index.
+    """
+    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    if len(lengths) >= len(sizes):
+        return offsets, lengths
+    begins = [
+        offset if length < size else 0
+        for offset, length, size in zip(offsets, lengths, sizes, strict=False)
+    ]
+    counts = [min(length, size) for length, size in zip(lengths, sizes, strict=False)]
+    missing = sizes[len(lengths) :]
+    return (*begins, *[0] * len(missing)), (*counts, *missing)
+
+
 def plan_tensor_read(
     item: ReadItem, stored: Stored, target: torch.Tensor, dtype: torch.dtype
 ) -> TensorRead:
@@ -118,8 +138,7 @@ def plan_tensor_read(
         CorruptionError: the stored tensor does not hold the region.
     """
     located, fqn = stored.located, item.storage_index.fqn
-    lengths = tuple(item.lengths)
-    offsets = tuple(item.storage_offsets)
+    offsets, lengths = _region(item, located.sizes)
     target = target.detach()
     if tuple(target.shape) != lengths:
         raise AssertionError(

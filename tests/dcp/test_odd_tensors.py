@@ -11,8 +11,8 @@ import odd_tensors
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from odd_tensors import Tagged, Wrapper
-from saves import assert_loads, files_in, raises_one, save
+from odd_tensors import Folded, Tagged, Wrapper
+from saves import READERS, WRITERS, assert_loads, files_in, raises_one, save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -156,3 +156,20 @@ def test_tensor_subclass_is_loaded_with_leave_only(tmp_path: Path, kind: Any, wr
         assert loads(ReadOptions())
         assert loads(ReadOptions(safe_globals=(kind,)))
         assert kind in torch.serialization.get_safe_globals()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "view"])
+def test_chunk_of_other_dimensions_than_its_tensor_comes_back(
+    tmp_path: Path, writer: str, reader: str, layout: str
+) -> None:
+    def made(seed: int) -> torch.Tensor:
+        base = torch.randn(8, 6, generator=generator(seed))
+        tensor = {"contiguous": base, "transposed": base.t(), "view": base[2:5, 1:]}[layout]
+        return tensor.as_subclass(Folded)
+
+    save({"w": made(1)}, tmp_path, writer)
+    target = made(2)
+    dcp.load({"w": target}, storage_reader=READERS[reader](tmp_path), no_dist=True)
+    assert torch.equal(target.as_subclass(torch.Tensor), made(1).as_subclass(torch.Tensor))
