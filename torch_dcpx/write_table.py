@@ -149,7 +149,7 @@ def _vetted(item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
         raise UnsupportedError(
             f"'{fqn}' is a meta tensor and has no data to save; materialise it or leave it out"
         )
-    if tensor.device.type in ("cpu", "cuda") and tensor.numel() and has_strides(tensor):
+    if tensor.device.type in ("cpu", "cuda") and has_strides(tensor) and tensor.numel():
         check_storage(tensor, fqn)
     return tensor, item.tensor_data
 
