@@ -115,6 +115,8 @@ def test_sparse_coo_tensor_is_refused_by_the_plan(tmp_path: Path) -> None:
     assert not (tmp_path / "ckpt").exists()
 
 
+# torch 2.15 says that checking takes time.
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 def test_sparse_coo_item_that_stock_wrote_from_a_device_fills_its_target() -> None:
     stored, target = torch.eye(3).to_sparse(), torch.ones(3, 3).to_sparse()
     data = io.BytesIO()
