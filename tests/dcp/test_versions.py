@@ -26,6 +26,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 # Name of the archive -> dtypes that its torch did not have yet.
 OURS: dict[str, set[str]] = {"ours-2.9.0": set(), "ours-2.13.0": set(), "ours-2.15.0": set()}
 STOCK: dict[str, set[str]] = {
+    "stock-2.6.0": {"float8_e8m0fnu"},
     "stock-2.9.0": set(),
     "stock-2.13.0": set(),
     "stock-2.15.0": set(),
