@@ -97,7 +97,8 @@ def test_a_file_per_item_is_asked_for_and_numbered_in_the_plans_order(tmp_path: 
     for name, writer in WRITERS.items():
         used = recorded(hp.Looks, SAVE_HOOKS)
         made = writer(tmp_path / name, single_file_per_rank=False)
-        metadata = dcp.save(sample(), storage_writer=made, planner=used, no_dist=True)
+        dcp.save(sample(), storage_writer=made, planner=used, no_dist=True)
+        metadata = dcp.FileSystemReader(tmp_path / name).read_metadata()
         calls[name] = used.calls
         names[name] = {index: info.relative_path for index, info in metadata.storage_data.items()}
     assert calls["ours"] == calls["stock"]
@@ -148,7 +149,8 @@ def test_wrong_kind_of_data_is_refused_with_stocks_texts(
         if name == "stock" and isinstance(state["a"], torch.Tensor):
             assert type(error) is AttributeError  # it calls `detach` before it looks
         else:
-            assert (type(error), str(error)) == (AssertionError, text)
+            assert type(error) is AssertionError
+            assert str(error) == text or (name == "stock" and not str(error))  # before torch 2.10
 
 
 # ---- Loads --------------------------------------------------------------------------------------
