@@ -72,8 +72,8 @@ def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
         if not is_stock:
             raise UnsupportedError(
                 f"{ours.__name__} goes through its own engine, which would bypass the replaced "
-                f"`{name}` ({type(value).__name__}); use torch's own {ours.__bases__[0].__name__} "
-                "for it"
+                f"`{name}` ({type(value).__module__}.{type(value).__qualname__}); use torch's own "
+                f"{ours.__bases__[0].__name__} for it"
             )
 
 

@@ -165,7 +165,7 @@ def next_save_after_a_failure(path: Path) -> None:
 
 
 class LateReader(DcpxReader):
-    """Rank 0 saves over the checkpoint when the others have read its metadata, and before it does."""
+    """Rank 0 saves over the checkpoint between the others' look at the metadata and its own."""
 
     writer: DcpxWriter
 

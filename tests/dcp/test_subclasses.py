@@ -119,11 +119,11 @@ def test_replaced_part_of_the_engine_is_refused_by_name(
     setattr(reader, name, for_reader)
     with raises_one(UnsupportedError) as raised:
         save(writer)
-    assert f"`{name}` ({type(for_writer).__name__})" in str(raised.error)
+    assert f"`{name}` ({__name__}.{type(for_writer).__name__})" in str(raised.error)
     assert not (tmp_path / "new").exists()
     with raises_one(UnsupportedError) as raised:
         loaded(reader)
-    assert f"`{name}` ({type(for_reader).__name__})" in str(raised.error)
+    assert f"`{name}` ({__name__}.{type(for_reader).__name__})" in str(raised.error)
 
 
 def test_method_set_on_the_file_system_is_refused(tmp_path: Path) -> None:

@@ -281,3 +281,89 @@ def test_flock_that_fails_is_a_storage_error_and_leaves_nothing_held(
             save_lock(directory)
     assert caught.value.errno == 5
     save_lock(directory).release()
+
+
+# ---- The record in the file ---------------------------------------------------------------------
+
+
+def test_record_says_whose_save_did_not_end(directory: Directory) -> None:
+    path = directory.path / NAME
+    first = save_lock(directory)
+    assert first.left_by == "nobody"
+    assert f"pid={os.getpid()}" in path.read_text()
+    first.release()  # of a save that failed
+    second = save_lock(directory)
+    assert second.left_by == "this machine"
+    second.release(has_ended_well=True)
+    assert path.read_text() == ""
+    assert save_lock(directory).left_by == "nobody"
+    gc.collect()
+    path.write_text("host=elsewhere pid=1 boot=b7f1\n")
+    third = save_lock(directory)
+    assert third.left_by == "another machine"
+    third.release()
+
+
+def test_lock_file_of_another_user_is_locked_and_not_written(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory.path / NAME
+    path.write_text("host=here pid=1 boot=b7f1\n")
+    real = os.open
+
+    def refuse(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if name == NAME and flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real(name, flags, *args, **kwargs)
+
+    monkeypatch.setattr(lock.os, "open", refuse)
+    held = save_lock(directory)
+    assert (held.is_held, held.left_by) == (True, "another machine")
+    assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError
+    held.release(has_ended_well=True)
+    assert path.read_text() == "host=here pid=1 boot=b7f1\n"
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_that_cannot_be_given_back_is_closed(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = save_lock(directory)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.fcntl, "flock", fail)
+        held.release()
+    assert "closing its file alone" in caplog.text
+    in_thread(lambda: save_lock(directory).release())
+
+
+def test_child_that_outlives_its_parent_does_not_keep_the_lock(
+    directory: Directory, run_python: RunPython
+) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from torch_dcpx.directory import Directory
+from torch_dcpx.lock import SaveLock
+from torch_dcpx.running_save import RunningSave
+held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", RunningSave(SaveLock))
+read_end, write_end = os.pipe()
+child = os.fork()
+if child == 0:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1), os.dup2(null, 2)
+    os.write(write_end, b"x")
+    signal.pause()
+os.read(read_end, 1)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = run_python(code, str(directory.path), timeout_s=60, check=False)
+    child = int(result.stdout)
+    try:
+        save_lock(directory).release()
+    finally:
+        os.kill(child, 9)
