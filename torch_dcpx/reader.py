@@ -41,33 +41,9 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.overrides import metadata_file, refuse_bypassed
 from torch_dcpx.read_files import read_items
 from torch_dcpx.read_table import Located, Stored
+from torch_dcpx.reports import ReadReport
 
-__all__ = ["DcpxReader", "ReadReport"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadReport:
-    """What one `read_data` did on this rank. Byte counts unless said otherwise.
-
-    Attributes:
-        items: read items of the plan.
-        torch_items: of these, loaded by torch's own loader, not by ours.
-        needed_bytes: asked for.
-        read_bytes: read from the files; more than needed by block edges and small gaps.
-        verified_bytes: of these, checked against the files' checksums.
-        in_place_bytes: of the needed ones, read straight into their tensors.
-        direct_bytes: of the read ones, read with O_DIRECT.
-        slot_bytes: peak memory of the workers' slots.
-    """
-
-    items: int
-    torch_items: int
-    needed_bytes: int
-    read_bytes: int
-    verified_bytes: int
-    in_place_bytes: int
-    direct_bytes: int
-    slot_bytes: int
+__all__ = ["DcpxReader"]
 
 
 class Generation(NamedTuple):

@@ -14,7 +14,6 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,34 +45,14 @@ from torch_dcpx.layout import LOCK_NAME, METADATA_NAME, is_metadata_name, metada
 from torch_dcpx.lock import SaveLock
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.overrides import refuse_bypassed, refuse_changed, refuse_other_metadata_file
+from torch_dcpx.reports import WriteReport
 from torch_dcpx.running_save import RunningSave, WriterUse
 from torch_dcpx.write_files import write_files
 from torch_dcpx.write_table import WriteTable, check_plan, transform_by
 
-__all__ = ["DcpxWriter", "WriteReport"]
+__all__ = ["DcpxWriter"]
 
 logger = logging.getLogger("torch_dcpx")
-
-
-@dataclass(frozen=True)
-class WriteReport:
-    """What one `write_data` did on this rank.
-
-    Attributes:
-        items: items written.
-        file_bytes: size of all files, in bytes.
-        direct_bytes: of these, written with O_DIRECT.
-        buffered_bytes: of these, written through the page cache.
-        in_place_bytes: of these, written from the tensors' own memory.
-        slot_bytes: peak memory of the workers' slots, in bytes.
-    """
-
-    items: int
-    file_bytes: int
-    direct_bytes: int
-    buffered_bytes: int
-    in_place_bytes: int
-    slot_bytes: int
 
 
 class DcpxWriter(FileSystemWriter):

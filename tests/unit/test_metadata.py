@@ -282,7 +282,9 @@ def test_encode_refuses_a_wrong_file(file: FileEntry) -> None:
 def test_stock_file_has_no_file_table() -> None:
     data = pickle.dumps(small())
     found = decode_metadata(data, PATH)
-    assert canonical(found) == canonical(CheckpointMetadata(small(), None, None))
+    assert canonical(found) == canonical(CheckpointMetadata(small(), found.save_id, None))
+    assert found.save_id == decode_metadata(data, PATH).save_id
+    assert found.save_id != decode_metadata(pickle.dumps(small(), protocol=2), PATH).save_id
 
 
 @pytest.mark.parametrize("trusted", [False, True])

@@ -40,7 +40,7 @@ def test_cut_file_is_corruption_or_exactly_the_stock_file() -> None:
     for nbytes in range(len(data)):
         if nbytes == pickle_bytes:
             cut = decode_metadata(data[:nbytes], PATH)
-            assert canonical(cut) == canonical(CheckpointMetadata(small(), None, None))
+            assert canonical(cut) == canonical(CheckpointMetadata(small(), cut.save_id, None))
             continue
         with pytest.raises(CorruptionError) as caught:
             decode_metadata(data[:nbytes], PATH)
