@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign import Piece, write_foreign
+from ranks import run_ranks
 from saves import READERS, WRITERS, change, files_in, load, raises_one, read_footer, save
 from states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
@@ -356,18 +354,4 @@ def test_meta_tensor_is_the_error_that_stock_raises_too(tmp_path: Path) -> None:
 @pytest.mark.multirank
 @pytest.mark.timeout(180)
 def test_typed_errors_reach_every_rank_with_their_fields(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(WORKER), str(tmp_path),
-    ]  # fmt: skip
-    result = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    missing = [r for r in range(2) if f"rank {r} done" not in result.stdout]
-    assert result.returncode == 0 and not missing, result.stdout
+    run_ranks(WORKER, 2, str(tmp_path))
