@@ -6,7 +6,9 @@ and a resume through `DcpxReader` on as many ranks as there are now.
 
 import argparse
 import json
+import os
 import random
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -149,10 +151,11 @@ def main() -> None:
 
     if arguments.stock_twin:
         trainer.save(dcp.FileSystemWriter(arguments.stock_twin))
-    # Leave together. Without it gloo's thread may still hold the last all_reduce when Python shuts
-    # down, and ends the process with "terminate called without an active exception".
+    # Leave together, and without Python's shutdown: a thread of gloo may still hold a collective's
+    # tensors, and ends the process with "terminate called without an active exception".
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
 def run_ranks(worker: Path, ranks: int, *args: str) -> None:
@@ -31,3 +32,17 @@ def run_ranks(worker: Path, ranks: int, *args: str) -> None:
     )
     missing = [r for r in range(ranks) if f"rank {r} done" not in result.stdout]
     assert result.returncode == 0 and not missing, f"{command}\n{result.stdout}"
+
+
+def leave_well() -> NoReturn:
+    """Ends a worker: "done" is printed, and Python does not shut down.
+
+    A thread of gloo may still hold a collective's tensors, and would abort the process while the
+    interpreter ends. DCP's process that saves has no end of its own, either.
+    """
+    import torch.distributed as dist
+
+    dist.barrier()
+    print(f"rank {dist.get_rank()} done", flush=True)
+    sys.stderr.flush()
+    os._exit(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import threading
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ranks import leave_well
 from states import assert_same
 
 from torch_dcpx import DcpxReader, DcpxWriter, StorageError, UnsupportedError
@@ -248,10 +248,7 @@ def main() -> None:
         dist.barrier()
         call(Path(sys.argv[1]) / name)
         print(f"rank {dist.get_rank()} {name}", flush=True)
-    print(f"rank {dist.get_rank()} done", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # DCP's process that saves is a daemon without an end of its own
+    leave_well()
 
 
 if __name__ == "__main__":

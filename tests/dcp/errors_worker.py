@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ranks import leave_well
 from saves import change, read_footer
 
 from torch_dcpx import DcpxReader, DcpxWriter, errors
@@ -139,8 +140,7 @@ def main() -> None:
     damaged_file_of_one_rank(root / "damaged")
     bad_metadata_beside_good_ones(root / "bad")
     metadata_of_one_rank_missing(root / "missing")
-    print(f"rank {dist.get_rank()} done")
-    dist.destroy_process_group()
+    leave_well()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ranks import leave_well
 from states import assert_same, random_bytes
 
 from torch_dcpx import _C, DcpxReader, DcpxWriter
@@ -182,8 +183,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     fail(int(sys.argv[1]), *sys.argv[2:])
-    print(f"rank {dist.get_rank()} done")
-    dist.destroy_process_group()
+    leave_well()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from placements import OTHER_WAY, PLACEMENTS, Meshes, fits, make_meshes
+from ranks import leave_well
 from saves import READERS, WRITERS, files_in
 from states import blank_like
 from tensor_bits import bits
@@ -284,8 +285,7 @@ def main() -> None:
         rows = [[*key, *verdict] for key, verdict in merged.items()]
         Path(report).write_text(json.dumps(rows))
         shutil.rmtree(matrix.scratch)
-    print(f"rank {dist.get_rank()} done")
-    dist.destroy_process_group()
+    leave_well()
 
 
 if __name__ == "__main__":
