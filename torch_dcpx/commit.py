@@ -98,7 +98,12 @@ def verify_results(
                 raise PlanError(f"{where} was written twice", fqn=index.fqn)
             file = files.get(info.relative_path)
             if file is None:
-                raise PlanError(f"{where} names unknown file '{info.relative_path}'", fqn=index.fqn)
+                raise PlanError(
+                    f"{where} names unknown file '{info.relative_path}': no rank reports it. "
+                    "Results must reach `finish` in the lists that `DcpxWriter.write_data` "
+                    "returned, which carry the file table",
+                    fqn=index.fqn,
+                )
             if info.offset < 0 or info.length < 0 or info.offset + info.length > file.nbytes:
                 raise PlanError(
                     f"{where} lies at [{info.offset}, {info.offset + info.length}), outside of "

@@ -4,7 +4,7 @@ The lock belongs to an open file description and dies with the process, however 
 process, a table keyed by (device, inode) says who holds it, so that the lock of a save that is over
 without a word to its writer (see running_save.py) is given back to whoever wants it next.
 
-The file's content names the save that took the lock, and is emptied when that save has ended well.
+The file's content names the save that took the lock, and is emptied when a save has ended well.
 So the next one knows whether leftovers are to be expected (a save of this machine did not end) or
 must be left alone (one of another machine: it may be running, where locks do not reach that far).
 """
@@ -30,6 +30,7 @@ __all__ = ["SaveLock"]
 logger = logging.getLogger("torch_dcpx")
 
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+_MAX_OTHERS = 16  # machines that are remembered
 _Key = tuple[int, int]  # (st_dev, st_ino)
 _held: dict[_Key, dict[int, weakref.ref[SaveLock]]] = {}  # by descriptor; several if shared
 _guard = threading.RLock()
@@ -129,24 +130,28 @@ class SaveLock:
 
     def _take_over_record(self) -> None:
         """Reads who was here and writes who is: a full disk does not matter."""
-        record = self._record()
-        if record:
-            is_here = f"boot={_boot_id()}" in record.split()
-            self.left_by = "this machine" if is_here else "another machine"
+        boot = f"boot={_boot_id()}"
+        left = self._record()
+        # Other machines' lines stay until a save has ended well: one that fails knows no better.
+        elsewhere = [line for line in left if boot not in line.split()]
+        if left:
+            self.left_by = "another machine" if elsewhere else "this machine"
         if not self._is_writable:
             return
-        owner = f"host={socket.gethostname()} pid={os.getpid()} boot={_boot_id()}\n".encode()
+        lines = [f"host={socket.gethostname()} pid={os.getpid()} {boot}", *elsewhere[:_MAX_OTHERS]]
+        owner = "".join(f"{line}\n" for line in lines).encode()
         try:
             os.pwrite(self._fd, owner, 0)
             os.ftruncate(self._fd, len(owner))
         except OSError as error:
             logger.warning("'%s' does not name its owner: %s", self.path, error)
 
-    def _record(self) -> str:
-        return os.pread(self._fd, 4096, 0).decode("utf-8", "replace").strip()
+    def _record(self) -> list[str]:
+        """Returns a line for each save that took the lock and has not ended, the last one first."""
+        return os.pread(self._fd, 4096, 0).decode("utf-8", "replace").splitlines()
 
     def _concurrent(self) -> ConcurrentSaveError:
-        owner = self._record() or "unknown"
+        owner = (self._record() or ["unknown"])[0]
         return ConcurrentSaveError(
             f"another save is writing to '{self.path.parent}' ({owner}); wait for it, or save to "
             "another directory",

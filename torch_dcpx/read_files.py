@@ -11,11 +11,13 @@ remember the item whose commit they expect. For them every window holds one item
 
 from __future__ import annotations
 
+import bisect
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -36,6 +38,7 @@ from torch_dcpx.read_table import (
 )
 from torch_dcpx.trust import reencode_byte_item
 from torch_dcpx.unpickle import MAX_MESSAGE
+from torch_dcpx.write_table import has_strides
 
 __all__ = ["read_items"]
 
@@ -78,6 +81,8 @@ class _Window:
         self._rows: list[ReadRow] = []
         self._reads: list[tuple[TensorRead, bool] | BytesRead] = []
         self._used_bytes = 0
+        # Memory that the window's reads go to: (begin, end, whose), disjoint and sorted.
+        self._spans: list[tuple[int, int, MetadataIndex]] = []
         self._touched: dict[str, None] = {}  # an ordered set, over all windows
 
     @property
@@ -90,6 +95,31 @@ class _Window:
         if self._reads and nbytes and self._used_bytes + nbytes > self._options.host_memory_bytes:
             self.flush()
 
+    def _claim(self, item: ReadItem, target: torch.Tensor) -> None:
+        """Reads what is prepared when it goes to memory of this item, as with tied weights.
+
+        The later one stays, as with stock, and no checksum is taken of memory that another read
+        fills. Parts of one target are disjoint by their plan.
+        """
+        if not has_strides(target) or not target.numel():
+            return
+        dims = zip(target.shape, target.stride(), strict=True)
+        begin = target.data_ptr()
+        last = sum((size - 1) * stride for size, stride in dims)
+        end, owner = begin + (last + 1) * target.element_size(), item.dest_index
+        first = after = bisect.bisect_left(self._spans, (begin,))
+        if first and self._spans[first - 1][1] > begin:
+            first -= 1
+        while after < len(self._spans) and self._spans[after][0] < end:
+            after += 1
+        met = self._spans[first:after]
+        if any(other != owner for _, _, other in met):
+            self.flush()
+            met, first, after = [], 0, 0
+        begin = min([begin, *(span[0] for span in met)])
+        end = max([end, *(span[1] for span in met)])
+        self._spans[first:after] = [(begin, end, owner)]
+
     def add_tensor(self, item: ReadItem, stored: Stored) -> None:
         """Prepares the read of a plain tensor's region."""
         dtype = stored_dtype(stored, item.storage_index.fqn)
@@ -100,6 +130,7 @@ class _Window:
         if self._makes_targets:
             cost += target.numel() * target.element_size()
         self._make_room(cost)
+        self._claim(item, target.detach())
         read = plan_tensor_read(item, stored, target, dtype)
         if read.row is not None:
             self._rows.append(read.row)
@@ -109,6 +140,8 @@ class _Window:
         """Prepares the read of a whole item, whose bytes torch or the planner must understand."""
         located = stored.located
         self._make_room(located.payload_bytes)
+        if item.type != LoadItemType.BYTE_IO and not self._makes_targets:
+            self._claim(item, self._planner.resolve_tensor(item).detach())
         data = bytearray(located.payload_bytes)
         if data:
             row = ReadRow(
@@ -127,7 +160,7 @@ class _Window:
     def flush(self) -> None:
         """Reads everything prepared and hands it to the planner."""
         rows, reads = self._rows, self._reads
-        self._rows, self._reads, self._used_bytes = [], [], 0
+        self._rows, self._reads, self._spans, self._used_bytes = [], [], [], 0
         try:
             self._job.read(rows)
         finally:

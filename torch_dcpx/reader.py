@@ -16,7 +16,7 @@ import dataclasses
 import errno
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
+from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.layout import METADATA_NAME, is_data_file_name, is_metadata_name
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
@@ -46,24 +47,28 @@ from torch_dcpx.reports import ReadReport
 __all__ = ["DcpxReader"]
 
 
-class Generation(NamedTuple):
-    """Which checkpoint of its directory a rank has read; the same on all ranks of a load."""
-
-    save_id: str  # of each save its own, "rank-local" for all that have no metadata in common
-
-
 class _Found(NamedTuple):
     """Open files, and where in them the stored items lie."""
 
     job: _C.ReadJob
     stored: dict[MetadataIndex, Stored]
+    path: str  # the directory
+    entries: dict[MetadataIndex, Any]  # of the metadata, by which the items were found
+
+    def serves(self, items: Sequence[ReadItem], path: str, entries: Mapping[Any, Any]) -> bool:
+        """Returns whether these items are looked for, in the same places."""
+        return self.path == path and all(
+            item.storage_index in self.stored
+            and self.entries[item.storage_index] == entries.get(item.storage_index)
+            for item in items
+        )
 
 
 class DcpxReader(FileSystemReader):
     """Loads checkpoints of torch-dcpx and of stock DCP, reading only what is asked for.
 
     Nothing from a checkpoint is executed unless `ReadOptions(trusted=True)`. Reusable for many
-    loads. Not thread-safe. Picklable.
+    loads. Not thread-safe. Picklable. As in `DcpxWriter`, its own names meet no subclass's.
     """
 
     def __init__(
@@ -88,23 +93,23 @@ class DcpxReader(FileSystemReader):
         super().__init__(path, _extension_registry)
         self.options = options if options is not None else ReadOptions()
         self.last_report: ReadReport | None = None
-        self._checkpoint: CheckpointMetadata | None = None
-        self._generation: Generation | None = None
-        self._kept_error: DcpxError | None = None
-        self._found: _Found | None = None  # by prepare_local_plan, for read_data
+        self.__checkpoint: CheckpointMetadata | None = None
+        self.__generation: Generation | None = None
+        self.__kept_error: DcpxError | None = None
+        self.__found: _Found | None = None  # by prepare_local_plan, for read_data
         refuse_bypassed(self, DcpxReader)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_found": None}  # open files stay with the process
+        return {**self.__dict__, "_DcpxReader__found": None}  # open files stay with the process
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts another load, of `checkpoint_id` where given. Raises: UnsupportedError."""
         if checkpoint_id:
             _refuse_url(checkpoint_id)
         super().reset(checkpoint_id)
-        self._checkpoint = self._generation = None
-        self._kept_error = None
-        self._take_found()
+        self.__checkpoint = self.__generation = None
+        self.__kept_error = None
+        self.__take_found()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads `.metadata`, or `__{rank}.metadata` with `rank=`.
@@ -118,19 +123,20 @@ class DcpxReader(FileSystemReader):
             CorruptionError, UnsafePickleError, UnsupportedError, StorageError: see docs/errors.md.
         """
         rank = kwargs.get("rank")
-        is_fallback = rank is not None and self._kept_error is not None
-        if is_fallback and not isinstance(self._kept_error, NotCommittedError):
+        is_fallback = rank is not None and self.__kept_error is not None
+        if is_fallback and not isinstance(self.__kept_error, NotCommittedError):
             return _empty_metadata()
         try:
-            checkpoint = self._read_checkpoint(rank)
+            checkpoint = self.__read_checkpoint(rank)
         except DcpxError as error:
-            self._kept_error = error
+            self.__kept_error = error
             if is_fallback:
                 return _empty_metadata()
             raise
-        self._kept_error = None
-        self._checkpoint = checkpoint
-        self._generation = Generation("rank-local" if rank is not None else checkpoint.save_id)
+        self.__kept_error = None
+        self.__checkpoint = checkpoint
+        save_id = checkpoint.save_id if rank is None else "rank-local"
+        self.__generation = Generation(os.path.abspath(self.path), save_id)  # noqa: PTH100
         metadata = checkpoint.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -141,22 +147,27 @@ class DcpxReader(FileSystemReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Called by DCP on every rank. Raises: what `read_metadata` had to keep."""
-        error, self._kept_error = self._kept_error, None
+        error, self.__kept_error = self.__kept_error, None
         if error is not None:
             raise error
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._take_found()
+        self.__take_found()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Opens every file that the plan needs, and notes which save it belongs to.
 
         Raises:
-            CorruptionError, StorageError: a file is missing, or no file of this checkpoint.
+            CorruptionError, StorageError: a file cannot be read, or is none of this checkpoint.
         """
         plan = super().prepare_local_plan(plan)
-        self._found = self._find(plan.items)
-        if plan.storage_data is None and self._generation is not None:
-            plan = dataclasses.replace(plan, storage_data=self._generation)
+        try:
+            self.__found = self.__find(plan.items)
+        except StorageError as error:
+            # Where ranks see different files, the final plan may do without what is missing here.
+            if error.errno != errno.ENOENT:
+                raise
+        if plan.storage_data is None and self.__generation is not None:
+            plan = dataclasses.replace(plan, storage_data=self.__generation)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -165,20 +176,7 @@ class DcpxReader(FileSystemReader):
         Raises:
             StorageError: ranks read the metadata of different saves; no tensor was touched.
         """
-        # A planner that makes its own plans need not pass on what the storage noted.
-        found = {r: plan.storage_data for r, plan in enumerate(plans)}
-        found = {r: generation for r, generation in found.items() if type(generation) is Generation}
-        if len(set(found.values())) > 1:
-            rank, generation = next(iter(found.items()))
-            other = next(r for r in found if found[r] != generation)
-            raise StorageError(
-                f"the checkpoint in '{self.path}' was replaced while it was loaded: rank {rank} "
-                f"read that of save {generation.save_id}, rank {other} that of "
-                f"{found[other].save_id}; no tensor was touched, load it again",
-                errno=errno.ESTALE,
-                path=str(self.path),
-                touched=(),
-            )
+        check_same_generation(plans)
         return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -190,7 +188,7 @@ class DcpxReader(FileSystemReader):
             StorageError, ShortReadError: a file is missing, unreadable or too short.
         """
         refuse_bypassed(self, DcpxReader)
-        found = self._take_found(keep=plan.items) or self._find(plan.items)
+        found = self.__take_found(keep=plan.items) or self.__find(plan.items)
         try:
             torch_items = read_items(
                 found.job,
@@ -202,7 +200,7 @@ class DcpxReader(FileSystemReader):
                 self.options,
             )
         except StorageError as error:
-            self._check_not_replaced(error)
+            self.__check_not_replaced(error)
             raise
         finally:
             found.job.close()  # a traceback may keep the job alive, and with it its files
@@ -211,9 +209,9 @@ class DcpxReader(FileSystemReader):
         future.set_result(None)
         return future
 
-    def _find(self, items: Sequence[ReadItem]) -> _Found:
+    def __find(self, items: Sequence[ReadItem]) -> _Found:
         """Opens the files of all items, and finds each item in its file."""
-        with self._open() as directory:
+        with self.__open() as directory:
             job = _C.ReadJob(
                 dir_fd=directory.fd,
                 dir_path=os.fsencode(directory.path),
@@ -224,23 +222,25 @@ class DcpxReader(FileSystemReader):
                 max_open_files=_max_open_files(),
             )
             try:
-                return _Found(job, self._locate(job, items))
+                stored = self.__locate(job, items)
+                entries = {index: self.storage_data[index] for index in stored}
+                return _Found(job, stored, str(self.path), entries)
             except BaseException as error:
                 job.close()
                 if isinstance(error, StorageError):
-                    self._check_not_replaced(error)
+                    self.__check_not_replaced(error)
                 raise
 
-    def _take_found(self, keep: Sequence[ReadItem] = ()) -> _Found | None:
+    def __take_found(self, keep: Sequence[ReadItem] = ()) -> _Found | None:
         """Returns what was found if it serves these items (a planner may change them), and closes
         it else. It is not kept any longer."""
-        found, self._found = self._found, None
-        if found is None or (keep and all(item.storage_index in found.stored for item in keep)):
+        found, self.__found = self.__found, None
+        if found is None or (keep and found.serves(keep, str(self.path), self.storage_data)):
             return found
         found.job.close()
         return None
 
-    def _open(self) -> Directory:
+    def __open(self) -> Directory:
         try:
             return Directory(Path(self.path))
         except StorageError as error:
@@ -252,10 +252,10 @@ class DcpxReader(FileSystemReader):
                 path=str(self.path),
             ) from error
 
-    def _read_checkpoint(self, rank: int | None) -> CheckpointMetadata:
+    def __read_checkpoint(self, rank: int | None) -> CheckpointMetadata:
         refuse_bypassed(self, DcpxReader)
         name = metadata_file(self, rank)
-        with self._open() as directory:
+        with self.__open() as directory:
             try:
                 data = directory.read_small(name)
             except StorageError as error:
@@ -283,9 +283,9 @@ class DcpxReader(FileSystemReader):
                 trusted=self.options.trusted,
             )
 
-    def _locate(self, job: _C.ReadJob, items: Sequence[ReadItem]) -> dict[MetadataIndex, Stored]:
+    def __locate(self, job: _C.ReadJob, items: Sequence[ReadItem]) -> dict[MetadataIndex, Stored]:
         """Finds every stored item that the plan names, each once."""
-        table = self._checkpoint.files if self._checkpoint is not None else None
+        table = self.__checkpoint.files if self.__checkpoint is not None else None
         numbers: dict[str, int] = {}
         files: list[tuple[str, bool, int, bytes, int]] = []
         wanted: dict[MetadataIndex, tuple[int, int, int, bool]] = {}
@@ -325,15 +325,15 @@ class DcpxReader(FileSystemReader):
             for (index, row), found in zip(wanted.items(), located, strict=True)
         }
 
-    def _check_not_replaced(self, error: StorageError) -> None:
+    def __check_not_replaced(self, error: StorageError) -> None:
         """Says so when a data file is gone because another save replaced the checkpoint."""
-        if error.errno not in (errno.ENOENT, errno.ESTALE) or self._checkpoint is None:
+        if error.errno not in (errno.ENOENT, errno.ESTALE) or self.__checkpoint is None:
             return
         try:
-            current = self._read_checkpoint(None if self.use_collectives else self.rank)
+            current = self.__read_checkpoint(None if self.use_collectives else self.rank)
         except DcpxError:
             return  # the whole directory is gone, perhaps: the error that is there says more
-        if current.save_id == self._checkpoint.save_id:
+        if current.save_id == self.__checkpoint.save_id:
             return
         touched = error.touched or ()
         raise StorageError(
@@ -346,9 +346,12 @@ class DcpxReader(FileSystemReader):
 
 
 def _max_open_files() -> int:
-    """Returns how many data files may stay open: at most half of what the process may open."""
+    """Returns how many data files may stay open: half of what the process may open still."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 4096 if soft_limit == resource.RLIM_INFINITY else min(4096, soft_limit // 2)
+    if soft_limit == resource.RLIM_INFINITY:
+        return 4096
+    free = soft_limit - sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return max(0, min(4096, free // 2))
 
 
 def _empty_metadata() -> Metadata:

@@ -61,6 +61,8 @@ class DcpxWriter(FileSystemWriter):
     Every save is all or nothing: until the last step the previous checkpoint of the directory stays
     as it was. One save at a time, from any thread: a second one meanwhile is refused. Reusable for
     many. Picklable; a copy has no part in the save under way.
+
+    Its own names begin with two underscores, so that no attribute of a subclass meets them.
     """
 
     def __init__(
@@ -116,20 +118,20 @@ class DcpxWriter(FileSystemWriter):
             serialization_format,
         )
         self.last_report: WriteReport | None = None
-        self._is_coordinator = False
-        self._own_files: list[str] = []  # of the save under way
-        self._locks: list[SaveLock] = []
-        self._use = WriterUse()
-        self._save: RunningSave | None = None
+        self.__is_coordinator = False
+        self.__own_files: list[str] = []  # of the save under way
+        self.__locks: list[SaveLock] = []
+        self.__use = WriterUse()
+        self.__save: RunningSave | None = None
         refuse_bypassed(self, DcpxWriter)
 
     def __getstate__(self) -> dict[str, Any]:
         # Locks and the save under way stay with the process that has them; so do staging buffers,
         # which would be sent along with the state that was staged into them.
         own: dict[str, Any] = {
-            "_locks": [],
-            "_save": None,
-            "_use": WriterUse(),
+            "_DcpxWriter__locks": [],
+            "_DcpxWriter__save": None,
+            "_DcpxWriter__use": WriterUse(),
             "state_dict_cache": None,
         }
         return {**self.__dict__, **own}
@@ -143,11 +145,11 @@ class DcpxWriter(FileSystemWriter):
         """
         if checkpoint_id:
             _refuse_url(checkpoint_id)
-        with self._use.hold():
-            self._use.check()
+        with self.__use.hold():
+            self.__use.check()
             if checkpoint_id:
-                self._use.retarget(os.fspath(checkpoint_id))
-            self._release()
+                self.__use.retarget(os.fspath(checkpoint_id))
+            self.__release()
             super().reset(checkpoint_id)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -159,11 +161,11 @@ class DcpxWriter(FileSystemWriter):
         Raises:
             ConcurrentSaveError: a save through this writer is under way.
         """
-        self._use.check()
-        if self._use.is_lent:
+        self.__use.check()
+        if self.__use.is_lent:
             self.state_dict_cache = None
         staged = super().stage(state_dict)
-        return self._use.lend(staged) if self.cache_staged_state_dict else staged
+        return self.__use.lend(staged) if self.cache_staged_state_dict else staged
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank before anything else of a save.
@@ -171,13 +173,13 @@ class DcpxWriter(FileSystemWriter):
         Raises:
             ConcurrentSaveError: another save through this writer is under way.
         """
-        with self._use.hold():
-            save = self._use.begin(self, str(self.path))
-            self._release()
-            self._save = save
+        with self.__use.hold():
+            save = self.__use.begin(self, str(self.path))
+            self.__release()
+            self.__save = save
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        self._is_coordinator = is_coordinator
-        self._own_files = []
+        self.__is_coordinator = is_coordinator
+        self.__own_files = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the directory, takes the lock, and removes what failed saves left behind.
@@ -189,18 +191,18 @@ class DcpxWriter(FileSystemWriter):
                 that cannot be kept; what was replaced in vain. OptionError: so for `sync_files`.
             StorageError: the directory cannot be made.
         """
-        with self._release_on_error():
+        with self.__release_on_error():
             refuse_bypassed(self, DcpxWriter)
-            refuse_changed(self, is_durable=self._is_durable)
+            refuse_changed(self, is_durable=self.__is_durable)
             refuse_other_metadata_file(self, None if self.use_collectives else self.rank)
             check_plan(plan.items)
-            make_directory(self._directory_path(), is_durable=self._is_durable)
-            with Directory(self._directory_path()) as directory:
-                self._lock(directory)
-                self._check_modes(directory)
+            make_directory(self.__directory_path(), is_durable=self.__is_durable)
+            with Directory(self.__directory_path()) as directory:
+                self.__lock(directory)
+                self.__check_modes(directory)
                 plan = super().prepare_local_plan(plan)
-                if self._locks:
-                    self._tidy(directory)
+                if self.__locks:
+                    self.__tidy(directory)
             return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -213,10 +215,10 @@ class DcpxWriter(FileSystemWriter):
             StorageError: nothing of this rank stays behind, the previous checkpoint is untouched.
             UnsupportedError, AssertionError: data that cannot be kept; no byte was written for it.
         """
-        with self._release_on_error():
+        with self.__release_on_error():
             transform = transform_by(self.transforms) if self.transforms.extensions else None
             table = WriteTable(planner, plan.planner_data, transform)
-            with Directory(self._directory_path()) as directory:
+            with Directory(self.__directory_path()) as directory:
                 is_fresh = not any(map(is_metadata_name, directory.names()))
                 written = write_files(
                     directory,
@@ -227,9 +229,9 @@ class DcpxWriter(FileSystemWriter):
                     rank=self.rank or 0,
                     is_fresh=is_fresh,
                     is_one_file=self.single_file_per_rank,
-                    window_bytes=self._window_bytes(),
+                    window_bytes=self.__window_bytes(),
                 )
-        self._own_files = [file.path for file in written.files]
+        self.__own_files = [file.path for file in written.files]
         descriptors = table.descriptors
         results = WriteResults(
             (
@@ -245,8 +247,8 @@ class DcpxWriter(FileSystemWriter):
         self.last_report = WriteReport(
             len(written.items), sum(file.nbytes for file in written.files), **written.counters
         )
-        if not self._is_coordinator and self.use_collectives:
-            self._release()  # a follower hears nothing more of this save
+        if not self.__is_coordinator and self.use_collectives:
+            self.__release()  # a follower hears nothing more of this save
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -259,16 +261,16 @@ class DcpxWriter(FileSystemWriter):
             StorageError: nothing was published.
         """
         name = metadata_name(None if self.use_collectives else self.rank)
-        with self._release_on_error():
+        with self.__release_on_error():
             try:
-                with Directory(self._directory_path()) as directory:
-                    self._commit(directory, name, metadata, results)
+                with Directory(self.__directory_path()) as directory:
+                    self.__commit(directory, name, metadata, results)
             except BaseException:
-                self._remove_unpublished(name)
+                self.__remove_unpublished(name)
                 raise
-        self._release(has_ended_well=True)
+        self.__release(has_ended_well=True)
 
-    def _commit(
+    def __commit(
         self, directory: Directory, name: str, metadata: Metadata, results: list[list[WriteResult]]
     ) -> None:
         """Checks, publishes under `name`, and removes what it replaced."""
@@ -279,7 +281,7 @@ class DcpxWriter(FileSystemWriter):
         replaced: set[str] = set()
         if directory.is_regular(name):
             replaced = referenced_files(directory, name) or set()
-        for path in self._own_files:
+        for path in self.__own_files:
             if not directory.is_regular(path):
                 raise StorageError(
                     f"'{directory.path / path}' was written by this save and is gone: something "
@@ -288,62 +290,64 @@ class DcpxWriter(FileSystemWriter):
                     path=str(directory.path / path),
                 )
         # Not the writer's `save_id`, which stays the same until `reset`: each save has its own.
-        publish(directory, name, metadata, files, uuid.uuid4().hex, is_durable=self._is_durable)
-        if self._is_locked and self.use_collectives:
+        publish(directory, name, metadata, files, uuid.uuid4().hex, is_durable=self.__is_durable)
+        if self.__is_locked and self.use_collectives:
             replaced |= take_over_rank_local(directory)
-        remove_replaced(directory, replaced, self._leftovers_of())
+        remove_replaced(directory, replaced, self.__leftovers_of())
 
-    def _tidy(self, directory: Directory) -> None:
+    def __tidy(self, directory: Directory) -> None:
         """Makes room after a save that did not end well: this one may fail for want of it."""
         name = metadata_name(None if self.use_collectives else self.rank)
         if name in directory.names():
-            if any(lock.left_by == "this machine" for lock in self._locks):
-                remove_replaced(directory, set(), self._leftovers_of())
-        elif self._is_durable:
+            if any(lock.left_by == "this machine" for lock in self.__locks):
+                remove_replaced(directory, set(), self.__leftovers_of())
+        elif self.__is_durable:
             directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made
 
-    def _leftovers_of(self) -> Leftovers:
+    def __leftovers_of(self) -> Leftovers:
         """Whose leftovers may be removed: nobody's where another save may be running."""
-        if not self._is_locked or any(lock.left_by == "another machine" for lock in self._locks):
+        if not self.__is_locked or any(lock.left_by == "another machine" for lock in self.__locks):
             return "nobody"
         return "everybody" if self.use_collectives or self.rank is None else self.rank
 
     @property
-    def _is_locked(self) -> bool:
-        return bool(self._locks) and all(lock.is_held for lock in self._locks)
+    def __is_locked(self) -> bool:
+        return bool(self.__locks) and all(lock.is_held for lock in self.__locks)
 
-    def _remove_unpublished(self, name: str) -> None:
+    def __remove_unpublished(self, name: str) -> None:
         try:
-            with Directory(self._directory_path()) as directory:
-                remove_unpublished(directory, name, self._own_files)
+            with Directory(self.__directory_path()) as directory:
+                remove_unpublished(directory, name, self.__own_files)
         except StorageError as error:
             logger.warning("leftovers of a failed save stay: %s", error)
 
     @property
-    def _is_durable(self) -> bool:
+    def __is_durable(self) -> bool:
         return self.options.durability == "full"
 
-    def _directory_path(self) -> Path:
+    def __directory_path(self) -> Path:
         return Path(self.path)
 
-    def _window_bytes(self) -> int:
+    def __window_bytes(self) -> int:
         ahead = self.per_thread_copy_ahead * self.options.resolved_workers()
         return min(max(ahead, self.options.slot_bytes), self.options.host_memory_bytes)
 
-    def _lock(self, directory: Directory) -> None:
-        save = self._save or RunningSave(self)
+    def __lock(self, directory: Directory) -> None:
+        save = self.__save or RunningSave(self)
         if not self.use_collectives and self.rank is not None:
-            self._locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=True))
-            self._locks.append(SaveLock(directory, f".dcpx.{self.rank}.lock", save))
-        elif self._is_coordinator:
-            self._locks.append(SaveLock(directory, LOCK_NAME, save))
+            self.__locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=True))
+            self.__locks.append(SaveLock(directory, f".dcpx.{self.rank}.lock", save))
+        elif self.__is_coordinator:
+            self.__locks.append(SaveLock(directory, LOCK_NAME, save))
 
-    def _check_modes(self, directory: Directory) -> None:
-        """Every load prefers a global checkpoint to rank-local ones beside it, so one takes the
-        place of the others: never the other way round, and not where nothing may be replaced."""
-        may_not_replace = self.use_collectives and not self.overwrite
-        if may_not_replace and any(map(is_metadata_name, directory.names())):
-            raise RuntimeError(f"Checkpoint already exists and {self.overwrite=}.")
+    def _metadata_exists(self) -> bool:
+        """Whether there is a checkpoint to overwrite: one of all ranks takes the place of any."""
+        if not self.use_collectives:
+            return super()._metadata_exists()
+        return any(is_metadata_name(path.name) for path in self.__directory_path().iterdir())
+
+    def __check_modes(self, directory: Directory) -> None:
+        """Every load prefers a global checkpoint to rank-local ones beside it."""
         if not self.use_collectives and METADATA_NAME in directory.names():
             raise UnsupportedError(
                 f"'{directory.path}' holds a checkpoint of all ranks ('{METADATA_NAME}'), which "
@@ -351,20 +355,20 @@ class DcpxWriter(FileSystemWriter):
                 "to another directory"
             )
 
-    def _release(self, *, has_ended_well: bool = False) -> None:
+    def __release(self, *, has_ended_well: bool = False) -> None:
         """Ends the save: its locks are free, and so is the writer."""
-        while self._locks:
-            self._locks.pop().release(has_ended_well=has_ended_well)
-        if self._save is not None:
-            self._save.end()
-            self._save = None
+        while self.__locks:
+            self.__locks.pop().release(has_ended_well=has_ended_well)
+        if self.__save is not None:
+            self.__save.end()
+            self.__save = None
 
     @contextmanager
-    def _release_on_error(self) -> Iterator[None]:
+    def __release_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self._release()
+            self.__release()
             raise
 
 

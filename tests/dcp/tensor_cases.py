@@ -127,11 +127,20 @@ def of_dtype(dtype: torch.dtype) -> Maker:
 COMMON = {torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex128}
 
 
+def _is_copied(dtype: torch.dtype) -> bool:
+    """Returns whether this torch copies tensors of the dtype at all: 2.9 not all that it saves."""
+    try:
+        torch.zeros(16, dtype=torch.uint8).view(dtype).clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _saved_dtypes() -> list[torch.dtype]:
     known = set(torch.storage._dtype_to_storage_type_map()) | torch.storage._new_dtypes()
     return sorted(
         (dtype for dtype in known if "bits" not in str(dtype) and "qint" not in str(dtype)
-         and "quint" not in str(dtype)),
+         and "quint" not in str(dtype) and _is_copied(dtype)),
         key=str,
     )  # fmt: skip
 

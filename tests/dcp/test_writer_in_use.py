@@ -223,13 +223,13 @@ def test_reset_lets_no_save_begin_while_it_gives_back_the_last_ones_locks(
     """Else it would give back the locks of a save that began in between."""
     writer = DcpxWriter(tmp_path)
     is_free: list[bool] = []
-    release = DcpxWriter._release
+    release = DcpxWriter._DcpxWriter__release
 
     def look(self: DcpxWriter, **kwargs: Any) -> None:
-        is_free.append(other_thread(lambda: self._use._guard.acquire(blocking=False)))
+        is_free.append(other_thread(lambda: self._DcpxWriter__use._guard.acquire(blocking=False)))
         release(self, **kwargs)
 
-    monkeypatch.setattr(DcpxWriter, "_release", look)
+    monkeypatch.setattr(DcpxWriter, "_DcpxWriter__release", look)
     writer.reset(tmp_path / "b")
     writer.reset()
     writer.set_up_storage_writer(True)
@@ -314,7 +314,7 @@ def test_half_a_stack_is_no_sign_that_a_save_is_over(
     running: list[Any] = []
 
     def look() -> None:
-        running.append(writer._save)
+        running.append(writer._DcpxWriter__save)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "_current_frames", lambda: halves.pop() if halves else real())
             seen.append(running[0].is_under_way())

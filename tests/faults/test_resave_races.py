@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import RunPython
 from saves import assert_loads, raises_one, save, save_rank_local
 from states import assert_same
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx import (
+    CorruptionError,
     DcpxReader,
     DcpxWriter,
     NotCommittedError,
@@ -180,6 +182,84 @@ def test_ranks_with_and_without_metadata_in_common_are_told_apart(tmp_path: Path
     other.reset()
 
 
+@pytest.mark.usefixtures("no_leaks")
+def test_ranks_may_load_from_directories_of_their_own(tmp_path: Path) -> None:
+    plans = []
+    readers = []
+    for rank in range(2):
+        save(state_of(rank), tmp_path / str(rank))
+        found, plan = prepared(tmp_path / str(rank))
+        readers.append(found)
+        plans.append(plan)
+    assert readers[0].prepare_global_plan(plans) == plans
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_places_that_changed_after_the_files_were_opened_are_read_anew(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save(state_of(seed), tmp_path / str(seed))
+
+    class RedirectedReader(DcpxReader):
+        def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+            self.path = tmp_path / "1"
+            return super().read_data(plan, planner)
+
+    class SwappingReader(DcpxReader):
+        def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+            entries = list(self.storage_data.values())
+            self.storage_data = dict(zip(self.storage_data, reversed(entries), strict=True))
+            return super().read_data(plan, planner)
+
+    target = state_of(2)
+    with raises_one(CorruptionError):  # the file is not the one that the metadata names
+        dcp.load(target, storage_reader=RedirectedReader(tmp_path / "0"), no_dist=True)
+    assert_same(state_of(2), target)
+    dcp.load(target, storage_reader=SwappingReader(tmp_path / "0"), no_dist=True)
+    expected = list(state_of(0).values())
+    assert_same(expected[::-1], list(target.values()))
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_file_that_the_final_plan_does_without_may_be_missing(tmp_path: Path) -> None:
+    """Where each node sees files of its own, planners spread the reads."""
+    save(state_of(0), tmp_path, single_file_per_rank=False)
+    metadata = DcpxReader(tmp_path).read_metadata()
+    missing = next(index for index in metadata.storage_data if index.fqn == "t3")
+    (tmp_path / metadata.storage_data[missing].relative_path).unlink()
+
+    class LocalPlanner(dcp.DefaultLoadPlanner):
+        def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+            return LoadPlan([item for item in central_plan.items if item.dest_index.fqn != "t3"])
+
+    target = state_of(2)
+    dcp.load(target, storage_reader=DcpxReader(tmp_path), planner=LocalPlanner(), no_dist=True)
+    assert_same({**state_of(0), "t3": state_of(2)["t3"]}, target)
+    with raises_one(StorageError) as raised:
+        dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert raised.error.errno == errno.ENOENT
+
+
+def test_process_with_few_descriptors_left_loads_all_the_same(
+    tmp_path: Path, run_python: RunPython
+) -> None:
+    save({f"t{i}": torch.full((3,), float(i)) for i in range(60)}, tmp_path / "ckpt",
+         single_file_per_rank=False)  # fmt: skip
+    code = """
+import os, resource, sys, torch, warnings
+import torch.distributed.checkpoint as dcp
+from torch_dcpx import DcpxReader
+warnings.simplefilter("ignore")
+state = {f"t{i}": torch.zeros(3) for i in range(60)}
+dcp.load({}, storage_reader=DcpxReader(sys.argv[1]), no_dist=True)
+used = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, used + 60))
+kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]
+dcp.load(state, storage_reader=DcpxReader(sys.argv[1]), no_dist=True)
+print(all(int(t[0]) == i for i, t in enumerate(state.values())))
+"""
+    assert run_python(code, str(tmp_path / "ckpt")).stdout == "True\n"
+
+
 def test_what_a_planner_notes_in_its_plans_is_not_ours_to_compare(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     coordinator, first = prepared(tmp_path)
@@ -232,13 +312,13 @@ def test_error_of_a_directory_that_went_away_says_what_was_touched(
 def test_files_of_a_load_that_went_no_further_are_closed_by_the_next(tmp_path: Path) -> None:
     save(state_of(0), tmp_path)
     kept, _ = prepared(tmp_path)
-    assert kept._found is not None
+    assert kept._DcpxReader__found is not None
     copy = pickle.loads(pickle.dumps(kept))
     for again in (kept, copy):
         target = state_of(2)
         dcp.load(target, storage_reader=again, no_dist=True)
         assert_same(state_of(0), target)
-        assert again._found is None
+        assert again._DcpxReader__found is None
 
 
 def test_plan_that_changed_after_the_files_were_opened_is_served(tmp_path: Path) -> None:

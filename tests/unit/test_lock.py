@@ -304,6 +304,21 @@ def test_record_says_whose_save_did_not_end(directory: Directory) -> None:
     third.release()
 
 
+def test_save_that_fails_does_not_wipe_out_another_machines_line(directory: Directory) -> None:
+    path = directory.path / NAME
+    path.write_text("host=elsewhere pid=1 boot=b7f1\n")
+    for _ in range(3):
+        failed = save_lock(directory)
+        assert failed.left_by == "another machine"
+        error = in_thread(lambda: save_lock(directory))
+        assert error.owner.startswith(f"host={socket.gethostname()} pid={os.getpid()} ")
+        assert "\n" not in error.owner
+        failed.release()
+        assert path.read_text().count("\n") == 2
+    save_lock(directory).release(has_ended_well=True)
+    assert path.read_text() == ""
+
+
 def test_lock_file_of_another_user_is_locked_and_not_written(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
