@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from torch_dcpx.commit import (
-    Leftovers,
     WriteResults,
     publish,
     referenced_files,
@@ -41,12 +40,17 @@ from torch_dcpx.commit import (
 )
 from torch_dcpx.directory import Directory, make_directory
 from torch_dcpx.errors import StorageError, UnsupportedError
-from torch_dcpx.layout import LOCK_NAME, METADATA_NAME, is_metadata_name, metadata_name
-from torch_dcpx.lock import SaveLock
+from torch_dcpx.layout import METADATA_NAME, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
-from torch_dcpx.overrides import refuse_bypassed, refuse_changed, refuse_other_metadata_file
+from torch_dcpx.overrides import (
+    refuse_bypassed,
+    refuse_changed,
+    refuse_other_metadata_file,
+    refuse_url,
+)
 from torch_dcpx.reports import WriteReport
 from torch_dcpx.running_save import RunningSave, WriterUse
+from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.write_files import write_files
 from torch_dcpx.write_table import WriteTable, check_plan, transform_by
 
@@ -105,7 +109,7 @@ class DcpxWriter(FileSystemWriter):
                 f"serialization_format={serialization_format} is not written by DcpxWriter; use "
                 "torch's HuggingFaceStorageWriter for safetensors"
             )
-        _refuse_url(path)
+        refuse_url(path)
         super().__init__(
             path,
             single_file_per_rank,
@@ -120,7 +124,7 @@ class DcpxWriter(FileSystemWriter):
         self.last_report: WriteReport | None = None
         self.__is_coordinator = False
         self.__own_files: list[str] = []  # of the save under way
-        self.__locks: list[SaveLock] = []
+        self.__locks = SaveLocks()
         self.__use = WriterUse()
         self.__save: RunningSave | None = None
         refuse_bypassed(self, DcpxWriter)
@@ -129,7 +133,7 @@ class DcpxWriter(FileSystemWriter):
         # Locks and the save under way stay with the process that has them; so do staging buffers,
         # which would be sent along with the state that was staged into them.
         own: dict[str, Any] = {
-            "_DcpxWriter__locks": [],
+            "_DcpxWriter__locks": SaveLocks(),
             "_DcpxWriter__save": None,
             "_DcpxWriter__use": WriterUse(),
             "state_dict_cache": None,
@@ -144,7 +148,7 @@ class DcpxWriter(FileSystemWriter):
             ConcurrentSaveError: a save through this writer is under way.
         """
         if checkpoint_id:
-            _refuse_url(checkpoint_id)
+            refuse_url(checkpoint_id)
         with self.__use.hold():
             self.__use.check()
             if checkpoint_id:
@@ -201,7 +205,7 @@ class DcpxWriter(FileSystemWriter):
                 self.__lock(directory)
                 self.__check_modes(directory)
                 plan = super().prepare_local_plan(plan)
-                if self.__locks:
+                if self.__locks.are_taken:
                     self.__tidy(directory)
             return plan
 
@@ -291,28 +295,18 @@ class DcpxWriter(FileSystemWriter):
                 )
         # Not the writer's `save_id`, which stays the same until `reset`: each save has its own.
         publish(directory, name, metadata, files, uuid.uuid4().hex, is_durable=self.__is_durable)
-        if self.__is_locked and self.use_collectives:
+        if self.__locks.are_held and self.use_collectives:
             replaced |= take_over_rank_local(directory)
-        remove_replaced(directory, replaced, self.__leftovers_of())
+        remove_replaced(directory, replaced, self.__locks.leftovers_of())
 
     def __tidy(self, directory: Directory) -> None:
         """Makes room after a save that did not end well: this one may fail for want of it."""
         name = metadata_name(None if self.use_collectives else self.rank)
         if name in directory.names():
-            if any(lock.left_by == "this machine" for lock in self.__locks):
-                remove_replaced(directory, set(), self.__leftovers_of())
+            if self.__locks.found_leftovers:
+                remove_replaced(directory, set(), self.__locks.leftovers_of())
         elif self.__is_durable:
             directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made
-
-    def __leftovers_of(self) -> Leftovers:
-        """Whose leftovers may be removed: nobody's where another save may be running."""
-        if not self.__is_locked or any(lock.left_by == "another machine" for lock in self.__locks):
-            return "nobody"
-        return "everybody" if self.use_collectives or self.rank is None else self.rank
-
-    @property
-    def __is_locked(self) -> bool:
-        return bool(self.__locks) and all(lock.is_held for lock in self.__locks)
 
     def __remove_unpublished(self, name: str) -> None:
         try:
@@ -335,10 +329,9 @@ class DcpxWriter(FileSystemWriter):
     def __lock(self, directory: Directory) -> None:
         save = self.__save or RunningSave(self)
         if not self.use_collectives and self.rank is not None:
-            self.__locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=True))
-            self.__locks.append(SaveLock(directory, f".dcpx.{self.rank}.lock", save))
+            self.__locks.take(directory, save, self.rank)
         elif self.__is_coordinator:
-            self.__locks.append(SaveLock(directory, LOCK_NAME, save))
+            self.__locks.take(directory, save)
 
     def _metadata_exists(self) -> bool:
         """Whether there is a checkpoint to overwrite: one of all ranks takes the place of any."""
@@ -357,8 +350,7 @@ class DcpxWriter(FileSystemWriter):
 
     def __release(self, *, has_ended_well: bool = False) -> None:
         """Ends the save: its locks are free, and so is the writer."""
-        while self.__locks:
-            self.__locks.pop().release(has_ended_well=has_ended_well)
+        self.__locks.release(has_ended_well=has_ended_well)
         if self.__save is not None:
             self.__save.end()
             self.__save = None
@@ -370,14 +362,6 @@ class DcpxWriter(FileSystemWriter):
         except BaseException:
             self.__release()
             raise
-
-
-def _refuse_url(path: str | os.PathLike[str]) -> None:
-    if "://" in os.fspath(path):
-        raise UnsupportedError(
-            f"'{path}' is a URL; DcpxWriter writes to mounted file systems, torch's FsspecWriter "
-            "to others"
-        )
 
 
 def _in_order(items: Sequence[WriteItem]) -> list[WriteItem]:

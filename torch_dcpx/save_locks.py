@@ -1,0 +1,61 @@
+"""The locks that one save holds, and whose leftovers they allow it to remove.
+
+The coordinator of all ranks holds the directory's lock. Without collectives every rank holds that
+one shared, and one of its own. Followers hold none.
+"""
+
+from __future__ import annotations
+
+from torch_dcpx.commit import Leftovers
+from torch_dcpx.directory import Directory
+from torch_dcpx.layout import LOCK_NAME
+from torch_dcpx.lock import SaveLock
+from torch_dcpx.running_save import RunningSave
+
+__all__ = ["SaveLocks"]
+
+
+class SaveLocks:
+    """None to begin with; taken once a save, released in the end. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._locks: list[SaveLock] = []
+        self._rank: int | None = None  # whose lock of its own is among them
+
+    def take(self, directory: Directory, save: RunningSave, rank: int | None = None) -> None:
+        """Takes the directory's lock, or with `rank` those of a rank-local save.
+
+        Raises:
+            ConcurrentSaveError: another save is writing here.
+            StorageError: a lock file cannot be opened.
+        """
+        self._rank = rank
+        self._locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=rank is not None))
+        if rank is not None:
+            self._locks.append(SaveLock(directory, f".dcpx.{rank}.lock", save))
+
+    def release(self, *, has_ended_well: bool) -> None:
+        """Gives all of them back; safe to call twice."""
+        while self._locks:
+            self._locks.pop().release(has_ended_well=has_ended_well)
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether this save is one that takes locks, held or not."""
+        return bool(self._locks)
+
+    @property
+    def are_held(self) -> bool:
+        """Whether they keep others out: some file systems have no locks."""
+        return self.are_taken and all(lock.is_held for lock in self._locks)
+
+    @property
+    def found_leftovers(self) -> bool:
+        """Whether a save of this machine took them before and did not end."""
+        return any(lock.left_by == "this machine" for lock in self._locks)
+
+    def leftovers_of(self) -> Leftovers:
+        """Whose leftovers may be removed: nobody's where another save may be running."""
+        if not self.are_held or any(lock.left_by == "another machine" for lock in self._locks):
+            return "nobody"
+        return "everybody" if self._rank is None else self._rank
