@@ -37,6 +37,7 @@ class WriteJob:
         segment_bytes: int,
         use_direct: bool,
         is_durable: bool,
+        files_at_once: int = 1,
     ) -> None: ...
     def add_file(self, names: list[str], file_id: bytes, rank: int) -> int: ...
     def write(

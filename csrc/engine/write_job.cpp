@@ -65,7 +65,8 @@ WriteJob::WriteJob(int dir_fd, std::string dir_path, const WriteOptions& options
       dir_path_(std::move(dir_path)),
       options_(options) {
   if (!dir_fd_.is_open()) throw storage_error("dup", dir_path_, errno);
-  DCPX_CHECK(options_.workers > 0 && options_.segment_bytes >= 4 * kLargePayloadBytes &&
+  DCPX_CHECK(options_.workers > 0 && options_.files_at_once > 0 &&
+                 options_.segment_bytes >= 4 * kLargePayloadBytes &&
                  options_.segment_bytes % io::kDirectAlignment == 0,
              "a segment holds at least four large payloads' thresholds");
 }
@@ -115,12 +116,9 @@ void WriteJob::prepare(Window& window, bool is_final) {
   }
   for (std::uint32_t s = 0; s < layout.segments.size(); ++s) {
     const std::uint32_t item = layout.segments[s].waits_for;
-    if (item == kNoItem) {
-      window.ready.push_back(s);
-    } else {
-      window.seam_of[item] = s;
-    }
+    if (item != kNoItem) window.seam_of[item] = s;
   }
+  window.ready = ready_segments(layout, options_.files_at_once);
 }
 
 void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll) {

@@ -1,10 +1,10 @@
 // Writes the files of one rank's save: layout, segments over workers, footers, fsync.
 //
 // 1. lay_out() places the items of the call; the file is preallocated.
-// 2. Workers take segments in the order of the files: fill (copy, gather, frame) or in place,
+// 2. Workers take segments of a few files in turn: fill (copy, gather, frame) or in place,
 //    checksum, pwrite. The worker that ends the last piece before a seam writes the seam.
 // 3. The worker that ends the last segment of a complete file writes its footer, fsyncs, checks the
-//    size and closes it. At most one file per worker, plus one, is open at a time.
+//    size and closes it. At most one file per worker, plus `files_at_once`, is open at a time.
 // Nothing that exists is ever truncated, overwritten or removed. The directory is the caller's to
 // fsync.
 #pragma once
@@ -33,6 +33,7 @@ struct WriteOptions {
   std::uint64_t segment_bytes = 1 << 20;  // what a worker writes at once, and the size of its slot
   bool use_direct = true;                 // O_DIRECT where the file system takes it
   bool is_durable = true;                 // fsync every file
+  unsigned files_at_once = 1;             // that a call's segments are written to in turn
 };
 
 struct FileSpec {

@@ -172,4 +172,42 @@ std::uint64_t lay_out(std::vector<WriteItem>& items, std::uint32_t first_item,
   return data_end;
 }
 
+std::vector<std::uint32_t> ready_segments(const WriteLayout& layout, unsigned files_at_once) {
+  std::vector<std::vector<std::uint32_t>> by_file;
+  std::size_t count = 0;
+  for (std::uint32_t s = 0; s < layout.segments.size(); ++s) {
+    const Segment& segment = layout.segments[s];
+    if (by_file.empty() || layout.segments[s - 1].file != segment.file) by_file.emplace_back();
+    if (segment.waits_for != kNoItem) continue;
+    by_file.back().push_back(s);
+    ++count;
+  }
+  struct Turn {
+    std::size_t file;
+    std::size_t taken;
+  };
+  std::vector<std::uint32_t> ready;
+  ready.reserve(count);
+  std::vector<Turn> turns;
+  std::size_t next_file = 0;
+  for (; next_file < by_file.size() && turns.size() < files_at_once; ++next_file) {
+    turns.push_back({next_file, 0});
+  }
+  while (!turns.empty()) {
+    for (std::size_t t = 0; t < turns.size();) {
+      Turn& turn = turns[t];
+      const std::vector<std::uint32_t>& segments = by_file[turn.file];
+      if (turn.taken < segments.size()) {
+        ready.push_back(segments[turn.taken++]);
+        ++t;
+      } else if (next_file < by_file.size()) {
+        turn = {next_file++, 0};
+      } else {
+        turns.erase(turns.begin() + static_cast<std::ptrdiff_t>(t));
+      }
+    }
+  }
+  return ready;
+}
+
 }  // namespace dcpx::engine

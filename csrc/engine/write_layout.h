@@ -75,4 +75,9 @@ std::uint64_t lay_out(std::vector<WriteItem>& items, std::uint32_t first_item,
                       std::uint32_t item_count, std::uint64_t cursor, std::uint64_t segment_bytes,
                       WriteLayout& layout);
 
+// Returns the segments that wait for nothing, in the order in which workers take them: one of each
+// of `files_at_once` files in turn, the next file taking the place of one that is used up. With 1
+// that is the order of the files.
+std::vector<std::uint32_t> ready_segments(const WriteLayout& layout, unsigned files_at_once);
+
 }  // namespace dcpx::engine

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "check.h"
 #include "common/bytes.h"
 #include "engine/write_layout.h"
@@ -230,6 +232,46 @@ TEST(layouts_of_two_files_share_one_table) {
     CHECK(segment.content_end <= (s < border ? first_end : second_end));
   }
   CHECK_EQ(layout.segments[border].begin, 8192U);
+}
+
+TEST(ready_segments_come_from_a_few_files_in_turn) {
+  constexpr std::uint32_t kFiles = 5;
+  RandomSource random(33);
+  std::vector<WriteItem> items;
+  for (std::uint32_t i = 0; i < 40; ++i) {
+    items.push_back(random_item(random));
+    items.back().file = i * kFiles / 40;
+  }
+  WriteLayout layout;
+  for (std::uint32_t first = 0; first < 40; first += 8) {
+    dcpx::engine::lay_out(items, first, 8, 0, 256 << 10, layout);
+  }
+  std::vector<std::uint32_t> left(kFiles);  // ready segments of each file
+  std::vector<std::uint32_t> in_order;
+  for (std::uint32_t s = 0; s < layout.segments.size(); ++s) {
+    if (layout.segments[s].waits_for != kNoItem) continue;
+    in_order.push_back(s);
+    ++left[layout.segments[s].file];
+  }
+  CHECK(dcpx::engine::ready_segments(layout, 1) == in_order);
+  for (const unsigned files_at_once : {2U, 3U, kFiles, 100U}) {
+    const std::vector<std::uint32_t> ready = dcpx::engine::ready_segments(layout, files_at_once);
+    std::vector<std::uint32_t> sorted = ready;
+    std::sort(sorted.begin(), sorted.end());
+    CHECK(sorted == in_order);
+    std::vector<std::uint32_t> taken(kFiles);
+    for (const std::uint32_t s : ready) {
+      ++taken[layout.segments[s].file];
+      std::uint32_t begun = 0;
+      for (std::uint32_t f = 0; f < kFiles; ++f) begun += taken[f] > 0 && taken[f] < left[f];
+      CHECK(begun <= files_at_once);
+      // Of the files that were begun and are not used up, none is a turn ahead of another one
+      // that was begun earlier.
+      for (std::uint32_t f = 1; f < kFiles; ++f) {
+        if (taken[f] > 0 && taken[f - 1] < left[f - 1]) CHECK(taken[f] <= taken[f - 1]);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -44,6 +44,7 @@ jobs = st.fixed_dictionaries(
         "workers": st.integers(1, 5),
         "segment_bytes": st.sampled_from([256 << 10, 260 << 10, 1 << 20]),
         "use_direct": st.booleans(),
+        "files_at_once": st.integers(1, 4),
     }
 )
 
