@@ -1,6 +1,6 @@
 """The extension module: addresses, byte counts and names in, tables out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 def crc32(data: Any, crc: int = 0) -> int: ...
@@ -41,7 +41,11 @@ class WriteJob:
     ) -> None: ...
     def add_file(self, names: list[str], file_id: bytes, rank: int) -> int: ...
     def write(
-        self, rows: Sequence[tuple[Any, ...]], framings: list[tuple[str, str, str]], is_final: bool
+        self,
+        rows: Sequence[tuple[Any, ...]],
+        framings: list[tuple[str, str, str]],
+        is_final: bool,
+        progress: Callable[[int], object] | None = None,
     ) -> list[tuple[int, int]]: ...
     def results(self) -> list[tuple[str, bytes, int, int]]: ...
     def abandon(self) -> None: ...

@@ -83,6 +83,12 @@ class WriteOptions:
         slot_bytes: memory of one worker and the most it writes at once, in bytes; a multiple of
             64 KiB, at least 256 KiB. Default 1 MiB.
         direct_io: write with O_DIRECT where the file system takes it. Default True.
+        files_per_rank: files that a rank's items are spread over, by their bytes, for file systems
+            where one file serialises; 1 to 256. They are written at the same time. Default 1.
+        progress: a callable gets (done bytes, total bytes) of this rank's payload while it is
+            written, about ten times a second, on the thread that saves; what it raises fails the
+            save. True: a tqdm bar on the coordinator's stderr, if that is a terminal and tqdm is
+            installed. Default False.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -93,11 +99,20 @@ class WriteOptions:
     workers: int | None = None
     slot_bytes: int = 1 * MIB
     direct_io: bool = True
+    files_per_rank: int = 1
+    progress: bool | Callable[[int, int], object] = False
 
     def __post_init__(self) -> None:
         _check_choice("durability", self.durability, ("full", "none"))
         _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
         _check_bool("direct_io", self.direct_io)
+        _check_int("files_per_rank", self.files_per_rank, 1, 256)
+        if type(self.progress) is not bool and not callable(self.progress):
+            raise OptionError(
+                f"progress must be True, False or a callable, got {self.progress!r}",
+                option="progress",
+                value=self.progress,
+            )
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a save starts."""

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import (
 
 from torch_dcpx.errors import OptionError, UnsupportedError
 from torch_dcpx.layout import metadata_name
+from torch_dcpx.options import WriteOptions
 
 __all__ = [
     "metadata_file",
@@ -84,24 +85,32 @@ def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
             )
 
 
-def refuse_changed(writer: FileSystemWriter, *, is_durable: bool) -> None:
-    """Raises for attributes that were set after the construction and say what cannot be done.
+def refuse_changed(writer: FileSystemWriter, options: WriteOptions) -> None:
+    """Raises for attributes of stock's, set now or later, that say what cannot be done.
 
     Raises:
         UnsupportedError: another serialization format.
-        OptionError: `sync_files` contradicts what the writer was made with.
+        OptionError: `sync_files` or `single_file_per_rank` contradicts the options.
     """
     if writer.serialization_format != SerializationFormat.TORCH_SAVE:
         raise UnsupportedError(
             f"serialization_format={writer.serialization_format} is not written by DcpxWriter; use "
             "torch's HuggingFaceStorageWriter for safetensors"
         )
+    is_durable = options.durability == "full"
     if writer.sync_files != is_durable:
         raise OptionError(
             f"sync_files was set to {writer.sync_files} on a writer made with {is_durable}; give "
             "it to the constructor",
             option="sync_files",
             value=writer.sync_files,
+        )
+    if not writer.single_file_per_rank and options.files_per_rank > 1:
+        raise OptionError(
+            f"single_file_per_rank=False, a file for each item, contradicts files_per_rank="
+            f"{options.files_per_rank}; give one of them",
+            option="files_per_rank",
+            value=options.files_per_rank,
         )
 
 

@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -22,6 +21,8 @@ from torch_dcpx.directory import Directory
 from torch_dcpx.errors import StorageError
 from torch_dcpx.layout import FileEntry, data_file_names
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.progress import WriteProgress
+from torch_dcpx.split import Split, planned_bytes
 from torch_dcpx.write_table import Resolved, WriteTable
 
 __all__ = ["Written", "write_files"]
@@ -37,6 +38,7 @@ class Written(NamedTuple):
     items: list[tuple[WriteItem, str, int, int]]
     files: list[FileEntry]
     counters: dict[str, int]
+    payload_bytes: int
 
 
 def has_stock_hooks(planner: SavePlanner) -> bool:
@@ -50,23 +52,22 @@ def has_stock_hooks(planner: SavePlanner) -> bool:
 
 def write_files(
     directory: Directory,
-    items: Sequence[WriteItem],
+    split: Split,
     table: WriteTable,
     options: WriteOptions,
+    progress: WriteProgress,
     *,
     prefix: str,
     rank: int,
     is_fresh: bool,
-    is_one_file: bool,
     window_bytes: int,
 ) -> Written:
-    """Writes `items` to new files beneath `directory`, fsynced with it if `options` say so.
+    """Writes a split plan to new files beneath `directory`, fsynced with it if `options` say so.
 
     Args:
         prefix: DCP's storage prefix of the rank, `__{rank}_`.
         rank: noted in the footers.
         is_fresh: the directory holds no metadata, so stock's file names may be used.
-        is_one_file: one file for all items, else one each.
         window_bytes: bound on temporaries alive at one time.
 
     Raises:
@@ -79,33 +80,39 @@ def write_files(
         segment_bytes=options.slot_bytes,
         use_direct=options.direct_io,
         is_durable=options.durability == "full",
+        files_at_once=options.files_per_rank,
     )
-    for index in range(1 if is_one_file else len(items)):
+    for index in range(split.files[-1] + 1 if split.files else 0):
         file_id = secrets.token_bytes(16)
         names = data_file_names(prefix, index, file_id, is_fresh=is_fresh)
         job.add_file(list(names), file_id, rank)
     try:
-        placed = _write_windows(job, items, table, is_one_file, window_bytes)
-        if items and options.durability == "full":
+        progress.start()
+        placed = _write_windows(job, split, table, progress, window_bytes)
+        if split.items and options.durability == "full":
             directory.sync()
+        files = [FileEntry(*row) for row in job.results()]
+        located = [
+            (item, files[file].path, offset, nbytes)
+            for item, file, (offset, nbytes) in zip(split.items, split.files, placed, strict=True)
+        ]
+        progress.finish()
+        return Written(located, files, job.report(), progress.done_bytes)
     except BaseException:
         _remove_created(directory, job)
         raise
-    files = [FileEntry(*row) for row in job.results()] if items else []
-    located = [
-        (item, files[0 if is_one_file else number].path, offset, nbytes)
-        for number, (item, (offset, nbytes)) in enumerate(zip(items, placed, strict=True))
-    ]
-    return Written(located, files, job.report())
 
 
 class _Window:
     """Rows that are written in one call, with the tensors and bytes they point to."""
 
-    def __init__(self, job: _C.WriteJob, table: WriteTable, budget_bytes: int) -> None:
+    def __init__(
+        self, job: _C.WriteJob, table: WriteTable, progress: WriteProgress, budget_bytes: int
+    ) -> None:
         self.placed: list[tuple[int, int]] = []  # (offset, bytes) of every item so far
         self._job = job
         self._table = table
+        self._progress = progress
         self._budget_bytes = budget_bytes
         self._makes_temporaries = not has_stock_hooks(table.planner)
         self._made_ratio = 1.0  # bytes that the planner made to bytes planned: the most so far
@@ -126,13 +133,13 @@ class _Window:
 
     def add(self, item: WriteItem, file: int) -> None:
         """Asks for the item's data; writes what is there already when both exceed the budget."""
-        planned_bytes = _planned_bytes(item) if self._makes_temporaries else 0
-        self._make_room(math.ceil(planned_bytes * self._made_ratio))
+        announced_bytes = planned_bytes(item) if self._makes_temporaries else 0
+        self._make_room(math.ceil(announced_bytes * self._made_ratio))
         resolved = self._table.resolve(item, file)
         # A user's planner may make its tensors on the fly: each counts as if it did.
         cost = resolved.row.payload_bytes if self._makes_temporaries else resolved.temporary_bytes
-        if planned_bytes:
-            self._made_ratio = max(self._made_ratio, cost / planned_bytes)
+        if announced_bytes:
+            self._made_ratio = max(self._made_ratio, cost / announced_bytes)
         self._make_room(cost)
         self._entries.append(resolved)
         self._used_bytes += cost
@@ -144,28 +151,24 @@ class _Window:
     def flush(self, *, is_final: bool) -> None:
         """Writes the rows and drops what they point to."""
         rows = [entry.row for entry in self._entries]
-        self.placed += self._job.write(rows, self._table.framings, is_final=is_final)
+        with self._progress.window([row.payload_bytes for row in rows]) as tell:
+            self.placed += self._job.write(
+                rows, self._table.framings, is_final=is_final, progress=tell
+            )
         self._entries, self._used_bytes = [], 0
-
-
-def _planned_bytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return 0  # of a bytes item nobody knows
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _write_windows(
     job: _C.WriteJob,
-    items: Sequence[WriteItem],
+    split: Split,
     table: WriteTable,
-    is_one_file: bool,
+    progress: WriteProgress,
     window_bytes: int,
 ) -> list[tuple[int, int]]:
-    window = _Window(job, table, window_bytes)
-    files = [0] * len(items) if is_one_file else range(len(items))
+    window = _Window(job, table, progress, window_bytes)
     # All that needs no memory comes first: what cannot be kept is refused before the first byte.
-    in_place = list(map(window.resolve_in_place, items, files))
-    for item, file, resolved in zip(items, files, in_place, strict=True):
+    in_place = list(map(window.resolve_in_place, *split))
+    for item, file, resolved in zip(*split, in_place, strict=True):
         if resolved is not None:
             window.add_resolved(resolved)
         else:

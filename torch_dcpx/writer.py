@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -40,7 +41,7 @@ from torch_dcpx.commit import (
 )
 from torch_dcpx.directory import Directory, make_directory
 from torch_dcpx.errors import StorageError, UnsupportedError
-from torch_dcpx.layout import METADATA_NAME, is_metadata_name, metadata_name
+from torch_dcpx.layout import METADATA_NAME, FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.overrides import (
     refuse_bypassed,
@@ -48,10 +49,12 @@ from torch_dcpx.overrides import (
     refuse_other_metadata_file,
     refuse_url,
 )
-from torch_dcpx.reports import WriteReport
+from torch_dcpx.progress import WriteProgress, reporting
+from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.running_save import RunningSave, WriterUse
 from torch_dcpx.save_locks import SaveLocks
-from torch_dcpx.write_files import write_files
+from torch_dcpx.split import planned_bytes, split_items
+from torch_dcpx.write_files import Written, write_files
 from torch_dcpx.write_table import WriteTable, check_plan, transform_by
 
 __all__ = ["DcpxWriter"]
@@ -122,12 +125,14 @@ class DcpxWriter(FileSystemWriter):
             serialization_format,
         )
         self.last_report: WriteReport | None = None
+        self.__hooks_s = 0.0  # spent in the hooks of the save under way
         self.__is_coordinator = False
         self.__own_files: list[str] = []  # of the save under way
         self.__locks = SaveLocks()
         self.__use = WriterUse()
         self.__save: RunningSave | None = None
         refuse_bypassed(self, DcpxWriter)
+        refuse_changed(self, self.options)
 
     def __getstate__(self) -> dict[str, Any]:
         # Locks and the save under way stay with the process that has them; so do staging buffers,
@@ -184,6 +189,8 @@ class DcpxWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self.__is_coordinator = is_coordinator
         self.__own_files = []
+        self.__hooks_s = 0.0
+        self.last_report = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the directory, takes the lock, and removes what failed saves left behind.
@@ -195,9 +202,9 @@ class DcpxWriter(FileSystemWriter):
                 that cannot be kept; what was replaced in vain. OptionError: so for `sync_files`.
             StorageError: the directory cannot be made.
         """
-        with self.__release_on_error():
+        with self.__hook():
             refuse_bypassed(self, DcpxWriter)
-            refuse_changed(self, is_durable=self.__is_durable)
+            refuse_changed(self, self.options)
             refuse_other_metadata_file(self, None if self.use_collectives else self.rank)
             check_plan(plan.items)
             make_directory(self.__directory_path(), is_durable=self.__is_durable)
@@ -219,38 +226,14 @@ class DcpxWriter(FileSystemWriter):
             StorageError: nothing of this rank stays behind, the previous checkpoint is untouched.
             UnsupportedError, AssertionError: data that cannot be kept; no byte was written for it.
         """
-        with self.__release_on_error():
-            transform = transform_by(self.transforms) if self.transforms.extensions else None
-            table = WriteTable(planner, plan.planner_data, transform)
-            with Directory(self.__directory_path()) as directory:
-                is_fresh = not any(map(is_metadata_name, directory.names()))
-                written = write_files(
-                    directory,
-                    _in_order(plan.items) if self.single_file_per_rank else plan.items,
-                    table,
-                    self.options,
-                    prefix=plan.storage_data.prefix,
-                    rank=self.rank or 0,
-                    is_fresh=is_fresh,
-                    is_one_file=self.single_file_per_rank,
-                    window_bytes=self.__window_bytes(),
-                )
-        self.__own_files = [file.path for file in written.files]
-        descriptors = table.descriptors
-        results = WriteResults(
-            (
-                WriteResult(
-                    index=item.index,
-                    size_in_bytes=nbytes,
-                    storage_data=_StorageInfo(path, offset, nbytes, descriptors),
-                )
-                for item, path, offset, nbytes in written.items
-            ),
-            written.files,
-        )
-        self.last_report = WriteReport(
-            len(written.items), sum(file.nbytes for file in written.files), **written.counters
-        )
+        with self.__hook():
+            try:
+                written, results = self.__write(plan, planner)
+            except BaseException:
+                self.__remove_unpublished()
+                raise
+        workers = self.options.resolved_workers()
+        self.last_report = WriteReport.of_write(written, workers, self.__hooks_s)
         if not self.__is_coordinator and self.use_collectives:
             self.__release()  # a follower hears nothing more of this save
         future: Future[list[WriteResult]] = Future()
@@ -264,20 +247,64 @@ class DcpxWriter(FileSystemWriter):
             PlanError: results and metadata contradict each other; nothing was published.
             StorageError: nothing was published.
         """
-        name = metadata_name(None if self.use_collectives else self.rank)
-        with self.__release_on_error():
+        with self.__hook():
             try:
                 with Directory(self.__directory_path()) as directory:
-                    self.__commit(directory, name, metadata, results)
+                    files = self.__commit(directory, self.__metadata_name(), metadata, results)
             except BaseException:
-                self.__remove_unpublished(name)
+                self.__remove_unpublished()
                 raise
-        self.__release(has_ended_well=True)
+        report = self.last_report
+        if report is not None:
+            report = self.last_report = report.committed(self.__hooks_s)
+        line = saved_line(report, str(self.path), len(results), files) if report else ""
+        self.__release(has_ended_well=True)  # the next save may begin in another thread
+        if line:
+            logger.info(line)
+
+    def __write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, WriteResults]:
+        """Writes this rank's files; notes them as soon as nobody else would remove them."""
+        transform = transform_by(self.transforms) if self.transforms.extensions else None
+        table = WriteTable(planner, plan.planner_data, transform)
+        files_per_rank = self.options.files_per_rank if self.single_file_per_rank else None
+        split = split_items(plan.items, files_per_rank)
+        with (
+            Directory(self.__directory_path()) as directory,
+            reporting(
+                self.options.progress, str(self.path), is_coordinator=self.__is_coordinator
+            ) as report,
+        ):
+            planned = list(map(planned_bytes, split.items)) if report is not None else ()
+            written = write_files(
+                directory,
+                split,
+                table,
+                self.options,
+                WriteProgress(report, planned),
+                prefix=plan.storage_data.prefix,
+                rank=self.rank or 0,
+                is_fresh=not any(map(is_metadata_name, directory.names())),
+                window_bytes=self.__window_bytes(),
+            )
+            self.__own_files = [file.path for file in written.files]
+        descriptors = table.descriptors
+        results = WriteResults(
+            (
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=nbytes,
+                    storage_data=_StorageInfo(path, offset, nbytes, descriptors),
+                )
+                for item, path, offset, nbytes in written.items
+            ),
+            written.files,
+        )
+        return written, results
 
     def __commit(
         self, directory: Directory, name: str, metadata: Metadata, results: list[list[WriteResult]]
-    ) -> None:
-        """Checks, publishes under `name`, and removes what it replaced."""
+    ) -> list[FileEntry]:
+        """Checks, publishes under `name`, removes what it replaced; returns the files of all."""
         storage_data, files = verify_results(metadata, results)
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = storage_data
@@ -298,20 +325,22 @@ class DcpxWriter(FileSystemWriter):
         if self.__locks.are_held and self.use_collectives:
             replaced |= take_over_rank_local(directory)
         remove_replaced(directory, replaced, self.__locks.leftovers_of())
+        return files
 
     def __tidy(self, directory: Directory) -> None:
         """Makes room after a save that did not end well: this one may fail for want of it."""
-        name = metadata_name(None if self.use_collectives else self.rank)
-        if name in directory.names():
+        if self.__metadata_name() in directory.names():
             if self.__locks.found_leftovers:
                 remove_replaced(directory, set(), self.__locks.leftovers_of())
         elif self.__is_durable:
             directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made
 
-    def __remove_unpublished(self, name: str) -> None:
+    def __remove_unpublished(self) -> None:
+        if not self.__own_files:
+            return
         try:
             with Directory(self.__directory_path()) as directory:
-                remove_unpublished(directory, name, self.__own_files)
+                remove_unpublished(directory, self.__metadata_name(), self.__own_files)
         except StorageError as error:
             logger.warning("leftovers of a failed save stay: %s", error)
 
@@ -321,6 +350,9 @@ class DcpxWriter(FileSystemWriter):
 
     def __directory_path(self) -> Path:
         return Path(self.path)
+
+    def __metadata_name(self) -> str:
+        return metadata_name(None if self.use_collectives else self.rank)
 
     def __window_bytes(self) -> int:
         ahead = self.per_thread_copy_ahead * self.options.resolved_workers()
@@ -356,14 +388,12 @@ class DcpxWriter(FileSystemWriter):
             self.__save = None
 
     @contextmanager
-    def __release_on_error(self) -> Iterator[None]:
+    def __hook(self) -> Iterator[None]:
+        """Counts the time of a hook; an error in it ends the save."""
+        begin = time.perf_counter()
         try:
             yield
         except BaseException:
             self.__release()
             raise
-
-
-def _in_order(items: Sequence[WriteItem]) -> list[WriteItem]:
-    """Bytes items first, as stock does: a reader finds the small ones together."""
-    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+        self.__hooks_s += time.perf_counter() - begin

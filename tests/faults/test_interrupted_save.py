@@ -1,0 +1,173 @@
+"""Ctrl-C and SIGTERM during a save: it stops at once, and the previous checkpoint stays whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from saves import assert_whole, files_in, raises_one, save
+from slow_states import SLOW, CopyingPlanner, Seen, gathered_state, windowed_state
+from states import mixed_state
+
+from torch_dcpx import DcpxWriter, WriteOptions, writer
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+KINDS = {
+    "one call": (gathered_state, None, 1),
+    "one call, several files": (gathered_state, None, 3),
+    "windows": (windowed_state, CopyingPlanner, 1),
+    "windows, several files": (windowed_state, CopyingPlanner, 2),
+}
+
+
+class Terminated(BaseException):
+    """What the program's own handler of SIGTERM raises."""
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    def terminate(*_: Any) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def in_the_middle(done_bytes: int, total_bytes: int) -> bool:
+    return 0 < done_bytes < total_bytes
+
+
+def signalled(number: int, at: Any = in_the_middle, *, from_outside: bool = False) -> Seen:
+    """Returns a progress function that sends this process a signal, once, when `at` says so."""
+
+    def send() -> None:
+        if not from_outside:
+            os.kill(os.getpid(), number)
+            return
+        sender = threading.Thread(target=os.kill, args=(os.getpid(), number))
+        sender.start()
+        sender.join()
+
+    return Seen(at, send)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "error"),
+    [
+        *((kind, signal.SIGINT, KeyboardInterrupt) for kind in KINDS),
+        ("one call", signal.SIGTERM, Terminated),
+        ("windows", signal.SIGTERM, Terminated),
+    ],
+)
+def test_signal_while_bytes_are_written_stops_the_save_and_leaves_nothing(
+    tmp_path: Path, kind: str, number: int, error: type[BaseException]
+) -> None:
+    make, planner, files_per_rank = KINDS[kind]
+    save(mixed_state(), tmp_path)
+    before = files_in(tmp_path)
+    seen = signalled(number)
+    options = dataclasses.replace(SLOW, files_per_rank=files_per_rank, progress=seen)
+    used = DcpxWriter(tmp_path, options=options)
+
+    with raises_one(error):
+        dcp.save(make(), storage_writer=used, planner=planner and planner(), no_dist=True)
+    assert seen.is_done
+    assert in_the_middle(*seen.calls[-1]), "it had not written everything"
+    assert files_in(tmp_path) == before
+    assert used.last_report is None
+    assert_whole(mixed_state(), tmp_path)
+
+    dcp.save(mixed_state(1), storage_writer=used, no_dist=True)  # the next one
+    assert_whole(mixed_state(1), tmp_path)
+
+
+def test_signal_without_collectives_arrives_as_it_is(tmp_path: Path) -> None:
+    seen = signalled(signal.SIGINT, from_outside=True)
+    used = DcpxWriter(tmp_path, options=dataclasses.replace(SLOW, progress=seen))
+    with pytest.raises(KeyboardInterrupt):
+        dcp.save(gathered_state(), storage_writer=used, no_dist=True, use_collectives=False)
+    assert in_the_middle(*seen.calls[-1])
+    assert files_in(tmp_path).keys() <= {".dcpx.0.lock"}
+    dcp.save(gathered_state(), storage_writer=used, no_dist=True, use_collectives=False)
+    assert "__0.metadata" in files_in(tmp_path)
+
+
+def test_signal_between_the_last_byte_and_the_results_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    save(mixed_state(), tmp_path)
+    before = files_in(tmp_path)
+    at_the_end = signalled(signal.SIGINT, lambda done, total: done == total)
+    with raises_one(KeyboardInterrupt):
+        save(mixed_state(1), tmp_path, options=WriteOptions(progress=at_the_end))
+    assert files_in(tmp_path) == before
+    with monkeypatch.context() as patch, raises_one(KeyboardInterrupt):
+        patch.setattr(writer, "WriteResult", interrupt)
+        save(mixed_state(1), tmp_path)
+    assert files_in(tmp_path) == before
+    assert_whole(mixed_state(), tmp_path)
+
+
+INTERRUPTED = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+from slow_states import SLOW, gathered_state
+from torch_dcpx import DcpxWriter
+import dataclasses, itertools
+torch.set_num_threads(1)
+path, use_collectives = sys.argv[1], sys.argv[2] == "True"
+
+def tell(done, total):
+    if 0 < done < total:
+        print("writing", flush=True)
+
+options = dataclasses.replace(SLOW, progress=tell)
+for step in itertools.count(1):  # until the signal comes
+    dcp.save(gathered_state(step), storage_writer=DcpxWriter(path, options=options),
+             no_dist=True, use_collectives=use_collectives)
+"""
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_ctrl_c_ends_a_process_that_saves_and_its_checkpoint_is_whole(
+    tmp_path: Path, use_collectives: bool
+) -> None:
+    tests = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(use_collectives)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    assert process.returncode == (1 if use_collectives else -signal.SIGINT)
+    # The signal came in the first save, or, late, in one of the next.
+    name = ".metadata" if use_collectives else "__0.metadata"
+    if name not in files_in(tmp_path):
+        assert [file for file in files_in(tmp_path) if file.endswith(".distcp")] == []
+    elif use_collectives:
+        found = dcp.FileSystemReader(tmp_path).read_metadata()
+        assert {info.relative_path for info in found.storage_data.values()} == {
+            file for file in files_in(tmp_path) if file.endswith(".distcp")
+        }

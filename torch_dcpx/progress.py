@@ -1,0 +1,115 @@
+"""How far a save is: `WriteOptions.progress`, told in bytes while C++ writes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+__all__ = ["ProgressFunction", "WriteProgress", "reporting"]
+
+logger = logging.getLogger("torch_dcpx")
+
+ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
+
+
+class WriteProgress:
+    """Counts the payload bytes of one rank's save, window by window. Not thread-safe.
+
+    `report` gets (0, total) before the first byte, then ascending counts below the total, and
+    (total, total) once, when all is durable. The total is what the plan announces; what a window's
+    items really take (bytes items, tensors that torch serialises, a planner that changes them)
+    corrects it when the window is written. An exception of `report` fails the save.
+    """
+
+    def __init__(self, report: ProgressFunction | None, planned: Sequence[int]) -> None:
+        """Args:
+        report: told about it; None for nobody.
+        planned: bytes that each item announces, in the order of the items.
+        """
+        self.done_bytes = 0  # payload of all windows that are written
+        self._report = report
+        self._planned = planned
+        self._total_bytes = sum(planned)
+        self._count = 0  # items in the windows so far
+        self._told_bytes = 0
+
+    def start(self) -> None:
+        """Says that nothing is written yet."""
+        if self._report is not None:
+            self._report(0, self._total_bytes)
+
+    @contextmanager
+    def window(self, payload_bytes: Sequence[int]) -> Iterator[Callable[[int], None] | None]:
+        """Gives what `WriteJob.write` of the next items is to tell, or None for nothing.
+
+        Args:
+            payload_bytes: of each of them.
+        """
+        begin, nbytes = self._count, sum(payload_bytes)
+        self._count += len(payload_bytes)
+        self._total_bytes += nbytes - sum(self._planned[begin : self._count])
+
+        def tell(done_bytes: int) -> None:  # of all calls
+            self._tell(min(done_bytes, self.done_bytes + nbytes))
+
+        yield tell if self._report is not None else None
+        self.done_bytes += nbytes
+        self._tell(self.done_bytes)
+
+    def finish(self) -> None:
+        """Says that everything is written."""
+        if self._report is not None:
+            self._report(self._total_bytes, self._total_bytes)
+
+    def _tell(self, done_bytes: int) -> None:
+        if self._report is not None and self._told_bytes < done_bytes < self._total_bytes:
+            self._told_bytes = done_bytes
+            self._report(done_bytes, self._total_bytes)
+
+
+@contextmanager
+def reporting(
+    option: bool | ProgressFunction, path: str, *, is_coordinator: bool
+) -> Iterator[ProgressFunction | None]:
+    """Gives whom `WriteOptions.progress` wants to be told; a bar is there while the block runs.
+
+    Args:
+        option: a callable for itself; True for a bar, on the coordinator's terminal alone.
+        path: of the checkpoint; its name stands before the bar.
+    """
+    if callable(option):
+        yield option
+        return
+    bar_type = _bar_type() if option and is_coordinator and _is_terminal() else None
+    if bar_type is None:
+        yield None
+        return
+    with bar_type(
+        desc=Path(path).name, unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr
+    ) as bar:
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+            bar.refresh()
+
+        yield show
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _bar_type() -> Any:
+    """Returns tqdm's bar without its thread, which would outlive the save; None without tqdm."""
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        logger.info("progress=True shows no bar: tqdm is not installed")
+        return None
+    return type("Bar", (tqdm,), {"monitor_interval": 0})
