@@ -72,7 +72,7 @@ class WriteReport:
         busy_ns = counters["copy_ns"] + counters["write_ns"]
         copy_s = (engine_s - fsync_s) * counters["copy_ns"] / max(1, busy_ns)
         return cls(
-            len(written.items),
+            len(written.results),
             len(files),
             sum(file.nbytes for file in files),
             written.payload_bytes,

@@ -14,7 +14,9 @@ import secrets
 from typing import NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx import _C
 from torch_dcpx.directory import Directory
@@ -33,9 +35,9 @@ _HOOKS = ("resolve_data", "lookup_object", "transform_object")
 
 
 class Written(NamedTuple):
-    """What was written: (item, file name, offset, length in bytes) per item, and the files."""
+    """What was written."""
 
-    items: list[tuple[WriteItem, str, int, int]]
+    results: list[WriteResult]  # one per item, in their order
     files: list[FileEntry]
     counters: dict[str, int]
     payload_bytes: int
@@ -92,12 +94,13 @@ def write_files(
         if split.items and options.durability == "full":
             directory.sync()
         files = [FileEntry(*row) for row in job.results()]
-        located = [
-            (item, files[file].path, offset, nbytes)
-            for item, file, (offset, nbytes) in zip(split.items, split.files, placed, strict=True)
+        paths = [files[file].path for file in split.files]
+        results = [
+            WriteResult(item.index, nbytes, _StorageInfo(path, offset, nbytes, table.descriptors))
+            for item, path, (offset, nbytes) in zip(split.items, paths, placed, strict=True)
         ]
         progress.finish()
-        return Written(located, files, job.report(), progress.done_bytes)
+        return Written(results, files, job.report(), progress.done_bytes)
     except BaseException:
         _remove_created(directory, job)
         raise

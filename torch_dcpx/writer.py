@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     FileSystemWriter,
     SerializationFormat,
-    _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -287,19 +286,7 @@ class DcpxWriter(FileSystemWriter):
                 window_bytes=self.__window_bytes(),
             )
             self.__own_files = [file.path for file in written.files]
-        descriptors = table.descriptors
-        results = WriteResults(
-            (
-                WriteResult(
-                    index=item.index,
-                    size_in_bytes=nbytes,
-                    storage_data=_StorageInfo(path, offset, nbytes, descriptors),
-                )
-                for item, path, offset, nbytes in written.items
-            ),
-            written.files,
-        )
-        return written, results
+        return written, WriteResults(written.results, written.files)
 
     def __commit(
         self, directory: Directory, name: str, metadata: Metadata, results: list[list[WriteResult]]

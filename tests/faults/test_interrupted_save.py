@@ -18,7 +18,7 @@ from saves import assert_whole, files_in, raises_one, save
 from slow_states import SLOW, CopyingPlanner, Seen, gathered_state, windowed_state
 from states import mixed_state
 
-from torch_dcpx import DcpxWriter, WriteOptions, writer
+from torch_dcpx import DcpxWriter, WriteOptions, write_files, writer
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -116,10 +116,11 @@ def test_signal_between_the_last_byte_and_the_results_leaves_nothing(
     with raises_one(KeyboardInterrupt):
         save(mixed_state(1), tmp_path, options=WriteOptions(progress=at_the_end))
     assert files_in(tmp_path) == before
-    with monkeypatch.context() as patch, raises_one(KeyboardInterrupt):
-        patch.setattr(writer, "WriteResult", interrupt)
-        save(mixed_state(1), tmp_path)
-    assert files_in(tmp_path) == before
+    for module, name in ((write_files, "WriteResult"), (writer, "WriteResults")):
+        with monkeypatch.context() as patch, raises_one(KeyboardInterrupt):
+            patch.setattr(module, name, interrupt)
+            save(mixed_state(1), tmp_path)
+        assert files_in(tmp_path) == before
     assert_whole(mixed_state(), tmp_path)
 
 
