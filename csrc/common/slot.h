@@ -10,10 +10,11 @@ namespace dcpx {
 // a save used. Movable. Not thread-safe.
 class Slot {
  public:
-  // Throws std::bad_alloc.
-  explicit Slot(std::uint64_t nbytes);
+  Slot() = default;
+  // `alignment` is a power of two, at least the page size. Throws std::bad_alloc.
+  explicit Slot(std::uint64_t nbytes, std::uint64_t alignment = 4096);
   Slot(Slot&& other) noexcept;
-  Slot& operator=(Slot&&) = delete;
+  Slot& operator=(Slot&& other) noexcept;
   Slot(const Slot&) = delete;
   ~Slot();
 
@@ -23,6 +24,26 @@ class Slot {
  private:
   std::byte* data_ = nullptr;
   std::uint64_t nbytes_ = 0;
+};
+
+// Equal slots in one piece of memory, on huge pages where they fill some: one fault instead of 512,
+// and one page to pin for direct I/O instead of 512. Goes back to the system as Slot does.
+class SlotArena {
+ public:
+  SlotArena() = default;
+  // REQUIRES: `slot_bytes` is a multiple of the page size. Throws std::bad_alloc.
+  SlotArena(unsigned count, std::uint64_t slot_bytes);
+
+  std::byte* slot(unsigned number) noexcept { return memory_.data() + number * slot_bytes_; }
+  bool holds(unsigned count, std::uint64_t slot_bytes) const noexcept {
+    return count <= count_ && slot_bytes <= slot_bytes_;
+  }
+  std::uint64_t size_bytes() const noexcept { return count_ * slot_bytes_; }
+
+ private:
+  Slot memory_{};
+  unsigned count_ = 0;
+  std::uint64_t slot_bytes_ = 0;
 };
 
 }  // namespace dcpx

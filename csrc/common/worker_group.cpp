@@ -1,6 +1,5 @@
 #include "common/worker_group.h"
 
-#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -8,6 +7,24 @@
 #include <vector>
 
 namespace dcpx {
+namespace {
+
+constexpr std::chrono::milliseconds kPollInterval(100);
+
+}  // namespace
+
+void StopFlag::poll_inline(const PollFunction& poll) {
+  if (!poll) return;
+  inline_poll_ = &poll;
+  next_poll_ = std::chrono::steady_clock::now() + kPollInterval;
+}
+
+void StopFlag::poll_sometimes() const {
+  const auto now = std::chrono::steady_clock::now();
+  if (now < next_poll_) return;
+  (*inline_poll_)();
+  next_poll_ = std::chrono::steady_clock::now() + kPollInterval;
+}
 
 void run_workers(unsigned count, const WorkFunction& work, const PollFunction& poll) {
   StopFlag stop;
@@ -48,6 +65,7 @@ void run_workers(unsigned count, const WorkFunction& work, const PollFunction& p
         --running;
       }
       if (threads.empty()) {
+        stop.poll_inline(poll);
         work(worker, stop);
         return;
       }
@@ -57,7 +75,7 @@ void run_workers(unsigned count, const WorkFunction& work, const PollFunction& p
 
   std::unique_lock lock(mutex);
   while (running > 0) {
-    if (ended.wait_for(lock, std::chrono::milliseconds(100), [&] { return running == 0; })) break;
+    if (ended.wait_for(lock, kPollInterval, [&] { return running == 0; })) break;
     lock.unlock();
     std::exception_ptr error;
     try {

@@ -2,22 +2,35 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 
 namespace dcpx {
 
-// Told to every worker: true once one of them failed or the caller asked to stop. Thread-safe.
-class StopFlag {
- public:
-  bool is_set() const noexcept { return is_set_.load(std::memory_order_relaxed); }
-  void set() noexcept { is_set_.store(true, std::memory_order_relaxed); }
-
- private:
-  std::atomic<bool> is_set_{false};
-};
-
 // Called about ten times a second on the waiting thread; may throw to stop the job (a signal).
 using PollFunction = std::function<void()>;
+
+// Told to every worker: true once one of them failed or the caller asked to stop. Thread-safe.
+// To be asked often: work that runs on the caller's own thread, for want of another, polls here.
+class StopFlag {
+ public:
+  // Throws what the poll throws, only where the caller's own thread works.
+  bool is_set() const {
+    if (inline_poll_ != nullptr) poll_sometimes();
+    return is_set_.load(std::memory_order_relaxed);
+  }
+  void set() noexcept { is_set_.store(true, std::memory_order_relaxed); }
+  // REQUIRES: one thread works, the one that calls; `poll` outlives the flag.
+  void poll_inline(const PollFunction& poll);
+
+ private:
+  void poll_sometimes() const;
+
+  std::atomic<bool> is_set_{false};
+  const PollFunction* inline_poll_ = nullptr;
+  mutable std::chrono::steady_clock::time_point next_poll_;
+};
+
 using WorkFunction = std::function<void(unsigned worker, StopFlag& stop)>;
 
 // Runs `work(0) .. work(count - 1)`, each on its own thread, and waits for all of them. The
