@@ -42,6 +42,13 @@ class OutputFile {
   // Writes all of it. Falls back to buffered I/O where a direct write is refused (EINVAL).
   // Thread-safe. Blocks. Throws Error(kStorage).
   void write_at(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset);
+  // Asks the kernel to start writing [offset, offset + nbytes) back from the page cache, and waits
+  // until that is done. Both keep the sync() at the end short and make nothing durable. An error is
+  // final like one of sync(): waiting takes the descriptor's one report of a lost write, and sync()
+  // would not see it any more. Nothing happens where the file system cannot. Thread-safe. The
+  // second blocks. Throws Error(kStorage).
+  void start_write_back(std::uint64_t offset, std::uint64_t nbytes);
+  void wait_write_back(std::uint64_t offset, std::uint64_t nbytes);
   // Makes the file durable; an error is final and must never be retried: the kernel reports a
   // lost write-back once and then forgets it. Blocks. Throws Error(kStorage).
   void sync();
@@ -49,6 +56,8 @@ class OutputFile {
   void close(std::uint64_t expected_bytes);
 
  private:
+  void sync_range(std::uint64_t offset, std::uint64_t nbytes, unsigned flags);
+
   UniqueFd fd_;
   std::string name_;  // relative to the directory
   std::string path_;  // for messages

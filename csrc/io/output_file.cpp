@@ -115,6 +115,24 @@ void OutputFile::write_at(const std::byte* data, std::uint64_t nbytes, std::uint
   }
 }
 
+void OutputFile::start_write_back(std::uint64_t offset, std::uint64_t nbytes) {
+  sync_range(offset, nbytes, SYNC_FILE_RANGE_WRITE);
+}
+
+void OutputFile::wait_write_back(std::uint64_t offset, std::uint64_t nbytes) {
+  sync_range(offset, nbytes, SYNC_FILE_RANGE_WAIT_BEFORE);
+}
+
+void OutputFile::sync_range(std::uint64_t offset, std::uint64_t nbytes, unsigned flags) {
+  while (io::sync_range(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes), flags) !=
+         0) {
+    if (errno == EINTR) continue;
+    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL || errno == ESPIPE) return;
+    throw storage_error("sync_file_range", path_, errno, static_cast<std::int64_t>(offset),
+                        static_cast<std::int64_t>(nbytes));
+  }
+}
+
 void OutputFile::sync() {
   while (io::fsync(fd_.get()) != 0) {
     if (errno != EINTR) throw storage_error("fsync", path_, errno);

@@ -42,6 +42,8 @@ const char* call_name(Call call) {
       return "fallocate";
     case Call::kFsync:
       return "fsync";
+    case Call::kSyncRange:
+      return "sync_file_range";
     case Call::kFstat:
       return "fstat";
     case Call::kClose:
@@ -114,6 +116,11 @@ int fallocate(int fd, off_t offset, off_t nbytes) {
 int fsync(int fd) {
   if (before(Call::kFsync) == Verdict::kFail) return -1;
   return ::fsync(fd);
+}
+
+int sync_range(int fd, off_t offset, off_t nbytes, unsigned flags) {
+  if (before(Call::kSyncRange) == Verdict::kFail) return -1;
+  return ::sync_file_range(fd, offset, nbytes, flags);
 }
 
 int fstat(int fd, struct stat* out) {

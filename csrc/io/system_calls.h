@@ -19,6 +19,7 @@ enum class Call : unsigned {
   kPread,
   kFallocate,
   kFsync,
+  kSyncRange,
   kFstat,
   kClose,
   kUnlink,
@@ -44,6 +45,7 @@ ssize_t pwrite(int fd, const void* data, std::size_t nbytes, off_t offset);
 ssize_t preadv(int fd, const iovec* parts, int count, off_t offset);
 int fallocate(int fd, off_t offset, off_t nbytes);
 int fsync(int fd);
+int sync_range(int fd, off_t offset, off_t nbytes, unsigned flags);  // sync_file_range
 int fstat(int fd, struct stat* out);
 int close(int fd);
 int unlink_at(int dir_fd, const char* name);
