@@ -43,7 +43,25 @@ constexpr std::uint32_t x_to_the(std::uint64_t n, unsigned first_square = 0) noe
   return power;
 }
 
-// Appending n zero bytes multiplies the register by this.
-constexpr std::uint32_t x_to_the_bytes(std::uint64_t n) noexcept { return x_to_the(n, 3); }
+// Appending n zero bytes multiplies the register by x_to_the_bytes(n). Two looks into a table give
+// the power for all n below 64 KiB, the lengths that are joined by the thousand.
+using BytePowers = std::array<std::array<std::uint32_t, 256>, 2>;
+
+constexpr BytePowers make_byte_powers() noexcept {
+  BytePowers powers{};
+  for (unsigned place = 0; place < 2; ++place) {
+    powers[place][0] = kOne;
+    for (std::size_t n = 1; n < 256; ++n) {
+      powers[place][n] = multiply(powers[place][n - 1], kSquares[3 + 8 * place]);
+    }
+  }
+  return powers;
+}
+inline constexpr BytePowers kBytePowers = make_byte_powers();
+
+constexpr std::uint32_t x_to_the_bytes(std::uint64_t n) noexcept {
+  const std::uint32_t low = multiply(kBytePowers[1][(n >> 8) & 0xFF], kBytePowers[0][n & 0xFF]);
+  return n >> 16 == 0 ? low : multiply(x_to_the(n >> 16, 3 + 16), low);
+}
 
 }  // namespace dcpx::crc32_poly
