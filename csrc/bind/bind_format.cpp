@@ -87,12 +87,10 @@ std::pair<py::bytes, py::bytes> zip_frame(const std::string& storage_module,
                                           std::uint64_t pad_bytes, std::uint32_t crc) {
   const TensorFraming framing{storage_module, storage_name, dtype_name};
   const ZipItem item({&framing, std::move(sizes), std::move(strides), payload_bytes, elem_bytes});
-  std::vector<std::byte> head;
-  std::vector<std::byte> tail;
-  item.append_head(pad_bytes, head);
-  item.append_tail(pad_bytes, crc, tail);
-  DCPX_CHECK(head.size() == item.head_bytes() + pad_bytes, "zip head of an unforeseen size");
-  DCPX_CHECK(tail.size() == item.tail_bytes(pad_bytes), "zip tail of an unforeseen size");
+  std::vector<std::byte> tail(item.tail_bytes(pad_bytes));  // throws for a bad padding
+  std::vector<std::byte> head(item.head_bytes() + pad_bytes);
+  item.write_head(pad_bytes, head.data());
+  item.write_tail(pad_bytes, crc, tail.data());
   DCPX_CHECK(head.size() + payload_bytes + tail.size() == item.item_bytes(pad_bytes),
              "zip item of an unforeseen size");
   return {to_bytes(head), to_bytes(tail)};

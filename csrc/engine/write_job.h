@@ -54,9 +54,16 @@ struct WriteReport {
   std::uint64_t buffered_bytes = 0;
   std::uint64_t in_place_bytes = 0;  // from the tensor's own memory, part of the two above
   std::uint64_t slot_bytes = 0;      // peak memory of the workers' slots
+  std::uint64_t done_bytes = 0;      // payload bytes written so far
+  std::uint64_t total_bytes = 0;     // payload bytes given to write() so far
+  std::uint64_t copy_ns = 0;         // summed over workers: copies, framing, checksums,
+  std::uint64_t write_ns = 0;        // pwrite, footers included,
+  std::uint64_t fsync_ns = 0;        // fsync
+  std::uint64_t engine_ns = 0;       // wall time of all calls of write()
 };
 
-// One job at a time; not thread-safe. After an exception only created() may be called.
+// One job at a time; not thread-safe but for report(). After an exception only created(), report()
+// and abandon() may be called.
 class WriteJob {
  public:
   // `dir_fd` is duplicated. Throws Error(kStorage).
@@ -77,19 +84,25 @@ class WriteJob {
   void abandon() noexcept;
   // Names of all files that exist because of this job, for whoever cleans up after a failure.
   std::vector<std::string> created() const;
+  // Thread-safe: `poll` may ask while write() runs.
   WriteReport report() const;
 
  private:
   struct OpenFile;
   struct Window;
+  struct Worker;
 
   void prepare(Window& window, bool is_final);
-  void work(Window& window, Slot& slot, StopFlag& stop);
-  void write_segment(Window& window, std::uint32_t index, Slot& slot);
-  void fill(Window& window, const Segment& segment, Slot& slot, SegmentSummer& summer);
+  void place(Window& window, bool is_final);
+  void make_slots(const Window& window, unsigned workers);
+  void work(Window& window, Worker& worker);
+  void write_segment(Window& window, std::uint32_t index, Worker& worker);
+  // False if the job was stopped meanwhile.
+  bool write_bytes(OpenFile& file, const std::byte* data, std::uint64_t nbytes,
+                   std::uint64_t offset, Worker& worker);
   void open(OpenFile& file);
-  void complete(Window& window, OpenFile& file);
-  void finish(OpenFile& file);
+  void complete(Window& window, OpenFile& file, Worker& worker);
+  void finish(OpenFile& file, Worker& worker);
 
   UniqueFd dir_fd_;
   std::string dir_path_;
@@ -100,7 +113,14 @@ class WriteJob {
   std::atomic<std::uint64_t> direct_bytes_{0};
   std::atomic<std::uint64_t> buffered_bytes_{0};
   std::atomic<std::uint64_t> in_place_bytes_{0};
-  std::uint64_t slot_bytes_ = 0;
+  std::atomic<std::uint64_t> slot_bytes_{0};
+  std::atomic<std::uint64_t> done_bytes_{0};
+  std::atomic<std::uint64_t> total_bytes_{0};
+  std::atomic<std::uint64_t> copy_ns_{0};
+  std::atomic<std::uint64_t> write_ns_{0};
+  std::atomic<std::uint64_t> fsync_ns_{0};
+  std::atomic<std::uint64_t> engine_ns_{0};
+  SlotArena slots_;  // kept from call to call, until the last
 };
 
 }  // namespace dcpx::engine

@@ -24,32 +24,29 @@ class Builder {
   void add(WriteItem& item, std::uint32_t index) {
     IndexRow& row = item.row;
     layout_.first_piece[index] = static_cast<std::uint32_t>(layout_.pieces.size());
-    const std::uint64_t head_bytes = item.zip ? item.zip->head_bytes() : 0;
-    const bool is_large = row.payload_bytes >= kLargePayloadBytes;
+    const bool is_large = row.payload_bytes >= min_body_bytes(segment_bytes_);
     // Host memory that lies contiguously is written in place where file offset and address are
-    // congruent; everything else passes through a slot and starts on a page.
+    // congruent; a gathered body passes through a slot and starts on a page.
     const std::uint64_t phase =
         is_large && item.is_dense
             ? reinterpret_cast<std::uintptr_t>(item.source) & (kDirectAlignment - 1)
             : 0;
     const std::uint64_t grid = is_large ? kDirectAlignment : kPackAlignment;
-    if (!fits(item, head_bytes, phase, grid, is_large)) {
+    place(item, phase, grid);
+    if (!fits(item, is_large)) {
       close_segment();
       start_segment(kNoItem);
+      place(item, phase, grid);
     }
-    place(item, head_bytes, phase, grid);
-    const std::uint64_t tail_bytes = item.zip ? item.zip->tail_bytes(item.pad_bytes) : 0;
-    row.item_bytes = checked_add(row.payload_offset - row.item_offset,
-                                 checked_add(row.payload_bytes, tail_bytes));
-    if (item.zip) add_piece({index, PieceKind::kHead, 0, 0}, row.payload_offset);
     if (is_large) {
+      if (item.zip) add_piece({index, PieceKind::kHead, 0, 0}, row.payload_offset);
       add_body(item, index);
-    } else if (row.payload_bytes > 0) {
-      add_piece({index, PieceKind::kPayload, 0, row.payload_bytes},
-                row.payload_offset + row.payload_bytes);
+      if (item.zip) add_piece({index, PieceKind::kTail, 0, 0}, end_of(item));
+    } else if (row.item_bytes > 0) {
+      add_piece({index, PieceKind::kItem, 0, 0}, end_of(item));
+      segment_.payload_bytes += row.payload_bytes;
     }
-    if (item.zip) add_piece({index, PieceKind::kTail, 0, 0}, row.item_offset + row.item_bytes);
-    cursor_ = row.item_offset + row.item_bytes;
+    cursor_ = end_of(item);
   }
 
   std::uint64_t finish() {
@@ -59,21 +56,27 @@ class Builder {
   }
 
  private:
+  static std::uint64_t end_of(const WriteItem& item) {
+    return item.row.item_offset + item.row.item_bytes;
+  }
+
   // Chooses where the item and its payload begin, given the segment under construction.
-  void place(WriteItem& item, std::uint64_t head_bytes, std::uint64_t phase, std::uint64_t grid) {
+  void place(WriteItem& item, std::uint64_t phase, std::uint64_t grid) {
     IndexRow& row = item.row;
     if (!item.zip) {
       row.item_offset = congruent(cursor_, phase, grid);
       row.payload_offset = row.item_offset;
+      row.item_bytes = row.payload_bytes;
       return;
     }
     row.item_offset = align_up(cursor_, kPackAlignment);
-    const std::uint64_t earliest = row.item_offset + head_bytes;
+    const std::uint64_t earliest = row.item_offset + item.zip->head_bytes();
     row.payload_offset = congruent(earliest, phase, grid);
     // The extra field that carries the padding has a head of 4 bytes itself.
-    if (row.payload_offset != earliest && row.payload_offset - earliest < 4)
+    if (row.payload_offset != earliest && row.payload_offset - earliest < ZipItem::kMinPadBytes)
       row.payload_offset += grid;
     item.pad_bytes = row.payload_offset - earliest;
+    row.item_bytes = item.zip->item_bytes(item.pad_bytes);
   }
 
   // The smallest offset >= `from` that is `phase` modulo `grid`.
@@ -82,12 +85,11 @@ class Builder {
     return base >= from ? base : base + grid;
   }
 
-  bool fits(WriteItem& item, std::uint64_t head_bytes, std::uint64_t phase, std::uint64_t grid,
-            bool is_large) {
-    place(item, head_bytes, phase, grid);
-    const std::uint64_t end = is_large ? align_up(item.row.payload_offset, kDirectAlignment)
-                                       : item.row.payload_offset + item.row.payload_bytes +
-                                             (item.zip ? item.zip->tail_bytes(item.pad_bytes) : 0);
+  // Whether what the item puts into the segment under construction has room there: all of it, or
+  // of a large one the head and the payload's first partial page.
+  bool fits(const WriteItem& item, bool is_large) const {
+    const std::uint64_t end =
+        is_large ? align_up(item.row.payload_offset, kDirectAlignment) : end_of(item);
     return end - segment_.begin <= segment_bytes_;
   }
 
@@ -98,6 +100,7 @@ class Builder {
     const std::uint64_t body_end = align_down(payload_end, kDirectAlignment);
     if (body_begin > row.payload_offset) {
       add_piece({index, PieceKind::kPayload, 0, body_begin - row.payload_offset}, body_begin);
+      segment_.payload_bytes += body_begin - row.payload_offset;
       ++layout_.pieces_before_seam[index];
     }
     cursor_ = body_begin;
@@ -110,6 +113,7 @@ class Builder {
       segment_.is_in_place = item.is_dense && is_congruent(item);
       add_piece({index, PieceKind::kPayload, begin - row.payload_offset, end - row.payload_offset},
                 end);
+      segment_.payload_bytes = end - begin;
       ++layout_.pieces_before_seam[index];
       cursor_ = end;
       close_segment();
@@ -119,6 +123,7 @@ class Builder {
     if (payload_end > body_end) {
       add_piece({index, PieceKind::kPayload, body_end - row.payload_offset, row.payload_bytes},
                 payload_end);
+      segment_.payload_bytes += payload_end - body_end;
     }
   }
 
@@ -165,6 +170,7 @@ std::uint64_t lay_out(std::vector<WriteItem>& items, std::uint32_t first_item,
                       WriteLayout& layout) {
   layout.pieces_before_seam.resize(items.size(), 0);
   layout.first_piece.resize(items.size() + 1, 0);
+  layout.pieces.reserve(layout.pieces.size() + item_count);
   Builder builder(layout, items[first_item].file, cursor, segment_bytes);
   for (std::uint32_t i = 0; i < item_count; ++i) builder.add(items[first_item + i], first_item + i);
   const std::uint64_t data_end = builder.finish();

@@ -22,50 +22,63 @@ void put_at(std::byte* raw, std::size_t at, T value) {
 }
 
 template <typename Narrow>
-Narrow narrow(std::uint64_t value, const char* what) {
+void check_narrow(std::uint64_t value, const char* what) {
   DCPX_CHECK(value <= std::numeric_limits<Narrow>::max(),
              std::string(what) + " of " + std::to_string(value) + " B is too long for the index");
-  return static_cast<Narrow>(value);
-}
-
-void put_dims(std::vector<std::byte>& out, const std::vector<std::int64_t>& values) {
-  for (const std::int64_t value : values) put(out, value);
 }
 
 }  // namespace
 
-void append_row(const IndexRow& row, std::vector<std::byte>& out) {
+std::uint64_t row_bytes(const IndexRow& row) {
   const std::size_t ndim = row.sizes.size();
   DCPX_CHECK(ndim <= 255 && row.global_sizes.size() == ndim && row.offsets.size() == ndim &&
                  row.strides.size() == ndim,
              "sizes, offsets and strides of '" + row.fqn + "' differ in length");
+  check_narrow<std::uint16_t>(row.dtype.size(), "dtype");
+  check_narrow<std::uint16_t>(row.prop_dtype.size(), "dtype");
+  check_narrow<std::uint16_t>(row.layout.size(), "layout");
+  check_narrow<std::uint32_t>(row.fqn.size(), "fqn");
+  check_narrow<std::uint32_t>(row.path.size(), "path");
+  const std::uint64_t nbytes =
+      align_up(kRowFixedBytes + 32 * ndim + row.dtype.size() + row.prop_dtype.size() +
+                   row.layout.size() + row.fqn.size() + row.path.size(),
+               8);
+  check_narrow<std::uint32_t>(nbytes, "row");
+  return nbytes;
+}
+
+void append_row(const IndexRow& row, std::vector<std::byte>& out) {
+  const std::uint64_t nbytes = row_bytes(row);
   const std::size_t begin = out.size();
-  put(out, std::uint32_t{0});  // row_bytes, below
-  put(out, static_cast<std::uint8_t>(row.kind));
-  put(out, row.flags);
-  put(out, row.memory_format);
-  put(out, static_cast<std::uint8_t>(ndim));
-  put(out, row.item_offset);
-  put(out, row.item_bytes);
-  put(out, row.payload_offset);
-  put(out, row.payload_bytes);
-  put(out, row.payload_crc);
-  put(out, narrow<std::uint16_t>(row.dtype.size(), "dtype"));
-  put(out, narrow<std::uint16_t>(row.prop_dtype.size(), "dtype"));
-  put(out, narrow<std::uint16_t>(row.layout.size(), "layout"));
-  put(out, std::uint16_t{0});
-  put(out, narrow<std::uint32_t>(row.fqn.size(), "fqn"));
-  put(out, narrow<std::uint32_t>(row.path.size(), "path"));
-  put(out, std::uint32_t{0});
-  put_dims(out, row.global_sizes);
-  put_dims(out, row.offsets);
-  put_dims(out, row.sizes);
-  put_dims(out, row.strides);
-  for (const std::string* text : {&row.dtype, &row.prop_dtype, &row.layout, &row.fqn, &row.path}) {
-    put_bytes(out, *text);
+  out.resize(begin + static_cast<std::size_t>(nbytes), std::byte{0});
+  std::byte* raw = out.data() + begin;
+  put_at(raw, 0, static_cast<std::uint32_t>(nbytes));
+  put_at(raw, 4, static_cast<std::uint8_t>(row.kind));
+  put_at(raw, 5, row.flags);
+  put_at(raw, 6, row.memory_format);
+  put_at(raw, 7, static_cast<std::uint8_t>(row.sizes.size()));
+  put_at(raw, 8, row.item_offset);
+  put_at(raw, 16, row.item_bytes);
+  put_at(raw, 24, row.payload_offset);
+  put_at(raw, 32, row.payload_bytes);
+  put_at(raw, 40, row.payload_crc);
+  put_at(raw, 44, static_cast<std::uint16_t>(row.dtype.size()));
+  put_at(raw, 46, static_cast<std::uint16_t>(row.prop_dtype.size()));
+  put_at(raw, 48, static_cast<std::uint16_t>(row.layout.size()));
+  put_at(raw, 52, static_cast<std::uint32_t>(row.fqn.size()));
+  put_at(raw, 56, static_cast<std::uint32_t>(row.path.size()));
+  std::byte* to = raw + kRowFixedBytes;
+  for (const std::vector<std::int64_t>* dims :
+       {&row.global_sizes, &row.offsets, &row.sizes, &row.strides}) {
+    for (const std::int64_t value : *dims) {
+      put_at(to, 0, value);
+      to += sizeof(value);
+    }
   }
-  pad_to(out, begin + align_up(out.size() - begin, 8));
-  put_at(out.data(), begin, narrow<std::uint32_t>(out.size() - begin, "row"));
+  for (const std::string* text : {&row.dtype, &row.prop_dtype, &row.layout, &row.fqn, &row.path}) {
+    std::memcpy(to, text->data(), text->size());
+    to += text->size();
+  }
 }
 
 std::vector<IndexRow> parse_index(const std::byte* index, std::uint64_t index_bytes,
@@ -135,7 +148,7 @@ std::uint64_t footer_bytes(std::uint64_t index_bytes, std::uint64_t block_count)
                   kFileAlignment);
 }
 
-std::vector<std::byte> encode_footer(const std::vector<std::byte>& index, std::uint64_t item_count,
+std::vector<std::byte> encode_footer(std::vector<std::byte> index, std::uint64_t item_count,
                                      const std::vector<std::uint32_t>& blocks, Tail& tail) {
   DCPX_CHECK(blocks.size() == (tail.data_bytes + kBlockBytes - 1) / kBlockBytes,
              "one checksum per block of the data");
@@ -146,7 +159,8 @@ std::vector<std::byte> encode_footer(const std::vector<std::byte>& index, std::u
   tail.block_count = blocks.size();
   tail.file_bytes = tail.index_offset + footer_bytes(tail.index_bytes, tail.block_count);
 
-  std::vector<std::byte> out(index);
+  tail.index_crc = crc32(0, index.data(), index.size());
+  std::vector<std::byte> out(std::move(index));
   pad_to(out, tail.table_offset - tail.index_offset);
   for (const std::uint32_t crc : blocks) put(out, crc);
   const std::byte* table = out.data() + (tail.table_offset - tail.index_offset);
@@ -157,7 +171,6 @@ std::vector<std::byte> encode_footer(const std::vector<std::byte>& index, std::u
     put(checks, crc32(0, table + 4 * first, static_cast<std::size_t>(4 * entries)));
   }
   out.insert(out.end(), checks.begin(), checks.end());
-  tail.index_crc = crc32(0, index.data(), index.size());
   tail.page_checks_crc = crc32(0, checks.data(), checks.size());
   pad_to(out, tail.file_bytes - tail.index_offset);
 

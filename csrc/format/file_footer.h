@@ -51,7 +51,9 @@ struct IndexRow {
   std::string path;  // JSON list of str | int from flattening, or empty
 };
 
-// Appends the row in its binary form. Throws Error(kPlan) when a length does not fit.
+// Bytes of the row's binary form. Throws Error(kPlan) when a length does not fit.
+std::uint64_t row_bytes(const IndexRow& row);
+// Appends the row in its binary form. Throws Error(kPlan) as row_bytes does.
 void append_row(const IndexRow& row, std::vector<std::byte>& out);
 
 // Reads `item_count` rows of an index. `path` is for messages. Throws Error(kCorruption) when a row
@@ -82,8 +84,9 @@ struct Tail {
 
 // Lays out and encodes the whole footer, from tail.index_offset to the end of the file; fills in
 // the tail's fields but rank, file_id and data_bytes, which the caller sets.
-// `blocks` holds one CRC per started block of [0, data_bytes).
-std::vector<std::byte> encode_footer(const std::vector<std::byte>& index, std::uint64_t item_count,
+// `blocks` holds one CRC per started block of [0, data_bytes). The footer begins with the index, so
+// an `index` with room for it all is moved, not copied.
+std::vector<std::byte> encode_footer(std::vector<std::byte> index, std::uint64_t item_count,
                                      const std::vector<std::uint32_t>& blocks, Tail& tail);
 
 // Bytes that encode_footer gives for these counts: a file's size is known before it is written.

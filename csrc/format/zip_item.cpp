@@ -1,6 +1,8 @@
 #include "format/zip_item.h"
 
 #include <array>
+#include <cstddef>
+#include <cstring>
 #include <string_view>
 
 #include "common/bytes.h"
@@ -27,19 +29,6 @@ constexpr SmallRecord kSmallRecords[] = {
 };
 constexpr std::size_t kSmallCount = std::size(kSmallRecords);
 constexpr std::uint16_t kEntries = kSmallCount + 2;
-
-constexpr std::uint64_t kSmallHeadBytes = [] {
-  std::uint64_t sum = 0;
-  for (const SmallRecord& record : kSmallRecords) {
-    sum += sizeof(LocalHeader) + record.name.size() + record.content.size();
-  }
-  return sum;
-}();
-constexpr std::uint64_t kDirectoryBytes = [] {  // without zip64 fields
-  std::uint64_t sum = 2 * sizeof(CentralHeader) + kPickleName.size() + kPayloadName.size();
-  for (const SmallRecord& record : kSmallRecords) sum += sizeof(CentralHeader) + record.name.size();
-  return sum;
-}();
 
 const std::array<std::uint32_t, kSmallCount>& small_crcs() noexcept {
   static const auto crcs = [] {
@@ -80,20 +69,20 @@ void append_entry(std::vector<std::byte>& out, std::string_view name, std::uint3
   put_bytes(out, name);
 }
 
-void append_descriptor(std::vector<std::byte>& out, std::uint32_t crc, std::uint64_t nbytes) {
+// The CRC stays zero here and below: write_tail() puts it in.
+void append_descriptor(std::vector<std::byte>& out, std::uint64_t nbytes) {
   if (needs_zip64(nbytes)) {
-    append(out, Zip64Descriptor{Zip64Descriptor{}.signature, crc, nbytes, nbytes});
-  } else if (nbytes > 0) {
+    append(out, Zip64Descriptor{Zip64Descriptor{}.signature, 0, nbytes, nbytes});
+  } else if (nbytes > 0) {  // torch writes none for an empty payload either
     const auto narrow = static_cast<std::uint32_t>(nbytes);
-    append(out, Descriptor{Descriptor{}.signature, crc, narrow, narrow});
+    append(out, Descriptor{Descriptor{}.signature, 0, narrow, narrow});
   }
 }
 
-void append_payload_entry(std::vector<std::byte>& out, std::uint32_t crc, std::uint64_t nbytes,
+void append_payload_entry(std::vector<std::byte>& out, std::uint64_t nbytes,
                           std::uint64_t local_offset) {
   CentralHeader header;
   header.flags = nbytes > 0 ? kHasDescriptorFlag : std::uint16_t{0};
-  header.crc = crc;
   header.stored_bytes = header.plain_bytes = static_cast<std::uint32_t>(nbytes);
   header.name_bytes = static_cast<std::uint16_t>(kPayloadName.size());
   header.local_offset = static_cast<std::uint32_t>(local_offset);
@@ -111,8 +100,9 @@ void append_payload_entry(std::vector<std::byte>& out, std::uint32_t crc, std::u
   }
 }
 
-void append_ends(std::vector<std::byte>& out, std::uint64_t directory_offset,
-                 std::uint64_t directory_bytes) {
+// Writes the end records and returns what is behind them.
+std::byte* write_ends(std::byte* to, std::uint64_t directory_offset,
+                      std::uint64_t directory_bytes) {
   End end;
   end.entries = end.entries_on_disk = kEntries;
   end.directory_bytes = static_cast<std::uint32_t>(directory_bytes);
@@ -122,13 +112,13 @@ void append_ends(std::vector<std::byte>& out, std::uint64_t directory_offset,
     end64.entries = end64.entries_on_disk = kEntries;
     end64.directory_bytes = directory_bytes;
     end64.directory_offset = directory_offset;
-    append(out, end64);
+    to = store(to, end64);
     Zip64Locator locator;
     locator.end_offset = directory_offset + directory_bytes;
-    append(out, locator);
+    to = store(to, locator);
     end.directory_offset = kIn64Bits;
   }
-  append(out, end);
+  return store(to, end);
 }
 
 void check_pad(std::uint64_t pad_bytes) {
@@ -149,9 +139,53 @@ std::uint64_t reach_elems(const ZipItemSpec& spec) {
   return checked_add(last, 1);
 }
 
+// Everything before the payload's own record. Their CRCs are known.
+void append_records(std::vector<std::byte>& out, const std::vector<std::byte>& pickle) {
+  append_small(out, kPickleName, crc32(0, pickle.data(), pickle.size()),
+               static_cast<std::uint32_t>(pickle.size()));
+  out.insert(out.end(), pickle.begin(), pickle.end());
+  for (std::size_t i = 0; i < kSmallCount; ++i) {
+    const SmallRecord& record = kSmallRecords[i];
+    append_small(out, record.name, small_crcs()[i],
+                 static_cast<std::uint32_t>(record.content.size()));
+    put_bytes(out, record.content);
+  }
+}
+
+// The local header of data/0, without padding. The payload's CRC is unknown until the payload has
+// been read, so APPNOTE 4.4.4 asks for zeros.
+void append_payload_header(std::vector<std::byte>& out, std::uint64_t payload_bytes) {
+  LocalHeader header;
+  const bool is_zip64 = needs_zip64(payload_bytes);
+  header.flags = payload_bytes > 0 ? kHasDescriptorFlag : std::uint16_t{0};
+  header.name_bytes = static_cast<std::uint16_t>(kPayloadName.size());
+  if (is_zip64) {
+    header.version_needed = kVersionZip64;
+    header.stored_bytes = header.plain_bytes = kIn64Bits;
+    header.extra_bytes = sizeof(Zip64Extra);
+  }
+  append(out, header);
+  put_bytes(out, kPayloadName);
+  if (is_zip64) append(out, Zip64Extra{});
+}
+
+void append_directory(std::vector<std::byte>& out, const std::vector<std::byte>& pickle,
+                      std::uint64_t payload_bytes) {
+  append_entry(out, kPickleName, crc32(0, pickle.data(), pickle.size()),
+               static_cast<std::uint32_t>(pickle.size()), 0);
+  std::uint64_t offset = pickle_head_bytes(pickle.size());
+  for (std::size_t i = 0; i < kSmallCount; ++i) {
+    const SmallRecord& record = kSmallRecords[i];
+    append_entry(out, record.name, small_crcs()[i],
+                 static_cast<std::uint32_t>(record.content.size()), offset);
+    offset += sizeof(LocalHeader) + record.name.size() + record.content.size();
+  }
+  append_payload_entry(out, payload_bytes, offset);
+}
+
 }  // namespace
 
-ZipItem::ZipItem(const ZipItemSpec& spec) : payload_bytes_(spec.payload_bytes) {
+ZipItem::ZipItem(const ZipItemSpec& spec) {
   DCPX_CHECK(spec.framing != nullptr && spec.elem_bytes > 0, "a tensor item without a dtype");
   DCPX_CHECK(spec.sizes.size() == spec.strides.size(), "a tensor needs one stride for every size");
   DCPX_CHECK(spec.payload_bytes % spec.elem_bytes == 0,
@@ -162,85 +196,92 @@ ZipItem::ZipItem(const ZipItemSpec& spec) : payload_bytes_(spec.payload_bytes) {
       "sizes and strides reach beyond a payload of " + std::to_string(spec.payload_bytes) + " B");
   const std::uint64_t storage_numel =
       spec.framing->is_untyped() ? spec.payload_bytes : spec.payload_bytes / spec.elem_bytes;
-  pickle_.reserve(256);
-  append_tensor_pickle(*spec.framing, storage_numel, spec.sizes, spec.strides, pickle_);
-  pickle_crc_ = crc32(0, pickle_.data(), pickle_.size());
-}
+  std::vector<std::byte> pickle;
+  append_tensor_pickle(*spec.framing, storage_numel, spec.sizes, spec.strides, pickle);
 
-std::uint64_t ZipItem::head_bytes() const noexcept {
-  const std::uint64_t zip64_bytes = needs_zip64(payload_bytes_) ? sizeof(Zip64Extra) : 0;
-  return pickle_head_bytes(pickle_.size()) + kSmallHeadBytes + sizeof(LocalHeader) +
-         kPayloadName.size() + zip64_bytes;
-}
-
-std::uint64_t ZipItem::descriptor_bytes() const noexcept {
-  if (payload_bytes_ == 0) return 0;  // torch writes none either
-  return needs_zip64(payload_bytes_) ? sizeof(Zip64Descriptor) : sizeof(Descriptor);
+  auto made = std::make_shared<Template>();
+  made->payload_bytes = spec.payload_bytes;
+  append_records(made->head, pickle);
+  append_payload_header(made->head, spec.payload_bytes);
+  append_descriptor(made->tail, spec.payload_bytes);
+  made->descriptor_bytes = made->tail.size();
+  append_directory(made->tail, pickle, spec.payload_bytes);
+  made->head.shrink_to_fit();
+  made->tail.shrink_to_fit();
+  template_ = std::move(made);
 }
 
 std::uint64_t ZipItem::directory_offset(std::uint64_t pad_bytes) const {
   check_pad(pad_bytes);
-  return checked_add(head_bytes() + pad_bytes + descriptor_bytes(), payload_bytes_);
+  return checked_add(head_bytes() + pad_bytes + template_->descriptor_bytes, payload_bytes());
 }
 
 std::uint64_t ZipItem::tail_bytes(std::uint64_t pad_bytes) const {
-  std::uint64_t nbytes = descriptor_bytes() + kDirectoryBytes + sizeof(End);
-  if (needs_zip64(payload_bytes_)) nbytes += sizeof(Zip64Extra);
-  if (needs_zip64(directory_offset(pad_bytes))) nbytes += sizeof(Zip64End) + sizeof(Zip64Locator);
-  return nbytes;
+  const std::uint64_t nbytes = template_->tail.size() + sizeof(End);
+  if (!needs_zip64(directory_offset(pad_bytes))) return nbytes;
+  return nbytes + sizeof(Zip64End) + sizeof(Zip64Locator);
 }
 
 std::uint64_t ZipItem::item_bytes(std::uint64_t pad_bytes) const {
-  return directory_offset(pad_bytes) - descriptor_bytes() + tail_bytes(pad_bytes);
+  return directory_offset(pad_bytes) - template_->descriptor_bytes + tail_bytes(pad_bytes);
 }
 
-void ZipItem::append_head(std::uint64_t pad_bytes, std::vector<std::byte>& out) const {
+void ZipItem::write_head(std::uint64_t pad_bytes, std::byte* to) const {
   check_pad(pad_bytes);
-  append_small(out, kPickleName, pickle_crc_, static_cast<std::uint32_t>(pickle_.size()));
-  out.insert(out.end(), pickle_.begin(), pickle_.end());
-  for (std::size_t i = 0; i < kSmallCount; ++i) {
-    const SmallRecord& record = kSmallRecords[i];
-    append_small(out, record.name, small_crcs()[i],
-                 static_cast<std::uint32_t>(record.content.size()));
-    put_bytes(out, record.content);
-  }
-
-  // The CRC is unknown until the payload has been read, so APPNOTE 4.4.4 asks for zeros here.
-  LocalHeader header;
-  const bool is_zip64 = needs_zip64(payload_bytes_);
-  header.flags = payload_bytes_ > 0 ? kHasDescriptorFlag : std::uint16_t{0};
-  header.name_bytes = static_cast<std::uint16_t>(kPayloadName.size());
-  header.extra_bytes = static_cast<std::uint16_t>(pad_bytes + (is_zip64 ? sizeof(Zip64Extra) : 0));
-  if (is_zip64) {
-    header.version_needed = kVersionZip64;
-    header.stored_bytes = header.plain_bytes = kIn64Bits;
-  }
-  append(out, header);
-  put_bytes(out, kPayloadName);
-  if (is_zip64) append(out, Zip64Extra{});
-  if (pad_bytes > 0) {
-    const std::uint64_t fill_bytes = pad_bytes - sizeof(ExtraHeader);
-    append(out, ExtraHeader{kPaddingExtraId, static_cast<std::uint16_t>(fill_bytes)});
-    out.insert(out.end(), fill_bytes, std::byte{'Z'});
-  }
+  const std::vector<std::byte>& head = template_->head;
+  std::memcpy(to, head.data(), head.size());
+  if (pad_bytes == 0) return;
+  const std::uint64_t zip64_bytes = needs_zip64(payload_bytes()) ? sizeof(Zip64Extra) : 0;
+  std::byte* header = to + head.size() - zip64_bytes - kPayloadName.size() - sizeof(LocalHeader);
+  const auto extra_bytes = static_cast<std::uint16_t>(pad_bytes + zip64_bytes);
+  store(header + offsetof(LocalHeader, extra_bytes), extra_bytes);
+  const std::uint64_t fill_bytes = pad_bytes - sizeof(ExtraHeader);
+  to =
+      store(to + head.size(), ExtraHeader{kPaddingExtraId, static_cast<std::uint16_t>(fill_bytes)});
+  std::memset(to, 'Z', fill_bytes);
 }
 
-void ZipItem::append_tail(std::uint64_t pad_bytes, std::uint32_t payload_crc,
-                          std::vector<std::byte>& out) const {
+void ZipItem::write_tail(std::uint64_t pad_bytes, std::uint32_t payload_crc, std::byte* to) const {
   const std::uint64_t directory_at = directory_offset(pad_bytes);
-  append_descriptor(out, payload_crc, payload_bytes_);
+  const std::vector<std::byte>& tail = template_->tail;
+  std::memcpy(to, tail.data(), tail.size());
+  if (template_->descriptor_bytes > 0) store(to + offsetof(Descriptor, crc), payload_crc);
+  const std::uint64_t zip64_bytes = needs_zip64(payload_bytes()) ? sizeof(Zip64Extra) : 0;
+  std::byte* entry = to + tail.size() - zip64_bytes - kPayloadName.size() - sizeof(CentralHeader);
+  store(entry + offsetof(CentralHeader, crc), payload_crc);
+  write_ends(to + tail.size(), directory_at, tail.size() - template_->descriptor_bytes);
+}
 
-  const std::size_t directory_start = out.size();
-  append_entry(out, kPickleName, pickle_crc_, static_cast<std::uint32_t>(pickle_.size()), 0);
-  std::uint64_t offset = pickle_head_bytes(pickle_.size());
-  for (std::size_t i = 0; i < kSmallCount; ++i) {
-    const SmallRecord& record = kSmallRecords[i];
-    append_entry(out, record.name, small_crcs()[i],
-                 static_cast<std::uint32_t>(record.content.size()), offset);
-    offset += sizeof(LocalHeader) + record.name.size() + record.content.size();
-  }
-  append_payload_entry(out, payload_crc, payload_bytes_, offset);
-  append_ends(out, directory_at, out.size() - directory_start);
+ZipItem ZipItemCache::make(const TensorFraming& framing, const std::vector<std::int64_t>& sizes,
+                           const std::vector<std::int64_t>& strides, std::uint64_t payload_bytes,
+                           std::uint64_t elem_bytes) {
+  key_.framing = &framing;
+  key_.payload_bytes = payload_bytes;
+  key_.elem_bytes = elem_bytes;
+  key_.dims.assign(sizes.begin(), sizes.end());
+  key_.dims.insert(key_.dims.end(), strides.begin(), strides.end());
+  const auto found = items_.find(key_);
+  if (found != items_.end()) return found->second;
+  // Sizes and strides that differ in number are refused here, so no two specs share a key.
+  const ZipItem item(ZipItemSpec{&framing, sizes, strides, payload_bytes, elem_bytes});
+  if (items_.size() < kMaxTemplates) items_.emplace(key_, item);
+  return item;
+}
+
+bool ZipItemCache::Key::operator==(const Key& other) const noexcept {
+  return framing == other.framing && payload_bytes == other.payload_bytes &&
+         elem_bytes == other.elem_bytes && dims == other.dims;
+}
+
+std::size_t ZipItemCache::Hash::operator()(const Key& key) const noexcept {
+  std::uint64_t hash = reinterpret_cast<std::uintptr_t>(key.framing) ^ key.elem_bytes;
+  const auto mix = [&hash](std::uint64_t value) {  // Fibonacci hashing, one value after the other
+    hash = (hash ^ value) * 0x9E3779B97F4A7C15;
+    hash ^= hash >> 32;
+  };
+  mix(key.payload_bytes);
+  for (const std::int64_t dim : key.dims) mix(static_cast<std::uint64_t>(dim));
+  return static_cast<std::size_t>(hash);
 }
 
 }  // namespace dcpx

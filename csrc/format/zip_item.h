@@ -11,6 +11,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include "format/tensor_pickle.h"
@@ -25,7 +27,8 @@ struct ZipItemSpec {
   std::uint64_t elem_bytes = 0;
 };
 
-// The framing of one item. Immutable after construction: safe to share. Keeps nothing of the spec.
+// The framing of one item. Immutable after construction, and copies share one template: equal
+// specs cost their bytes once (ZipItemCache). Safe to share. Keeps nothing of the spec.
 //
 // `pad_bytes` moves the payload: 0, or kMinPadBytes to kMaxPadBytes of extra field before it. All
 // methods throw Error(kPlan) on another value; the same value must go to head and tail.
@@ -37,24 +40,57 @@ class ZipItem {
   // Throws Error(kPlan) when sizes and strides disagree or reach beyond the payload.
   explicit ZipItem(const ZipItemSpec& spec);
 
-  std::uint64_t head_bytes() const noexcept;  // with no padding
-  std::uint64_t payload_bytes() const noexcept { return payload_bytes_; }
+  std::uint64_t head_bytes() const noexcept { return template_->head.size(); }  // with no padding
+  std::uint64_t payload_bytes() const noexcept { return template_->payload_bytes; }
   std::uint64_t tail_bytes(std::uint64_t pad_bytes) const;
   std::uint64_t item_bytes(std::uint64_t pad_bytes) const;  // head, padding, payload and tail
 
-  // Appends head_bytes() + pad_bytes bytes; the payload follows directly.
-  void append_head(std::uint64_t pad_bytes, std::vector<std::byte>& out) const;
-  // Appends tail_bytes(pad_bytes) bytes, which follow the payload directly.
-  void append_tail(std::uint64_t pad_bytes, std::uint32_t payload_crc,
-                   std::vector<std::byte>& out) const;
+  // Writes head_bytes() + pad_bytes bytes; the payload follows directly.
+  void write_head(std::uint64_t pad_bytes, std::byte* to) const;
+  // Writes tail_bytes(pad_bytes) bytes, which follow the payload directly.
+  void write_tail(std::uint64_t pad_bytes, std::uint32_t payload_crc, std::byte* to) const;
 
  private:
-  std::uint64_t descriptor_bytes() const noexcept;
+  // All bytes of head and tail but the few that padding and the payload's CRC decide.
+  struct Template {
+    std::vector<std::byte> head;
+    std::vector<std::byte> tail;  // descriptor and central directory, without the end records
+    std::uint64_t payload_bytes = 0;
+    std::uint64_t descriptor_bytes = 0;
+  };
+
   std::uint64_t directory_offset(std::uint64_t pad_bytes) const;
 
-  std::vector<std::byte> pickle_;
-  std::uint32_t pickle_crc_ = 0;
-  std::uint64_t payload_bytes_ = 0;
+  std::shared_ptr<const Template> template_;
+};
+
+// Framings of the items of one call, one template for all that are framed alike: a model has
+// thousands of tensors and a few dozen shapes. Not thread-safe.
+class ZipItemCache {
+ public:
+  // As ZipItem(ZipItemSpec{...}). Framings are told apart by their addresses: REQUIRES that they
+  // outlive the cache.
+  ZipItem make(const TensorFraming& framing, const std::vector<std::int64_t>& sizes,
+               const std::vector<std::int64_t>& strides, std::uint64_t payload_bytes,
+               std::uint64_t elem_bytes);
+
+ private:
+  static constexpr std::size_t kMaxTemplates = 4096;  // all shapes different: nothing to share
+
+  struct Key {
+    const TensorFraming* framing = nullptr;
+    std::uint64_t payload_bytes = 0;
+    std::uint64_t elem_bytes = 0;
+    std::vector<std::int64_t> dims;  // sizes, then strides
+
+    bool operator==(const Key& other) const noexcept;
+  };
+  struct Hash {
+    std::size_t operator()(const Key& key) const noexcept;
+  };
+
+  Key key_;  // of the spec at hand: its memory is used again
+  std::unordered_map<Key, ZipItem, Hash> items_;
 };
 
 }  // namespace dcpx

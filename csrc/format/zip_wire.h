@@ -123,6 +123,13 @@ void append(std::vector<std::byte>& out, const Record& record) {
   out.insert(out.end(), raw, raw + sizeof(Record));
 }
 
+// Returns what is behind the record. REQUIRES: sizeof(Record) writable bytes at `to`.
+template <typename Record>
+std::byte* store(std::byte* to, const Record& record) {
+  std::memcpy(to, &record, sizeof(Record));
+  return to + sizeof(Record);
+}
+
 // REQUIRES: sizeof(Record) readable bytes at `from`.
 template <typename Record>
 Record load(const std::byte* from) {

@@ -311,8 +311,18 @@ TEST(interrupted_save_leaves_no_thread_and_no_open_file) {
     items[0].zip.emplace(dcpx::ZipItemSpec{&kByteFraming, {kCount}, {1}, kCount, 1});
     WriteJob job(dir.fd(), dir.path(), {4, kSegmentBytes, false, false});
     job.add_file({{"f"}, {}, 0});
-    CHECK(is_interrupted([&](auto poll) { job.write(items, true, poll); }));
+    WriteReport report;
+    CHECK(is_interrupted([&](auto poll) {
+      job.write(items, true, [&] {
+        report = job.report();
+        poll();
+      });
+    }));
     CHECK(threads_end.holds());
+    CHECK_EQ(report.total_bytes, static_cast<std::uint64_t>(kCount));
+    CHECK(report.done_bytes > 0 && report.done_bytes < report.total_bytes);
+    CHECK(report.copy_ns > 0 && report.write_ns > 0 && report.engine_ns == 0);
+    CHECK(job.report().engine_ns > 0);
     CHECK(job.results().empty());
     CHECK(job.created() == std::vector<std::string>{"f"});
   }

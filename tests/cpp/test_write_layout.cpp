@@ -10,9 +10,10 @@ namespace {
 
 using dcpx::align_up;
 using dcpx::ItemKind;
-using dcpx::engine::kLargePayloadBytes;
+using dcpx::engine::kMinSegmentBytes;
 using dcpx::engine::kNoItem;
 using dcpx::engine::kPackAlignment;
+using dcpx::engine::min_body_bytes;
 using dcpx::engine::Piece;
 using dcpx::engine::PieceKind;
 using dcpx::engine::Segment;
@@ -25,7 +26,7 @@ const dcpx::TensorFraming kBytesFraming{"torch", "ByteStorage", ""};
 
 std::uint64_t random_payload(RandomSource& random) {
   const std::uint64_t border = random.pick<std::uint64_t>(
-      {0, 1, 64, 4096, kLargePayloadBytes, 256 << 10, kMiB, 2 * kMiB, 4 * kMiB});
+      {0, 1, 64, 4096, kMinSegmentBytes / 2, 256 << 10, kMiB / 2, kMiB, 2 * kMiB, 4 * kMiB});
   const std::uint64_t around = random.below(3);
   return random.chance(4) ? random.below(3 * kMiB) : border + around - (border > 0 ? 1 : 0);
 }
@@ -52,6 +53,8 @@ WriteItem random_item(RandomSource& random) {
 std::pair<std::uint64_t, std::uint64_t> file_range(const WriteItem& item, const Piece& piece) {
   const std::uint64_t payload_end = item.row.payload_offset + item.row.payload_bytes;
   switch (piece.kind) {
+    case PieceKind::kItem:
+      return {item.row.item_offset, item.row.item_offset + item.row.item_bytes};
     case PieceKind::kHead:
       return {item.row.item_offset, item.row.payload_offset};
     case PieceKind::kPayload:
@@ -66,9 +69,9 @@ std::uint64_t phase_of(const void* source) {
   return reinterpret_cast<std::uintptr_t>(source) % kDirectAlignment;
 }
 
-void check_item(const WriteItem& item) {
+void check_item(const WriteItem& item, std::uint64_t segment_bytes) {
   const auto& row = item.row;
-  const bool is_large = row.payload_bytes >= kLargePayloadBytes;
+  const bool is_large = row.payload_bytes >= min_body_bytes(segment_bytes);
   const std::uint64_t phase = item.is_dense ? phase_of(item.source) : 0;
   if (is_large) {
     CHECK_EQ(row.payload_offset % kDirectAlignment, phase);
@@ -116,6 +119,10 @@ void check_segments(const std::vector<WriteItem>& items, const WriteLayout& layo
   }
   CHECK_EQ(next_piece, layout.pieces.size());
   CHECK(last_byte <= data_end);
+  std::uint64_t planned_bytes = 0, placed_bytes = 0;
+  for (const WriteItem& item : items) planned_bytes += item.row.payload_bytes;
+  for (const Segment& segment : layout.segments) placed_bytes += segment.payload_bytes;
+  CHECK_EQ(placed_bytes, planned_bytes);
 }
 
 // Pieces of each item: head, payload from front to back without a gap, tail.
@@ -133,8 +140,9 @@ void check_pieces(const std::vector<WriteItem>& items, const WriteLayout& layout
   CHECK_EQ(layout.first_piece[items.size()], layout.pieces.size());
 }
 
-// A seam waits for exactly the payload pieces before it; a small item never waits.
-void check_seams(const std::vector<WriteItem>& items, const WriteLayout& layout) {
+// A seam waits for exactly the payload pieces before it; a packed item never waits.
+void check_seams(const std::vector<WriteItem>& items, const WriteLayout& layout,
+                 std::uint64_t segment_bytes) {
   std::vector<std::uint32_t> segment_of(layout.pieces.size());
   std::vector<std::uint32_t> seams(items.size(), 0);
   for (std::uint32_t s = 0; s < layout.segments.size(); ++s) {
@@ -143,14 +151,15 @@ void check_seams(const std::vector<WriteItem>& items, const WriteLayout& layout)
     if (segment.waits_for != kNoItem) ++seams[segment.waits_for];
   }
   for (std::uint32_t i = 0; i < items.size(); ++i) {
-    const bool is_large = items[i].row.payload_bytes >= kLargePayloadBytes;
+    const bool is_large = items[i].row.payload_bytes >= min_body_bytes(segment_bytes);
+    const std::uint32_t pieces = layout.first_piece[i + 1] - layout.first_piece[i];
+    if (!is_large) CHECK_EQ(pieces, items[i].row.item_bytes > 0 ? 1U : 0U);
     std::uint32_t before = 0;
     for (std::uint32_t p = layout.first_piece[i]; p < layout.first_piece[i + 1]; ++p) {
       const bool is_in_seam = layout.segments[segment_of[p]].waits_for == i;
       if (layout.pieces[p].kind == PieceKind::kPayload && is_large && !is_in_seam) ++before;
-      if (layout.pieces[p].kind != PieceKind::kTail) continue;
-      CHECK_EQ(is_in_seam, is_large);
-      if (!is_large) CHECK_EQ(segment_of[p], segment_of[layout.first_piece[i]]);
+      CHECK_EQ(layout.pieces[p].kind == PieceKind::kItem, !is_large);
+      if (layout.pieces[p].kind == PieceKind::kTail) CHECK(is_in_seam);
     }
     CHECK_EQ(layout.pieces_before_seam[i], before);
     CHECK(seams[i] <= 1U && (is_large || seams[i] == 0));
@@ -173,10 +182,10 @@ TEST(layout_of_random_items_tiles_them_in_aligned_segments) {
     WriteLayout layout;
     const std::uint64_t data_end =
         dcpx::engine::lay_out(items, 0, count, cursor, segment_bytes, layout);
-    for (const WriteItem& item : items) check_item(item);
+    for (const WriteItem& item : items) check_item(item, segment_bytes);
     check_segments(items, layout, cursor, segment_bytes, data_end);
     check_pieces(items, layout);
-    check_seams(items, layout);
+    check_seams(items, layout, segment_bytes);
     const auto& last = items.back().row;
     CHECK_EQ(data_end, last.item_offset + last.item_bytes);
     for (const Segment& segment : layout.segments) in_place += segment.is_in_place;
@@ -190,7 +199,7 @@ TEST(every_phase_of_a_source_is_congruent_and_a_body_is_in_place) {
       RandomSource random(31);
       std::vector<WriteItem> items(1);
       WriteItem& item = items[0];
-      item.row.payload_bytes = kLargePayloadBytes + 77;
+      item.row.payload_bytes = min_body_bytes(kMinSegmentBytes) + 77;
       item.source =
           reinterpret_cast<const std::byte*>(static_cast<std::uintptr_t>(1 << 20 | phase));
       item.row.sizes = {static_cast<std::int64_t>(item.row.payload_bytes)};
@@ -200,15 +209,39 @@ TEST(every_phase_of_a_source_is_congruent_and_a_body_is_in_place) {
                                            item.row.payload_bytes, 1});
       }
       WriteLayout layout;
-      const std::uint64_t data_end = dcpx::engine::lay_out(items, 0, 1, 0, 256 << 10, layout);
-      check_item(item);
-      check_segments(items, layout, 0, 256 << 10, data_end);
+      const std::uint64_t data_end =
+          dcpx::engine::lay_out(items, 0, 1, 0, kMinSegmentBytes, layout);
+      check_item(item, kMinSegmentBytes);
+      check_segments(items, layout, 0, kMinSegmentBytes, data_end);
       std::uint64_t in_place_bytes = 0;
       for (const Segment& segment : layout.segments) {
         if (segment.is_in_place) in_place_bytes += segment.end - segment.begin;
       }
       CHECK(in_place_bytes >= item.row.payload_bytes - 2 * kDirectAlignment);
     }
+  }
+}
+
+TEST(packed_items_fill_their_segments) {
+  for (const std::uint64_t payload_bytes : {0UL, 5UL, 4096UL, 65536UL, 100'000UL}) {
+    std::vector<WriteItem> items(1000);
+    for (WriteItem& item : items) {
+      item.row.payload_bytes = payload_bytes;
+      item.row.sizes = {static_cast<std::int64_t>(payload_bytes)};
+      item.row.strides = {1};
+      item.zip.emplace(
+          dcpx::ZipItemSpec{&kBytesFraming, item.row.sizes, item.row.strides, payload_bytes, 1});
+    }
+    WriteLayout layout;
+    const std::uint64_t data_end = dcpx::engine::lay_out(items, 0, 1000, 0, kMiB, layout);
+    check_pieces(items, layout);
+    const std::uint64_t item_bytes = align_up(items[0].row.item_bytes, kPackAlignment);
+    CHECK(item_bytes < payload_bytes + 2000);
+    const std::uint64_t per_segment = (kMiB - items[0].row.item_bytes) / item_bytes + 1;
+    CHECK_EQ(layout.segments.size(), (1000 + per_segment - 1) / per_segment);
+    CHECK_EQ(layout.pieces.size(), 1000U);
+    // Less than a page between segments, and no page between items.
+    CHECK(data_end <= 1000 * item_bytes + layout.segments.size() * kDirectAlignment);
   }
 }
 
@@ -224,7 +257,7 @@ TEST(layouts_of_two_files_share_one_table) {
   const std::size_t border = layout.segments.size();
   const std::uint64_t second_end = dcpx::engine::lay_out(items, 10, 10, 8192, kMiB, layout);
   check_pieces(items, layout);
-  check_seams(items, layout);
+  check_seams(items, layout, kMiB);
   CHECK(border > 0 && layout.segments.size() > border);
   for (std::size_t s = 0; s < layout.segments.size(); ++s) {
     const Segment& segment = layout.segments[s];
