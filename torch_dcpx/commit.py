@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_dcpx._gc import paused_gc
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import DcpxError, PlanError, StorageError
 from torch_dcpx.layout import (
@@ -62,15 +63,21 @@ class WriteResults(list[WriteResult]):
         return WriteResults, (list(self), self.files)
 
 
-def _expected(metadata: Metadata) -> Iterator[MetadataIndex]:
+def _chunks(metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    """Yields the (fqn, offset) that every result must have one of; None is a bytes entry's."""
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             for chunk in entry.chunks:
-                yield MetadataIndex(fqn, chunk.offsets)
+                yield fqn, tuple(chunk.offsets)
         else:
-            yield MetadataIndex(fqn)
+            yield fqn, None
 
 
+def _where(index: MetadataIndex, rank: int) -> str:
+    return f"'{index.fqn}' at offset {index.offset} from rank {rank}"
+
+
+@paused_gc()
 def verify_results(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]]
 ) -> tuple[dict[MetadataIndex, Any], list[FileEntry]]:
@@ -89,42 +96,43 @@ def verify_results(
             if entry.path in files:
                 raise PlanError(f"rank {rank} reports file '{entry.path}' of another rank")
             files[entry.path] = entry
+    # Chunks are compared as plain tuples: a MetadataIndex is hashed and compared in Python.
     storage_data: dict[MetadataIndex, Any] = {}
+    written: set[tuple[str, Any]] = set()
     for rank, rank_results in enumerate(results):
         for result in rank_results:
             index, info = result.index, result.storage_data
-            where = f"'{index.fqn}' at offset {index.offset} from rank {rank}"
-            if index in storage_data:
-                raise PlanError(f"{where} was written twice", fqn=index.fqn)
+            chunk = index.fqn, index.offset
+            if chunk in written:
+                raise PlanError(f"{_where(index, rank)} was written twice", fqn=index.fqn)
             file = files.get(info.relative_path)
             if file is None:
                 raise PlanError(
-                    f"{where} names unknown file '{info.relative_path}': no rank reports it. "
-                    "Results must reach `finish` in the lists that `DcpxWriter.write_data` "
-                    "returned, which carry the file table",
+                    f"{_where(index, rank)} names unknown file '{info.relative_path}': no rank "
+                    "reports it. Results must reach `finish` in the lists that "
+                    "`DcpxWriter.write_data` returned, which carry the file table",
                     fqn=index.fqn,
                 )
             if info.offset < 0 or info.length < 0 or info.offset + info.length > file.nbytes:
                 raise PlanError(
-                    f"{where} lies at [{info.offset}, {info.offset + info.length}), outside of "
-                    f"'{file.path}' of {file.nbytes} B",
+                    f"{_where(index, rank)} lies at [{info.offset}, {info.offset + info.length}), "
+                    f"outside of '{file.path}' of {file.nbytes} B",
                     fqn=index.fqn,
                 )
+            written.add(chunk)
             storage_data[index] = info
     expected = set()
-    for index in _expected(metadata):
-        if index not in storage_data:
+    for chunk in _chunks(metadata):
+        if chunk not in written:
             raise PlanError(
-                f"no rank wrote '{index.fqn}' at offset {index.offset}: nothing is published",
-                fqn=index.fqn,
+                f"no rank wrote '{chunk[0]}' at offset {chunk[1]}: nothing is published",
+                fqn=chunk[0],
             )
-        expected.add(index)
-    for index in storage_data:
-        if index not in expected:
-            raise PlanError(
-                f"'{index.fqn}' at offset {index.offset} was written but is not in the metadata",
-                fqn=index.fqn,
-            )
+        expected.add(chunk)
+    for fqn, offset in written - expected:
+        raise PlanError(
+            f"'{fqn}' at offset {offset} was written but is not in the metadata", fqn=fqn
+        )
     return storage_data, list(files.values())
 
 
