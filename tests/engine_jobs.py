@@ -17,7 +17,8 @@ from states import DTYPES, random_bytes
 from torch_dcpx import _C
 from torch_dcpx._compat import dtype_name, framing_of
 from torch_dcpx.read_table import Located
-from torch_dcpx.write_table import BYTES, TENSOR, WriteRow, is_dense
+from torch_dcpx.tensor_memory import is_dense
+from torch_dcpx.write_table import BYTES, TENSOR, ItemType, WriteRow
 
 SLOT_BYTES = 256 << 10
 
@@ -75,17 +76,19 @@ class Saved(NamedTuple):
         return max(offset + nbytes for f, offset, nbytes, _ in self.wanted if f == file)
 
 
-def write_row(item: torch.Tensor | bytes, file: int, framing: int, fqn: str) -> WriteRow:
+def item_type(dtype: torch.dtype) -> ItemType:
+    name = dtype_name(dtype)
+    return ItemType(*framing_of(dtype), dtype.itemsize, 0, 0, name, name, "strided")
+
+
+def write_row(item: torch.Tensor | bytes, file: int, type_index: int, fqn: str) -> WriteRow:
     if isinstance(item, bytes):
         return WriteRow(
-            file, BYTES, item, len(item), -1, 1, (), (), True, fqn, (), (), 0, 0, "", ("", ""), ""
+            file, BYTES, type_index, item, len(item), (), (), True, fqn, (), (), None
         )  # fmt: skip
-    nbytes = item.numel() * item.element_size()
-    name, shape = dtype_name(item.dtype), tuple(item.shape)
     return WriteRow(
-        file, TENSOR, item.data_ptr() if nbytes else 0, nbytes, framing, item.element_size(), shape,
-        item.stride(), is_dense(item) or nbytes == 0, fqn, shape, (0,) * len(shape), 0, 0, name,
-        (name, "strided"), "",
+        file, TENSOR, type_index, item.data_ptr() if item.nbytes else 0, item.nbytes, item.shape,
+        item.stride(), is_dense(item) or item.nbytes == 0, fqn, item.shape, (0,) * item.dim(), None,
     )  # fmt: skip
 
 
@@ -110,18 +113,18 @@ def write(
         for f in range(files):
             job.add_file([f"__0_{f}.distcp"], bytes([f] * 16), 0)
     dtypes = sorted({t.dtype for t in items if isinstance(t, torch.Tensor)}, key=str)
-    framings = [framing_of(dtype) for dtype in dtypes]
+    types = [item_type(torch.uint8), *map(item_type, dtypes)]  # bytes have none of their own
     rows = [
         write_row(
             item, i * files // len(items),
-            -1 if isinstance(item, bytes) else dtypes.index(item.dtype), f"item{i}",
+            0 if isinstance(item, bytes) else dtypes.index(item.dtype) + 1, f"item{i}",
         )
         for i, item in enumerate(items)
     ]  # fmt: skip
     placed: list[tuple[int, int]] = []
     for w in range(windows):
         part = rows[w * len(rows) // windows : (w + 1) * len(rows) // windows]
-        placed += job.write(part, framings, is_final=w + 1 == windows)
+        placed += zip(*job.write(part, types, is_final=w + 1 == windows), strict=True)
     results = {row[0]: row for row in job.results()}
     assert sorted(results) == sorted(job.created())
     found = []

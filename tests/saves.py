@@ -126,6 +126,7 @@ class Row(NamedTuple):
     item_bytes: int
     payload_offset: int
     payload_bytes: int
+    path: str  # JSON, or empty
 
 
 class Footer(NamedTuple):
@@ -167,9 +168,11 @@ def read_footer(path: Path) -> Footer:
     at = index_offset
     while at < index_offset + index_bytes:
         row_bytes, _, _, _, ndim, *places = struct.unpack_from("<I4B4Q", data, at)
-        *texts, _, fqn_bytes, _, _ = struct.unpack_from("<4H3I", data, at + 44)
+        *texts, _, fqn_bytes, path_bytes, _ = struct.unpack_from("<4H3I", data, at + 44)
         begin = at + 64 + 32 * ndim + sum(texts)
-        rows.append(Row(data[begin : begin + fqn_bytes].decode(), *places))
+        end = begin + fqn_bytes
+        keys = data[end : end + path_bytes].decode("utf-8", "surrogatepass")
+        rows.append(Row(data[begin:end].decode("utf-8", "surrogatepass"), *places, keys))
         at += row_bytes
     return Footer(
         file_bytes, data_bytes, index_offset, index_bytes, table_offset, block_count, rows

@@ -36,9 +36,9 @@ from torch_dcpx.read_table import (
     plan_tensor_read,
     stored_dtype,
 )
+from torch_dcpx.tensor_memory import has_strides
 from torch_dcpx.trust import reencode_byte_item
 from torch_dcpx.unpickle import MAX_MESSAGE
-from torch_dcpx.write_table import has_strides
 
 __all__ = ["read_items"]
 

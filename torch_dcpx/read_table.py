@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch_dcpx._compat import dtype_by_name, increment_version, storage_dtypes
 from torch_dcpx.errors import CorruptionError, UnsafePickleError, UnsupportedError
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.tensor_memory import check_storage, is_plain
 from torch_dcpx.unpickle import malformed_is_corruption
-from torch_dcpx.write_table import check_storage, is_plain
 
 __all__ = ["Located", "ReadRow", "Stored", "TensorRead", "is_direct_target", "stored_dtype"]
 

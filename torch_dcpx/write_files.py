@@ -11,27 +11,27 @@ import logging
 import math
 import os
 import secrets
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import repeat
+from typing import NamedTuple, TypeAlias
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx import _C
+from torch_dcpx._gc import paused_gc
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import StorageError
 from torch_dcpx.layout import FileEntry, data_file_names
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.progress import WriteProgress
 from torch_dcpx.split import Split, planned_bytes
-from torch_dcpx.write_table import Resolved, WriteTable
+from torch_dcpx.write_table import WriteRow, WriteTable
 
 __all__ = ["Written", "write_files"]
 
 logger = logging.getLogger("torch_dcpx")
-
-_HOOKS = ("resolve_data", "lookup_object", "transform_object")
 
 
 class Written(NamedTuple):
@@ -41,15 +41,6 @@ class Written(NamedTuple):
     files: list[FileEntry]
     counters: dict[str, int]
     payload_bytes: int
-
-
-def has_stock_hooks(planner: SavePlanner) -> bool:
-    """Returns whether the planner hands out the state's own tensors, never temporaries."""
-    return isinstance(planner, DefaultSavePlanner) and all(
-        getattr(type(planner), name) is getattr(DefaultSavePlanner, name)
-        and name not in vars(planner)
-        for name in _HOOKS
-    )
 
 
 def write_files(
@@ -95,15 +86,20 @@ def write_files(
             directory.sync()
         files = [FileEntry(*row) for row in job.results()]
         paths = [files[file].path for file in split.files]
-        results = [
-            WriteResult(item.index, nbytes, _StorageInfo(path, offset, nbytes, table.descriptors))
-            for item, path, (offset, nbytes) in zip(split.items, paths, placed, strict=True)
-        ]
+        descriptors = table.descriptors
+        with paused_gc():
+            results = [
+                WriteResult(item.index, nbytes, _StorageInfo(path, offset, nbytes, descriptors))
+                for item, path, offset, nbytes in zip(split.items, paths, *placed, strict=True)
+            ]
         progress.finish()
         return Written(results, files, job.report(), progress.done_bytes)
     except BaseException:
         _remove_created(directory, job)
         raise
+
+
+Placed: TypeAlias = tuple[list[int], list[int]]  # offset and bytes of every item, in their order
 
 
 class _Window:
@@ -112,53 +108,48 @@ class _Window:
     def __init__(
         self, job: _C.WriteJob, table: WriteTable, progress: WriteProgress, budget_bytes: int
     ) -> None:
-        self.placed: list[tuple[int, int]] = []  # (offset, bytes) of every item so far
+        self.placed: Placed = [], []
         self._job = job
         self._table = table
         self._progress = progress
         self._budget_bytes = budget_bytes
-        self._makes_temporaries = not has_stock_hooks(table.planner)
         self._made_ratio = 1.0  # bytes that the planner made to bytes planned: the most so far
-        self._entries: list[Resolved] = []
+        self._rows: list[WriteRow] = []
+        self._owners: list[object] = []
         self._used_bytes = 0
 
-    def resolve_in_place(self, item: WriteItem, file: int) -> Resolved | None:
-        """Returns the row of an item that needs no memory of its own, None for all others.
-
-        Raises:
-            UnsupportedError: data that cannot be kept.
-        """
-        return None if self._makes_temporaries else self._table.resolve_in_place(item, file)
-
-    def add_resolved(self, resolved: Resolved) -> None:
-        """Takes a row of `resolve_in_place`."""
-        self._entries.append(resolved)
+    def add_row(self, row: WriteRow) -> None:
+        """Takes a row of an item that needs no memory of its own."""
+        self._rows.append(row)
 
     def add(self, item: WriteItem, file: int) -> None:
         """Asks for the item's data; writes what is there already when both exceed the budget."""
-        announced_bytes = planned_bytes(item) if self._makes_temporaries else 0
+        makes_temporaries = not self._table.has_stock_hooks
+        announced_bytes = planned_bytes(item) if makes_temporaries else 0
         self._make_room(math.ceil(announced_bytes * self._made_ratio))
         resolved = self._table.resolve(item, file)
         # A user's planner may make its tensors on the fly: each counts as if it did.
-        cost = resolved.row.payload_bytes if self._makes_temporaries else resolved.temporary_bytes
+        cost = resolved.row.payload_bytes if makes_temporaries else resolved.temporary_bytes
         if announced_bytes:
             self._made_ratio = max(self._made_ratio, cost / announced_bytes)
         self._make_room(cost)
-        self._entries.append(resolved)
+        self._rows.append(resolved.row)
+        self._owners.append(resolved.owner)
         self._used_bytes += cost
 
     def _make_room(self, nbytes: int) -> None:
-        if self._entries and nbytes and self._used_bytes + nbytes > self._budget_bytes:
+        if self._rows and nbytes and self._used_bytes + nbytes > self._budget_bytes:
             self.flush(is_final=False)
 
     def flush(self, *, is_final: bool) -> None:
         """Writes the rows and drops what they point to."""
-        rows = [entry.row for entry in self._entries]
-        with self._progress.window([row.payload_bytes for row in rows]) as tell:
-            self.placed += self._job.write(
-                rows, self._table.framings, is_final=is_final, progress=tell
+        with self._progress.window([row.payload_bytes for row in self._rows]) as tell:
+            offsets, lengths = self._job.write(
+                self._rows, self._table.types, is_final=is_final, progress=tell
             )
-        self._entries, self._used_bytes = [], 0
+        self.placed[0].extend(offsets)
+        self.placed[1].extend(lengths)
+        self._rows, self._owners, self._used_bytes = [], [], 0
 
 
 def _write_windows(
@@ -167,13 +158,19 @@ def _write_windows(
     table: WriteTable,
     progress: WriteProgress,
     window_bytes: int,
-) -> list[tuple[int, int]]:
+) -> Placed:
     window = _Window(job, table, progress, window_bytes)
-    # All that needs no memory comes first: what cannot be kept is refused before the first byte.
-    in_place = list(map(window.resolve_in_place, *split))
-    for item, file, resolved in zip(*split, in_place, strict=True):
-        if resolved is not None:
-            window.add_resolved(resolved)
+    if table.has_stock_hooks:
+        # All that needs no memory comes first: what cannot be kept is refused before the first
+        # byte. The rows point into the state; their tensors live as long as `in_place` does.
+        with paused_gc():
+            in_place = table.resolve_in_place(*split)
+        rows: Iterable[WriteRow | None] = in_place.rows
+    else:
+        rows = repeat(None, len(split.items))
+    for item, file, row in zip(*split, rows, strict=True):
+        if row is not None:
+            window.add_row(row)
         else:
             window.add(item, file)
     window.flush(is_final=True)

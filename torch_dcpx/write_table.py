@@ -7,12 +7,12 @@ tensors, bytes for everything else. Nothing is copied here that lies in host mem
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import (
     SavePlanner,
@@ -23,8 +23,18 @@ from torch.distributed.checkpoint.planner import (
 
 from torch_dcpx._compat import dtype_name, framing_of, is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
+from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
 
-__all__ = ["Resolved", "Transform", "WriteRow", "WriteTable", "check_plan", "transform_by"]
+__all__ = [
+    "InPlace",
+    "ItemType",
+    "Resolved",
+    "Transform",
+    "WriteRow",
+    "WriteTable",
+    "check_plan",
+    "transform_by",
+]
 
 TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
 
@@ -56,26 +66,35 @@ def transform_by(transforms: Any) -> Transform:
     return Transform(apply, descriptors)
 
 
+class ItemType(NamedTuple):
+    """What many items share, as `WriteJob.write` takes it."""
+
+    storage_module: str  # `_compat.framing_of` of the dtype; empty for what is no plain tensor
+    storage_name: str
+    dtype_name: str
+    elem_bytes: int
+    flags: int
+    memory_format: int
+    dtype: str  # of the stored payload
+    prop_dtype: str  # dtype and layout as the metadata says
+    layout: str
+
+
 class WriteRow(NamedTuple):
     """One item as `WriteJob.write` takes it. Sizes, strides, offsets in elements."""
 
     file: int
     kind: int
+    type: int  # index into WriteTable.types
     source: Any  # address of host memory, or an object with a buffer
     payload_bytes: int
-    framing: int  # index into WriteTable.framings, -1 for bytes
-    elem_bytes: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # of the source
     is_dense: bool  # the source's memory is the payload as it is
     fqn: str
     global_sizes: tuple[int, ...]
     offsets: tuple[int, ...]
-    flags: int
-    memory_format: int
-    dtype: str
-    properties: tuple[str, str]  # dtype and layout, as the metadata says
-    path: str  # JSON
+    path: tuple[str | int, ...] | None  # flatten's; anything else counts as None
 
 
 class Resolved(NamedTuple):
@@ -86,51 +105,31 @@ class Resolved(NamedTuple):
     temporary_bytes: int  # host memory that exists for this row alone
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Returns whether the elements fill one run of memory, in any order, without overlap."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+class InPlace(NamedTuple):
+    """Rows that cost no memory, None for every item that needs some, and the rows' tensors."""
+
+    rows: list[WriteRow | None]
+    owners: list[torch.Tensor]
 
 
-def has_strides(tensor: torch.Tensor) -> bool:
-    """Returns whether the elements lie in a storage as strides say, in one way or another."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
+_BYTES_TYPE = ItemType("", "", "", 1, 0, 0, "", "", "")  # index 0, of byte items
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+_STOCK_HOOKS = {
+    name: getattr(DefaultSavePlanner, name)
+    for name in ("resolve_data", "lookup_object", "transform_object")
+}
+
+
+def has_stock_hooks(planner: SavePlanner) -> bool:
+    """Returns whether the planner hands out the state's own tensors, never temporaries."""
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(type(planner), name) is hook and name not in vars(planner)
+        for name, hook in _STOCK_HOOKS.items()
     )
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether addresses and strides say all about the tensor's values."""
-    return has_strides(tensor) and not tensor.is_conj() and not tensor.is_neg()
-
-
-def check_storage(tensor: torch.Tensor, fqn: str) -> None:
-    """Raises UnsupportedError when a tensor's view reaches behind its storage.
-
-    FSDP and others free a parameter's memory by resizing its storage under it.
-    """
-    dims = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in dims)
-    needed, held = (last + 1) * tensor.element_size(), tensor.untyped_storage().nbytes()
-    if needed > held:
-        raise UnsupportedError(
-            f"'{fqn}' needs {needed} B of a storage that holds {held} B: its memory was freed or "
-            "resized"
-        )
-
-
 def _vetted(item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
-    """Returns the tensor to write, detached and waited for, and what the plan says of it.
+    """Returns the tensor to write, waited for, and what the plan says of it.
 
     Raises:
         AssertionError: it is no tensor (stock's texts).
@@ -144,14 +143,15 @@ def _vetted(item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
     if isinstance(data, AsyncCollectiveTensor):
         # Stock pickles the wrapper, which no load takes.
         data = data.trigger_wait()  # type: ignore[no-untyped-call]
-    tensor = data.detach()
-    if tensor.device.type == "meta":
+    if type(data) not in _PLAIN_CLASSES:
+        data = data.detach()  # of a class derived from Parameter a plain tensor
+    if data.is_meta:
         raise UnsupportedError(
             f"'{fqn}' is a meta tensor and has no data to save; materialise it or leave it out"
         )
-    if tensor.device.type in ("cpu", "cuda") and has_strides(tensor) and tensor.numel():
-        check_storage(tensor, fqn)
-    return tensor, item.tensor_data
+    if (data.is_cpu or data.is_cuda) and has_strides(data) and data.numel():
+        check_storage(data, fqn)
+    return data, item.tensor_data
 
 
 def _saved(tensor: torch.Tensor) -> io.BytesIO:
@@ -169,7 +169,7 @@ def _saved(tensor: torch.Tensor) -> io.BytesIO:
 
 
 class WriteTable:
-    """Makes rows. One per save; collects the framings (dtypes) that its rows refer to."""
+    """Makes rows. One per save; collects the types that its rows refer to."""
 
     def __init__(
         self, planner: SavePlanner, paths: Any, transform: Transform | None = None
@@ -179,12 +179,14 @@ class WriteTable:
         paths: flatten's mapping of this rank, fqn -> path, or anything else for none.
         transform: the writer's stream extensions, or None.
         """
-        self.framings: list[tuple[str, str, str]] = []
-        self.planner = planner
+        self.types: list[ItemType] = [_BYTES_TYPE]
+        self.has_stock_hooks = has_stock_hooks(planner)
+        self.descriptors = transform.descriptors if transform is not None else None
+        self._planner = planner
+        self._state = planner.state_dict if self.has_stock_hooks else {}  # type: ignore[attr-defined]
         self._paths = paths if isinstance(paths, dict) else {}
         self._transform = transform
-        self.descriptors = transform.descriptors if transform is not None else None
-        self._by_dtype: dict[torch.dtype, tuple[int, str]] = {}
+        self._known: dict[tuple[Any, ...], int] = {}  # what makes a type -> its index
 
     def resolve(self, item: WriteItem, file: int) -> Resolved:
         """Asks the planner for an item's data and describes it.
@@ -193,127 +195,131 @@ class WriteTable:
             AssertionError: the planner gave a wrong type (stock's texts).
             UnsupportedError: data that cannot be kept, by name.
         """
-        data = self.planner.resolve_data(item)
+        data = self._planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
                 raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")
             return self._bytes(item, file, data)
         return self._tensor(item, file, data)
 
-    def _bytes(self, item: WriteItem, file: int, data: io.BytesIO) -> Resolved:
-        if self._transform is not None:
-            data = self._transform.apply(item, data.getbuffer())
-        buffer = data.getbuffer()
-        row = WriteRow(
-            file, BYTES, buffer, len(buffer), -1, 1, (), (), True, item.index.fqn, (), (), 0, 0,
-            "", ("", ""), self._path(item.index.fqn),
-        )  # fmt: skip
-        return Resolved(row, data, len(buffer))
-
-    def resolve_in_place(self, item: WriteItem, file: int) -> Resolved | None:
-        """Describes an item that lies in host memory as it is written; None for all others.
+    def resolve_in_place(self, items: Iterable[WriteItem], files: Iterable[int]) -> InPlace:
+        """Describes the items that lie in host memory as they are written.
 
         Makes no temporary, so that all items can be asked before the first byte is written.
+        REQUIRES: has_stock_hooks.
 
         Raises:
             AssertionError: the planner gave a wrong type (stock's texts).
             UnsupportedError: data that cannot be kept, by name.
         """
-        if item.type == WriteItemType.BYTE_IO:
-            return None
-        tensor, about = _vetted(item, self.planner.resolve_data(item))
-        if tensor.device.type != "cpu":
-            return None
-        row = self._row_in_place(item, file, tensor, about)
-        return None if row is None else Resolved(row, tensor, 0)
+        rows: list[WriteRow | None] = []
+        owners: list[torch.Tensor] = []
+        for item, file in zip(items, files, strict=True):
+            row = None
+            if item.type is not WriteItemType.BYTE_IO:
+                tensor, about = _vetted(item, self._lookup(item))
+                if tensor.is_cpu:
+                    row = self._row_in_place(item, file, tensor, about)
+                    owners.append(tensor)
+            rows.append(row)
+        return InPlace(rows, owners)
+
+    def _lookup(self, item: WriteItem) -> Any:
+        """What stock's `resolve_data` gives for a tensor item, without its five calls."""
+        index = item.index
+        data = self._state.get(index.fqn)
+        if type(data) in _PLAIN_CLASSES and not any(index.offset or ()):
+            return data
+        return self._planner.resolve_data(item)
+
+    def _bytes(self, item: WriteItem, file: int, data: io.BytesIO) -> Resolved:
+        if self._transform is not None:
+            data = self._transform.apply(item, data.getbuffer())
+        return self._serialised(item, file, BYTES, 0, data)
 
     def _tensor(self, item: WriteItem, file: int, data: Any) -> Resolved:
         tensor, about = _vetted(item, data)
-        is_copy = tensor.device.type != "cpu"
+        tensor = tensor.detach()
+        is_copy = not tensor.is_cpu
         if is_copy:
             tensor = tensor.cpu()
         row = self._row_in_place(item, file, tensor, about)
-        if row is None:
-            return self._serialised(item, file, tensor, about)
-        return Resolved(row, tensor, row.payload_bytes if is_copy else 0)
+        if row is not None:
+            return Resolved(row, tensor, row.payload_bytes if is_copy else 0)
+        # Stored in torch's own serialisation: addresses and strides do not say it all.
+        try:
+            stream = _saved(tensor)
+        except Exception as error:
+            raise UnsupportedError(
+                f"'{item.index.fqn}' cannot be saved: torch.save of its {type(tensor).__name__} "
+                f"({dtype_name(tensor.dtype)}) raised {type(error).__name__}: {error}"
+            ) from error
+        if self._transform is not None:
+            stream = self._transform.apply(item, stream.getbuffer())
+        kind = self._type(tensor.dtype, about.properties, is_plain=False)
+        return self._serialised(item, file, TORCH_TENSOR, kind, stream)
 
     def _row_in_place(
         self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
     ) -> WriteRow | None:
         """Returns the row of a host tensor, None where address and strides do not say it all."""
-        fqn, offsets = item.index.fqn, tuple(about.chunk.offsets)
-        if self._transform is not None or not is_plain(tensor) or len(offsets) != tensor.dim():
+        fqn, shape, offsets = item.index.fqn, tensor.shape, about.chunk.offsets
+        if self._transform is not None or not is_plain(tensor) or len(offsets) != len(shape):
             return None
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.nbytes
         address = tensor.data_ptr() if nbytes else 0
         if nbytes and not address:  # torch.func's wrappers and zero tensors look plain
             raise UnsupportedError(
                 f"'{fqn}' is of {nbytes} B but lies nowhere: torch has no memory for a tensor that "
                 "torch.func tracks or that is known to be zero; save `tensor.clone()`"
             )
-        framing, name = self._dtype(tensor.dtype)
         return WriteRow(
             file,
             TENSOR,
+            self._type(tensor.dtype, about.properties, is_plain=True),
             address,
             nbytes,
-            framing,
-            tensor.element_size(),
-            tuple(tensor.shape),
+            shape,
             tensor.stride(),
             nbytes == 0 or is_dense(tensor),
             fqn,
-            tuple(about.size),
+            about.size,
             offsets,
-            *self._properties(about.properties),
-            name,
-            self._property_names(about.properties),
-            self._path(fqn),
+            self._paths.get(fqn),
         )
 
     def _serialised(
-        self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
+        self, item: WriteItem, file: int, kind: int, type_index: int, data: io.BytesIO
     ) -> Resolved:
-        """Stores in torch's own serialisation what addresses and strides cannot say."""
-        fqn = item.index.fqn
-        try:
-            stream = _saved(tensor)
-        except Exception as error:
-            raise UnsupportedError(
-                f"'{fqn}' cannot be saved: torch.save of its {type(tensor).__name__} "
-                f"({dtype_name(tensor.dtype)}) raised {type(error).__name__}: {error}"
-            ) from error
-        if self._transform is not None:
-            stream = self._transform.apply(item, stream.getbuffer())
-        buffer = stream.getbuffer()
+        """Returns the row of bytes that are the item."""
+        buffer, fqn = data.getbuffer(), item.index.fqn
         row = WriteRow(
-            file, TORCH_TENSOR, buffer, len(buffer), -1, 1, (), (), True, fqn, (), (),
-            *self._properties(about.properties), dtype_name(tensor.dtype),
-            self._property_names(about.properties), self._path(fqn),
+            file, kind, type_index, buffer, len(buffer), (), (), True, fqn, (), (),
+            self._paths.get(fqn),
         )  # fmt: skip
-        return Resolved(row, stream, len(buffer))
+        return Resolved(row, data, len(buffer))
 
-    def _dtype(self, dtype: torch.dtype) -> tuple[int, str]:
-        known = self._by_dtype.get(dtype)
+    def _type(self, dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool) -> int:
+        """Returns the index of the type of items of this dtype and these properties."""
+        said, layout = properties.dtype, properties.layout
+        requires_grad, pin_memory = properties.requires_grad, properties.pin_memory
+        memory_format = properties.memory_format
+        key = (dtype, said, layout, requires_grad, memory_format, pin_memory, is_plain)
+        known = self._known.get(key)
         if known is None:
-            known = self._by_dtype[dtype] = len(self.framings), dtype_name(dtype)
-            self.framings.append(framing_of(dtype))
+            known = self._known[key] = len(self.types)
+            self.types.append(
+                ItemType(
+                    *(framing_of(dtype) if is_plain else ("", "", "")),
+                    dtype.itemsize if is_plain else 1,
+                    int(requires_grad) | 2 * int(pin_memory),
+                    _MEMORY_FORMATS.get(memory_format, 0),
+                    dtype_name(dtype),
+                    dtype_name(said),
+                    str(layout).removeprefix("torch."),
+                )
+            )
         return known
-
-    @staticmethod
-    def _properties(properties: TensorProperties) -> tuple[int, int]:
-        flags = int(properties.requires_grad) | 2 * int(properties.pin_memory)
-        return flags, _MEMORY_FORMATS.get(properties.memory_format, 0)
-
-    @staticmethod
-    def _property_names(properties: TensorProperties) -> tuple[str, str]:
-        return dtype_name(properties.dtype), str(properties.layout).removeprefix("torch.")
-
-    def _path(self, fqn: str) -> str:
-        path = self._paths.get(fqn)
-        if not isinstance(path, tuple) or not all(type(key) in (str, int) for key in path):
-            return ""
-        return json.dumps(path, ensure_ascii=False)
 
 
 def check_plan(items: Sequence[WriteItem]) -> None:

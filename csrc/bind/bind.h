@@ -24,7 +24,7 @@ PollFunction signal_poll();
 // UTF-8 of a str; lone surrogates, which a key may hold, pass as they do in a pickle.
 std::string to_string(const pybind11::handle& value);
 
-// A tuple of ints. Throws what Python raises for anything else.
+// A tuple or list of ints. Throws what Python raises for anything else.
 std::vector<std::int64_t> int_tuple(const pybind11::handle& values);
 
 // Buffers that must stay exported while workers use their memory. Give it back with the GIL held.

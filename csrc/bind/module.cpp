@@ -24,13 +24,14 @@ std::string to_string(const pybind11::handle& value) {
 }
 
 std::vector<std::int64_t> int_tuple(const pybind11::handle& values) {
+  const auto items = pybind11::reinterpret_steal<pybind11::object>(
+      PySequence_Fast(values.ptr(), "expected a tuple or list of ints"));
+  if (!items) throw pybind11::error_already_set();
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
   std::vector<std::int64_t> out;
-  const auto items = pybind11::reinterpret_borrow<pybind11::tuple>(values);
-  if (!pybind11::isinstance<pybind11::tuple>(values))
-    throw pybind11::type_error("expected a tuple");
-  out.reserve(items.size());
-  for (const pybind11::handle& item : items) {
-    const long long value = PyLong_AsLongLong(item.ptr());
+  out.reserve(static_cast<std::size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const long long value = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items.ptr(), i));
     if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
     out.push_back(value);
   }

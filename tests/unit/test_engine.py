@@ -15,6 +15,7 @@ from engine_jobs import (
     Saved,
     TensorSpec,
     drop_cache,
+    item_type,
     locate,
     make,
     open_directory,
@@ -31,7 +32,7 @@ from states import assert_same
 from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError, PlanError, StorageError
 from torch_dcpx.read_table import Located, ReadRow
-from torch_dcpx.write_table import is_dense
+from torch_dcpx.tensor_memory import is_dense
 
 BLOCK_BYTES = 64 << 10
 CANARY = 0xA5
@@ -341,13 +342,13 @@ def test_existing_files_are_never_touched_and_the_next_name_is_taken(tmp_path: P
             use_direct=True, is_durable=True,
         )  # fmt: skip
     job.add_file(["a", "b", "c"], bytes(16), 0)
-    job.write([write_row(b"x", 0, -1, "x")], [], is_final=True)
+    job.write([write_row(b"x", 0, 0, "x")], [item_type(torch.uint8)], is_final=True)
     assert job.created() == ["c"]
     assert (tmp_path / "a").read_bytes() == b"precious"
     assert (tmp_path / "b").is_symlink()
     job.add_file(["a", "c"], bytes(16), 0)
     with pytest.raises(StorageError):
-        job.write([write_row(b"x", 1, -1, "x")], [], is_final=True)
+        job.write([write_row(b"x", 1, 0, "x")], [item_type(torch.uint8)], is_final=True)
     assert job.created() == ["c"]
 
 

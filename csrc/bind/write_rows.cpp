@@ -1,0 +1,169 @@
+#include "bind/write_rows.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "common/bytes.h"
+#include "common/error.h"
+
+namespace dcpx {
+namespace {
+
+namespace py = pybind11;
+using engine::WriteItem;
+
+// A hundred thousand rows come in one call, so fields are read by Python's own C functions and not
+// through casts of pybind11, which cost ten times as much.
+py::handle field(const py::handle& tuple, Py_ssize_t index) {
+  return PyTuple_GET_ITEM(tuple.ptr(), index);
+}
+
+void check_tuple(const py::handle& value, Py_ssize_t size, const char* what) {
+  if (PyTuple_Check(value.ptr()) == 0 || PyTuple_GET_SIZE(value.ptr()) != size)
+    throw py::value_error(what);
+}
+
+std::uint64_t to_u64(const py::handle& value) {
+  const unsigned long long number = PyLong_AsUnsignedLongLong(value.ptr());
+  if (number == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr)
+    throw py::error_already_set();
+  return number;
+}
+
+std::uint8_t to_u8(const py::handle& value) {
+  const std::uint64_t number = to_u64(value);
+  DCPX_CHECK(number <= 0xff, "a row's flags have 8 bits");
+  return static_cast<std::uint8_t>(number);
+}
+
+// What many rows share: torch_dcpx.write_table.ItemType, in its order of fields.
+struct ItemType {
+  TensorFraming framing;
+  std::uint64_t elem_bytes = 1;
+  std::uint8_t flags = 0;
+  std::uint8_t memory_format = 0;
+  std::string dtype;
+  std::string prop_dtype;
+  std::string layout;
+};
+
+std::vector<ItemType> decode_types(const py::list& rows) {
+  std::vector<ItemType> types;
+  for (const py::handle& row : rows) {
+    check_tuple(row, 9, "an item type has 9 fields");
+    types.push_back({{to_string(field(row, 0)), to_string(field(row, 1)), to_string(field(row, 2))},
+                     to_u64(field(row, 3)),
+                     to_u8(field(row, 4)),
+                     to_u8(field(row, 5)),
+                     to_string(field(row, 6)),
+                     to_string(field(row, 7)),
+                     to_string(field(row, 8))});
+  }
+  return types;
+}
+
+// Appends a JSON string as Python's json writes it with ensure_ascii=False.
+void append_json(const std::string& text, std::string& out) {
+  constexpr std::string_view kHex = "0123456789abcdef";
+  out += '"';
+  for (const char c : text) {
+    const auto code = static_cast<unsigned char>(c);
+    constexpr std::string_view kEscaped = "\"\\\b\f\n\r\t";
+    constexpr std::string_view kLetters = "\"\\bfnrt";
+    if (const std::size_t which = kEscaped.find(c); which != std::string_view::npos) {
+      out += '\\';
+      out += kLetters[which];
+    } else if (code < 0x20) {
+      out += "\\u00";
+      out += kHex[code >> 4];
+      out += kHex[code & 0xf];
+    } else {
+      out += c;
+    }
+  }
+  out += '"';
+}
+
+// flatten's path of an item, a tuple of str and int, as a JSON list; empty for anything else.
+std::string to_path(const py::handle& path) {
+  if (PyTuple_CheckExact(path.ptr()) == 0) return {};
+  std::string out = "[";
+  const Py_ssize_t count = PyTuple_GET_SIZE(path.ptr());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const py::handle key = field(path, i);
+    if (i > 0) out += ", ";
+    if (PyUnicode_CheckExact(key.ptr()) != 0) {
+      append_json(to_string(key), out);
+    } else if (PyLong_CheckExact(key.ptr()) != 0) {
+      out += to_string(py::str(key));
+    } else {
+      return {};
+    }
+  }
+  out += ']';
+  return out;
+}
+
+// What is gathered is stored in C order; the row says what is stored, not where it came from.
+void make_gather(WriteItem& item) {
+  item.gather.elem_bytes = item.elem_bytes;
+  std::uint64_t stride = 1;
+  std::vector<std::int64_t> stored(item.row.sizes.size());
+  for (std::size_t d = stored.size(); d-- > 0;) {
+    stored[d] = static_cast<std::int64_t>(stride);
+    stride = checked_mul(stride,
+                         static_cast<std::uint64_t>(std::max<std::int64_t>(item.row.sizes[d], 1)));
+  }
+  for (std::size_t d = 0; d < stored.size(); ++d) {
+    item.gather.lengths.push_back(static_cast<std::uint64_t>(item.row.sizes[d]));
+    item.gather.src_strides.push_back(
+        checked_mul(static_cast<std::uint64_t>(item.row.strides[d]), item.elem_bytes));
+    item.gather.dst_strides.push_back(0);
+  }
+  item.row.strides = std::move(stored);
+}
+
+// The order of fields is that of torch_dcpx.write_table.WriteRow.
+void decode_row(const py::handle& row, const std::vector<ItemType>& types, PinnedBuffers& buffers,
+                WriteItem& item) {
+  check_tuple(row, 12, "a write row has 12 fields");
+  item.file = static_cast<std::uint32_t>(to_u64(field(row, 0)));
+  const std::uint64_t kind = to_u64(field(row, 1));
+  DCPX_CHECK(kind <= static_cast<std::uint64_t>(ItemKind::kTorchTensor), "an unknown kind of item");
+  item.row.kind = static_cast<ItemKind>(kind);
+  const std::uint64_t type_index = to_u64(field(row, 2));
+  DCPX_CHECK(type_index < types.size(), "a row of an unknown type");
+  const ItemType& type = types[type_index];
+  item.row.payload_bytes = to_u64(field(row, 4));
+  item.source = buffers.add(field(row, 3), /*is_writable=*/false, item.row.payload_bytes);
+  item.elem_bytes = type.elem_bytes;
+  item.row.sizes = int_tuple(field(row, 5));
+  item.row.strides = int_tuple(field(row, 6));
+  DCPX_CHECK(item.row.sizes.size() == item.row.strides.size(),
+             "sizes and strides differ in number");
+  item.is_dense = field(row, 7).ptr() == Py_True;
+  item.row.fqn = to_string(field(row, 8));
+  item.row.global_sizes = int_tuple(field(row, 9));
+  item.row.offsets = int_tuple(field(row, 10));
+  item.row.path = to_path(field(row, 11));
+  item.row.flags = type.flags;
+  item.row.memory_format = type.memory_format;
+  item.row.dtype = type.dtype;
+  item.row.prop_dtype = type.prop_dtype;
+  item.row.layout = type.layout;
+  if (item.row.kind != ItemKind::kTensor) return;
+  if (!item.is_dense) make_gather(item);
+  item.zip.emplace(ZipItemSpec{&type.framing, item.row.sizes, item.row.strides,
+                               item.row.payload_bytes, item.elem_bytes});
+}
+
+}  // namespace
+
+void decode_write_rows(const py::list& rows, const py::list& type_rows, WriteRows& out) {
+  const std::vector<ItemType> types = decode_types(type_rows);
+  out.items.resize(rows.size());
+  std::size_t i = 0;
+  for (const py::handle& row : rows) decode_row(row, types, out.buffers, out.items[i++]);
+}
+
+}  // namespace dcpx

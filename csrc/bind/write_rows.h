@@ -1,0 +1,23 @@
+// The rows of torch_dcpx.write_table as the engine takes them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "bind/bind.h"
+#include "engine/write_job.h"
+
+namespace dcpx {
+
+// What one call of WriteJob.write works on.
+struct WriteRows {
+  std::vector<engine::WriteItem> items;
+  PinnedBuffers buffers;
+};
+
+// Fills `out` from a list of WriteRow and the list of ItemType that they refer to. REQUIRES: the
+// GIL. Throws Error(kPlan) and what Python raises for values of another type.
+void decode_write_rows(const pybind11::list& rows, const pybind11::list& types, WriteRows& out);
+
+}  // namespace dcpx

@@ -1,0 +1,89 @@
+"""Rows through the door: what the footer says of them, and rows that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_jobs import item_type, open_directory, scratch, write_row
+from hypothesis import given
+from hypothesis import strategies as st
+from saves import read_footer
+
+from torch_dcpx import _C
+from torch_dcpx.errors import PlanError
+
+TYPES = [item_type(torch.uint8)]
+
+
+def write(directory: Path, rows: list[Any], types: list[Any] = TYPES) -> None:
+    with open_directory(directory) as fd:
+        job = _C.WriteJob(
+            dir_fd=fd, dir_path=str(directory), workers=1, segment_bytes=256 << 10,
+            use_direct=False, is_durable=False,
+        )  # fmt: skip
+    job.add_file(["data"], bytes(16), 0)
+    job.write(rows, types, is_final=True)
+
+
+keys = st.one_of(st.text(st.characters(), max_size=8), st.integers())
+
+
+@given(st.lists(keys, max_size=5).map(tuple))
+def test_path_is_json_as_python_writes_it(path: tuple[str | int, ...]) -> None:
+    with scratch() as directory:
+        write(directory, [write_row(b"x", 0, 0, "x")._replace(path=path)])
+        (row,) = read_footer(directory / "data").rows
+    assert row.path == json.dumps(path, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("path", [None, "model", ["model"], ("a", 1.5), ("a", True), ("a", None)])
+def test_what_is_no_path_leaves_none(path: object, tmp_path: Path) -> None:
+    write(tmp_path, [write_row(b"x", 0, 0, "x")._replace(path=path)])
+    (row,) = read_footer(tmp_path / "data").rows
+    assert row.path == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"file": -1}, OverflowError),
+        ({"file": "0"}, TypeError),
+        ({"kind": 3}, PlanError),
+        ({"type": 1}, PlanError),
+        ({"source": 1.5}, TypeError),
+        ({"sizes": 3}, TypeError),
+        ({"sizes": ("3",)}, TypeError),
+        ({"sizes": (1 << 63,)}, OverflowError),
+        ({"sizes": (3,)}, PlanError),  # and no stride
+        ({"fqn": b"x"}, TypeError),
+    ],
+    ids=str,
+)
+def test_row_that_is_none_is_refused_before_a_file_is_made(
+    change: dict[str, Any], error: type[Exception], tmp_path: Path
+) -> None:
+    with pytest.raises(error):
+        write(tmp_path, [write_row(b"x", 0, 0, "x")._replace(**change)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rows", "types"),
+    [
+        ([write_row(b"x", 0, 0, "x")[:-1]], TYPES),
+        ([list(write_row(b"x", 0, 0, "x"))], TYPES),
+        ([write_row(b"x", 0, 0, "x")], [TYPES[0][:-1]]),
+        ([write_row(b"x", 0, 0, "x")], [TYPES[0]._replace(flags=256)]),
+    ],
+    ids=["a field is missing", "no tuple", "a type without layout", "too many flags"],
+)
+def test_table_of_another_shape_is_refused(
+    rows: list[Any], types: list[Any], tmp_path: Path
+) -> None:
+    with pytest.raises((ValueError, PlanError)):
+        write(tmp_path, rows, types)
+    assert not list(tmp_path.iterdir())

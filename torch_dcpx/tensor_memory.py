@@ -1,0 +1,56 @@
+"""What addresses and strides say of a tensor's memory, and when they do not say it all."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_dcpx.errors import UnsupportedError
+
+__all__ = ["check_storage", "has_strides", "is_dense", "is_plain"]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Returns whether the elements fill one run of memory, in any order, without overlap."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Returns whether the elements lie in a storage as strides say, in one way or another."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Returns whether addresses and strides say all about the tensor's values."""
+    return has_strides(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def check_storage(tensor: torch.Tensor, fqn: str) -> None:
+    """Raises UnsupportedError when a tensor's view reaches behind its storage.
+
+    FSDP and others free a parameter's memory by resizing its storage under it.
+    """
+    if tensor.is_contiguous():
+        reach = tensor.numel()
+    else:
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((size - 1) * stride for size, stride in dims)
+    needed = (tensor.storage_offset() + reach) * tensor.element_size()
+    held = tensor.untyped_storage().nbytes()
+    if needed > held:
+        raise UnsupportedError(
+            f"'{fqn}' needs {needed} B of a storage that holds {held} B: its memory was freed or "
+            "resized"
+        )
