@@ -21,13 +21,27 @@ FileId to_file_id(const py::bytes& raw) {
   return id;
 }
 
-py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool is_final) {
+// Polls for signals, then tells `progress` how many payload bytes are written. What either raises
+// cancels the job.
+PollFunction poll_with(const WriteJob& job, const py::object& progress) {
+  if (progress.is_none()) return signal_poll();
+  return [&job, &progress, poll = signal_poll()] {
+    poll();
+    const std::uint64_t done_bytes = job.report().done_bytes;
+    const py::gil_scoped_acquire gil;
+    progress(done_bytes);
+  };
+}
+
+py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool is_final,
+                const py::object& progress) {
   WriteRows decoded;
   decode_write_rows(rows, types, decoded);
   std::vector<engine::WriteItem>& items = decoded.items;
   {
+    const PollFunction poll = poll_with(job, progress);
     const py::gil_scoped_release no_gil;
-    job.write(items, is_final, signal_poll());
+    job.write(items, is_final, poll);
   }
   py::list offsets(items.size());
   py::list lengths(items.size());
@@ -60,7 +74,8 @@ void bind_write(py::module_& m) {
             return job.add_file({std::move(names), to_file_id(file_id), rank});
           },
           py::arg("names"), py::arg("file_id"), py::arg("rank"))
-      .def("write", &write, py::arg("rows"), py::arg("types"), py::arg("is_final"))
+      .def("write", &write, py::arg("rows"), py::arg("types"), py::arg("is_final"),
+           py::arg("progress") = py::none())
       .def("results",
            [](const WriteJob& job) {
              py::list out;
@@ -80,6 +95,12 @@ void bind_write(py::module_& m) {
         out["buffered_bytes"] = report.buffered_bytes;
         out["in_place_bytes"] = report.in_place_bytes;
         out["slot_bytes"] = report.slot_bytes;
+        out["done_bytes"] = report.done_bytes;
+        out["total_bytes"] = report.total_bytes;
+        out["copy_ns"] = report.copy_ns;
+        out["write_ns"] = report.write_ns;
+        out["fsync_ns"] = report.fsync_ns;
+        out["engine_ns"] = report.engine_ns;
         return out;
       });
 }
