@@ -1,3 +1,6 @@
+#include <pthread.h>
+
+#include <chrono>
 #include <future>
 #include <mutex>
 #include <set>
@@ -133,6 +136,46 @@ TEST(poll_runs_while_the_workers_do) {
       },
       [&] { ++polls; });
   CHECK(polls.load() >= 2);
+}
+
+// While it lives, no thread can be made: none gets a stack of that size.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_getattr_default_np(&before_);
+    pthread_attr_t huge;
+    pthread_attr_init(&huge);
+    pthread_attr_setstacksize(&huge, std::size_t{1} << 47);
+    pthread_setattr_default_np(&huge);
+    pthread_attr_destroy(&huge);
+  }
+  NoThreads(const NoThreads&) = delete;
+  ~NoThreads() {
+    pthread_setattr_default_np(&before_);
+    pthread_attr_destroy(&before_);
+  }
+
+ private:
+  pthread_attr_t before_{};
+};
+
+TEST(without_threads_the_caller_works_and_polls) {
+  const NoThreads no_threads;
+  const auto caller = std::this_thread::get_id();
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  int runs = 0;
+  const std::string what = failure_of(
+      4,
+      [&](unsigned worker, StopFlag& stop) {
+        CHECK_EQ(worker, 0U);
+        CHECK(std::this_thread::get_id() == caller);
+        ++runs;
+        while (!stop.is_set() && std::chrono::steady_clock::now() < give_up) {
+        }
+      },
+      [] { throw Failure("interrupted"); });
+  CHECK_EQ(what, "interrupted");
+  CHECK_EQ(runs, 1);
 }
 
 TEST(writes_of_workers_are_seen_after_the_call) {
