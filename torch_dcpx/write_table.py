@@ -7,6 +7,7 @@ tensors, bytes for everything else. Nothing is copied here that lies in host mem
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from torch_dcpx import _C
 from torch_dcpx._compat import dtype_name, framing_of, is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
+PICKLE = 3  # stored as BYTES: C++ puts the archive around it that torch.save would make
 
 _MEMORY_FORMATS = {
     torch.contiguous_format: 0,
@@ -113,6 +116,8 @@ class InPlace(NamedTuple):
 
 
 _BYTES_TYPE = ItemType("", "", "", 1, 0, 0, "", "", "")  # index 0, of byte items
+_SCALARS = frozenset((int, float, bool, type(None)))  # exact types: no class is named
+_MAX_CHARS = 1 << 20  # of a string that is pickled in one piece
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _STOCK_HOOKS = {
     name: getattr(DefaultSavePlanner, name)
@@ -195,6 +200,10 @@ class WriteTable:
             AssertionError: the planner gave a wrong type (stock's texts).
             UnsupportedError: data that cannot be kept, by name.
         """
+        if item.type is WriteItemType.BYTE_IO and self._transform is None:
+            value = self._state.get(item.index.fqn, self)
+            if type(value) in _SCALARS or (type(value) is str and len(value) <= _MAX_CHARS):
+                return self._scalar(item, file, value)
         data = self._planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
@@ -231,6 +240,17 @@ class WriteTable:
         if type(data) in _PLAIN_CLASSES and not any(index.offset or ()):
             return data
         return self._planner.resolve_data(item)
+
+    def _scalar(self, item: WriteItem, file: int, value: object) -> Resolved:
+        """Returns the row of what torch.save needs 50 us for, and a pickle 1 us."""
+        pickled, fqn = (
+            pickle.dumps(value, protocol=torch.serialization.DEFAULT_PROTOCOL),
+            item.index.fqn,
+        )
+        row = WriteRow(
+            file, PICKLE, 0, pickled, len(pickled), (), (), True, fqn, (), (), self._paths.get(fqn)
+        )  # fmt: skip
+        return Resolved(row, pickled, len(pickled) + _C.OBJECT_ZIP_OVERHEAD)
 
     def _bytes(self, item: WriteItem, file: int, data: io.BytesIO) -> Resolved:
         if self._transform is not None:

@@ -6,6 +6,7 @@
 #include "bind/write_rows.h"
 #include "common/error.h"
 #include "engine/write_job.h"
+#include "format/zip_object.h"
 
 namespace dcpx {
 namespace {
@@ -55,6 +56,7 @@ py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool
 }  // namespace
 
 void bind_write(py::module_& m) {
+  m.attr("OBJECT_ZIP_OVERHEAD") = object_zip_overhead();
   py::class_<WriteJob>(m, "WriteJob")
       .def(py::init([](int dir_fd, std::string dir_path, unsigned workers,
                        std::uint64_t segment_bytes, bool use_direct, bool is_durable,

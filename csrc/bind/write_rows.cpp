@@ -5,6 +5,7 @@
 
 #include "common/bytes.h"
 #include "common/error.h"
+#include "format/zip_object.h"
 
 namespace dcpx {
 namespace {
@@ -123,19 +124,27 @@ void make_gather(WriteItem& item) {
   item.row.strides = std::move(stored);
 }
 
+// In a row only: bytes that are the pickle of an item without tensors, still to be framed.
+constexpr std::uint64_t kPickle = 3;
+
 // The order of fields is that of torch_dcpx.write_table.WriteRow.
-void decode_row(const py::handle& row, const std::vector<ItemType>& types, PinnedBuffers& buffers,
-                WriteItem& item) {
+void decode_row(const py::handle& row, const std::vector<ItemType>& types, ZipItemCache& zips,
+                WriteRows& out, WriteItem& item) {
   check_tuple(row, 12, "a write row has 12 fields");
   item.file = static_cast<std::uint32_t>(to_u64(field(row, 0)));
   const std::uint64_t kind = to_u64(field(row, 1));
-  DCPX_CHECK(kind <= static_cast<std::uint64_t>(ItemKind::kTorchTensor), "an unknown kind of item");
-  item.row.kind = static_cast<ItemKind>(kind);
+  DCPX_CHECK(kind <= kPickle, "an unknown kind of item");
+  item.row.kind = kind == kPickle ? ItemKind::kBytes : static_cast<ItemKind>(kind);
   const std::uint64_t type_index = to_u64(field(row, 2));
   DCPX_CHECK(type_index < types.size(), "a row of an unknown type");
   const ItemType& type = types[type_index];
   item.row.payload_bytes = to_u64(field(row, 4));
-  item.source = buffers.add(field(row, 3), /*is_writable=*/false, item.row.payload_bytes);
+  item.source = out.buffers.add(field(row, 3), /*is_writable=*/false, item.row.payload_bytes);
+  if (kind == kPickle) {
+    out.archives.push_back(object_zip(item.source, item.row.payload_bytes));
+    item.source = out.archives.back().data();
+    item.row.payload_bytes = out.archives.back().size();
+  }
   item.elem_bytes = type.elem_bytes;
   item.row.sizes = int_tuple(field(row, 5));
   item.row.strides = int_tuple(field(row, 6));
@@ -153,8 +162,8 @@ void decode_row(const py::handle& row, const std::vector<ItemType>& types, Pinne
   item.row.layout = type.layout;
   if (item.row.kind != ItemKind::kTensor) return;
   if (!item.is_dense) make_gather(item);
-  item.zip.emplace(ZipItemSpec{&type.framing, item.row.sizes, item.row.strides,
-                               item.row.payload_bytes, item.elem_bytes});
+  item.zip = zips.make(type.framing, item.row.sizes, item.row.strides, item.row.payload_bytes,
+                       item.elem_bytes);
 }
 
 }  // namespace
@@ -163,7 +172,8 @@ void decode_write_rows(const py::list& rows, const py::list& type_rows, WriteRow
   const std::vector<ItemType> types = decode_types(type_rows);
   out.items.resize(rows.size());
   std::size_t i = 0;
-  for (const py::handle& row : rows) decode_row(row, types, out.buffers, out.items[i++]);
+  ZipItemCache zips;
+  for (const py::handle& row : rows) decode_row(row, types, zips, out, out.items[i++]);
 }
 
 }  // namespace dcpx

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <deque>
 #include <vector>
 
 #include "bind/bind.h"
@@ -14,6 +16,7 @@ namespace dcpx {
 struct WriteRows {
   std::vector<engine::WriteItem> items;
   PinnedBuffers buffers;
+  std::deque<std::vector<std::byte>> archives;  // of rows that gave a pickle
 };
 
 // Fills `out` from a list of WriteRow and the list of ItemType that they refer to. REQUIRES: the

@@ -7,67 +7,19 @@
 
 #include "common/bytes.h"
 #include "format/crc32.h"
+#include "format/zip_records.h"
 #include "format/zip_wire.h"
 
 namespace dcpx {
 namespace {
 
+using namespace zip_records;
 using namespace zip_wire;
 
-constexpr std::string_view kPickleName = "archive/data.pkl";
 constexpr std::string_view kPayloadName = "archive/data/0";
-
-struct SmallRecord {
-  std::string_view name;
-  std::string_view content;
-};
-constexpr SmallRecord kSmallRecords[] = {
-    {"archive/.format_version", "1"},
-    {"archive/.storage_alignment", "64"},
-    {"archive/byteorder", "little"},
-    {"archive/version", "3\n"},
-};
-constexpr std::size_t kSmallCount = std::size(kSmallRecords);
 constexpr std::uint16_t kEntries = kSmallCount + 2;
 
-const std::array<std::uint32_t, kSmallCount>& small_crcs() noexcept {
-  static const auto crcs = [] {
-    std::array<std::uint32_t, kSmallCount> sums{};
-    for (std::size_t i = 0; i < kSmallCount; ++i) {
-      const std::string_view content = kSmallRecords[i].content;
-      sums[i] = crc32(0, reinterpret_cast<const std::byte*>(content.data()), content.size());
-    }
-    return sums;
-  }();
-  return crcs;
-}
-
-std::uint64_t pickle_head_bytes(std::uint64_t pickle_bytes) {
-  return sizeof(LocalHeader) + kPickleName.size() + pickle_bytes;
-}
-
 bool needs_zip64(std::uint64_t value) { return value >= kIn64Bits; }
-
-void append_small(std::vector<std::byte>& out, std::string_view name, std::uint32_t crc,
-                  std::uint32_t nbytes) {
-  LocalHeader header;
-  header.crc = crc;
-  header.stored_bytes = header.plain_bytes = nbytes;
-  header.name_bytes = static_cast<std::uint16_t>(name.size());
-  append(out, header);
-  put_bytes(out, name);
-}
-
-void append_entry(std::vector<std::byte>& out, std::string_view name, std::uint32_t crc,
-                  std::uint32_t nbytes, std::uint64_t local_offset) {
-  CentralHeader header;
-  header.crc = crc;
-  header.stored_bytes = header.plain_bytes = nbytes;
-  header.name_bytes = static_cast<std::uint16_t>(name.size());
-  header.local_offset = static_cast<std::uint32_t>(local_offset);
-  append(out, header);
-  put_bytes(out, name);
-}
 
 // The CRC stays zero here and below: write_tail() puts it in.
 void append_descriptor(std::vector<std::byte>& out, std::uint64_t nbytes) {

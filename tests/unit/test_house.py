@@ -38,6 +38,7 @@ MODULES_WITH_EXTENSION = {
     "trust",
     "unpickle",
     "write_files",
+    "write_table",
 }
 
 # Modules that work, and start at once, without torch.
