@@ -7,7 +7,9 @@ No other module asks which torch runs, or what it has (`tests/unit/test_house.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
+from itertools import repeat
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ __all__ = [
     "PROPERTIES_COUNTS",
     "TORCH_VERSION",
     "AnyProperties",
+    "all_strides",
     "common_properties",
     "dtype_by_name",
     "dtype_name",
@@ -31,7 +34,6 @@ __all__ = [
     "saved_through",
     "set_strides",
     "storage_dtypes",
-    "strides_of",
     "torch_lacks",
 ]
 
@@ -124,9 +126,9 @@ _COMMON = 5  # fields that every torch reads; the sixth is 2.15's
 PROPERTIES_COUNTS = (_COMMON, _COMMON + 1)  # fields of a pickled one, whichever torch wrote it
 
 
-def strides_of(properties: TensorProperties) -> Any:
-    """Returns the sixth field, which is not checked here; None where this torch has none."""
-    return getattr(properties, "strides", None)
+def all_strides(properties: Iterable[TensorProperties]) -> list[Any]:
+    """Returns the sixth field of each, which is not checked here; None where torch has none."""
+    return list(map(getattr, properties, repeat("strides"), repeat(None)))
 
 
 def set_strides(properties: TensorProperties, strides: tuple[int, ...] | None) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Mapping
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, count
 from operator import le
 from typing import Any
 
@@ -35,21 +36,32 @@ class StringPool:
     """
 
     def __init__(self) -> None:
-        self._ids: dict[str, int] = {}
+        # By text; to ask for one that is new adds it.
+        self.number: defaultdict[str, int] = defaultdict(count().__next__)
 
     def add(self, text: str) -> int:
         """The number of `text`, the same for equal strings."""
-        return self._ids.setdefault(text, len(self._ids))
+        return self.number[text]
+
+    def numbers(self, texts: Iterable[str]) -> array[int]:
+        """The numbers of all `texts`."""
+        return array("q", map(self.number.__getitem__, texts))
 
     def columns(self) -> dict[str, array[int] | bytes]:
         """The columns that `ColumnReader.strings` reads."""
-        texts = [text.encode("utf-8", "surrogatepass") for text in self._ids]
+        whole = "".join(self.number)
+        if whole.isascii():  # characters are bytes: one encoding for all
+            return {
+                "strings": whole.encode(),
+                "string_ends": array("q", accumulate(map(len, self.number))),
+            }
+        texts = [text.encode("utf-8", "surrogatepass") for text in self.number]
         return {"strings": b"".join(texts), "string_ends": array("q", accumulate(map(len, texts)))}
 
 
 def encode_body(
     header: Mapping[str, Any], columns: Mapping[str, array[int] | bytes | bytearray]
-) -> tuple[bytes, int]:
+) -> tuple[list[bytes | memoryview], int]:
     """Lays out `header` and `columns`.
 
     Args:
@@ -57,7 +69,7 @@ def encode_body(
         columns: int64 arrays (typecode "q") and bytes by name.
 
     Returns:
-        The body and the bytes its header takes with its padding.
+        The body piece by piece, no column copied, and the bytes its header takes with its padding.
     """
     table = [
         [name, "i64" if isinstance(column, array) else "u8", len(column)]
@@ -65,11 +77,11 @@ def encode_body(
     ]
     head = json.dumps({**header, "columns": table}, separators=(",", ":")).encode()
     head = head.ljust(padded(len(head)))  # with spaces, which JSON allows
-    parts: list[bytes | bytearray | memoryview] = [head]
+    pieces: list[bytes | memoryview] = [head]
     for column in columns.values():
-        part = memoryview(column).cast("B") if isinstance(column, array) else column
-        parts += [part, bytes(padded(len(part)) - len(part))]
-    return b"".join(parts), len(head)
+        piece = memoryview(column).cast("B")
+        pieces += [piece, bytes(padded(len(piece)) - len(piece))]
+    return [piece for piece in pieces if len(piece)], len(head)
 
 
 class ColumnReader:

@@ -9,12 +9,13 @@ docs/format.md specifies every byte.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx import _C
 from torch_dcpx._compat import TORCH_VERSION
@@ -31,11 +32,18 @@ from torch_dcpx.metadata_decode import (
     decode_storage_meta,
     optional_str,
 )
-from torch_dcpx.metadata_encode import encode_columns, encode_pickle, stock_storage_meta
+from torch_dcpx.metadata_encode import encode_columns, stock_storage_meta
 from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.stock_pickle import pickle_any
 from torch_dcpx.unpickle import malformed_is_corruption
 
-__all__ = ["CheckpointMetadata", "decode_file_names", "decode_metadata", "encode_metadata"]
+__all__ = [
+    "CheckpointMetadata",
+    "decode_file_names",
+    "decode_metadata",
+    "encode_metadata",
+    "encode_pieces",
+]
 
 _MAGIC = b"DCPXMETA"
 _VERSION = 1
@@ -51,8 +59,10 @@ class CheckpointMetadata(NamedTuple):
     files: dict[str, FileEntry] | None  # every data file by path; None: stock DCP wrote it
 
 
-def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str) -> bytes:
-    """The content of a `.metadata` file.
+def encode_pieces(
+    metadata: Metadata, files: Sequence[FileEntry], save_id: str
+) -> list[bytes | memoryview]:
+    """The content of a `.metadata` file, piece by piece.
 
     Args:
         metadata: as `StorageWriter.finish` has completed it; it is not changed.
@@ -70,9 +80,19 @@ def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str
     if metadata.version is not None and type(metadata.version) is not str:
         raise PlanError(f"encode the metadata: its version is {metadata.version!r}")
     with paused_gc():
-        columns = encode_columns(metadata, files)  # refuses first, so that the pickle can't fail
+        encoded = encode_columns(metadata, files)  # refuses first, so that the pickle can't fail
+        columns = encoded.finished()
         meta = stock_storage_meta(metadata)
-        stock = encode_pickle(metadata, meta, columns.planner_data != "pickle")
+        if encoded.planner_data == "pickle":
+            stock = _pickle_foreign(metadata, meta)
+        else:
+            stock = _C.pickle_metadata(
+                columns,
+                encoded.planner_data == "columns",
+                encoded.descriptors,
+                None if meta is None else tuple(vars(meta)[name] for name in _META_FIELDS),
+                metadata.version,
+            )
         header = {
             "format": "dcpx-metadata",
             "writer": f"torch-dcpx {__version__}",
@@ -80,22 +100,38 @@ def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str
             "save_id": save_id,
             "storage_meta": meta and {name: vars(meta)[name] for name in _META_FIELDS},
             "version": metadata.version,
-            "planner_data": columns.planner_data,
-            "descriptors": columns.descriptors,
+            "planner_data": encoded.planner_data,
+            "descriptors": encoded.descriptors,
         }
-        body, header_bytes = encode_body(header, columns.finished())
+        body, header_bytes = encode_body(header, columns)
+    body_crc = 0
+    for piece in body:
+        body_crc = _C.crc32(piece, body_crc)
     tail = _TAIL.pack(
         _MAGIC,
         _VERSION,
         _C.crc32(stock),
         len(stock),
-        len(body),
+        sum(map(len, body)),
         header_bytes,
-        _C.crc32(body),
+        body_crc,
         b"",
         0,
     )[:-4]
-    return b"".join((stock, body, tail, struct.pack("<I", _C.crc32(tail))))
+    return [stock, *body, tail + struct.pack("<I", _C.crc32(tail))]
+
+
+def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str) -> bytes:
+    """The pieces of `encode_pieces` as one."""
+    return b"".join(encode_pieces(metadata, files, save_id))
+
+
+def _pickle_foreign(metadata: Metadata, storage_meta: StorageMeta | None) -> bytes:
+    """The pickle, with planner_data that is not stock's."""
+    try:
+        return pickle_any(dataclasses.replace(metadata, storage_meta=storage_meta))
+    except Exception as error:
+        raise PlanError(f"pickle the metadata with its planner_data: {error}") from error
 
 
 _META_FIELDS = ("checkpoint_id", "save_id", "modules")

@@ -63,6 +63,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ side of torch_dcpx: addresses, byte counts and names in, tables out.";
   dcpx::bind_errors();
   dcpx::bind_format(m);
+  dcpx::bind_metadata(m);
   dcpx::bind_io(m);
   dcpx::bind_write(m);
   dcpx::bind_read(m);
