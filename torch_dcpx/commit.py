@@ -29,7 +29,7 @@ from torch_dcpx.layout import (
     is_temporary_name,
     temporary_name,
 )
-from torch_dcpx.metadata import decode_file_names, encode_metadata
+from torch_dcpx.metadata import decode_file_names, encode_pieces
 
 __all__ = [
     "Leftovers",
@@ -152,10 +152,10 @@ def publish(
         StorageError: it could not be written; the previous metadata is still in place, unless
             only the last fsync failed: then either may be found after a power cut.
     """
-    encoded = encode_metadata(metadata, files, save_id)
+    pieces = encode_pieces(metadata, files, save_id)
     temporary = temporary_name(name)
     try:
-        directory.create(temporary, [encoded], is_durable=is_durable)
+        directory.create(temporary, pieces, is_durable=is_durable)
         directory.rename(temporary, name)
     except BaseException:
         try:
