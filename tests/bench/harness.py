@@ -1,0 +1,118 @@
+"""Sides of a comparison, timed in shuffled rounds of one run.
+
+Absolute figures drift by a third within minutes, so sides are compared within a round: each round
+runs every side once, in an order of its own, and what is reported is the median of the rounds'
+ratios. The first round warms up and checks every side bit for bit; it is not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from disk import remove_and_settle, settle
+
+Times = dict[str, list[float]]  # side -> seconds, one a counted round
+
+
+class Side(NamedTuple):
+    """One way to do the work.
+
+    Attributes:
+        run: does it in a directory that does not exist yet. Returns seconds by name: of parts, to
+            be listed as sides of their own, or under its own name where its own clock is better.
+        check: raises unless what `run` left there is right.
+        rounds: counted rounds, where fewer than the others'. None: all.
+    """
+
+    name: str
+    run: Callable[[Path], Mapping[str, float]]
+    check: Callable[[Path], None]
+    rounds: int | None = None
+
+
+def barrier() -> None:
+    """Waits for all ranks; nothing without a process group."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def slowest(parts: Mapping[str, float]) -> dict[str, float]:
+    """Returns each time of the rank that took longest."""
+    if not dist.is_initialized():
+        return dict(parts)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(parts))
+    return {name: max(times[name] for times in everyone if name in times) for name in everyone[0]}
+
+
+def time_side(side: Side, path: Path) -> dict[str, float]:
+    """Returns the seconds of one run of the side, and of its parts, by name."""
+    gc.collect()
+    barrier()
+    began = time.perf_counter()
+    parts = side.run(path)
+    barrier()
+    seconds = time.perf_counter() - began
+    return {side.name: seconds, **slowest(parts)}
+
+
+def run_rounds(
+    sides: Sequence[Side],
+    rounds: int,
+    folder: Path,
+    log: Callable[[str], None] = lambda _: None,
+    *,
+    quiet_s: float = 0.05,
+) -> Times:
+    """Times all sides in `rounds` counted rounds, after one that warms up and checks.
+
+    Args:
+        folder: a directory to work in, the same on all ranks, which all take the same order.
+        log: told of each round.
+        quiet_s: how long the disk must be at rest before a side's turn.
+    """
+    order = random.Random(0)
+    times: Times = {}
+    is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    settle(quiet_s=quiet_s)
+    for number in range(rounds + 1):
+        for side in order.sample(list(sides), len(sides)):
+            if number > (rounds if side.rounds is None else side.rounds):
+                continue
+            path = folder / f"{side.name}-{number}"
+            found = time_side(side, path)
+            if number == 0:
+                side.check(path)
+            barrier()
+            if is_first_rank:
+                remove_and_settle(path, quiet_s=quiet_s)
+            barrier()
+            for name, seconds in found.items():
+                times.setdefault(name, [])
+                if number > 0:
+                    times[name].append(seconds)
+        log(f"round {number} of {rounds}" + " (warm-up, checked)" * (number == 0))
+    return times
+
+
+# ---- Statistics ---------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Returns median, min and max."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def speed_ratio(times: Mapping[str, Sequence[float]], side: str, base: str) -> dict[str, float]:
+    """Returns how many times as fast `side` is as `base`: the spread of the rounds' ratios.
+
+    Rounds in which only one of both ran are left out.
+    """
+    return spread([b / a for a, b in zip(times[side], times[base], strict=False)])

@@ -1,0 +1,112 @@
+"""A fresh process for one case and side of save.py: memory, and a counting thread, as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import logging
+import shutil
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import CASES, make_state
+from disk import settle
+from engine_clock import engine_calls
+from meters import CountingThread, Reading, extra_peak_bytes, relative_rate, resident_bytes
+from save_sides import WRITERS, save, save_safetensors
+
+from torch_dcpx import DcpxWriter, WriteOptions
+
+Save = Callable[[dict[str, Any], Path], None]
+COUNTED_SAVES = 3
+METERS = ("peak", "counting", "growth")
+LATER = (3, 30)  # after these saves the resident memory is compared
+
+
+def saver(side: str) -> Save:
+    if side == "safetensors":
+        return lambda state, path: save_safetensors(
+            {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}, path
+        )
+    return lambda state, path: save(state, WRITERS[side](path))
+
+
+def save_with_one_worker(state: dict[str, Any], path: Path) -> None:
+    save(state, DcpxWriter(path, options=WriteOptions(workers=1)))
+
+
+def counting(
+    side: str, state: dict[str, Any], save_to: Save, paths: Iterator[Path], *, is_full: bool
+) -> float:
+    """Returns the counting thread's relative rate: during our C++ call, or the others' save."""
+
+    def once(thread: CountingThread) -> list[tuple[Reading, Reading]]:
+        before = thread.read()
+        with engine_calls(thread.read) as calls:
+            save_to(state, next(paths))
+        return calls if side == "ours" else [(before, thread.read())]
+
+    rates = []
+    for _ in range(COUNTED_SAVES if side == "ours" and is_full else 1):
+        settle()
+        rates.append(relative_rate(once, idle_s=0.4 if is_full else 0.1))
+    return statistics.median(rates)
+
+
+def rss_after(state: dict[str, Any], save_to: Save, paths: Iterator[Path]) -> dict[str, int]:
+    """Returns the resident bytes after the third save and after the thirtieth."""
+    found = {}
+    for number in range(1, max(LATER) + 1):
+        save_to(state, next(paths))
+        if number in LATER:
+            gc.collect()
+            found[str(number)] = resident_bytes()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", required=True, choices=CASES)
+    parser.add_argument("--side", required=True)
+    parser.add_argument("--size", default="full")
+    parser.add_argument("--meters", nargs="+", choices=METERS, default=METERS)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    args = parser.parse_args()
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    state = make_state(CASES[args.case], args.size)
+    save_to = saver(args.side)
+
+    def fresh_paths() -> Iterator[Path]:
+        for number in itertools.count():
+            path = args.folder / f"{args.side}-{number}"
+            yield path
+            shutil.rmtree(path)
+
+    paths = fresh_paths()
+    found: dict[str, Any] = {}
+    save_to(make_state(CASES["tiny"], "full"), next(paths))  # imports, first uses
+    if "peak" in args.meters:
+        found["extra_peak_bytes"] = extra_peak_bytes(lambda: save_to(state, next(paths)))
+    if "growth" in args.meters and args.side == "ours":
+        found["rss_bytes_after"] = rss_after(state, save_to, paths)
+    if "counting" in args.meters:
+        count = partial(counting, args.side, state, paths=paths, is_full=args.size == "full")
+        found["counting"] = {"default": count(save_to)}
+        if args.side == "ours":
+            found["counting"]["one worker"] = count(save_with_one_worker)
+    args.result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

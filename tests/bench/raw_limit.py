@@ -1,0 +1,83 @@
+"""The limit: what a small C program needs for the same bytes, in its best configuration here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).with_name("raw_write.c")
+
+KIB = 1 << 10
+MIB = 1 << 20
+BLOCKS = (256 * KIB, 1 * MIB, 4 * MIB)
+THREADS = (1, 2, 4)
+PROBE_BYTES = 512 * MIB  # enough to tell configurations apart
+PROBE_PASSES = 2
+
+
+class RawConfig(NamedTuple):
+    block_bytes: int
+    threads: int
+    is_preallocated: bool
+
+    def __str__(self) -> str:
+        how = "preallocated" if self.is_preallocated else "not preallocated"
+        return f"{self.block_bytes // KIB} KiB x {self.threads} threads, {how}"
+
+
+def build_program(folder: Path = ROOT / "build" / "bench") -> Path:
+    """Compiles raw_write.c unless what is there is newer, and returns the program."""
+    program = folder / "raw_write"
+    if not program.exists() or program.stat().st_mtime < SOURCE.stat().st_mtime:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Under another name first: two benches may build at once.
+        fresh = folder / f"raw_write.{os.getpid()}"
+        command = ["cc", "-O2", "-Wall", "-Wextra", "-pthread", "-o", str(fresh), str(SOURCE)]
+        subprocess.run(command, check=True)
+        fresh.replace(program)
+    return program
+
+
+def write_raw(
+    program: Path, path: Path, nbytes: int, config: RawConfig, *, is_checked: bool = False
+) -> tuple[float, bool]:
+    """Writes `nbytes` (rounded up to a page) to the new file `path`.
+
+    Returns:
+        Seconds from open to close, and whether O_DIRECT was taken.
+    """
+    arguments = [nbytes, config.block_bytes, config.threads, config.is_preallocated, is_checked]
+    result = subprocess.run(
+        [str(program), str(path), *(str(int(value)) for value in arguments)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    seconds, mode = result.stdout.split()
+    return float(seconds), mode == "direct"
+
+
+def best_config(program: Path, folder: Path, nbytes: int) -> RawConfig:
+    """Returns the fastest configuration for up to PROBE_BYTES of `nbytes`, by a short probe."""
+    probe_bytes = min(nbytes, PROBE_BYTES)
+    blocks = [size for size in BLOCKS if size <= max(probe_bytes, BLOCKS[0])]
+    configs = list(itertools.starmap(RawConfig, itertools.product(blocks, THREADS, (False, True))))
+    best = dict.fromkeys(configs, float("inf"))
+    order = random.Random(0)
+    path = folder / "probe"
+
+    def shuffled() -> Iterator[RawConfig]:
+        for _ in range(PROBE_PASSES):
+            yield from order.sample(configs, len(configs))
+
+    for config in shuffled():
+        seconds, _ = write_raw(program, path, probe_bytes, config)
+        path.unlink()
+        best[config] = min(best[config], seconds)
+    return min(configs, key=best.__getitem__)

@@ -1,0 +1,139 @@
+/* What the disk takes: writes BYTES from ready memory to a fresh file and prints the seconds.
+ *
+ *   raw_write PATH BYTES BLOCK THREADS PREALLOCATE CHECK
+ *
+ * The memory is as large as the file (a small reused source would be hot in the cache), on huge
+ * pages, filled beforehand; the threads wait before the clock starts. Timed: open, fallocate if
+ * PREALLOCATE is 1, pwrite of BLOCK bytes by THREADS threads with O_DIRECT, fdatasync, close. With
+ * CHECK 1 the file is then read back and compared. Prints "SECONDS direct|buffered". */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { kPageBytes = 4096, kHugePageBytes = 2 << 20 };
+
+static unsigned char* source;
+static size_t file_bytes, block_bytes;
+static int fd;
+static atomic_size_t next_block;
+static pthread_barrier_t start_line;
+
+static void fail(const char* what) {
+  fprintf(stderr, "raw_write: %s: %s\n", what, strerror(errno));
+  exit(1);
+}
+
+static size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+static double now_s(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void fill(void) {
+  source = mmap(NULL, round_up(file_bytes, kHugePageBytes) + kHugePageBytes,
+                PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (source == MAP_FAILED) fail("mmap");
+  source = (unsigned char*)round_up((size_t)source, kHugePageBytes);
+  /* Where huge pages are switched off this fails, and small ones serve. */
+  (void)madvise(source, round_up(file_bytes, kHugePageBytes), MADV_HUGEPAGE);
+  uint64_t* words = (uint64_t*)source;
+  uint64_t state = 0x9e3779b97f4a7c15u;
+  for (size_t i = 0; i < file_bytes / sizeof(uint64_t); ++i) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    words[i] = state;
+  }
+}
+
+static void write_all(size_t begin, size_t end) {
+  while (begin < end) {
+    const ssize_t n = pwrite(fd, source + begin, end - begin, (off_t)begin);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) fail("pwrite");
+    begin += (size_t)n;
+  }
+}
+
+static void* work(void* unused) {
+  (void)unused;
+  pthread_barrier_wait(&start_line);
+  for (;;) {
+    const size_t begin = atomic_fetch_add(&next_block, 1) * block_bytes;
+    if (begin >= file_bytes) return NULL;
+    const size_t end = begin + block_bytes;
+    write_all(begin, end < file_bytes ? end : file_bytes);
+  }
+}
+
+static void check(const char* path) {
+  unsigned char* read_back = malloc(block_bytes);
+  const int in = open(path, O_RDONLY);
+  if (read_back == NULL || in < 0) fail("open to check");
+  size_t at = 0;
+  for (;;) {
+    const ssize_t n = read(in, read_back, block_bytes);
+    if (n < 0) fail("read");
+    if (n == 0) break;
+    if (at + (size_t)n > file_bytes || memcmp(read_back, source + at, (size_t)n) != 0) {
+      fprintf(stderr, "raw_write: a byte after %zu is not what was written\n", at);
+      exit(2);
+    }
+    at += (size_t)n;
+  }
+  if (at != file_bytes) {
+    fprintf(stderr, "raw_write: %zu bytes of %zu are in the file\n", at, file_bytes);
+    exit(2);
+  }
+}
+
+int main(int argc, char** argv) {
+  if (argc != 7) {
+    fprintf(stderr, "usage: raw_write PATH BYTES BLOCK THREADS PREALLOCATE CHECK\n");
+    return 1;
+  }
+  const char* path = argv[1];
+  file_bytes = round_up(strtoull(argv[2], NULL, 10), kPageBytes);
+  block_bytes = round_up(strtoull(argv[3], NULL, 10), kPageBytes);
+  const unsigned threads = (unsigned)strtoul(argv[4], NULL, 10);
+  const int preallocate = atoi(argv[5]);
+  fill();
+
+  pthread_t ids[64];
+  if (threads < 1 || threads > 64) fail("THREADS is not 1 to 64");
+  pthread_barrier_init(&start_line, NULL, threads + 1);
+  for (unsigned i = 0; i < threads; ++i) {
+    if ((errno = pthread_create(&ids[i], NULL, work, NULL)) != 0) fail("pthread_create");
+  }
+
+  const double began = now_s();
+  const int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
+  int is_direct = 1;
+  fd = open(path, flags | O_DIRECT, 0600);
+  if (fd < 0 && errno == EINVAL) { /* no O_DIRECT here; the file was made all the same */
+    is_direct = 0;
+    fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+  }
+  if (fd < 0) fail("open");
+  if (preallocate && fallocate(fd, 0, 0, (off_t)file_bytes) != 0) fail("fallocate");
+  pthread_barrier_wait(&start_line);
+  for (unsigned i = 0; i < threads; ++i) pthread_join(ids[i], NULL);
+  if (fdatasync(fd) != 0) fail("fdatasync");
+  if (close(fd) != 0) fail("close");
+  const double seconds = now_s() - began;
+
+  if (atoi(argv[6])) check(path);
+  printf("%.9f %s\n", seconds, is_direct ? "direct" : "buffered");
+  return 0;
+}

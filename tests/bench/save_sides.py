@@ -1,0 +1,153 @@
+"""The sides of save.py: one state, written durably to a fresh directory by each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases import Case, blank_like, check_same, payload_bytes
+from engine_clock import engine_calls
+from harness import Side
+from raw_limit import RawConfig, best_config, build_program, write_raw
+
+from torch_dcpx import DcpxWriter, WriteOptions
+
+HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
+
+State = dict[str, Any]
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "ours": DcpxWriter,
+    "stock": partial(dcp.FileSystemWriter, thread_count=1),
+    "stock2": partial(dcp.FileSystemWriter, thread_count=2),
+    # What durability costs: the same without any fsync.
+    "ours_nosync": partial(DcpxWriter, options=WriteOptions(durability="none")),
+    "stock_nosync": partial(dcp.FileSystemWriter, thread_count=1, sync_files=False),
+}
+NOT_EVERYWHERE = {
+    "ours_nosync": ("tiny",),
+    "stock_nosync": ("tiny",),
+    "safetensors": ("64mib", "4gib", "64kib", "4kib", "tiny"),
+    "raw": ("64mib", "4gib", "64kib", "4kib", "tiny"),
+}
+SIDES = (*WRITERS, "safetensors", "raw")
+
+
+def sides_of(case: Case) -> list[str]:
+    """Returns the names of the sides that a case has on this machine."""
+    names = [name for name in SIDES if case.name in NOT_EVERYWHERE.get(name, (case.name,))]
+    return [name for name in names if name != "safetensors" or HAS_SAFETENSORS]
+
+
+def is_alone() -> bool:
+    return not dist.is_initialized()
+
+
+def save(state: State, writer: Any) -> None:
+    dcp.save(state, storage_writer=writer, no_dist=is_alone())
+
+
+def save_clocked(state: State, writer: Any) -> dict[str, float]:
+    """Saves with our writer; returns the seconds of its C++ call as `engine`."""
+    with engine_calls() as calls:
+        save(state, writer)
+    return {"engine": sum(end - began for began, end in calls)}
+
+
+def check_with_stock(state: State, path: Path) -> None:
+    """Loads with stock's reader and compares.
+
+    Raises:
+        MismatchError: the bits differ.
+    """
+    target = blank_like(state)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(path), no_dist=is_alone())
+    check_same(state, target)
+
+
+def dcp_side(name: str, state: State) -> Side:
+    def run(path: Path) -> Mapping[str, float]:
+        writer = WRITERS[name](path)
+        if name == "ours":
+            return save_clocked(state, writer)
+        save(state, writer)
+        return {}
+
+    return Side(name, run, partial(check_with_stock, state))
+
+
+def safetensors_file(path: Path) -> Path:
+    rank = 0 if is_alone() else dist.get_rank()
+    return path / f"rank{rank}.safetensors"
+
+
+def save_safetensors(state: State, path: Path) -> None:
+    """Writes this rank's tensors to a file of its own, and fsyncs it and the directory."""
+    from safetensors.torch import save_file
+
+    path.mkdir(exist_ok=True)
+    save_file(state, safetensors_file(path))
+    for name in (safetensors_file(path), path):
+        fd = os.open(name, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def safetensors_side(state: State) -> Side:
+    tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def run(path: Path) -> Mapping[str, float]:
+        save_safetensors(tensors, path)
+        return {}
+
+    def check(path: Path) -> None:
+        from safetensors.torch import load_file
+
+        check_same(tensors, load_file(safetensors_file(path)))
+
+    return Side("safetensors", run, check)
+
+
+class RawSide:
+    """All ranks' bytes from one process; with several ranks the first one runs it."""
+
+    def __init__(self, state: State, folder: Path) -> None:
+        self._nbytes = payload_bytes(state)
+        self._is_first = is_alone() or dist.get_rank() == 0
+        self.config: RawConfig | None = None
+        self.is_direct = False
+        if not is_alone():
+            total = torch.tensor(self._nbytes)
+            dist.all_reduce(total)
+            self._nbytes = int(total)
+        if self._is_first:
+            self._program = build_program()
+            self.config = best_config(self._program, folder, self._nbytes)
+
+    def side(self) -> Side:
+        return Side("raw", self.run, self.check)
+
+    def run(self, path: Path) -> Mapping[str, float]:
+        return {"raw": self._write(path)} if self._is_first else {}
+
+    def check(self, path: Path) -> None:
+        if self._is_first:  # the program compares what it reads back
+            (path / "raw").unlink()
+            self._write(path, is_checked=True)
+
+    def _write(self, path: Path, *, is_checked: bool = False) -> float:
+        assert self.config is not None
+        path.mkdir(exist_ok=True)
+        seconds, self.is_direct = write_raw(
+            self._program, path / "raw", self._nbytes, self.config, is_checked=is_checked
+        )
+        return seconds

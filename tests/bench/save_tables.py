@@ -1,0 +1,143 @@
+"""The result of save.py as Markdown: printed, and put between the marks of docs/performance.md.
+
+python tests/bench/save_tables.py build/bench/save.json --page docs/performance.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cases import CASES
+
+BEGIN, END = "<!-- save.py: begin -->", "<!-- save.py: end -->"
+SIDES = ("raw", "engine", "ours", "stock", "stock2", "safetensors", "ours_nosync", "stock_nosync")
+MIB = 1 << 20
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(value: float) -> str:
+    """Returns three digits that count."""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def spread_text(value: dict[str, float]) -> str:
+    if value["min"] == value["max"]:
+        return number(value["median"])
+    return f"{number(value['median'])} ({number(value['min'])}-{number(value['max'])})"
+
+
+def title(result: dict[str, Any]) -> str:
+    name = CASES[result["case"]].title
+    return name if result["ranks"] == 1 else f"{name}, {result['ranks']} ranks"
+
+
+def seconds_table(results: Sequence[dict[str, Any]]) -> str:
+    """One row a case and side: seconds, GB/s, and how many times as fast ours is."""
+    rows = []
+    for result in results:
+        for side in SIDES:
+            seconds = result["seconds"].get(side)
+            if seconds is None:
+                continue
+            speed = result["bytes"] / seconds["median"] / 1e9
+            ratio = result["ours_speed_of"].get(side)
+            rows.append([
+                title(result), side, str(len(result["times"][side])), spread_text(seconds),
+                number(speed) if speed > 0.02 else "", spread_text(ratio) if ratio else "",
+            ])  # fmt: skip
+    header = ["state", "side", "rounds", "seconds (min-max)", "GB/s", "speed of ours to it"]
+    return table(header, rows)
+
+
+def target_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        name = row["title"] if row["side"] == "engine" else f"{row['side']}: {row['title']}"
+        bound = f"{'<=' if row['is_most'] else '>='} {row['bound']:g}"
+        reached = "yes" if row["is_reached"] else "**no**"
+        lines.append([CASES[row["case"]].title, name, bound, spread_text(row["value"]), reached])
+    return table(["state", "figure", "to reach", "measured (min-max)", "reached"], lines)
+
+
+def meter_table(results: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for result in results:
+        for side, meters in result.get("meters", {}).items():
+            after = meters.get("rss_bytes_after")
+            counting = meters["counting"]
+            rows.append([
+                title(result), side, number(meters["extra_peak_bytes"] / MIB),
+                f"{after['3'] / MIB:.1f}, {after['30'] / MIB:.1f}" if after else "",
+                f"{counting['default']:.2f}",
+                f"{counting['one worker']:.2f}" if "one worker" in counting else "",
+            ])  # fmt: skip
+    header = [
+        "state", "side", "peak extra MiB", "MiB after saves 3, 30",
+        "counting thread", "... one worker",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
+def machine_line(report: dict[str, Any]) -> str:
+    m = report["machine"]
+    return (
+        f"`{report['command']}` on {m['cores']} cores ({m['cpu']}), {m['memory_gib']} GiB, Linux "
+        f"{m['kernel']}, {m['file_system']}; Python {m['python']}, torch {m['torch']}, torch-dcpx "
+        f"{m['torch-dcpx']} at {m['commit']}, safetensors {m['safetensors']}."
+    )
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """Returns the tables of a report."""
+    timed = [result for result in report["results"] if result["seconds"]]
+    parts = [machine_line(report)]
+    if report["size"] != "full":
+        parts.append(f"Sizes are `{report['size']}`: far smaller than the titles say.")
+    if not report["has_safetensors"]:
+        parts.append("safetensors is not installed: its side is left out.")
+    raw = {title(r): r["raw"] for r in timed if "raw" in r}
+    if timed:
+        parts += ["### Figures to reach", target_table(report["targets"])]
+        parts += ["### Times", seconds_table(timed)]
+    if raw:
+        found = "; ".join(
+            f"{name}: {r['config']}" + ("" if r["is_direct"] else ", buffered")
+            for name, r in raw.items()
+        )
+        parts.append(f"The limit's best configuration, by probe: {found}.")
+    if any("meters" in result for result in report["results"]):
+        parts += ["### Memory, and a counting thread", meter_table(report["results"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def put_on_page(page: str, tables: str) -> str:
+    """Returns the page with `tables` between its marks."""
+    head, _, rest = page.partition(BEGIN)
+    _, mark, tail = rest.partition(END)
+    if not mark:
+        raise ValueError(f"the page lacks {BEGIN} or {END}")
+    return f"{head}{BEGIN}\n{tables}{END}{tail}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--page", type=Path)
+    args = parser.parse_args()
+    tables = as_markdown(json.loads(args.report.read_text()))
+    if args.page:
+        args.page.write_text(put_on_page(args.page.read_text(), tables))
+    else:
+        print(tables)
+
+
+if __name__ == "__main__":
+    main()

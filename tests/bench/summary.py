@@ -1,0 +1,87 @@
+"""What a reader asks of a result: speeds, ratios, and whether each figure is reached."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from harness import speed_ratio, spread
+
+MIB = 1 << 20
+
+
+class Target(NamedTuple):
+    """A figure to reach. `bound` is the least, or with `is_most` the most it may be.
+
+    `what` is "speed" (side over base, by rounds), "time" (its inverse), or a meter of `side`.
+    """
+
+    title: str
+    cases: tuple[str, ...]
+    what: str
+    side: str
+    base: str
+    bound: float
+    is_most: bool = False
+
+
+ALL = ("64mib", "4gib", "64kib", "4kib", "scalars", "tiny")
+TARGETS = (
+    Target("speed of the raw limit", ("64mib", "4gib"), "speed", "ours", "raw", 0.90),
+    Target("speed of stock", ("64mib", "4gib"), "speed", "ours", "stock", 2.4),
+    Target("speed of stock", ("64kib",), "speed", "ours", "stock", 6.0),
+    Target("speed of safetensors", ("64kib",), "speed", "ours", "safetensors", 1.0),
+    Target("the C++ call: speed of the raw limit", ("64kib",), "speed", "engine", "raw", 0.85),
+    Target("speed of stock", ("scalars",), "speed", "ours", "stock", 1.5),
+    Target("speed of stock", ("4kib",), "speed", "ours", "stock", 8.0),
+    Target("time of stock", ("tiny",), "time", "ours", "stock", 1.2, is_most=True),
+    Target("peak extra memory, MiB", ALL, "extra_peak_mib", "ours", "", 128, is_most=True),
+    Target("memory after save 30 to after save 3", ALL, "growth", "ours", "", 1.01, is_most=True),
+    Target("counting thread, a core free", ("64mib", "4gib"), "counting", "ours", "", 0.9),
+)
+
+
+def figure(target: Target, result: dict[str, Any]) -> dict[str, float] | None:
+    """Returns the target's figure in a result of its case, None where it was not measured."""
+    times = result.get("times", {})
+    if target.what in ("speed", "time"):
+        if not times.get(target.side) or not times.get(target.base):
+            return None
+        if target.what == "speed":
+            return speed_ratio(times, target.side, target.base)
+        return speed_ratio(times, target.base, target.side)
+    meters = result.get("meters", {}).get(target.side)
+    if meters is None:
+        return None
+    if target.what == "extra_peak_mib":
+        return spread([meters["extra_peak_bytes"] / MIB])
+    if target.what == "growth":
+        after = meters["rss_bytes_after"]
+        return spread([after["30"] / after["3"]])
+    return spread([meters["counting"]["one worker"]])
+
+
+def is_reached(target: Target, value: float) -> bool:
+    return value <= target.bound if target.is_most else value >= target.bound
+
+
+def summarize(report: dict[str, Any]) -> dict[str, Any]:
+    """Returns the report with spreads, ratios to ours, and a row for each target and case."""
+    for result in report["results"]:
+        times = result.get("times", {})
+        result["seconds"] = {side: spread(values) for side, values in times.items() if values}
+        result["ours_speed_of"] = {
+            side: speed_ratio(times, "ours", side)
+            for side in times
+            if side != "ours" and times.get("ours") and times[side]
+        }
+    by_case = {result["case"]: result for result in report["results"] if result["ranks"] == 1}
+    rows = []
+    for target in TARGETS:
+        for case in target.cases:
+            found = figure(target, by_case[case]) if case in by_case else None
+            if found is None:
+                continue
+            row = {**target._asdict(), "case": case, "value": found}
+            del row["cases"]
+            rows.append({**row, "is_reached": is_reached(target, found["median"])})
+    return {**report, "targets": rows}
