@@ -5,6 +5,7 @@
 #   TORCH=X.Y.Z the torch to install (2.13.0)
 #   PYTHON=EXE  the Python that makes the environments (python3)
 #   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"
+#   BENCH_ARGS  more arguments for save.py, for example BENCH_ARGS="--cases 64mib --ranks 1 2"
 #   DCPX_WERROR=1, DCPX_SANITIZE=address|thread, MAX_JOBS=N: see setup.py
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -13,6 +14,7 @@ JOBS ?= $(or $(MAX_JOBS),$(shell nproc))
 TORCH_VENV ?= .venv-torch-$(TORCH)
 BUILD_VENV := .venv-build
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SHELL := /bin/bash
@@ -42,7 +44,7 @@ RUNTIME_address := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print
 RUNTIME_thread := LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)"
 PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest
 
-.PHONY: help demo test test-all test-cpp test-torch lint lint-python lint-cpp tidy wheel build clean
+.PHONY: help demo test test-all test-cpp test-torch lint lint-python lint-cpp tidy wheel build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
@@ -50,6 +52,7 @@ help:
 	@echo "make test-all                all tests, slow ones and those that need root; no skips"
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
+	@echo "make bench                   times saves beside stock, safetensors and the disk's limit, quickly"
 	@echo "make lint | wheel | build | clean"
 
 demo: build
@@ -60,6 +63,9 @@ test: build
 
 test-all: build test-cpp
 	DCPX_STRICT=1 $(PYTEST) --everything --session-timeout=2400 $(PYTEST_ARGS)
+
+bench: build $(S)/bench
+	$(PY) tests/bench/save.py --quick $(BENCH_ARGS)
 
 test-cpp:
 	@if [ -f tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp; \
@@ -103,10 +109,10 @@ build/stamps/current: requirements/test.txt
 	if [ -s $(@D)/missing.txt ]; then $(PY) -m pip install -r $(@D)/missing.txt; fi
 	@touch $@
 
-$(S)/lint: requirements/lint.txt $(ENVIRONMENT)
-	$(PY) requirements/missing.py requirements/lint.txt > $(S)/missing.txt
-	if [ -n "$(VENV)" ]; then $(PY) -m pip install -q -r requirements/lint.txt; \
-	elif [ -s $(S)/missing.txt ]; then $(PY) -m pip install -r $(S)/missing.txt; fi
+$(S)/lint $(S)/bench: $(S)/%: requirements/%.txt $(ENVIRONMENT)
+	$(PY) requirements/missing.py $< > $@-missing.txt
+	if [ -n "$(VENV)" ]; then $(PY) -m pip install -q -r $<; \
+	elif [ -s $@-missing.txt ]; then $(PY) -m pip install -r $@-missing.txt; fi
 	@touch $@
 
 # ---- The build ----------------------------------------------------------------------------------

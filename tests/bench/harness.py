@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,19 +99,3 @@ def run_rounds(
                     times[name].append(seconds)
         log(f"round {number} of {rounds}" + " (warm-up, checked)" * (number == 0))
     return times
-
-
-# ---- Statistics ---------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Returns median, min and max."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def speed_ratio(times: Mapping[str, Sequence[float]], side: str, base: str) -> dict[str, float]:
-    """Returns how many times as fast `side` is as `base`: the spread of the rounds' ratios.
-
-    Rounds in which only one of both ran are left out.
-    """
-    return spread([b / a for a, b in zip(times[side], times[base], strict=False)])

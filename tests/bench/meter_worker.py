@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import CASES, make_state
+from case_states import make_state
+from cases import CASES
 from disk import settle
 from engine_clock import engine_calls
 from meters import CountingThread, Reading, extra_peak_bytes, relative_rate, resident_bytes

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from cases import MismatchError
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("raw_write.c")
 
@@ -19,6 +21,7 @@ BLOCKS = (256 * KIB, 1 * MIB, 4 * MIB)
 THREADS = (1, 2, 4)
 PROBE_BYTES = 512 * MIB  # enough to tell configurations apart
 PROBE_PASSES = 2
+MISMATCH_CODE = 2
 
 
 class RawConfig(NamedTuple):
@@ -44,23 +47,33 @@ def build_program(folder: Path = ROOT / "build" / "bench") -> Path:
     return program
 
 
-def write_raw(
-    program: Path, path: Path, nbytes: int, config: RawConfig, *, is_checked: bool = False
-) -> tuple[float, bool]:
+def write_raw(program: Path, path: Path, nbytes: int, config: RawConfig) -> tuple[float, bool]:
     """Writes `nbytes` (rounded up to a page) to the new file `path`.
 
     Returns:
         Seconds from open to close, and whether O_DIRECT was taken.
     """
-    arguments = [nbytes, config.block_bytes, config.threads, config.is_preallocated, is_checked]
-    result = subprocess.run(
-        [str(program), str(path), *(str(int(value)) for value in arguments)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    seconds, mode = result.stdout.split()
+    how = (nbytes, config.block_bytes, config.threads, config.is_preallocated)
+    seconds, mode = _run(program, path, *(str(int(value)) for value in how)).split()
     return float(seconds), mode == "direct"
+
+
+def check_raw(program: Path, path: Path, nbytes: int) -> None:
+    """Compares a file with what `write_raw` wrote.
+
+    Raises:
+        MismatchError: a byte differs.
+    """
+    _run(program, path, str(nbytes), "check")
+
+
+def _run(program: Path, path: Path, *arguments: str) -> str:
+    command = [str(program), str(path), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == MISMATCH_CODE:
+        raise MismatchError(result.stderr)
+    result.check_returncode()
+    return result.stdout
 
 
 def best_config(program: Path, folder: Path, nbytes: int) -> RawConfig:

@@ -1,11 +1,12 @@
 /* What the disk takes: writes BYTES from ready memory to a fresh file and prints the seconds.
  *
- *   raw_write PATH BYTES BLOCK THREADS PREALLOCATE CHECK
+ *   raw_write PATH BYTES BLOCK THREADS PREALLOCATE
+ *   raw_write PATH BYTES check
  *
  * The memory is as large as the file (a small reused source would be hot in the cache), on huge
  * pages, filled beforehand; the threads wait before the clock starts. Timed: open, fallocate if
- * PREALLOCATE is 1, pwrite of BLOCK bytes by THREADS threads with O_DIRECT, fdatasync, close. With
- * CHECK 1 the file is then read back and compared. Prints "SECONDS direct|buffered". */
+ * PREALLOCATE is 1, pwrite of BLOCK bytes by THREADS threads with O_DIRECT, fdatasync, close.
+ * Prints "SECONDS direct|buffered". The second form compares a file with what the first wrote. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -78,12 +79,13 @@ static void* work(void* unused) {
 }
 
 static void check(const char* path) {
-  unsigned char* read_back = malloc(block_bytes);
+  const size_t chunk_bytes = 1 << 20;
+  unsigned char* read_back = malloc(chunk_bytes);
   const int in = open(path, O_RDONLY);
   if (read_back == NULL || in < 0) fail("open to check");
   size_t at = 0;
   for (;;) {
-    const ssize_t n = read(in, read_back, block_bytes);
+    const ssize_t n = read(in, read_back, chunk_bytes);
     if (n < 0) fail("read");
     if (n == 0) break;
     if (at + (size_t)n > file_bytes || memcmp(read_back, source + at, (size_t)n) != 0) {
@@ -99,16 +101,21 @@ static void check(const char* path) {
 }
 
 int main(int argc, char** argv) {
-  if (argc != 7) {
-    fprintf(stderr, "usage: raw_write PATH BYTES BLOCK THREADS PREALLOCATE CHECK\n");
+  const int is_check = argc == 4 && strcmp(argv[3], "check") == 0;
+  if (argc != 6 && !is_check) {
+    fprintf(stderr, "usage: raw_write PATH BYTES (BLOCK THREADS PREALLOCATE | check)\n");
     return 1;
   }
   const char* path = argv[1];
   file_bytes = round_up(strtoull(argv[2], NULL, 10), kPageBytes);
+  fill();
+  if (is_check) {
+    check(path);
+    return 0;
+  }
   block_bytes = round_up(strtoull(argv[3], NULL, 10), kPageBytes);
   const unsigned threads = (unsigned)strtoul(argv[4], NULL, 10);
   const int preallocate = atoi(argv[5]);
-  fill();
 
   pthread_t ids[64];
   if (threads < 1 || threads > 64) fail("THREADS is not 1 to 64");
@@ -133,7 +140,6 @@ int main(int argc, char** argv) {
   if (close(fd) != 0) fail("close");
   const double seconds = now_s() - began;
 
-  if (atoi(argv[6])) check(path);
   printf("%.9f %s\n", seconds, is_direct ? "direct" : "buffered");
   return 0;
 }

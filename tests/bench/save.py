@@ -24,13 +24,12 @@ from typing import Any
 
 from cases import CASES
 from machine import describe_machine
-from save_sides import HAS_SAFETENSORS, SIDES
+from save_setup import HAS_SAFETENSORS, METERED, SIDES
 from save_tables import as_markdown
 from summary import summarize
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
-METERED = ("ours", "stock", "stock2", "safetensors")
 
 
 def run_worker(
@@ -74,9 +73,9 @@ def measure_meters(args: argparse.Namespace, scratch: Path) -> list[dict[str, An
     found = []
     for case in args.metered:
         of_case: dict[str, Any] = {}
-        for side in args.sides or METERED:
+        for side in args.sides or METERED[args.size]:
             has_side = side != "safetensors" or (HAS_SAFETENSORS and case != "scalars")
-            if side not in METERED or not has_side:
+            if side not in METERED["full"] or not has_side:
                 continue
             print(f"{case}: memory and counting thread of {side}", file=sys.stderr, flush=True)
             of_case[side] = run_meters(case, side, args.size, scratch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,14 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cases import Case, blank_like, check_same, payload_bytes
+from case_states import blank_like, check_same, payload_bytes
 from engine_clock import engine_calls
 from harness import Side
-from raw_limit import RawConfig, best_config, build_program, write_raw
+from raw_limit import RawConfig, best_config, build_program, check_raw, write_raw
 
 from torch_dcpx import DcpxWriter, WriteOptions
-
-HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
 
 State = dict[str, Any]
 
@@ -31,19 +28,6 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "ours_nosync": partial(DcpxWriter, options=WriteOptions(durability="none")),
     "stock_nosync": partial(dcp.FileSystemWriter, thread_count=1, sync_files=False),
 }
-NOT_EVERYWHERE = {
-    "ours_nosync": ("tiny",),
-    "stock_nosync": ("tiny",),
-    "safetensors": ("64mib", "4gib", "64kib", "4kib", "tiny"),
-    "raw": ("64mib", "4gib", "64kib", "4kib", "tiny"),
-}
-SIDES = (*WRITERS, "safetensors", "raw")
-
-
-def sides_of(case: Case) -> list[str]:
-    """Returns the names of the sides that a case has on this machine."""
-    names = [name for name in SIDES if case.name in NOT_EVERYWHERE.get(name, (case.name,))]
-    return [name for name in names if name != "safetensors" or HAS_SAFETENSORS]
 
 
 def is_alone() -> bool:
@@ -137,17 +121,13 @@ class RawSide:
         return Side("raw", self.run, self.check)
 
     def run(self, path: Path) -> Mapping[str, float]:
-        return {"raw": self._write(path)} if self._is_first else {}
+        if not self._is_first:
+            return {}
+        assert self.config is not None
+        path.mkdir()
+        seconds, self.is_direct = write_raw(self._program, path / "raw", self._nbytes, self.config)
+        return {"raw": seconds}
 
     def check(self, path: Path) -> None:
-        if self._is_first:  # the program compares what it reads back
-            (path / "raw").unlink()
-            self._write(path, is_checked=True)
-
-    def _write(self, path: Path, *, is_checked: bool = False) -> float:
-        assert self.config is not None
-        path.mkdir(exist_ok=True)
-        seconds, self.is_direct = write_raw(
-            self._program, path / "raw", self._nbytes, self.config, is_checked=is_checked
-        )
-        return seconds
+        if self._is_first:
+            check_raw(self._program, path / "raw", self._nbytes)

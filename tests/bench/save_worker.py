@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cases import CASES, Case, make_state, payload_bytes
+from case_states import make_state, payload_bytes
+from cases import CASES, Case
 from harness import Side, run_rounds
 from ranks import leave_well
-from save_sides import WRITERS, RawSide, dcp_side, safetensors_side, sides_of
+from save_setup import sides_of
+from save_sides import WRITERS, RawSide, dcp_side, safetensors_side
 
 
 def measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from harness import speed_ratio, spread
+from ratios import speed_ratio, spread
 
 MIB = 1 << 20
 

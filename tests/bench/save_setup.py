@@ -1,0 +1,29 @@
+"""Which sides save.py has for which case on this machine: names alone, without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from cases import CASES, Case
+
+HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
+
+SIDES = ("ours", "stock", "stock2", "ours_nosync", "stock_nosync", "safetensors", "raw")
+TENSOR_CASES = tuple(name for name in CASES if name != "scalars")
+NOT_EVERYWHERE = {
+    "ours_nosync": ("tiny",),
+    "stock_nosync": ("tiny",),
+    "safetensors": TENSOR_CASES,
+    "raw": TENSOR_CASES,
+}
+METERED = {  # sides whose memory and counting thread are measured, by size
+    "full": ("ours", "stock", "stock2", "safetensors"),
+    "quick": ("ours", "stock"),
+    "smoke": ("ours",),
+}
+
+
+def sides_of(case: Case) -> list[str]:
+    """Returns the names of the sides that a case has on this machine."""
+    names = [name for name in SIDES if case.name in NOT_EVERYWHERE.get(name, (case.name,))]
+    return [name for name in names if name != "safetensors" or HAS_SAFETENSORS]

@@ -1,0 +1,255 @@
+"""The benches run, say what they must, and notice a wrong byte. No test asks how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import save_setup
+import save_sides
+import torch
+from case_states import check_same, make_state
+from cases import CASES, MismatchError
+from conftest import ROOT
+from engine_clock import engine_calls
+from harness import Side, run_rounds
+from meters import CountingThread, Reading, extra_peak_bytes, relative_rate
+from ratios import speed_ratio
+from save_setup import SIDES, sides_of
+from save_sides import RawSide, dcp_side, safetensors_side
+from save_tables import as_markdown, put_on_page
+from summary import summarize
+
+from torch_dcpx import _C, DcpxWriter
+
+SAVE = ROOT / "tests" / "bench" / "save.py"
+MIB = 1 << 20
+
+
+def run_save(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Runs save.py at its smallest; returns its JSON and what it printed."""
+    result = folder / "result.json"
+    command = [
+        sys.executable, str(SAVE), "--size", "smoke", "--rounds", "1", "--folder", str(folder),
+        "--json", str(result), *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(result.read_text()), done.stdout
+
+
+# ---- The whole ----------------------------------------------------------------------------------
+
+
+def test_save_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Path) -> None:
+    report, printed = run_save(tmp_path, "--metered", "64kib")
+    assert {name: report[name] for name in ("bench", "size")} == {"bench": "save", "size": "smoke"}
+    assert report["machine"]["cores"] >= 1 and report["machine"]["torch"] == torch.__version__
+    assert [r["case"] for r in report["results"]] == list(CASES)
+    for result in report["results"]:
+        sides = {*sides_of(CASES[result["case"]]), "engine"}
+        assert result["times"].keys() == sides
+        assert {len(values) for values in result["times"].values()} == {1}
+        assert all(s["min"] <= s["median"] <= s["max"] for s in result["seconds"].values())
+        assert result["times"]["engine"] < result["times"]["ours"]
+        assert result["ours_speed_of"].keys() == sides - {"ours"}
+        assert ("raw" in result) is ("raw" in sides)
+    meters = next(r["meters"] for r in report["results"] if r["case"] == "64kib")["ours"]
+    assert meters["extra_peak_bytes"] >= 0
+    assert meters["rss_bytes_after"].keys() == {"3", "30"}
+    assert meters["counting"].keys() == {"default", "one worker"}
+    assert {row["is_reached"] for row in report["targets"]} <= {True, False}
+    assert "### Figures to reach" in printed and "### Memory" in printed
+    assert str(tmp_path) not in printed.replace(report["command"], "")
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.multirank
+def test_save_on_two_ranks_adds_to_what_one_rank_measured(tmp_path: Path) -> None:
+    old = {"case": "tiny", "ranks": 1, "times": {"ours": [1.0], "stock": [2.0]}, "bytes": 8}
+    (tmp_path / "result.json").write_text(json.dumps({"results": [old]}))
+    arguments = ("--ranks", "2", "--cases", "64kib", "scalars", "--no-meters", "--merge")
+    report, printed = run_save(tmp_path, *arguments)
+    found = [(r["case"], r["ranks"]) for r in report["results"]]
+    assert found == [("tiny", 1), ("64kib", 2), ("scalars", 2)]
+    full = CASES["64kib"].smoke
+    assert report["results"][1]["bytes"] == full.items * full.item_bytes
+    assert report["results"][1]["times"].keys() == {*sides_of(CASES["64kib"]), "engine"}
+    assert "20,000 x 64 KiB, 2 ranks" in printed
+
+
+# ---- A wrong byte -------------------------------------------------------------------------------
+
+
+def made_side(name: str, state: dict[str, Any], folder: Path) -> Side:
+    if name == "raw":
+        return RawSide(state, folder).side()
+    return safetensors_side(state) if name == "safetensors" else dcp_side(name, state)
+
+
+def flip_a_byte_of_the_file(path: Path) -> None:
+    content = bytearray((path / "raw").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "raw").write_bytes(content)
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_a_wrong_byte_is_caught_on_every_side(tmp_path: Path, name: str) -> None:
+    state = make_state(CASES["tiny"], "smoke")
+    side = made_side(name, state, tmp_path)
+    path = tmp_path / "saved"
+    side.run(path)
+    side.check(path)
+    if name == "raw":
+        flip_a_byte_of_the_file(path)
+    else:
+        state["rank0.layer.2"].view(torch.uint8)[3, 5] ^= 1  # what was saved is now another
+    with pytest.raises(MismatchError):
+        side.check(path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"a": 1}, {"a": 1.0}),
+        ({"a": 0.0}, {"a": -0.0}),
+        ({"a": 1}, {}),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int32)}),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2, 1)}),
+        ({"a": torch.zeros(2)}, {"a": -torch.zeros(2)}),
+    ],
+)
+def test_check_same_tells_apart_what_equality_does_not(
+    saved: dict[str, Any], loaded: dict[str, Any]
+) -> None:
+    with pytest.raises(MismatchError):
+        check_same(saved, loaded)
+    check_same({"nan": torch.tensor([float("nan")])}, {"nan": torch.tensor([float("nan")])})
+
+
+# ---- The harness --------------------------------------------------------------------------------
+
+
+def test_rounds_run_every_side_in_shuffled_order_and_the_first_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness.gc, "collect", lambda: 0)  # slow with all that pytest holds
+    runs: list[tuple[str, str]] = []
+
+    def side(name: str, rounds: int | None = None) -> Side:
+        def run(path: Path) -> Mapping[str, float]:
+            path.mkdir()
+            runs.append((name, path.name))
+            return {name: len(runs) + 0.0, f"{name}'s part": 0.5}
+
+        def check(path: Path) -> None:
+            assert path.is_dir()
+            runs.append((name, "check"))
+
+        return Side(name, run, check, rounds)
+
+    times = run_rounds([side("a"), side("b"), side("few", rounds=1)], 6, tmp_path, quiet_s=0)
+    assert [name for name, what in runs if what == "check"] == [
+        name for name, what in runs if what.endswith("-0")
+    ]
+    assert {name: len(values) for name, values in times.items()} == {
+        "a": 6, "a's part": 6, "b": 6, "b's part": 6, "few": 1, "few's part": 1,
+    }  # fmt: skip
+    orders = {
+        tuple(name for name, what in runs if what.endswith(f"-{number}")) for number in range(2, 7)
+    }
+    assert orders == {("a", "b"), ("b", "a")}
+    assert times["a"] == [float(i + 1) for i, run in enumerate(runs) if is_counted(run, "a")]
+    assert not list(tmp_path.iterdir())
+
+
+def is_counted(run: tuple[str, str], name: str) -> bool:
+    return run[0] == name and run[1] not in ("check", f"{name}-0")
+
+
+def test_ratios_are_of_rounds_and_not_of_medians() -> None:
+    times = {"a": [1.0, 2.0, 4.0], "b": [2.0, 2.0, 16.0, 99.0]}
+    assert speed_ratio(times, "a", "b") == {"median": 2.0, "min": 1.0, "max": 4.0}
+
+
+def test_engine_calls_are_seen_and_the_extension_is_as_before(tmp_path: Path) -> None:
+    before = _C.WriteJob
+    with engine_calls() as calls:
+        save_sides.save({"a": torch.ones(3)}, DcpxWriter(tmp_path))
+    assert len(calls) == 1 and calls[0][0] < calls[0][1]
+    assert _C.WriteJob is before
+
+
+# ---- Meters -------------------------------------------------------------------------------------
+
+
+def test_extra_peak_counts_what_is_freed_again_and_not_what_was_there() -> None:
+    there = torch.ones(64 * MIB // 4)
+    assert extra_peak_bytes(lambda: None) < 4 * MIB
+    assert extra_peak_bytes(lambda: there.clone().zero_().sum()) > 60 * MIB
+
+
+def test_a_thread_counts_less_while_the_gil_is_held() -> None:
+    def while_it(work: Callable[[], object]) -> float:
+        def around(thread: CountingThread) -> list[tuple[Reading, Reading]]:
+            before = thread.read()
+            work()
+            return [(before, thread.read())]
+
+        return relative_rate(around, idle_s=0.05)
+
+    held = while_it(lambda: sum(range(10_000_000)))
+    released = while_it(lambda: os.waitpid(os.posix_spawn("/bin/sleep", ["sleep", "0.1"], {}), 0))
+    assert held < released / 2
+
+
+# ---- What is said -------------------------------------------------------------------------------
+
+
+def report_of(results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    names = ("cores", "cpu", "memory_gib", "kernel", "file_system", "python", "torch", "commit")
+    machine = dict.fromkeys((*names, "torch-dcpx", "safetensors"), "?")
+    fixed = {"size": "full", "command": "c", "machine": machine, "has_safetensors": True}
+    return summarize({**fixed, **more, "results": results})
+
+
+def test_figures_are_reached_by_the_median_of_ratios() -> None:
+    times = {"ours": [1.0, 1.0, 1.0], "raw": [0.91, 0.92, 0.1], "stock": [2.3, 9.0, 2.2]}
+    report = report_of(
+        [
+            {"case": "64mib", "ranks": 1, "bytes": 1, "items": 1, "times": times},
+            {"case": "tiny", "ranks": 1, "bytes": 1, "items": 1, "times": times},
+            {"case": "4gib", "ranks": 2, "bytes": 1, "items": 1, "times": times},
+        ]
+    )
+    reached = {(row["case"], row["base"]): row["is_reached"] for row in report["targets"]}
+    assert reached == {("64mib", "raw"): True, ("64mib", "stock"): False, ("tiny", "stock"): True}
+    text = as_markdown(report)
+    assert (
+        "| 2 GiB of 64 MiB tensors | ours: speed of the raw limit | >= 0.9 | 0.91 (0.1-0.92)"
+        in text
+    )
+
+
+def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(save_setup, "HAS_SAFETENSORS", False)
+    assert "safetensors" not in sides_of(CASES["64kib"])
+    assert {"ours", "stock", "stock2", "raw"} <= set(sides_of(CASES["64kib"]))
+    assert "safetensors is not installed" in as_markdown(report_of([], has_safetensors=False))
+
+
+def test_tables_take_their_place_on_the_page_and_nothing_else() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    once = put_on_page(page, "table\n")
+    assert "table\n" in once and put_on_page(put_on_page(page, "other\n"), "table\n") == once
+    with pytest.raises(ValueError, match="lacks"):
+        put_on_page("# no marks", "table")
