@@ -65,7 +65,8 @@ test-all: build test-cpp
 	DCPX_STRICT=1 $(PYTEST) --everything --session-timeout=2400 $(PYTEST_ARGS)
 
 bench: build $(S)/bench
-	$(PY) tests/bench/save.py --quick $(BENCH_ARGS)
+	$(PY) tests/bench/save.py --quick --json build/bench/quick.json $(BENCH_ARGS)
+	$(PY) tests/bench/plot.py build/bench/quick.json --svg build/bench/quick.svg
 
 test-cpp:
 	@if [ -f tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp; \

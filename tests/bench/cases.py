@@ -19,7 +19,10 @@ class Size(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One state. `rounds` are counted ones; a side in `rounds_of` runs in fewer."""
+    """One state. `rounds` are counted ones; a side in `rounds_of` runs in fewer.
+
+    Without `--ranks` a full run takes a case on `ranks` ranks.
+    """
 
     name: str
     title: str
@@ -28,6 +31,7 @@ class Case(NamedTuple):
     smoke: Size
     rounds: int
     rounds_of: dict[str, int]
+    ranks: tuple[int, ...] = (1,)
 
     def size(self, name: str) -> Size:
         return {"full": self.full, "quick": self.quick, "smoke": self.smoke}[name]
@@ -41,7 +45,7 @@ CASES = {
     for case in (
         Case(
             "64mib", "2 GiB of 64 MiB tensors",
-            Size(32, 64 * MIB), Size(2, 64 * MIB), Size(2, MIB), 5, {},
+            Size(32, 64 * MIB), Size(2, 64 * MIB), Size(2, MIB), 5, {}, (1, 2),
         ),
         Case(
             "4gib", "one 4 GiB tensor",
@@ -50,7 +54,7 @@ CASES = {
         Case(
             "64kib", "20,000 x 64 KiB",
             Size(20_000, 64 * KIB), Size(1_000, 64 * KIB), Size(40, 64 * KIB), 5,
-            {"stock": 3, "stock2": 3},
+            {"stock": 3, "stock2": 1}, (1, 2),
         ),
         Case(
             "4kib", "100,000 x 4 KiB",
@@ -61,6 +65,6 @@ CASES = {
             "scalars", "20,000 Python scalars",
             Size(20_000, 0), Size(1_000, 0), Size(40, 0), 5, {},
         ),
-        Case("tiny", "a tiny state", Size(7, 0), Size(7, 0), Size(7, 0), 20, {}),
+        Case("tiny", "a tiny state", Size(7, 0), Size(7, 0), Size(7, 0), 20, {}, (1, 2)),
     )
 }  # fmt: skip

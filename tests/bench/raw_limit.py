@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ KIB = 1 << 10
 MIB = 1 << 20
 BLOCKS = (256 * KIB, 1 * MIB, 4 * MIB)
 THREADS = (1, 2, 4)
-PROBE_BYTES = 512 * MIB  # enough to tell configurations apart
-PROBE_PASSES = 2
+PROBE_BYTES = 256 * MIB  # enough to tell configurations apart
+PROBED = (18, 6, 3)  # how many of the best so far each pass looks at
 MISMATCH_CODE = 2
 
 
@@ -84,13 +83,10 @@ def best_config(program: Path, folder: Path, nbytes: int) -> RawConfig:
     best = dict.fromkeys(configs, float("inf"))
     order = random.Random(0)
     path = folder / "probe"
-
-    def shuffled() -> Iterator[RawConfig]:
-        for _ in range(PROBE_PASSES):
-            yield from order.sample(configs, len(configs))
-
-    for config in shuffled():
-        seconds, _ = write_raw(program, path, probe_bytes, config)
-        path.unlink()
-        best[config] = min(best[config], seconds)
+    for count in PROBED:
+        configs = sorted(configs, key=best.__getitem__)[:count]
+        for config in order.sample(configs, len(configs)):
+            seconds, _ = write_raw(program, path, probe_bytes, config)
+            path.unlink()
+            best[config] = min(best[config], seconds)
     return min(configs, key=best.__getitem__)

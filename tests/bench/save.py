@@ -50,22 +50,31 @@ def run_worker(
     return found
 
 
-def groups_of(cases: Sequence[str], size: str) -> list[list[str]]:
-    """Returns which cases share a process: at full size each starts with a fresh heap."""
-    return [[case] for case in cases] if size == "full" else [list(cases)]
+def groups_of(cases: Sequence[str], size: str, ranks: Sequence[int]) -> list[tuple[int, list[str]]]:
+    """Returns (ranks, cases that share a process); at full size each has a fresh heap.
+
+    Args:
+        ranks: empty for what each case says; but one rank at smaller sizes.
+    """
+    asked = {case: ranks or (CASES[case].ranks if size == "full" else (1,)) for case in cases}
+    groups = []
+    for number in sorted({n for found in asked.values() for n in found}):
+        chosen = [case for case in cases if number in asked[case]]
+        shared = [[case] for case in chosen] if size == "full" else [chosen]
+        groups += [(number, group) for group in shared]
+    return groups
 
 
 def measure_times(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
     found = []
-    for ranks in args.ranks:
-        for group in groups_of(args.cases, args.size):
-            arguments = ["--cases", *group, "--size", args.size]
-            if args.sides:
-                arguments += ["--sides", *args.sides]
-            if args.rounds:
-                arguments += ["--rounds", str(args.rounds)]
-            results = run_worker("save_worker.py", arguments, scratch, ranks)
-            found += [{"case": case, "ranks": ranks, **results[case]} for case in group]
+    for ranks, group in groups_of(args.cases, args.size, args.ranks):
+        arguments = ["--cases", *group, "--size", args.size]
+        if args.sides:
+            arguments += ["--sides", *args.sides]
+        if args.rounds:
+            arguments += ["--rounds", str(args.rounds)]
+        results = run_worker("save_worker.py", arguments, scratch, ranks)
+        found += [{"case": case, "ranks": ranks, **results[case]} for case in group]
     return found
 
 
@@ -114,7 +123,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=("full", "quick", "smoke"), default="full")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[], help="(default: by case)")
     parser.add_argument("--rounds", type=int, help="counted rounds (default: by case)")
     parser.add_argument("--no-times", action="store_true")
     parser.add_argument("--no-meters", action="store_true", help="no memory, no counting thread")
