@@ -115,6 +115,18 @@ def merge(
     return sorted(by_key.values(), key=lambda r: (r["ranks"], order.index(r["case"])))
 
 
+def shown_command(arguments: Sequence[str]) -> str:
+    """Returns the command that repeats a run: without the paths of this machine."""
+    shown, rest = ["python", "tests/bench/save.py"], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word in ("--json", "--folder"):
+            rest.pop(0)
+        elif not word.startswith(("--json=", "--folder=", "--merge")):
+            shown.append(word)
+    return " ".join(shown)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -144,7 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
-    shown = sys.argv[1:] if arguments is None else arguments
+    command = shown_command(sys.argv[1:] if arguments is None else arguments)
     args.folder.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="save-") as name:
@@ -155,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = {
         "bench": "save",
         "size": args.size,
-        "command": " ".join(["python tests/bench/save.py", *shown]),
+        "commands": [command],
         "machine": describe_machine(args.folder),
         "has_safetensors": HAS_SAFETENSORS,
         "results": results,
@@ -163,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.merge and args.json.exists():
         old = json.loads(args.json.read_text())
         report["results"] = merge(old["results"], results)
+        report["commands"] = list(dict.fromkeys([*old["commands"], command]))
     report = summarize(report)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -88,8 +88,9 @@ def meter_table(results: Sequence[dict[str, Any]]) -> str:
 
 def machine_line(report: dict[str, Any]) -> str:
     m = report["machine"]
+    commands = ", ".join(f"`{command}`" for command in report["commands"])
     return (
-        f"`{report['command']}` on {m['cores']} cores ({m['cpu']}), {m['memory_gib']} GiB, Linux "
+        f"{commands} on {m['cores']} cores ({m['cpu']}), {m['memory_gib']} GiB, Linux "
         f"{m['kernel']}, {m['file_system']}; Python {m['python']}, torch {m['torch']}, torch-dcpx "
         f"{m['torch-dcpx']} at {m['commit']}, safetensors {m['safetensors']}."
     )

@@ -67,14 +67,17 @@ def test_save_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Pat
     assert meters["counting"].keys() == {"default", "one worker"}
     assert {row["is_reached"] for row in report["targets"]} <= {True, False}
     assert "### Figures to reach" in printed and "### Memory" in printed
-    assert str(tmp_path) not in printed.replace(report["command"], "")
+    assert report["commands"] == [
+        "python tests/bench/save.py --size smoke --rounds 1 --metered 64kib"
+    ]
+    assert str(tmp_path) not in json.dumps(report) + printed
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
 @pytest.mark.multirank
 def test_save_on_two_ranks_adds_to_what_one_rank_measured(tmp_path: Path) -> None:
     old = {"case": "tiny", "ranks": 1, "times": {"ours": [1.0], "stock": [2.0]}, "bytes": 8}
-    (tmp_path / "result.json").write_text(json.dumps({"results": [old]}))
+    (tmp_path / "result.json").write_text(json.dumps({"results": [old], "commands": ["old"]}))
     arguments = ("--ranks", "2", "--cases", "64kib", "scalars", "--no-meters", "--merge")
     report, printed = run_save(tmp_path, *arguments)
     found = [(r["case"], r["ranks"]) for r in report["results"]]
@@ -82,7 +85,7 @@ def test_save_on_two_ranks_adds_to_what_one_rank_measured(tmp_path: Path) -> Non
     full = CASES["64kib"].smoke
     assert report["results"][1]["bytes"] == full.items * full.item_bytes
     assert report["results"][1]["times"].keys() == {*sides_of(CASES["64kib"]), "engine"}
-    assert "20,000 x 64 KiB, 2 ranks" in printed
+    assert "20,000 x 64 KiB, 2 ranks" in printed and "`old`, `python tests" in printed
 
 
 # ---- A wrong byte -------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ def test_a_thread_counts_less_while_the_gil_is_held() -> None:
 def report_of(results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     names = ("cores", "cpu", "memory_gib", "kernel", "file_system", "python", "torch", "commit")
     machine = dict.fromkeys((*names, "torch-dcpx", "safetensors"), "?")
-    fixed = {"size": "full", "command": "c", "machine": machine, "has_safetensors": True}
+    fixed = {"size": "full", "commands": ["c"], "machine": machine, "has_safetensors": True}
     return summarize({**fixed, **more, "results": results})
 
 
