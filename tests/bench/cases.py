@@ -36,8 +36,9 @@ class Case(NamedTuple):
     def size(self, name: str) -> Size:
         return {"full": self.full, "quick": self.quick, "smoke": self.smoke}[name]
 
-    def rounds_at(self, size: str) -> int:
-        return {"full": self.rounds, "quick": 2, "smoke": 1}[size]
+    def rounds_at(self, size: str, ranks: int = 1) -> int:
+        full = self.rounds if ranks == 1 else min(self.rounds, 3)
+        return {"full": full, "quick": 2, "smoke": 1}[size]
 
 
 CASES = {
@@ -58,13 +59,12 @@ CASES = {
         ),
         Case(
             "4kib", "100,000 x 4 KiB",
-            Size(100_000, 4 * KIB), Size(2_000, 4 * KIB), Size(40, 4 * KIB), 3,
-            {"stock": 2, "stock2": 1},
+            Size(100_000, 4 * KIB), Size(2_000, 4 * KIB), Size(40, 4 * KIB), 3, {"stock": 2},
         ),
         Case(
             "scalars", "20,000 Python scalars",
             Size(20_000, 0), Size(1_000, 0), Size(40, 0), 5, {},
         ),
-        Case("tiny", "a tiny state", Size(7, 0), Size(7, 0), Size(7, 0), 20, {}, (1, 2)),
+        Case("tiny", "a tiny state", Size(7, 0), Size(7, 0), Size(7, 0), 12, {}, (1, 2)),
     )
 }  # fmt: skip

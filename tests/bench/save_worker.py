@@ -51,7 +51,7 @@ def measure(
         if rank == 0:
             print(f"{case.name}, {ranks} rank(s): {line}", file=sys.stderr, flush=True)
 
-    counted = rounds or case.rounds_at(size)
+    counted = rounds or case.rounds_at(size, ranks)
     quiet_s = 0.05 if size == "full" else 0.01
     times = run_rounds(sides, counted, folder, log, quiet_s=quiet_s)
     nbytes = payload_bytes(state) * ranks
