@@ -34,13 +34,20 @@ def spread_text(value: dict[str, float]) -> str:
     return f"{number(value['median'])} ({number(value['min'])}-{number(value['max'])})"
 
 
+def time_text(seconds: dict[str, float]) -> str:
+    """Returns median, least and most, in one unit."""
+    if seconds["median"] >= 0.1:
+        return f"{spread_text(seconds)} s"
+    return f"{spread_text({name: 1000 * value for name, value in seconds.items()})} ms"
+
+
 def title(result: dict[str, Any]) -> str:
     name = CASES[result["case"]].title
     return name if result["ranks"] == 1 else f"{name}, {result['ranks']} ranks"
 
 
 def seconds_table(results: Sequence[dict[str, Any]]) -> str:
-    """One row a case and side: seconds, GB/s, and how many times as fast ours is."""
+    """One row a case and side: time, GB/s, and how many times as fast ours is."""
     rows = []
     for result in results:
         for side in SIDES:
@@ -50,10 +57,10 @@ def seconds_table(results: Sequence[dict[str, Any]]) -> str:
             speed = result["bytes"] / seconds["median"] / 1e9
             ratio = result["ours_speed_of"].get(side)
             rows.append([
-                title(result), side, str(len(result["times"][side])), spread_text(seconds),
+                title(result), side, str(len(result["times"][side])), time_text(seconds),
                 number(speed) if speed > 0.02 else "", spread_text(ratio) if ratio else "",
             ])  # fmt: skip
-    header = ["state", "side", "rounds", "seconds (min-max)", "GB/s", "speed of ours to it"]
+    header = ["state", "side", "rounds", "time (min-max)", "GB/s", "speed of ours to it"]
     return table(header, rows)
 
 
