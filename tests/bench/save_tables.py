@@ -78,12 +78,12 @@ def meter_table(results: Sequence[dict[str, Any]]) -> str:
     rows = []
     for result in results:
         for side, meters in result.get("meters", {}).items():
-            after = meters.get("rss_bytes_after")
-            counting = meters["counting"]
+            peak, after = meters.get("extra_peak_bytes"), meters.get("rss_bytes_after")
+            counting = meters.get("counting", {})
             rows.append([
-                title(result), side, number(meters["extra_peak_bytes"] / MIB),
+                title(result), side, "" if peak is None else number(peak / MIB),
                 f"{after['3'] / MIB:.1f}, {after['30'] / MIB:.1f}" if after else "",
-                f"{counting['default']:.2f}",
+                f"{counting['default']:.2f}" if "default" in counting else "",
                 f"{counting['one worker']:.2f}" if "one worker" in counting else "",
             ])  # fmt: skip
     header = [
@@ -112,8 +112,9 @@ def as_markdown(report: dict[str, Any]) -> str:
     if not report["has_safetensors"]:
         parts.append("safetensors is not installed: its side is left out.")
     raw = {title(r): r["raw"] for r in timed if "raw" in r}
-    if timed:
+    if report["targets"]:
         parts += ["### Figures to reach", target_table(report["targets"])]
+    if timed:
         parts += ["### Times", seconds_table(timed)]
     if raw:
         found = "; ".join(

@@ -242,6 +242,25 @@ def test_figures_are_reached_by_the_median_of_ratios() -> None:
     assert time_text({"median": 0.02, "min": 0.0123456, "max": 0.5}) == "20 (12.3-500) ms"
 
 
+def test_meters_are_held_against_their_figures_where_they_were_taken() -> None:
+    counting = {"default": 0.5, "one worker": 0.95}
+    after = {"3": 1000, "30": 1011}
+    meters: list[dict[str, Any]] = [
+        {"extra_peak_bytes": 127 * MIB, "rss_bytes_after": after, "counting": counting},
+        {"extra_peak_bytes": 129 * MIB},
+    ]
+    cases = zip(("64mib", "tiny"), meters, strict=True)
+    report = report_of([{"case": c, "ranks": 1, "meters": {"ours": m}} for c, m in cases])
+    reached = {(row["case"], row["what"]): row["is_reached"] for row in report["targets"]}
+    assert reached == {
+        ("64mib", "extra_peak_mib"): True,
+        ("64mib", "growth"): False,
+        ("64mib", "counting"): True,
+        ("tiny", "extra_peak_mib"): False,
+    }
+    assert "growth in % | <= 1 | 1.1 | **no** |" in as_markdown(report)
+
+
 def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
