@@ -24,7 +24,7 @@ from typing import Any
 
 from cases import CASES
 from machine import describe_machine
-from save_setup import HAS_SAFETENSORS, METERED, SIDES
+from save_setup import COUNTED_CASES, HAS_SAFETENSORS, METERED, SIDES
 from save_tables import as_markdown
 from summary import summarize
 
@@ -93,12 +93,17 @@ def measure_meters(args: argparse.Namespace, scratch: Path) -> list[dict[str, An
 
 
 def run_meters(case: str, side: str, size: str, scratch: Path) -> dict[str, Any]:
+    at_once = ["peak", *(["counting"] if case in COUNTED_CASES else [])]
+    if size != "full":
+        at_once.append("growth")
     arguments = ["--case", case, "--side", side]
     if size != "full" or side != "ours":
-        return run_worker("meter_worker.py", [*arguments, "--size", size], scratch)
+        return run_worker(
+            "meter_worker.py", [*arguments, "--size", size, "--meters", *at_once], scratch
+        )
     # Thirty saves, so of the small state.
     growth = [*arguments, "--size", "quick", "--meters", "growth"]
-    others = [*arguments, "--size", "full", "--meters", "peak", "counting"]
+    others = [*arguments, "--size", "full", "--meters", *at_once]
     return {
         **run_worker("meter_worker.py", growth, scratch),
         **run_worker("meter_worker.py", others, scratch),

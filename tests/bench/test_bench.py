@@ -49,7 +49,7 @@ def run_save(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 def test_save_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Path) -> None:
-    report, printed = run_save(tmp_path, "--metered", "64kib")
+    report, printed = run_save(tmp_path, "--metered", "64mib")
     assert {name: report[name] for name in ("bench", "size")} == {"bench": "save", "size": "smoke"}
     assert report["machine"]["cores"] >= 1 and report["machine"]["torch"] == torch.__version__
     assert [r["case"] for r in report["results"]] == list(CASES)
@@ -61,14 +61,14 @@ def test_save_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Pat
         assert result["times"]["engine"] < result["times"]["ours"]
         assert result["ours_speed_of"].keys() == sides - {"ours"}
         assert ("raw" in result) is ("raw" in sides)
-    meters = next(r["meters"] for r in report["results"] if r["case"] == "64kib")["ours"]
+    meters = next(r["meters"] for r in report["results"] if r["case"] == "64mib")["ours"]
     assert meters["extra_peak_bytes"] >= 0
     assert meters["rss_bytes_after"].keys() == {"3", "30"}
     assert meters["counting"].keys() == {"default", "one worker"}
     assert {row["is_reached"] for row in report["targets"]} <= {True, False}
     assert "### Figures to reach" in printed and "### Memory" in printed
     assert report["commands"] == [
-        "python tests/bench/save.py --size smoke --rounds 1 --metered 64kib"
+        "python tests/bench/save.py --size smoke --rounds 1 --metered 64mib"
     ]
     assert str(tmp_path) not in json.dumps(report) + printed
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
