@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_jobs import SLOT_BYTES, open_directory, scratch, write, write_row
+from engine_jobs import SLOT_BYTES, item_type, open_directory, scratch, write, write_row
 
 from torch_dcpx import _C
-from torch_dcpx._compat import framing_of
 
 
 def test_small_items_are_packed_and_every_call_writes_a_full_segment(tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ def test_progress_is_told_and_what_it_raises_cancels_the_job(
     job.add_file(["a"], bytes(16), 0)
     row = write_row(slow, 0, 0, "slow")
     with pytest.raises(KeyboardInterrupt):
-        job.write([row], [framing_of(torch.uint8)], is_final=True, progress=progress)
+        job.write([row], [item_type(torch.uint8)], is_final=True, progress=progress)
     assert 0 < told[0] <= told[1] <= job.report()["done_bytes"] < 1 << 30
     assert job.report()["total_bytes"] == 1 << 30
     job.abandon()

@@ -52,7 +52,7 @@ def test_what_is_no_path_leaves_none(path: object, tmp_path: Path) -> None:
     [
         ({"file": -1}, OverflowError),
         ({"file": "0"}, TypeError),
-        ({"kind": 3}, PlanError),
+        ({"kind": 4}, PlanError),
         ({"type": 1}, PlanError),
         ({"source": 1.5}, TypeError),
         ({"sizes": 3}, TypeError),
