@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from itertools import accumulate, count
+from collections.abc import Mapping
+from itertools import accumulate
 from operator import le
 from typing import Any
 
@@ -36,26 +35,21 @@ class StringPool:
     """
 
     def __init__(self) -> None:
-        # By text; to ask for one that is new adds it.
-        self.number: defaultdict[str, int] = defaultdict(count().__next__)
+        self.numbers: dict[str, int] = {}  # by text; to be added to in this order only
 
     def add(self, text: str) -> int:
         """The number of `text`, the same for equal strings."""
-        return self.number[text]
-
-    def numbers(self, texts: Iterable[str]) -> array[int]:
-        """The numbers of all `texts`."""
-        return array("q", map(self.number.__getitem__, texts))
+        return self.numbers.setdefault(text, len(self.numbers))
 
     def columns(self) -> dict[str, array[int] | bytes]:
         """The columns that `ColumnReader.strings` reads."""
-        whole = "".join(self.number)
+        whole = "".join(self.numbers)
         if whole.isascii():  # characters are bytes: one encoding for all
             return {
                 "strings": whole.encode(),
-                "string_ends": array("q", accumulate(map(len, self.number))),
+                "string_ends": array("q", accumulate(map(len, self.numbers))),
             }
-        texts = [text.encode("utf-8", "surrogatepass") for text in self.number]
+        texts = [text.encode("utf-8", "surrogatepass") for text in self.numbers]
         return {"strings": b"".join(texts), "string_ends": array("q", accumulate(map(len, texts)))}
 
 

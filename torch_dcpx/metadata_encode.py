@@ -1,19 +1,18 @@
 """A checkpoint's metadata as columns.
 
-A million objects are not looked at one by one: each pass takes one attribute of all of them, or
-asks one question, in C. What the columns could not give back exactly is so noticed before anything
-is written, and `metadata_refusals` then finds the object. `metadata_decode` is the way back;
-docs/format.md names every column.
+A million objects are not looked at one by one: each pass takes one attribute of a batch of them, or
+asks one question, in C; a batch is so small that the next pass finds its objects in cache. What the
+columns could not give back exactly is noticed before anything is written, and `metadata_refusals`
+then finds the object. `metadata_decode` is the way back; docs/format.md names every column.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress, repeat
-from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx import _C
 from torch_dcpx._compat import DTYPES, LAYOUTS, all_strides
 from torch_dcpx.columns import I64_MAX, StringPool
 from torch_dcpx.errors import PlanError
@@ -49,16 +49,12 @@ class Columns:
         self._columns: dict[str, array[int] | bytearray] = {}
 
     def i64(self, name: str) -> array[int]:
-        """A new int64 column; its name fixes its place."""
-        column = array("q")
-        self._columns[name] = column
-        return column
+        """An int64 column; the order in which they are first asked for is the file's."""
+        return self._columns.setdefault(name, array("q"))  # type: ignore[return-value]
 
     def u8(self, name: str) -> bytearray:
-        """A new byte column."""
-        column = bytearray()
-        self._columns[name] = column
-        return column
+        """A byte column; as for `i64`."""
+        return self._columns.setdefault(name, bytearray())  # type: ignore[return-value]
 
     def finished(self) -> dict[str, array[int] | bytes | bytearray]:
         """Every column by its name, strings first."""
@@ -72,23 +68,6 @@ def _require(is_stock: bool) -> None:
 
 def _are(values: Iterable[object], *types: type) -> bool:
     return set(map(type, values)) <= set(types)
-
-
-def _are_tuples(values: Iterable[object]) -> bool:
-    return all(issubclass(kind, tuple) for kind in set(map(type, values)))
-
-
-def _extend(column: array[int], values: list[int]) -> None:
-    """Fills a column with numbers, which must be exact ints (else the pickle differs) and >= 0."""
-    _require(_are(values, int))
-    column.extend(values)  # OverflowError from 2**63 on
-    signs = memoryview(column).cast("B")[7::8]  # the highest byte of each
-    _require(signs.tobytes().isascii())
-
-
-def _require_ends(begins: list[int], lengths: list[int]) -> None:
-    """No range may end where int64 does not reach."""
-    _require(max(map(add, begins, lengths), default=0) <= I64_MAX)
 
 
 class _Codes(dict[tuple[Any, ...], tuple[int, int, int, int]]):
@@ -109,7 +88,20 @@ class _Codes(dict[tuple[Any, ...], tuple[int, int, int, int]]):
         return self.setdefault(key, codes)
 
 
-def _encode_properties(properties: list[TensorProperties], out: Columns) -> None:
+_T = TypeVar("_T")
+_BATCH = 1000
+
+
+def _batches(
+    objects: dict[str, _T] | dict[MetadataIndex, _T],
+) -> Iterator[tuple[list[Any], list[_T]]]:
+    """Keys and values in batches; at least one, so that every column is there."""
+    keys, values = list(objects), list(objects.values())
+    for begin in range(0, max(len(keys), 1), _BATCH):
+        yield keys[begin : begin + _BATCH], values[begin : begin + _BATCH]
+
+
+def _encode_properties(properties: list[TensorProperties], codes: _Codes, out: Columns) -> None:
     """Columns of TensorProperties.
 
     A planner may give ShardedTensor's own class of the same fields, as torch 2.0 did; what is
@@ -128,143 +120,123 @@ def _encode_properties(properties: list[TensorProperties], out: Columns) -> None
     ]
     _, _, requires_grad, _, pin_memory = zip(*keys, strict=True)
     _require(_are(requires_grad, bool) and _are(pin_memory, bool))  # 1 has the codes of True
-    codes = _Codes(out.pool)
     rows = map(codes.__getitem__, keys)
     for column, values in zip(columns, zip(*rows, strict=True), strict=True):
         column.extend(values)
 
 
-def _encode_strides(properties: list[TensorProperties], out: Columns) -> None:
+def _encode_strides(found: list[Any], out: Columns) -> None:
     """Columns of TensorProperties.strides; none where all are None, as in an older torch."""
-    found = all_strides(properties)
-    given = [strides for strides in found if strides is not None]
-    if not given:
+    if found.count(None) == len(found):
         return
-    _require(_are_tuples(given))
-    counts = [-1 if strides is None else len(strides) for strides in found]
-    out.i64("tensor_stride_count").extend(counts)
-    _extend(out.i64("tensor_strides"), list(chain.from_iterable(given)))
+    counts, flat = _C.row_columns(found, True)
+    out.i64("tensor_stride_count").frombytes(counts)
+    out.i64("tensor_strides").frombytes(flat)
 
 
 def _encode_entries(metadata: Metadata, out: Columns) -> dict[str, int]:
     """Columns of state_dict_metadata; returns the number of dimensions of every tensor."""
-    fqns, kinds = out.i64("entry_fqn"), out.u8("entry_kind")
-    names, entries = list(metadata.state_dict_metadata), list(metadata.state_dict_metadata.values())
-    _require(_are(names, str) and _are(entries, TensorStorageMetadata, BytesStorageMetadata))
-    fqns.extend(out.pool.numbers(names))
-    is_tensor = [type(entry) is TensorStorageMetadata for entry in entries]
-    kinds.extend([type(entry) is BytesStorageMetadata for entry in entries])
-    tensors: list[Any] = list(compress(entries, is_tensor))
-    properties = [tensor.properties for tensor in tensors]
-    _encode_properties(properties, out)
+    codes = _Codes(out.pool)
+    ndim_of: dict[str, int] = {}
+    strides: list[Any] = []
+    for fqns, entries in _batches(metadata.state_dict_metadata):
+        _require(_are(entries, TensorStorageMetadata, BytesStorageMetadata))
+        out.i64("entry_fqn").frombytes(_C.text_column(fqns, out.pool.numbers))
+        is_tensor = [type(entry) is TensorStorageMetadata for entry in entries]
+        out.u8("entry_kind").extend([not is_one for is_one in is_tensor])
+        tensors: list[Any] = list(compress(entries, is_tensor))
+        properties = [tensor.properties for tensor in tensors]
+        _encode_properties(properties, codes, out)
+        strides += all_strides(properties)
+        ndims = _encode_regions(tensors, out)
+        ndim_of.update(zip(compress(fqns, is_tensor), ndims, strict=True))
+    _encode_strides(strides, out)
+    return ndim_of
 
-    sizes = [tensor.size for tensor in tensors]
+
+def _encode_regions(tensors: list[Any], out: Columns) -> array[int]:
+    """Columns of sizes and chunks; returns the numbers of dimensions."""
+    ndims, sizes = _C.row_columns([tensor.size for tensor in tensors], False)
+    out.i64("tensor_ndim").frombytes(ndims)
+    out.i64("tensor_sizes").frombytes(sizes)
     chunk_lists = [tensor.chunks for tensor in tensors]
-    _require(_are_tuples(sizes) and _are(chunk_lists, list))
-    ndims, counts = list(map(len, sizes)), list(map(len, chunk_lists))
-    out.i64("tensor_ndim").extend(ndims)
-    out.i64("tensor_chunk_count").extend(counts)
-    _extend(out.i64("tensor_sizes"), list(chain.from_iterable(sizes)))
-
+    _require(_are(chunk_lists, list))
+    counts = list(map(len, chunk_lists))
+    out.i64("tensor_chunk_count").extend(array("q", counts))
     chunks = list(chain.from_iterable(chunk_lists))
     _require(_are(chunks, ChunkStorageMetadata))
     # One byte a chunk, so that a file of n bytes cannot claim more than n chunks of a 0-d tensor,
     # whose offsets and sizes take no bytes.
     out.u8("chunk_flags").extend(bytes(len(chunks)))
-    chunk_ndims = list(chain.from_iterable(map(repeat, ndims, counts)))
-    begins = _flat([chunk.offsets for chunk in chunks], chunk_ndims)
-    lengths = _flat([chunk.sizes for chunk in chunks], chunk_ndims)
-    _extend(out.i64("chunk_offsets"), begins)
-    _extend(out.i64("chunk_sizes"), lengths)
-    _require_ends(begins, lengths)
-    _encode_strides(properties, out)
-    return dict(zip(compress(names, is_tensor), ndims, strict=True))
-
-
-def _flat(rows: list[tuple[int, ...]], ndims: list[int]) -> list[int]:
-    """The numbers of all rows, which must be tuples of so many."""
-    _require(_are_tuples(rows) and list(map(len, rows)) == ndims)
-    return list(chain.from_iterable(rows))
+    begin_ndims, begins = _C.row_columns([chunk.offsets for chunk in chunks], False)
+    length_ndims, lengths = _C.row_columns([chunk.sizes for chunk in chunks], False)
+    tensor_ndims = array("q", ndims)
+    if begin_ndims != ndims or set(counts) != {1}:
+        of_chunks = array("q", list(chain.from_iterable(map(repeat, tensor_ndims, counts))))
+        _require(begin_ndims == of_chunks.tobytes())
+    _require(begin_ndims == length_ndims and _C.have_ends(begins, lengths))
+    out.i64("chunk_offsets").frombytes(begins)
+    out.i64("chunk_sizes").frombytes(lengths)
+    return tensor_ndims
 
 
 def _encode_storage(metadata: Metadata, ndim_of: dict[str, int], out: Columns) -> None:
     """Columns of storage_data."""
     storage = metadata.storage_data
     _require(type(storage) is dict)
-    indices, places = list(storage), list(storage.values())
-    _require(_are(indices, MetadataIndex) and _are(places, _StorageInfo))
-    fqns = [index.fqn for index in indices]
-    paths = [place.relative_path for place in places]
-    _require(_are(fqns, str) and _are(paths, str))
-    out.i64("storage_fqn").extend(out.pool.numbers(fqns))
-
-    offsets = [index.offset for index in indices]
-    ndims = [-1 if offset is None else len(offset) for offset in offsets]
-    tensor_ndims = list(map(ndim_of.get, fqns))
-    if ndims != tensor_ndims:  # items of bytes, and indices without an offset
-        pairs = zip(ndims, tensor_ndims, strict=True)
-        _require(
-            all(ndim == of_tensor or ndim < 0 or of_tensor is None for ndim, of_tensor in pairs)
+    known: dict[tuple[str, ...], int] = {}  # transform_descriptors
+    for indices, places in _batches(storage):
+        _require(_are(indices, MetadataIndex) and _are(places, _StorageInfo))
+        _encode_indices(indices, ndim_of, out)
+        paths = [place.relative_path for place in places]
+        out.i64("storage_path").frombytes(_C.text_column(paths, out.pool.numbers))
+        found = [place.transform_descriptors for place in places]
+        _require(all(names is None or is_list_of_str(names) for names in found))
+        out.i64("storage_descriptors").extend(
+            [-1 if names is None else known.setdefault(tuple(names), len(known)) for names in found]
         )
-    out.i64("storage_ndim").extend(ndims)
-
-    hints = [index.index for index in indices]
-    given = [hint for hint in hints if hint is not None]
-    _require(_are(given, int) and min(given, default=0) >= 0)
-    out.i64("storage_hint").extend([-1 if hint is None else hint for hint in hints])
-    out.i64("storage_path").extend(out.pool.numbers(paths))
-    out.i64("storage_descriptors").extend(_descriptor_numbers(places, out))
-    flat = [offset for offset in offsets if offset is not None]
-    _extend(out.i64("storage_offsets"), list(chain.from_iterable(flat)))
-    begins = [place.offset for place in places]
-    lengths = [place.length for place in places]
-    _extend(out.i64("storage_offset"), begins)
-    _extend(out.i64("storage_bytes"), lengths)
-    _require_ends(begins, lengths)
-
-
-def _descriptor_numbers(places: list[_StorageInfo], out: Columns) -> list[int]:
-    """Which of `out.descriptors` each place has; -1: none."""
-    found = [place.transform_descriptors for place in places]
-    if _are(found, type(None)):
-        return [-1] * len(found)
-    _require(all(names is None or is_list_of_str(names) for names in found))
-    known: dict[tuple[str, ...], int] = {}
-    numbers = [
-        -1 if names is None else known.setdefault(tuple(names), len(known)) for names in found
-    ]
+        begins = _C.size_column([place.offset for place in places], False)
+        lengths = _C.size_column([place.length for place in places], False)
+        _require(_C.have_ends(begins, lengths))
+        out.i64("storage_offset").frombytes(begins)
+        out.i64("storage_bytes").frombytes(lengths)
     out.descriptors = list(map(list, known))
-    return numbers
 
 
-def _is_flatten_mapping(value: object) -> bool:
-    """Whether planner_data is what flattening gives: dict[str, tuple[str | int, ...]]."""
-    if type(value) is not dict or not (_are(value, str) and _are(value.values(), tuple)):
-        return False
-    keys = list(chain.from_iterable(value.values()))
-    if not _are(keys, str, int):
-        return False
-    numbers = [key for key in keys if type(key) is int]
-    return not numbers or (min(numbers) >= -I64_MAX - 1 and max(numbers) <= I64_MAX)
+def _encode_indices(indices: list[MetadataIndex], ndim_of: dict[str, int], out: Columns) -> None:
+    """Columns of the keys of storage_data."""
+    fqns = [index.fqn for index in indices]
+    out.i64("storage_fqn").frombytes(_C.text_column(fqns, out.pool.numbers))
+    hints = _C.size_column([index.index for index in indices], True)
+    out.i64("storage_hint").frombytes(hints)
+    ndims, offsets = _C.row_columns([index.offset for index in indices], True)
+    out.i64("storage_ndim").frombytes(ndims)
+    out.i64("storage_offsets").frombytes(offsets)
+    wanted = list(map(ndim_of.get, fqns))
+    found = array("q", ndims).tolist()
+    if found != wanted:  # items of bytes, and indices without an offset
+        pairs = zip(found, wanted, strict=True)
+        _require(all(ndim in (-1, of_tensor) or of_tensor is None for ndim, of_tensor in pairs))
 
 
 def _encode_planner(metadata: Metadata, out: Columns) -> None:
-    """Columns of planner_data where it is a flatten mapping; else the pickle alone holds it."""
+    """Columns of planner_data where it is what flattening gives; else the pickle alone holds it."""
     planner = metadata.planner_data
     if planner is None:
         return
-    if not _is_flatten_mapping(planner):
-        out.planner_data = "pickle"
+    out.planner_data = "pickle"
+    if type(planner) is not dict or not _are(planner, str):
+        return
+    paths = list(planner.values())
+    columns = _C.path_columns(paths, out.pool.numbers)
+    if columns is None:
         return
     out.planner_data = "columns"
-    out.i64("planner_fqn").extend(out.pool.numbers(planner))
-    out.i64("planner_len").extend(list(map(len, planner.values())))
-    keys = list(chain.from_iterable(planner.values()))
-    is_int = [type(key) is int for key in keys]
-    out.u8("planner_tag").extend(is_int)
-    number = out.pool.number
-    values = [key if type(key) is int else number[key] for key in keys]
-    out.i64("planner_value").extend(values)
+    out.i64("planner_fqn").frombytes(_C.text_column(list(planner), out.pool.numbers))
+    counts, tags, values = columns
+    out.i64("planner_len").frombytes(counts)
+    out.u8("planner_tag").extend(tags)
+    out.i64("planner_value").frombytes(values)
 
 
 def _encode_files(files: Sequence[FileEntry], out: Columns) -> None:

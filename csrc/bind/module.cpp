@@ -64,6 +64,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_errors();
   dcpx::bind_format(m);
   dcpx::bind_metadata(m);
+  dcpx::bind_columns(m);
   dcpx::bind_io(m);
   dcpx::bind_write(m);
   dcpx::bind_read(m);

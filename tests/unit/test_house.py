@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
 MODULES_WITH_EXTENSION = {
     "__init__",
     "metadata",
+    "metadata_encode",
     "read_files",
     "reader",
     "trust",
