@@ -97,9 +97,9 @@ def test_scalars_are_written_in_windows_of_bounded_memory(
     write = _C.WriteJob.write
 
     class Job(_C.WriteJob):
-        def write(self, rows: Any, types: Any, is_final: bool, *args: Any) -> Any:
+        def write(self, rows: Any, types: Any, **kwargs: Any) -> Any:
             calls.append(sum(len(row.source) + _C.OBJECT_ZIP_OVERHEAD for row in rows))
-            return write(self, rows, types, is_final, *args)
+            return write(self, rows, types, **kwargs)
 
     monkeypatch.setattr("torch_dcpx.write_files._C.WriteJob", Job)
     state = {f"v{i}": i for i in range(6000)}
