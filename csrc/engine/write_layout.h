@@ -1,16 +1,16 @@
 // Where every byte of a save goes: items to offsets, offsets to segments. Pure arithmetic, no I/O.
 //
 // A file is cut into segments, each written by one worker in one call. Items are packed, many to a
-// segment, and copied on the way. Only an item of half a segment or more is taken apart: a head (in
-// the segment before), a body of whole aligned segments that any worker takes, and a seam: the last
-// partial page, the zip tail with the payload's CRC, and whatever follows. A seam waits until the
-// pieces before it are checksummed; nobody blocks for it, the worker that finishes the last piece
-// goes on with the seam.
+// segment, and copied on the way. Only an item that fills one (15/16 of it) is taken apart: a head
+// (in the segment before), a body of whole aligned segments that any worker takes, and a seam: the
+// last partial page, the zip tail with the payload's CRC, and whatever follows. A seam waits until
+// the pieces before it are checksummed; nobody blocks for it, the worker that finishes the last
+// piece goes on with the seam.
 //
 // A body saves the copy, but it costs a small write at each seam: of a disk's rate, items of 128
-// KiB get 0.79 packed and 0.32 with bodies, items of 256 KiB 0.88 and 0.52. Packed payloads begin
-// on kPackAlignment whatever their size: a page would cost 3 % of the file at 64 KiB and serve
-// nobody, for a load too reads runs of such items into a slot.
+// KiB get 0.79 packed and 0.32 with bodies, 256 KiB 0.88 and 0.52, 512 KiB 0.72 and 0.46. Packed
+// payloads begin on kPackAlignment whatever their size: a page would cost 3 % of the file at 64 KiB
+// and serve nobody, for a load too reads runs of such items into a slot.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,9 @@ inline constexpr std::uint64_t kPackAlignment = 64;
 inline constexpr std::uint64_t kMinSegmentBytes = 256 << 10;
 
 // Payloads from here on have a body of their own; smaller ones are packed.
-constexpr std::uint64_t min_body_bytes(std::uint64_t segment_bytes) { return segment_bytes / 2; }
+constexpr std::uint64_t min_body_bytes(std::uint64_t segment_bytes) {
+  return segment_bytes / 16 * 15;
+}
 
 // One item to write. `row` is its index row; the layout fills in its offsets and lengths.
 struct WriteItem {

@@ -31,8 +31,8 @@ def test_small_items_are_packed_and_every_call_writes_a_full_segment(tmp_path: P
     assert report["engine_ns"] > 0
 
 
-def test_item_of_half_a_segment_is_written_from_where_it_lies(tmp_path: Path) -> None:
-    for numel, is_packed in [((1 << 19) - 1, True), (1 << 19, False)]:
+def test_item_that_fills_a_segment_is_written_from_where_it_lies(tmp_path: Path) -> None:
+    for numel, is_packed in [((15 << 16) - 1, True), (15 << 16, False)]:
         with scratch() as directory:
             tensor = torch.arange(numel, dtype=torch.int64).to(torch.uint8)
             report = write(directory, [tensor], segment_bytes=1 << 20).report
