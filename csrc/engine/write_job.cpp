@@ -14,8 +14,13 @@ namespace dcpx::engine {
 
 struct WriteJob::OpenFile {
   FileSpec spec;
-  std::mutex mutex;  // guards `file` while it is opened
+  std::mutex mutex;  // guards `file` while it is opened, and `behind`
   io::OutputFile file;
+  struct Range {
+    std::uint64_t begin, nbytes;
+  };
+  std::deque<Range> behind;  // what the page cache has not written back yet, oldest first
+  std::uint64_t behind_bytes = 0;
   std::uint64_t data_end = 0;  // behind the last item laid out so far
   std::uint64_t allocated_end = 0;
   std::atomic<std::uint32_t> segments_left{0};  // of the current call
@@ -44,23 +49,18 @@ struct WriteJob::Window {
   std::unique_ptr<std::atomic<std::uint32_t>[]> pieces_left;  // per item, before its seam
 };
 
-// One thread of a call: its slot, and what the page cache has not written back for it yet.
+// One thread of a call.
 struct WriteJob::Worker {
   std::byte* slot;
   StopFlag& stop;
-  struct Range {
-    std::uint64_t begin, nbytes;
-  };
-  std::deque<Range> behind;  // of one file, in the order they were written
-  const OpenFile* behind_file = nullptr;
-  std::uint64_t behind_bytes = 0;
 };
 
 namespace {
 
 // What one system call writes: bounds the time until a stopped job ends.
 constexpr std::uint64_t kWriteBytes = 8 << 20;
-// What a worker may leave to the page cache before it waits, so that the fsync at the end is short.
+// What a file may leave to the page cache, for each worker, before one waits: so that the fsync at
+// the end is short.
 constexpr std::uint64_t kBehindBytes = 8 << 20;
 constexpr std::uint64_t kFooterPieceBytes = 1 << 20;
 
@@ -171,7 +171,7 @@ void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFun
     run_workers(
         workers,
         [&](unsigned number, StopFlag& stop) {
-          Worker worker{slots_.slot(number), stop, {}};
+          Worker worker{slots_.slot(number), stop};
           work(window, worker);
         },
         poll);
@@ -180,7 +180,7 @@ void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFun
   const std::size_t done = is_final ? files_.size() : items.empty() ? 0 : items.back().file;
   StopFlag never;
   never.poll_inline(poll);
-  Worker caller{nullptr, never, {}};
+  Worker caller{nullptr, never};
   for (std::size_t f = 0; f < files_.size(); ++f) {
     OpenFile& file = files_[f];
     if (file.item_count > 0 && file.segment_count == 0) complete(window, file, caller);
@@ -263,22 +263,26 @@ bool WriteJob::write_bytes(OpenFile& file, const std::byte* data, std::uint64_t 
     const bool is_direct = file.file.is_direct();
     (is_direct ? direct_bytes_ : buffered_bytes_).fetch_add(count, std::memory_order_relaxed);
     if (is_direct || !options_.is_durable) continue;
-    if (worker.behind_file != &file) {
-      worker.behind.clear();  // of a file that another worker syncs
-      worker.behind_bytes = 0;
-      worker.behind_file = &file;
-    }
-    file.file.start_write_back(offset + at, count);
-    worker.behind.push_back({offset + at, count});
-    worker.behind_bytes += count;
-    while (worker.behind_bytes > kBehindBytes && worker.behind.size() > 1) {
-      const Worker::Range oldest = worker.behind.front();
-      worker.behind.pop_front();
-      worker.behind_bytes -= oldest.nbytes;
-      file.file.wait_write_back(oldest.begin, oldest.nbytes);
-    }
+    write_back(file, offset + at, count);
   }
   return true;
+}
+
+// Starts to write a range of the page cache back, and waits for the oldest ones where too much is
+// behind. REQUIRES: a segment of the file is not done, so that nobody closes it.
+void WriteJob::write_back(OpenFile& file, std::uint64_t begin, std::uint64_t nbytes) {
+  file.file.start_write_back(begin, nbytes);
+  std::unique_lock lock(file.mutex);
+  file.behind.push_back({begin, nbytes});
+  file.behind_bytes += nbytes;
+  while (file.behind_bytes > kBehindBytes * options_.workers && file.behind.size() > 1) {
+    const OpenFile::Range oldest = file.behind.front();
+    file.behind.pop_front();
+    file.behind_bytes -= oldest.nbytes;
+    lock.unlock();
+    file.file.wait_write_back(oldest.begin, oldest.nbytes);
+    lock.lock();
+  }
 }
 
 void WriteJob::open(OpenFile& file) {

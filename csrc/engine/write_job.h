@@ -101,6 +101,7 @@ class WriteJob {
   bool write_bytes(OpenFile& file, const std::byte* data, std::uint64_t nbytes,
                    std::uint64_t offset, Worker& worker);
   void open(OpenFile& file);
+  void write_back(OpenFile& file, std::uint64_t begin, std::uint64_t nbytes);
   void complete(Window& window, OpenFile& file, Worker& worker);
   void finish(OpenFile& file, Worker& worker);
 

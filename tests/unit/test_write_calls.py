@@ -47,15 +47,19 @@ def test_slots_are_no_larger_than_what_passes_through_them(tmp_path: Path) -> No
     assert saved.report["slot_bytes"] == 4096
 
 
-def test_files_through_the_page_cache_are_written_back_before_the_fsync(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [1, 2])
+def test_files_through_the_page_cache_are_written_back_before_the_fsync(
+    tmp_path: Path, files: int
+) -> None:
     tensor = torch.arange(32 << 18, dtype=torch.int32)  # 32 MiB
     before = _C.call_counts()
-    saved = write(tmp_path, [tensor], workers=1, segment_bytes=1 << 20, use_direct=False,
-                  is_durable=True)  # fmt: skip
+    saved = write(tmp_path, [tensor] * files, files=files, files_at_once=files, workers=1,
+                  segment_bytes=1 << 20, use_direct=False, is_durable=True)  # fmt: skip
     calls = {name: n - before[name] for name, n in _C.call_counts().items()}
-    assert saved.report["buffered_bytes"] == saved.files[0][2]
-    # Every write starts one; those more than 8 MiB behind are waited for.
-    assert calls["pwrite"] + 24 <= calls["sync_file_range"] <= 2 * calls["pwrite"] - 7
+    assert saved.report["buffered_bytes"] == sum(file[2] for file in saved.files)
+    # Every write starts one; those more than 8 MiB behind in their file are waited for.
+    waits = calls["sync_file_range"] - calls["pwrite"]
+    assert 24 * files <= waits <= calls["pwrite"] - 7 * files
     before = _C.call_counts()
     with scratch() as directory:
         write(directory, [tensor], use_direct=False, is_durable=False)
