@@ -23,11 +23,12 @@ from torch_dcpx import _C
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import StorageError
+from torch_dcpx.item_rows import WriteRow
 from torch_dcpx.layout import FileEntry, data_file_names
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.progress import WriteProgress
 from torch_dcpx.split import Split, planned_bytes
-from torch_dcpx.write_table import WriteRow, WriteTable
+from torch_dcpx.write_table import WriteTable
 
 __all__ = ["Written", "write_files"]
 
@@ -99,6 +100,8 @@ def write_files(
         raise
 
 
+_MAX_ROWS = 32_768  # of one call: C++ takes about 0.6 KB for each
+
 Placed: TypeAlias = tuple[list[int], list[int]]  # offset and bytes of every item, in their order
 
 
@@ -120,6 +123,8 @@ class _Window:
 
     def add_row(self, row: WriteRow) -> None:
         """Takes a row of an item that needs no memory of its own."""
+        if len(self._rows) >= _MAX_ROWS:
+            self.flush(is_final=False)
         self._rows.append(row)
 
     def add(self, item: WriteItem, file: int) -> None:

@@ -23,29 +23,24 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_dcpx import _C
-from torch_dcpx._compat import dtype_name, framing_of, is_saved_dtype
+from torch_dcpx._compat import dtype_name, is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
+from torch_dcpx.item_rows import (
+    BYTES,
+    BYTES_TYPE,
+    PICKLE,
+    TENSOR,
+    TORCH_TENSOR,
+    InPlace,
+    ItemType,
+    Resolved,
+    WriteRow,
+    item_type,
+    type_key,
+)
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
 
-__all__ = [
-    "InPlace",
-    "ItemType",
-    "Resolved",
-    "Transform",
-    "WriteRow",
-    "WriteTable",
-    "check_plan",
-    "transform_by",
-]
-
-TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
-PICKLE = 3  # stored as BYTES: C++ puts the archive around it that torch.save would make
-
-_MEMORY_FORMATS = {
-    torch.contiguous_format: 0,
-    torch.channels_last: 1,
-    torch.preserve_format: 2,
-}
+__all__ = ["Transform", "WriteTable", "check_plan", "transform_by"]
 
 
 class Transform(NamedTuple):
@@ -69,53 +64,6 @@ def transform_by(transforms: Any) -> Transform:
     return Transform(apply, descriptors)
 
 
-class ItemType(NamedTuple):
-    """What many items share, as `WriteJob.write` takes it."""
-
-    storage_module: str  # `_compat.framing_of` of the dtype; empty for what is no plain tensor
-    storage_name: str
-    dtype_name: str
-    elem_bytes: int
-    flags: int
-    memory_format: int
-    dtype: str  # of the stored payload
-    prop_dtype: str  # dtype and layout as the metadata says
-    layout: str
-
-
-class WriteRow(NamedTuple):
-    """One item as `WriteJob.write` takes it. Sizes, strides, offsets in elements."""
-
-    file: int
-    kind: int
-    type: int  # index into WriteTable.types
-    source: Any  # address of host memory, or an object with a buffer
-    payload_bytes: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # of the source
-    is_dense: bool  # the source's memory is the payload as it is
-    fqn: str
-    global_sizes: tuple[int, ...]
-    offsets: tuple[int, ...]
-    path: tuple[str | int, ...] | None  # flatten's; anything else counts as None
-
-
-class Resolved(NamedTuple):
-    """A row and what it costs."""
-
-    row: WriteRow
-    owner: Any  # keeps the source alive until it is written
-    temporary_bytes: int  # host memory that exists for this row alone
-
-
-class InPlace(NamedTuple):
-    """Rows that cost no memory, None for every item that needs some, and the rows' tensors."""
-
-    rows: list[WriteRow | None]
-    owners: list[torch.Tensor]
-
-
-_BYTES_TYPE = ItemType("", "", "", 1, 0, 0, "", "", "")  # index 0, of byte items
 _SCALARS = frozenset((int, float, bool, type(None)))  # exact types: no class is named
 _MAX_CHARS = 1 << 20  # of a string that is pickled in one piece
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -184,7 +132,7 @@ class WriteTable:
         paths: flatten's mapping of this rank, fqn -> path, or anything else for none.
         transform: the writer's stream extensions, or None.
         """
-        self.types: list[ItemType] = [_BYTES_TYPE]
+        self.types: list[ItemType] = [BYTES_TYPE]
         self.has_stock_hooks = has_stock_hooks(planner)
         self.descriptors = transform.descriptors if transform is not None else None
         self._planner = planner
@@ -223,14 +171,48 @@ class WriteTable:
         """
         rows: list[WriteRow | None] = []
         owners: list[torch.Tensor] = []
+        lookup, path_of, type_of = self._state.get, self._paths.get, self._known.get
+        byte_io, is_raw = WriteItemType.BYTE_IO, self._transform is None
         for item, file in zip(items, files, strict=True):
-            row = None
-            if item.type is not WriteItemType.BYTE_IO:
-                tensor, about = _vetted(item, self._lookup(item))
-                if tensor.is_cpu:
-                    row = self._row_in_place(item, file, tensor, about)
+            if item.type is byte_io:
+                rows.append(None)
+                continue
+            index, about = item.index, item.tensor_data
+            tensor: Any = lookup(index.fqn)
+            # Nearly all items are like this: each question is asked once. The others, and those
+            # that are to be refused, go the long way.
+            if (
+                type(tensor) in _PLAIN_CLASSES
+                and is_raw
+                and about is not None
+                and tensor.is_cpu
+                and not tensor.is_nested
+                and tensor.layout == torch.strided
+                and tensor.is_contiguous()
+                and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized)
+                and not any(index.offset or ())
+            ):
+                chunk, nbytes, address = about.chunk, tensor.nbytes, tensor.data_ptr()
+                type_index = type_of(type_key(tensor.dtype, about.properties, is_plain=True))
+                end = tensor.storage_offset() * tensor.itemsize + nbytes
+                if (
+                    address
+                    and type_index is not None
+                    and end <= tensor.untyped_storage().nbytes()
+                    and len(chunk.offsets) == tensor.dim()
+                ):
+                    rows.append(
+                        WriteRow(
+                            file, TENSOR, type_index, address, nbytes, tensor.shape,
+                            tensor.stride(), True, index.fqn, about.size, chunk.offsets,
+                            path_of(index.fqn),
+                        )
+                    )  # fmt: skip
                     owners.append(tensor)
-            rows.append(row)
+                    continue
+            tensor, about = _vetted(item, self._lookup(item))
+            rows.append(self._row_in_place(item, file, tensor, about) if tensor.is_cpu else None)
+            owners.append(tensor)
         return InPlace(rows, owners)
 
     def _lookup(self, item: WriteItem) -> Any:
@@ -321,24 +303,11 @@ class WriteTable:
 
     def _type(self, dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool) -> int:
         """Returns the index of the type of items of this dtype and these properties."""
-        said, layout = properties.dtype, properties.layout
-        requires_grad, pin_memory = properties.requires_grad, properties.pin_memory
-        memory_format = properties.memory_format
-        key = (dtype, said, layout, requires_grad, memory_format, pin_memory, is_plain)
+        key = type_key(dtype, properties, is_plain=is_plain)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = len(self.types)
-            self.types.append(
-                ItemType(
-                    *(framing_of(dtype) if is_plain else ("", "", "")),
-                    dtype.itemsize if is_plain else 1,
-                    int(requires_grad) | 2 * int(pin_memory),
-                    _MEMORY_FORMATS.get(memory_format, 0),
-                    dtype_name(dtype),
-                    dtype_name(said),
-                    str(layout).removeprefix("torch."),
-                )
-            )
+            self.types.append(item_type(dtype, properties, is_plain=is_plain))
         return known
 
 

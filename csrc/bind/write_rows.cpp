@@ -37,7 +37,7 @@ std::uint8_t to_u8(const py::handle& value) {
   return static_cast<std::uint8_t>(number);
 }
 
-// What many rows share: torch_dcpx.write_table.ItemType, in its order of fields.
+// What many rows share: torch_dcpx.item_rows.ItemType, in its order of fields.
 struct ItemType {
   TensorFraming framing;
   std::uint64_t elem_bytes = 1;
@@ -127,7 +127,7 @@ void make_gather(WriteItem& item) {
 // In a row only: bytes that are the pickle of an item without tensors, still to be framed.
 constexpr std::uint64_t kPickle = 3;
 
-// The order of fields is that of torch_dcpx.write_table.WriteRow.
+// The order of fields is that of torch_dcpx.item_rows.WriteRow.
 void decode_row(const py::handle& row, const std::vector<ItemType>& types, ZipItemCache& zips,
                 WriteRows& out, WriteItem& item) {
   check_tuple(row, 12, "a write row has 12 fields");

@@ -1,0 +1,104 @@
+"""The rows that C++ writes, one an item, and what many of them share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from torch_dcpx._compat import dtype_name, framing_of
+
+__all__ = ["InPlace", "ItemType", "Resolved", "WriteRow", "item_type", "type_key"]
+
+TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
+PICKLE = 3  # stored as BYTES: C++ puts the archive around it that torch.save would make
+
+_MEMORY_FORMATS = {
+    torch.contiguous_format: 0,
+    torch.channels_last: 1,
+    torch.preserve_format: 2,
+}
+
+
+class ItemType(NamedTuple):
+    """What many items share, as `WriteJob.write` takes it."""
+
+    storage_module: str  # `_compat.framing_of` of the dtype; empty for what is no plain tensor
+    storage_name: str
+    dtype_name: str
+    elem_bytes: int
+    flags: int
+    memory_format: int
+    dtype: str  # of the stored payload
+    prop_dtype: str  # dtype and layout as the metadata says
+    layout: str
+
+
+class WriteRow(NamedTuple):
+    """One item as `WriteJob.write` takes it. Sizes, strides, offsets in elements."""
+
+    file: int
+    kind: int
+    type: int  # index into WriteTable.types
+    source: Any  # address of host memory, or an object with a buffer
+    payload_bytes: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # of the source
+    is_dense: bool  # the source's memory is the payload as it is
+    fqn: str
+    global_sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    path: tuple[str | int, ...] | None  # flatten's; anything else counts as None
+
+
+class Resolved(NamedTuple):
+    """A row and what it costs."""
+
+    row: WriteRow
+    owner: Any  # keeps the source alive until it is written
+    temporary_bytes: int  # host memory that exists for this row alone
+
+
+class InPlace(NamedTuple):
+    """Rows that cost no memory, None for every item that needs some, and the rows' tensors."""
+
+    rows: list[WriteRow | None]
+    owners: list[torch.Tensor]
+
+
+BYTES_TYPE = ItemType("", "", "", 1, 0, 0, "", "", "")  # index 0, of byte items
+
+
+def type_key(
+    dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool
+) -> tuple[object, ...]:
+    """Returns all that makes an `ItemType`."""
+    return (
+        dtype,
+        properties.dtype,
+        properties.layout,
+        properties.requires_grad,
+        properties.memory_format,
+        properties.pin_memory,
+        is_plain,
+    )
+
+
+def item_type(dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool) -> ItemType:
+    """Returns the type of items whose payload is of `dtype`, described by the plan's properties.
+
+    Args:
+        dtype: of the data.
+        properties: as the metadata will say.
+        is_plain: addresses and strides say it all; else the item is in torch's serialisation.
+    """
+    return ItemType(
+        *(framing_of(dtype) if is_plain else ("", "", "")),
+        dtype.itemsize if is_plain else 1,
+        int(properties.requires_grad) | 2 * int(properties.pin_memory),
+        _MEMORY_FORMATS.get(properties.memory_format, 0),
+        dtype_name(dtype),
+        dtype_name(properties.dtype),
+        str(properties.layout).removeprefix("torch."),
+    )
