@@ -31,6 +31,7 @@ __all__ = [
     "framing_of",
     "increment_version",
     "is_saved_dtype",
+    "planned_entries",
     "saved_through",
     "set_strides",
     "storage_dtypes",
@@ -156,6 +157,17 @@ class AnyProperties(TensorProperties):
 
 
 _SAVE_CODE = state_dict_saver._save_state_dict.__code__
+
+
+def planned_entries(frame: FrameType | None) -> int:
+    """Returns how many entries DCP's planner has before it when DCP's `frame` calls a writer.
+
+    0 for a planner that does not say, and for a caller that is not DCP.
+    """
+    if frame is None or frame.f_globals.get("__name__") != state_dict_saver.__name__:
+        return 0
+    entries = getattr(frame.f_locals.get("planner"), "state_dict", None)
+    return len(entries) if isinstance(entries, dict) else 0
 
 
 def saved_through(frame: FrameType) -> object | None:

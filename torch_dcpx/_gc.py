@@ -12,12 +12,33 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["paused_gc"]
+__all__ = ["PlanningPause", "paused_gc"]
 
-_lock = threading.Lock()
-_depth = 0  # how many blocks, of all threads, are running
+_MANY_ITEMS = 2000  # from here on collections cost a plan more than the timer does, 0.1 ms
+_MAX_PAUSE_S = 10.0  # where DCP does not come back
+
+_lock = threading.RLock()  # a signal handler may save while its thread holds it
+_depth = 0  # how many blocks and bounded pauses, of all threads, are running
+_epoch = 0  # how often the process was forked from one that had this module
 _was_enabled = False  # before the first of them
 _own = threading.local()  # .depth: of these, the current thread's
+
+
+def _begin() -> None:
+    """REQUIRES: _lock."""
+    global _depth, _was_enabled
+    if _depth == 0:
+        _was_enabled = gc.isenabled()
+        gc.disable()
+    _depth += 1
+
+
+def _end() -> None:
+    """REQUIRES: _lock."""
+    global _depth
+    _depth -= 1
+    if _depth == 0 and _was_enabled:
+        gc.enable()
 
 
 @contextmanager
@@ -27,27 +48,68 @@ def paused_gc() -> Iterator[None]:
     The switch is the process's, so blocks are counted: the first one, whatever its thread,
     remembers the state, and the last one restores it.
     """
-    global _depth, _was_enabled
     with _lock:
-        if _depth == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _depth += 1
+        _begin()
         _own.depth = getattr(_own, "depth", 0) + 1
     try:
         yield
     finally:
         with _lock:
-            _depth -= 1
             _own.depth -= 1
-            if _depth == 0 and _was_enabled:
-                gc.enable()
+            _end()
+
+
+class PlanningPause:
+    """A pause for code that is not ours and may never come back: it ends by itself. Thread-safe.
+
+    DCP plans a save between two hooks of the writer. When that fails the second one is not called,
+    and neither is anything else of ours; and on the coordinator it waits for other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._timer: threading.Timer | None = None  # while a pause is on
+        self._epoch = 0
+
+    def begin(self, items: int) -> None:
+        """Begins for a plan of this many; ends with `end`, in time, or in a forked child at once.
+
+        Few items are planned before a timer is even started.
+        """
+        if items < _MANY_ITEMS:
+            self.end()
+            return
+        timer = threading.Timer(_MAX_PAUSE_S, self.end)
+        timer.daemon = True
+        timer.name = "dcpx-gc-pause"
+        with _lock:
+            try:
+                timer.start()
+            except RuntimeError:  # no thread to be had: no pause without its end
+                self.end()
+                return
+            # One that is on goes on: a moment without it is a collection.
+            before, self._timer = self._timer, timer
+            if before is None or self._epoch != _epoch:
+                self._epoch = _epoch
+                _begin()
+        if before is not None:
+            before.cancel()
+
+    def end(self) -> None:
+        """Ends the pause, if one is on."""
+        with _lock:
+            timer, self._timer = self._timer, None
+            if timer is not None and self._epoch == _epoch:
+                _end()
+        if timer is not None:
+            timer.cancel()
 
 
 def _forget_other_threads() -> None:
-    """In a forked child: blocks of threads that are not there any more never end."""
-    global _lock, _depth
-    _lock = threading.Lock()
+    """In a forked child: what threads that are not there any more would end never ends."""
+    global _lock, _depth, _epoch
+    _lock = threading.RLock()
+    _epoch += 1
     before, _depth = _depth, getattr(_own, "depth", 0)
     if before and _depth == 0 and _was_enabled:
         gc.enable()

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -34,6 +35,7 @@ from torch_dcpx.metadata import decode_file_names, encode_pieces
 __all__ = [
     "Leftovers",
     "WriteResults",
+    "check_present",
     "publish",
     "referenced_files",
     "remove_replaced",
@@ -136,6 +138,18 @@ def verify_results(
     return storage_data, list(files.values())
 
 
+def check_present(directory: Directory, own_files: Iterable[str]) -> None:
+    """Raises StorageError when a file that this rank wrote is not there any more."""
+    for path in own_files:
+        if not directory.is_regular(path):
+            raise StorageError(
+                f"'{directory.path / path}' was written by this save and is gone: something "
+                "else removes files here; nothing is published",
+                errno=errno.ENOENT,
+                path=str(directory.path / path),
+            )
+
+
 def publish(
     directory: Directory,
     name: str,
@@ -201,35 +215,44 @@ def take_over_rank_local(directory: Directory) -> set[str]:
     return replaced
 
 
-def remove_replaced(directory: Directory, replaced: set[str], leftovers: Leftovers) -> list[str]:
+def remove_replaced(
+    directory: Directory,
+    replaced: set[str],
+    leftovers: Leftovers,
+    published: Mapping[str, Iterable[str]] | None = None,
+) -> list[str]:
     """Removes data files that no metadata of the directory names any more.
 
     Args:
         directory: of a checkpoint, under its lock if leftovers are to go as well.
         replaced: files of metadata that is not there any more.
         leftovers: whose files of failed saves go with them: a rank's, everybody's or nobody's.
+        published: what metadata of the caller names, by its own name, so that it is not read again.
 
     Returns:
         The names removed. Failures are logged: the save itself goes on, or is done.
     """
     removed: list[str] = []
+    known = published or {}
     try:
         names = directory.names()
-        kept: set[str] = set()
-        for name in filter(is_metadata_name, names):
-            files = referenced_files(directory, name)
-            if files is None:
-                return removed  # who knows what it names: nothing is removed
-            kept |= files
         own: tuple[str, ...] = ()
         if leftovers == "everybody":
             own = ("__", ".metadata.")
         elif leftovers != "nobody":
             own = (f"__{leftovers}_", f"__{leftovers}.metadata.")
         candidates = replaced | {name for name in names if name.startswith(own)}
-        for name in sorted(candidates - kept):
-            is_ours = is_data_file_name(name) or is_temporary_name(name)
-            if is_ours and directory.is_regular(name):
+        candidates = {c for c in candidates if is_data_file_name(c) or is_temporary_name(c)}
+        candidates = candidates.difference(*known.values())
+        if not candidates:
+            return removed
+        for name in filter(is_metadata_name, names):
+            files = set() if name in known else referenced_files(directory, name)
+            if files is None:
+                return removed  # who knows what it names: nothing is removed
+            candidates -= files
+        for name in sorted(candidates):
+            if directory.is_regular(name):
                 directory.unlink(name)
                 removed.append(name)
     except StorageError as error:

@@ -10,13 +10,18 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TypeAlias
 
 from torch_dcpx.errors import CorruptionError, StorageError
 
 __all__ = ["Directory", "make_directory"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview  # of bytes
+
+_JOINED_BYTES = 64 << 10  # pieces from here on have a write of their own
 
 # Metadata larger than this is refused before it is read.
 MAX_METADATA_BYTES = 1 << 32
@@ -66,10 +71,13 @@ def fsync_path(path: Path) -> None:
         raise storage_error("fsync directory", path, error) from error
 
 
-def make_directory(path: Path, *, is_durable: bool) -> None:
+def make_directory(path: Path, *, is_durable: bool) -> bool:
     """Makes `path` and its parents; durable, each with its parent's entry, before it returns.
 
     Several ranks may do this at once: whoever made a directory also syncs its parent.
+
+    Returns:
+        Whether `path` itself was made here, and its entry is as durable as asked.
 
     Raises:
         StorageError: it cannot be made or synced.
@@ -79,9 +87,12 @@ def make_directory(path: Path, *, is_durable: bool) -> None:
         if candidate.is_dir():
             break
         missing.append(candidate)
+    is_made = False
     for directory in reversed(missing):
+        is_made = False
         try:
             directory.mkdir()
+            is_made = True
         except FileExistsError as error:
             if not directory.is_dir():
                 raise storage_error("mkdir", directory, error) from error
@@ -89,6 +100,20 @@ def make_directory(path: Path, *, is_durable: bool) -> None:
             raise storage_error("mkdir", directory, error) from error
         if is_durable:
             fsync_path(directory.parent)
+    return is_made
+
+
+def _joined(pieces: Iterable[Buffer]) -> Iterator[Buffer]:
+    """Yields the bytes of `pieces`, small neighbours as one, large ones as they are."""
+    small: list[Buffer] = []
+    for piece in pieces:
+        if len(piece) < _JOINED_BYTES:
+            small.append(piece)
+            continue
+        yield b"".join(small)
+        yield piece
+        small = []
+    yield b"".join(small)
 
 
 class Directory:
@@ -162,14 +187,14 @@ class Directory:
         finally:
             os.close(fd)
 
-    def create(self, name: str, pieces: Iterable[bytes | memoryview], *, is_durable: bool) -> None:
+    def create(self, name: str, pieces: Iterable[Buffer], *, is_durable: bool) -> None:
         """Writes a new file of these bytes, fsynced. Raises: StorageError."""
         path = self.path / name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             fd = os.open(name, flags, 0o666, dir_fd=self.fd)
             try:
-                for piece in pieces:
+                for piece in _joined(pieces):
                     view = memoryview(piece)
                     while view:
                         view = view[os.write(fd, view) :]

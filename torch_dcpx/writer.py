@@ -8,9 +8,9 @@ finish                  checks the results of all ranks, commits, removes what w
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torch_dcpx._compat import planned_entries
+from torch_dcpx._gc import PlanningPause
 from torch_dcpx.commit import (
     WriteResults,
+    check_present,
     publish,
     referenced_files,
     remove_replaced,
@@ -130,6 +133,7 @@ class DcpxWriter(FileSystemWriter):
         self.__locks = SaveLocks()
         self.__use = WriterUse()
         self.__save: RunningSave | None = None
+        self.__pause = PlanningPause()
         refuse_bypassed(self, DcpxWriter)
         refuse_changed(self, self.options)
 
@@ -139,6 +143,7 @@ class DcpxWriter(FileSystemWriter):
         own: dict[str, Any] = {
             "_DcpxWriter__locks": SaveLocks(),
             "_DcpxWriter__save": None,
+            "_DcpxWriter__pause": PlanningPause(),
             "_DcpxWriter__use": WriterUse(),
             "state_dict_cache": None,
         }
@@ -190,6 +195,7 @@ class DcpxWriter(FileSystemWriter):
         self.__own_files = []
         self.__hooks_s = 0.0
         self.last_report = None
+        self.__pause.begin(planned_entries(sys._getframe(1)))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the directory, takes the lock, and removes what failed saves left behind.
@@ -206,14 +212,19 @@ class DcpxWriter(FileSystemWriter):
             refuse_changed(self, self.options)
             refuse_other_metadata_file(self, None if self.use_collectives else self.rank)
             check_plan(plan.items)
-            make_directory(self.__directory_path(), is_durable=self.__is_durable)
+            is_new = make_directory(self.__directory_path(), is_durable=self.__is_durable)
             with Directory(self.__directory_path()) as directory:
                 self.__lock(directory)
                 self.__check_modes(directory)
                 plan = super().prepare_local_plan(plan)
-                if self.__locks.are_taken:
+                if self.__locks.are_taken and not is_new:
                     self.__tidy(directory)
+            self.__pause.begin(len(plan.items) if self.__is_coordinator else 0)
             return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.__pause.end()
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; durable, with the directory's entries, when it returns.
@@ -225,6 +236,7 @@ class DcpxWriter(FileSystemWriter):
             StorageError: nothing of this rank stays behind, the previous checkpoint is untouched.
             UnsupportedError, AssertionError: data that cannot be kept; no byte was written for it.
         """
+        self.__pause.end()
         with self.__hook():
             try:
                 written, results = self.__write(plan, planner)
@@ -299,19 +311,13 @@ class DcpxWriter(FileSystemWriter):
         replaced: set[str] = set()
         if directory.is_regular(name):
             replaced = referenced_files(directory, name) or set()
-        for path in self.__own_files:
-            if not directory.is_regular(path):
-                raise StorageError(
-                    f"'{directory.path / path}' was written by this save and is gone: something "
-                    "else removes files here; nothing is published",
-                    errno=errno.ENOENT,
-                    path=str(directory.path / path),
-                )
+        check_present(directory, self.__own_files)
         # Not the writer's `save_id`, which stays the same until `reset`: each save has its own.
         publish(directory, name, metadata, files, uuid.uuid4().hex, is_durable=self.__is_durable)
         if self.__locks.are_held and self.use_collectives:
             replaced |= take_over_rank_local(directory)
-        remove_replaced(directory, replaced, self.__locks.leftovers_of())
+        published = {name: [file.path for file in files]}
+        remove_replaced(directory, replaced, self.__locks.leftovers_of(), published)
         return files
 
     def __tidy(self, directory: Directory) -> None:
@@ -369,6 +375,7 @@ class DcpxWriter(FileSystemWriter):
 
     def __release(self, *, has_ended_well: bool = False) -> None:
         """Ends the save: its locks are free, and so is the writer."""
+        self.__pause.end()
         self.__locks.release(has_ended_well=has_ended_well)
         if self.__save is not None:
             self.__save.end()

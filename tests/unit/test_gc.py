@@ -5,8 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from pathlib import Path
+from typing import Any
 
-from torch_dcpx._gc import paused_gc
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_dcpx import DcpxWriter, _gc
+from torch_dcpx._gc import PlanningPause, paused_gc
 
 
 def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
@@ -58,3 +68,113 @@ def test_child_forked_within_a_block_goes_on_with_it() -> None:
     if child == 0:
         os._exit(3 if not before and gc.isenabled() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def timers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "dcpx-gc-pause"]
+
+
+def test_planning_pause_lasts_until_its_end_and_leaves_no_thread() -> None:
+    pause = PlanningPause()
+    pause.begin(_gc._MANY_ITEMS)
+    assert not gc.isenabled()
+    (timer,) = timers()
+    pause.begin(_gc._MANY_ITEMS)  # as a second save does when the first one was not heard of again
+    pause.end()
+    pause.end()
+    assert gc.isenabled()
+    timer.join(60)
+    for thread in timers():
+        thread.join(60)
+    assert not timers()
+
+
+def test_planning_pause_that_nobody_ends_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
+    PlanningPause().begin(_gc._MANY_ITEMS)
+    for thread in timers():
+        thread.join(60)
+    assert gc.isenabled()
+
+
+def test_few_items_are_planned_without_a_pause_or_a_thread() -> None:
+    PlanningPause().begin(_gc._MANY_ITEMS - 1)
+    assert gc.isenabled()
+    assert not timers()
+
+
+def test_without_threads_there_is_no_planning_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", no_thread)
+    PlanningPause().begin(_gc._MANY_ITEMS)
+    assert gc.isenabled()
+
+
+def test_child_forked_in_a_planning_pause_collects() -> None:
+    pause = PlanningPause()
+    pause.begin(_gc._MANY_ITEMS)
+    child = os.fork()
+    if child == 0:
+        is_enabled = gc.isenabled()
+        pause.end()
+        with paused_gc():
+            is_paused = not gc.isenabled()
+        os._exit(3 if is_enabled and is_paused and gc.isenabled() else 1)
+    pause.end()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert gc.isenabled()
+
+
+class GcPlanner(DefaultSavePlanner):
+    """Notes whether collections are on while DCP plans."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+        self.fails = fails
+
+    def create_local_plan(self) -> SavePlan:
+        self.seen.append(gc.isenabled())
+        if self.fails:
+            raise ValueError("no plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, plans: list[SavePlan]) -> Any:
+        self.seen.append(gc.isenabled())
+        return super().create_global_plan(plans)
+
+    def finish_plan(self, plan: SavePlan) -> SavePlan:
+        self.seen.append(gc.isenabled())
+        return super().finish_plan(plan)
+
+
+@pytest.mark.parametrize("items", [10, 10_000])
+def test_many_items_are_planned_without_collections(
+    items: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gc, "_MANY_ITEMS", 100)
+    planner = GcPlanner()
+    state = {"model": {f"w{i}": torch.zeros(1) for i in range(items)}}
+    dcp.save(state, storage_writer=DcpxWriter(tmp_path), planner=planner, no_dist=True)
+    assert planner.seen == [items < 100, items < 100, True]
+    assert gc.isenabled()
+
+
+def test_plan_that_fails_leaves_collections_on_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gc, "_MANY_ITEMS", 1)
+    monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
+    planner = GcPlanner(fails=True)
+    with pytest.raises(CheckpointException):
+        dcp.save(
+            {"w": torch.zeros(1)},
+            storage_writer=DcpxWriter(tmp_path),
+            planner=planner,
+            no_dist=True,
+        )
+    for thread in timers():
+        thread.join(60)
+    assert gc.isenabled()
