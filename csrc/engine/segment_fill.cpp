@@ -10,6 +10,9 @@
 namespace dcpx::engine {
 namespace {
 
+// What is summed in place between two looks at the stop flag: a segment may have a gigabyte.
+constexpr std::uint64_t kSumBytes = 8 << 20;
+
 // Walks over the segment from front to back. What lies between payloads (tail, gap, next head) is
 // summed in one go when the next payload begins.
 class Filler {
@@ -128,6 +131,23 @@ bool fill_segment(const WriteLayout& layout, const Segment& segment, std::vector
     if (stop.is_set()) return false;
   }
   filler.finish();
+  return true;
+}
+
+bool sum_in_place(const WriteLayout& layout, const Segment& segment,
+                  const std::vector<WriteItem>& items, PayloadSums& sums, SegmentSummer& summer,
+                  const StopFlag& stop) {
+  const Piece& piece = layout.pieces[segment.first_piece];
+  const std::byte* source = items[piece.item].source + piece.begin;
+  const std::uint64_t nbytes = segment.end - segment.begin;
+  std::uint32_t crc = 0;
+  for (std::uint64_t at = 0; at < nbytes; at += kSumBytes) {
+    if (stop.is_set()) return false;
+    const std::uint64_t count = std::min(kSumBytes, nbytes - at);
+    const std::uint32_t next = summer.add(segment.begin + at, source + at, count);
+    crc = at == 0 ? next : join_crc(crc, next, count);
+  }
+  sums.of_pieces[segment.first_piece] = crc;
   return true;
 }
 

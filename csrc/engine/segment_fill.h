@@ -27,4 +27,10 @@ struct PayloadSums {
 bool fill_segment(const WriteLayout& layout, const Segment& segment, std::vector<WriteItem>& items,
                   PayloadSums& sums, SegmentSummer& summer, const StopFlag& stop, std::byte* to);
 
+// The same checksums for a segment that is written from its item's own memory; nothing is copied.
+// REQUIRES: segment.is_in_place.
+bool sum_in_place(const WriteLayout& layout, const Segment& segment,
+                  const std::vector<WriteItem>& items, PayloadSums& sums, SegmentSummer& summer,
+                  const StopFlag& stop);
+
 }  // namespace dcpx::engine

@@ -226,7 +226,8 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
       if (segment.is_in_place) {
         const Piece& piece = window.layout.pieces[segment.first_piece];
         source = window.items[piece.item].source + piece.begin;
-        window.sums.of_pieces[segment.first_piece] = summer.add(segment.begin, source, nbytes);
+        if (!sum_in_place(window.layout, segment, window.items, window.sums, summer, worker.stop))
+          return;
       } else if (!fill_segment(window.layout, segment, window.items, window.sums, summer,
                                worker.stop, worker.slot)) {
         return;
