@@ -74,14 +74,16 @@ void run_workers(unsigned count, const WorkFunction& work, const PollFunction& p
   }
 
   std::unique_lock lock(mutex);
+  bool is_polling = static_cast<bool>(poll);
   while (running > 0) {
     if (ended.wait_for(lock, kPollInterval, [&] { return running == 0; })) break;
     lock.unlock();
     std::exception_ptr error;
     try {
-      if (poll) poll();
+      if (is_polling) poll();
     } catch (...) {  // thrown again below, once no worker touches the caller's memory any more
       error = std::current_exception();
+      is_polling = false;
     }
     lock.lock();
     if (error) keep_first(std::move(error));

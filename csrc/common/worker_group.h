@@ -7,7 +7,8 @@
 
 namespace dcpx {
 
-// Called about ten times a second on the waiting thread; may throw to stop the job (a signal).
+// Called about ten times a second on the waiting thread; may throw to stop the job (a signal),
+// and is then not called again.
 using PollFunction = std::function<void()>;
 
 // Told to every worker: true once one of them failed or the caller asked to stop. Thread-safe.

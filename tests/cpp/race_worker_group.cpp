@@ -138,6 +138,24 @@ TEST(poll_runs_while_the_workers_do) {
   CHECK(polls.load() >= 2);
 }
 
+TEST(poll_that_threw_is_not_called_again) {
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(400);
+  std::atomic<int> polls{0};
+  const std::string what = failure_of(
+      1,
+      [&](unsigned, StopFlag&) {
+        while (polls.load() < 2 && std::chrono::steady_clock::now() < give_up) {
+          std::this_thread::yield();
+        }
+      },
+      [&] {
+        ++polls;
+        throw Failure("interrupted");
+      });
+  CHECK_EQ(what, "interrupted");
+  CHECK_EQ(polls.load(), 1);
+}
+
 // While it lives, no thread can be made: none gets a stack of that size.
 class NoThreads {
  public:
