@@ -207,6 +207,8 @@ void ZipItem::write_tail(std::uint64_t pad_bytes, std::uint32_t payload_crc, std
 ZipItem ZipItemCache::make(const TensorFraming& framing, const std::vector<std::int64_t>& sizes,
                            const std::vector<std::int64_t>& strides, std::uint64_t payload_bytes,
                            std::uint64_t elem_bytes) {
+  // Before the look-up: no two specs may share a key.
+  DCPX_CHECK(sizes.size() == strides.size(), "a tensor needs one stride for every size");
   key_.framing = &framing;
   key_.payload_bytes = payload_bytes;
   key_.elem_bytes = elem_bytes;
@@ -214,7 +216,6 @@ ZipItem ZipItemCache::make(const TensorFraming& framing, const std::vector<std::
   key_.dims.insert(key_.dims.end(), strides.begin(), strides.end());
   const auto found = items_.find(key_);
   if (found != items_.end()) return found->second;
-  // Sizes and strides that differ in number are refused here, so no two specs share a key.
   const ZipItem item(ZipItemSpec{&framing, sizes, strides, payload_bytes, elem_bytes});
   if (items_.size() < kMaxTemplates) items_.emplace(key_, item);
   return item;

@@ -111,6 +111,13 @@ TEST(cached_zip_items_have_the_bytes_of_their_own_spec) {
   }
 }
 
+TEST(cache_refuses_sizes_and_strides_that_differ_in_number) {
+  dcpx::ZipItemCache cache;
+  cache.make(kFloat, {1, 2}, {3, 4}, 1000, 4);  // the same numbers in the same order
+  CHECK_THROWS(cache.make(kFloat, {1}, {2, 3, 4}, 1000, 4), ErrorCode::kPlan);
+  CHECK_THROWS(cache.make(kFloat, {1, 2, 3}, {4}, 1000, 4), ErrorCode::kPlan);
+}
+
 TEST(zip_item_refuses_padding_that_no_extra_field_can_hold) {
   const ZipItem item(spec_of(kFloat, 1, 4));
   std::vector<std::byte> out;
