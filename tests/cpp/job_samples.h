@@ -99,7 +99,9 @@ inline Saved save_random(RandomSource& random, const ScratchDir& dir, std::uint3
   std::vector<std::uint32_t> order;
   for (std::uint32_t i = 0; i < 8 * files; ++i) order.push_back(i / 8);
   // Durable where the page cache is used: that path writes back as it goes.
-  dcpx::engine::WriteJob job(dir.fd(), dir.path(), {4, kSegmentBytes, use_direct, !use_direct});
+  const auto files_at_once = static_cast<unsigned>(random.between(1, files + 1));
+  dcpx::engine::WriteJob job(dir.fd(), dir.path(),
+                             {4, kSegmentBytes, use_direct, !use_direct, files_at_once});
   for (std::uint32_t f = 0; f < files; ++f) {
     dcpx::FileId id{};
     id[0] = static_cast<std::byte>(f + 1);
