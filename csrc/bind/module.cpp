@@ -24,14 +24,15 @@ std::string to_string(const pybind11::handle& value) {
 }
 
 std::vector<std::int64_t> int_tuple(const pybind11::handle& values) {
+  // A tuple, which no number's own code can change meanwhile; of its own class as it is.
   const auto items = pybind11::reinterpret_steal<pybind11::object>(
-      PySequence_Fast(values.ptr(), "expected a tuple or list of ints"));
+      PyTuple_Check(values.ptr()) ? values.inc_ref().ptr() : PySequence_Tuple(values.ptr()));
   if (!items) throw pybind11::error_already_set();
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+  const Py_ssize_t count = PyTuple_GET_SIZE(items.ptr());
   std::vector<std::int64_t> out;
   out.reserve(static_cast<std::size_t>(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const long long value = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items.ptr(), i));
+    const long long value = PyLong_AsLongLong(PyTuple_GET_ITEM(items.ptr(), i));
     if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
     out.push_back(value);
   }

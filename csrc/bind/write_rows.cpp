@@ -37,6 +37,11 @@ std::uint8_t to_u8(const py::handle& value) {
   return static_cast<std::uint8_t>(number);
 }
 
+bool to_bool(const py::handle& value) {
+  if (PyBool_Check(value.ptr()) == 0) throw py::type_error("a row says True or False");
+  return value.ptr() == Py_True;
+}
+
 // What many rows share: torch_dcpx.item_rows.ItemType, in its order of fields.
 struct ItemType {
   TensorFraming framing;
@@ -50,7 +55,7 @@ struct ItemType {
 
 std::vector<ItemType> decode_types(const py::list& rows) {
   std::vector<ItemType> types;
-  for (const py::handle& row : rows) {
+  for (const py::handle& row : py::tuple(rows)) {
     check_tuple(row, 9, "an item type has 9 fields");
     types.push_back({{to_string(field(row, 0)), to_string(field(row, 1)), to_string(field(row, 2))},
                      to_u64(field(row, 3)),
@@ -131,7 +136,9 @@ constexpr std::uint64_t kPickle = 3;
 void decode_row(const py::handle& row, const std::vector<ItemType>& types, ZipItemCache& zips,
                 WriteRows& out, WriteItem& item) {
   check_tuple(row, 12, "a write row has 12 fields");
-  item.file = static_cast<std::uint32_t>(to_u64(field(row, 0)));
+  const std::uint64_t file = to_u64(field(row, 0));
+  DCPX_CHECK(file <= UINT32_MAX, "a row of an unknown file");
+  item.file = static_cast<std::uint32_t>(file);
   const std::uint64_t kind = to_u64(field(row, 1));
   DCPX_CHECK(kind <= kPickle, "an unknown kind of item");
   item.row.kind = kind == kPickle ? ItemKind::kBytes : static_cast<ItemKind>(kind);
@@ -150,7 +157,8 @@ void decode_row(const py::handle& row, const std::vector<ItemType>& types, ZipIt
   item.row.strides = int_tuple(field(row, 6));
   DCPX_CHECK(item.row.sizes.size() == item.row.strides.size(),
              "sizes and strides differ in number");
-  item.is_dense = field(row, 7).ptr() == Py_True;
+  item.is_dense = to_bool(field(row, 7));
+  DCPX_CHECK(item.is_dense || item.row.kind == ItemKind::kTensor, "bytes have no strides");
   item.row.fqn = to_string(field(row, 8));
   item.row.global_sizes = int_tuple(field(row, 9));
   item.row.offsets = int_tuple(field(row, 10));
@@ -168,8 +176,9 @@ void decode_row(const py::handle& row, const std::vector<ItemType>& types, ZipIt
 
 }  // namespace
 
-void decode_write_rows(const py::list& rows, const py::list& type_rows, WriteRows& out) {
+void decode_write_rows(const py::list& row_list, const py::list& type_rows, WriteRows& out) {
   const std::vector<ItemType> types = decode_types(type_rows);
+  const py::tuple rows(row_list);  // a number or buffer of a row may run Python code
   out.items.resize(rows.size());
   std::size_t i = 0;
   ZipItemCache zips;

@@ -52,6 +52,7 @@ def test_what_is_no_path_leaves_none(path: object, tmp_path: Path) -> None:
     [
         ({"file": -1}, OverflowError),
         ({"file": "0"}, TypeError),
+        ({"file": 1 << 32}, PlanError),  # not the file 0
         ({"kind": 4}, PlanError),
         ({"type": 1}, PlanError),
         ({"source": 1.5}, TypeError),
@@ -59,6 +60,8 @@ def test_what_is_no_path_leaves_none(path: object, tmp_path: Path) -> None:
         ({"sizes": ("3",)}, TypeError),
         ({"sizes": (1 << 63,)}, OverflowError),
         ({"sizes": (3,)}, PlanError),  # and no stride
+        ({"is_dense": 1}, TypeError),  # a row that is taken for strided reads other memory
+        ({"is_dense": False}, PlanError),  # of bytes
         ({"fqn": b"x"}, TypeError),
     ],
     ids=str,
@@ -68,6 +71,29 @@ def test_row_that_is_none_is_refused_before_a_file_is_made(
 ) -> None:
     with pytest.raises(error):
         write(tmp_path, [write_row(b"x", 0, 0, "x")._replace(**change)])
+    assert not list(tmp_path.iterdir())
+
+
+class Emptying:
+    """A size that empties a list when it is asked for its value."""
+
+    def __init__(self, victim: list[Any]) -> None:
+        self.victim = victim
+
+    def __index__(self) -> int:
+        self.victim.clear()
+        return 1
+
+
+def test_list_that_shrinks_while_it_is_read_is_read_as_it_was(tmp_path: Path) -> None:
+    row = write_row(b"x", 0, 0, "x")
+    rows: list[Any] = []
+    rows += [row._replace(sizes=(Emptying(rows),), strides=(1,)), *[row] * 5]
+    sizes: list[Any] = []
+    sizes += [Emptying(sizes), *range(1000)]
+    rows.append(row._replace(sizes=sizes, strides=(1,) * 1001))
+    with pytest.raises(PlanError):  # bytes have no sizes
+        write(tmp_path, rows)
     assert not list(tmp_path.iterdir())
 
 
