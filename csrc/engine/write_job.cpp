@@ -217,7 +217,7 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
     todo.pop_back();
     const Segment& segment = window.layout.segments[current];
     OpenFile& file = files_[segment.file];
-    open(file);
+    if (!open(file, worker.stop)) return;
     SegmentSummer summer;
     const std::uint64_t nbytes = segment.end - segment.begin;
     const std::byte* source = worker.slot;
@@ -286,7 +286,7 @@ void WriteJob::write_back(OpenFile& file, std::uint64_t begin, std::uint64_t nby
   }
 }
 
-void WriteJob::open(OpenFile& file) {
+bool WriteJob::open(OpenFile& file, const StopFlag& stop) {
   const std::lock_guard lock(file.mutex);
   if (!file.file.is_open()) {
     file.file =
@@ -297,9 +297,12 @@ void WriteJob::open(OpenFile& file) {
   std::uint64_t end = align_up(file.data_end, io::kDirectAlignment);
   if (file.is_last_call) end += footer_bytes(file.index_bytes, block_count_of(file.data_end));
   if (end > file.allocated_end) {
-    file.file.preallocate(file.allocated_end, end - file.allocated_end);
+    const std::uint64_t nbytes = end - file.allocated_end;
+    if (!file.file.preallocate(file.allocated_end, nbytes, [&] { return stop.is_set(); }))
+      return false;
     file.allocated_end = end;
   }
+  return true;
 }
 
 void WriteJob::complete(Window& window, OpenFile& file, Worker& worker) {
@@ -321,7 +324,7 @@ void WriteJob::complete(Window& window, OpenFile& file, Worker& worker) {
 
 void WriteJob::finish(OpenFile& file, Worker& worker) {
   file.is_last_call = true;
-  open(file);
+  if (!open(file, worker.stop)) return;
   file.tail.rank = file.spec.rank;
   file.tail.file_id = file.spec.file_id;
   file.tail.data_bytes = file.data_end;

@@ -100,7 +100,7 @@ class WriteJob {
   // False if the job was stopped meanwhile.
   bool write_bytes(OpenFile& file, const std::byte* data, std::uint64_t nbytes,
                    std::uint64_t offset, Worker& worker);
-  void open(OpenFile& file);
+  bool open(OpenFile& file, const StopFlag& stop);  // False as for write_bytes.
   void write_back(OpenFile& file, std::uint64_t begin, std::uint64_t nbytes);
   void complete(Window& window, OpenFile& file, Worker& worker);
   void finish(OpenFile& file, Worker& worker);

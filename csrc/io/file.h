@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,9 @@ namespace dcpx::io {
 // Offsets, lengths and addresses of direct I/O are multiples of this. Every Linux block device in
 // use takes it (statx reports 512 or 4096).
 inline constexpr std::uint64_t kDirectAlignment = 4096;
+
+// What one call of fallocate(2) reserves: a quarter of a second on tmpfs.
+inline constexpr std::uint64_t kReserveBytes = 1 << 30;
 
 // A new file under construction. write_at() may be called by many threads at once; the rest by one.
 class OutputFile {
@@ -37,8 +41,11 @@ class OutputFile {
   const std::string& path() const noexcept { return path_; }
 
   // Reserves [offset, offset + nbytes) and sets the size, so that a full disk is known before the
-  // first byte. Throws Error(kStorage); does nothing where the file system cannot.
-  void preallocate(std::uint64_t offset, std::uint64_t nbytes);
+  // first byte. Asks `is_stopped` before each kReserveBytes, for a file system in memory clears
+  // what it reserves; false if that says so. Throws Error(kStorage); does nothing where the file
+  // system cannot.
+  bool preallocate(std::uint64_t offset, std::uint64_t nbytes,
+                   const std::function<bool()>& is_stopped);
   // Writes all of it. Falls back to buffered I/O where a direct write is refused (EINVAL).
   // Thread-safe. Blocks. Throws Error(kStorage).
   void write_at(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset);

@@ -14,17 +14,18 @@ namespace {
 // Linux moves at most 0x7ffff000 bytes a call; a smaller bound keeps a cancelled save responsive.
 constexpr std::uint64_t kMaxWriteBytes = 64ull << 20;
 
-// Says how much room there was: the way out of ENOSPC is a number.
+// Says how much room there was: the way out of ENOSPC is a number. `held_bytes` of the `nbytes` are
+// reserved already and count as room.
 Error no_space_error(const char* verb, const std::string& path, int sys_errno, int fd,
-                     std::uint64_t offset, std::uint64_t nbytes) {
+                     std::uint64_t offset, std::uint64_t nbytes, std::uint64_t held_bytes = 0) {
   Error error = storage_error(verb, path, sys_errno, static_cast<std::int64_t>(offset),
                               static_cast<std::int64_t>(nbytes));
   struct statvfs fs{};
   if ((sys_errno != ENOSPC && sys_errno != EDQUOT) || ::fstatvfs(fd, &fs) != 0) return error;
-  Error with_room(ErrorCode::kStorage,
-                  std::string(error.what()) + " (needed " + std::to_string(nbytes) + " B, free " +
-                      std::to_string(static_cast<std::uint64_t>(fs.f_bavail) * fs.f_frsize) +
-                      " B; saving over a checkpoint needs room for both)");
+  Error with_room(ErrorCode::kStorage, std::string(error.what()) + " (needed " +
+                                           std::to_string(nbytes) + " B, free " +
+                                           std::to_string(held_bytes + fs.f_bavail * fs.f_frsize) +
+                                           " B; saving over a checkpoint needs room for both)");
   with_room.sys_errno = error.sys_errno;
   with_room.path = error.path;
   with_room.offset = error.offset;
@@ -78,13 +79,21 @@ OutputFile OutputFile::create(int dir_fd, const std::string& dir_path,
   throw storage_error("create", dir_path + "/" + names.back(), EEXIST);
 }
 
-void OutputFile::preallocate(std::uint64_t offset, std::uint64_t nbytes) {
-  if (nbytes == 0) return;
-  while (io::fallocate(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes)) != 0) {
+bool OutputFile::preallocate(std::uint64_t offset, std::uint64_t nbytes,
+                             const std::function<bool()>& is_stopped) {
+  for (std::uint64_t held = 0; held < nbytes;) {
+    if (is_stopped()) return false;
+    const std::uint64_t count = std::min(kReserveBytes, nbytes - held);
+    if (io::fallocate(fd_.get(), static_cast<off_t>(offset + held), static_cast<off_t>(count)) ==
+        0) {
+      held += count;
+      continue;
+    }
     if (errno == EINTR) continue;
-    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return;
-    throw no_space_error("fallocate", path_, errno, fd_.get(), offset, nbytes);
+    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return true;
+    throw no_space_error("fallocate", path_, errno, fd_.get(), offset, nbytes, held);
   }
+  return true;
 }
 
 void OutputFile::write_at(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset) {

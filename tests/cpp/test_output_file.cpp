@@ -1,0 +1,50 @@
+#include <cerrno>
+#include <filesystem>
+
+#include "check.h"
+#include "io/file.h"
+#include "io/system_calls.h"
+#include "scratch_dir.h"
+
+namespace {
+
+using dcpx::ErrorCode;
+using dcpx::io::kReserveBytes;
+using dcpx::io::OutputFile;
+
+class FailingCall {
+ public:
+  FailingCall(std::int64_t nth, int sys_errno) { dcpx::io::arm_fault(nth, sys_errno); }
+  FailingCall(const FailingCall&) = delete;
+  ~FailingCall() { dcpx::io::disarm_fault(); }
+};
+
+TEST(preallocation_of_gigabytes_ends_when_stopped) {
+  const ScratchDir dir;
+  OutputFile file = OutputFile::create(dir.fd(), dir.path(), {"f"}, false);
+  int asked = 0;
+  CHECK(!file.preallocate(4096, 3 * kReserveBytes, [&] { return ++asked > 1; }));
+  CHECK_EQ(asked, 2);
+  CHECK_EQ(std::filesystem::file_size(dir.path() + "/f"), 4096 + kReserveBytes);
+  CHECK(file.preallocate(4096 + kReserveBytes, 5, [] { return false; }));
+  CHECK_EQ(std::filesystem::file_size(dir.path() + "/f"), 4096 + kReserveBytes + 5);
+}
+
+TEST(preallocation_without_room_names_the_whole_range) {
+  const ScratchDir dir;
+  OutputFile file = OutputFile::create(dir.fd(), dir.path(), {"f"}, false);
+  const std::uint64_t nbytes = kReserveBytes + 4096;
+  const FailingCall second_piece(1, ENOSPC);
+  try {
+    file.preallocate(8192, nbytes, [] { return false; });
+    CHECK(false);
+  } catch (const dcpx::Error& error) {
+    CHECK(error.code() == ErrorCode::kStorage && error.sys_errno == ENOSPC);
+    CHECK_EQ(error.offset, 8192);
+    CHECK_EQ(error.nbytes, static_cast<std::int64_t>(nbytes));
+    const std::string text = error.what();
+    CHECK(text.find("(needed " + std::to_string(nbytes) + " B, free ") != std::string::npos);
+  }
+}
+
+}  // namespace
