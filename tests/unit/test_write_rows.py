@@ -40,6 +40,15 @@ def test_path_is_json_as_python_writes_it(path: tuple[str | int, ...]) -> None:
     assert row.path == json.dumps(path, ensure_ascii=False)
 
 
+def test_every_character_with_an_escape_of_its_own_is_escaped_as_python_does(
+    tmp_path: Path,
+) -> None:
+    path = (*map(chr, range(0x100)), "\u2028\ud800\U0001f600", '"\\' * 3)  # few are ever drawn
+    write(tmp_path, [write_row(b"x", 0, 0, "x")._replace(path=path)])
+    (row,) = read_footer(tmp_path / "data").rows
+    assert row.path == json.dumps(path, ensure_ascii=False)
+
+
 @pytest.mark.parametrize("path", [None, "model", ["model"], ("a", 1.5), ("a", True), ("a", None)])
 def test_what_is_no_path_leaves_none(path: object, tmp_path: Path) -> None:
     write(tmp_path, [write_row(b"x", 0, 0, "x")._replace(path=path)])
