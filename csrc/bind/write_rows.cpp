@@ -122,8 +122,10 @@ void make_gather(WriteItem& item) {
   }
   for (std::size_t d = 0; d < stored.size(); ++d) {
     item.gather.lengths.push_back(static_cast<std::uint64_t>(item.row.sizes[d]));
-    item.gather.src_strides.push_back(
-        checked_mul(static_cast<std::uint64_t>(item.row.strides[d]), item.elem_bytes));
+    // That of a single element says nothing, and may be of any size.
+    const auto source_stride =
+        static_cast<std::uint64_t>(item.row.sizes[d] > 1 ? item.row.strides[d] : 0);
+    item.gather.src_strides.push_back(checked_mul(source_stride, item.elem_bytes));
     item.gather.dst_strides.push_back(0);
   }
   item.row.strides = std::move(stored);

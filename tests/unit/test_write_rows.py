@@ -83,6 +83,18 @@ def test_row_that_is_none_is_refused_before_a_file_is_made(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("is_strided", [True, False])
+def test_stride_of_a_single_element_may_be_anything(is_strided: bool, tmp_path: Path) -> None:
+    values = torch.arange(6, dtype=torch.int32)
+    tensor = values.as_strided((1, 3), (1 << 62, 1 + is_strided))
+    row = write_row(tensor, 0, 0, "x")
+    assert row.is_dense is not is_strided
+    write(tmp_path, [row], [item_type(torch.int32)])
+    (found,) = read_footer(tmp_path / "data").rows
+    data = (tmp_path / "data").read_bytes()[found.payload_offset :]
+    assert data[:12] == tensor.numpy().tobytes()
+
+
 class Emptying:
     """A size that empties a list when it is asked for its value."""
 
