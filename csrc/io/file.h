@@ -52,7 +52,8 @@ class OutputFile {
   // Asks the kernel to start writing [offset, offset + nbytes) back from the page cache, and waits
   // until that is done. Both keep the sync() at the end short and make nothing durable. An error is
   // final like one of sync(): waiting takes the descriptor's one report of a lost write, and sync()
-  // would not see it any more. Nothing happens where the file system cannot. Thread-safe. The
+  // would not see it any more. Nothing happens where the file system cannot, or a seccomp profile
+  // forbids it. Thread-safe. The
   // second blocks. Throws Error(kStorage).
   void start_write_back(std::uint64_t offset, std::uint64_t nbytes);
   void wait_write_back(std::uint64_t offset, std::uint64_t nbytes);

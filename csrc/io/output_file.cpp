@@ -136,7 +136,9 @@ void OutputFile::sync_range(std::uint64_t offset, std::uint64_t nbytes, unsigned
   while (io::sync_range(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes), flags) !=
          0) {
     if (errno == EINTR) continue;
-    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL || errno == ESPIPE) return;
+    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL || errno == ESPIPE ||
+        errno == EPERM)
+      return;
     throw storage_error("sync_file_range", path_, errno, static_cast<std::int64_t>(offset),
                         static_cast<std::int64_t>(nbytes));
   }

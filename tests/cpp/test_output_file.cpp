@@ -47,4 +47,19 @@ TEST(preallocation_without_room_names_the_whole_range) {
   }
 }
 
+TEST(write_back_that_is_refused_is_done_without_and_one_that_fails_is_an_error) {
+  const ScratchDir dir;
+  OutputFile file = OutputFile::create(dir.fd(), dir.path(), {"f"}, false);
+  for (const int refusal : {ENOSYS, EPERM, EINVAL}) {  // EPERM: a seccomp profile's
+    const FailingCall refused(0, refusal);
+    file.start_write_back(0, 4096);
+    const FailingCall waiting(0, refusal);
+    file.wait_write_back(0, 4096);
+  }
+  for (const int failure : {EIO, ENOSPC, EDQUOT}) {
+    const FailingCall failing(0, failure);
+    CHECK_THROWS(file.wait_write_back(0, 4096), ErrorCode::kStorage);
+  }
+}
+
 }  // namespace
