@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -185,13 +185,23 @@ def plan_tensor_read(
         located.payload_offset + first * elem_bytes,
         elem_bytes,
         lengths,
-        tuple(stride * elem_bytes for stride in located.strides),
-        tuple(stride * elem_bytes for stride in into.stride()),
+        _byte_strides(lengths, located.strides, elem_bytes),
+        _byte_strides(lengths, into.stride(), elem_bytes),
         into.data_ptr(),
         (reach + 1) * elem_bytes,
         fqn,
     )
     return TensorRead(item, target, staged, row)
+
+
+def _byte_strides(
+    lengths: Sequence[int], strides: Sequence[int], elem_bytes: int
+) -> tuple[int, ...]:
+    """Returns strides in bytes; 0 where one element has none, whatever torch keeps there."""
+    return tuple(
+        stride * elem_bytes if length > 1 else 0
+        for length, stride in zip(lengths, strides, strict=True)
+    )
 
 
 def finish_tensor_read(read: TensorRead, is_big_endian: bool, planner: LoadPlanner) -> None:

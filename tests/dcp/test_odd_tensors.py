@@ -213,3 +213,21 @@ def test_tied_targets_of_which_one_is_converted_hold_the_later_one(tmp_path: Pat
         dcp.load({"a": target, "b": target},
                  storage_reader=DcpxReader(tmp_path / str(dtypes[0])), no_dist=True)  # fmt: skip
         assert torch.equal(target, torch.full((9,), 1.0))
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_stride_of_a_single_element_beyond_all_bytes_loads_everywhere(
+    tmp_path: Path, writer: str
+) -> None:
+    values = torch.arange(12, dtype=torch.int32)
+    huge = (1 << 62, 2), (1 << 62, 1)
+    state = {str(i): values.as_strided((1, 3), strides) for i, strides in enumerate(huge)}
+    save(state, tmp_path, writer)
+    for reader in (DcpxReader(tmp_path), dcp.FileSystemReader(tmp_path)):
+        for strides in ((3, 1), *huge):
+            target = {name: torch.zeros(12, dtype=torch.int32) for name in state}
+            views = {name: own.as_strided((1, 3), strides) for name, own in target.items()}
+            dcp.load(views, storage_reader=reader, no_dist=True)
+            for name, own in state.items():
+                assert torch.equal(views[name], own)
+                assert not target[name][5:].any()
