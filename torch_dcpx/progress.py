@@ -90,7 +90,11 @@ def reporting(
         yield None
         return
     with bar_type(
-        desc=Path(path).name, unit="B", unit_scale=True, dynamic_ncols=True, file=sys.stderr
+        desc=Path(path).name,
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+        file=_Terminal(sys.stderr),
     ) as bar:
 
         def show(done_bytes: int, total_bytes: int) -> None:
@@ -101,8 +105,38 @@ def reporting(
         yield show
 
 
+class _Terminal:
+    """A stream whose errors are logged once: that nobody looks any more fails no save."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._is_lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        self._try(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, function: Callable[..., object], *args: str) -> None:
+        if self._is_lost:
+            return
+        try:
+            function(*args)
+        except (OSError, ValueError) as error:  # gone, closed, or of another encoding
+            self._is_lost = True
+            logger.warning("the progress bar has ended: %s", error)
+
+
 def _is_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    """Whether stderr is one; what others put in its place may be closed, or know nothing of it."""
+    isatty = getattr(sys.stderr, "isatty", None)
+    if isatty is None or getattr(sys.stderr, "closed", False):
+        return False
+    return bool(isatty())
 
 
 def _bar_type() -> Any:

@@ -187,6 +187,52 @@ def test_true_is_silent_where_stderr_is_no_terminal(
     assert [record.message[:6] for record in caplog.records] == ["saved ", "saved "]
 
 
+class Replaced:
+    """What some logging set-ups put in the place of stderr."""
+
+    def write(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+def test_true_is_silent_where_stderr_is_closed_or_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = Terminal()
+    closed.close()
+    for number, stderr in enumerate([closed, Replaced()]):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        saved_with(True, tmp_path / str(number), {"w": torch.arange(10)})
+        assert_whole({"w": torch.arange(10)}, tmp_path / str(number))
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "gone"), OSError(5, "hung up"), UnicodeError("no such sign")]
+)
+@pytest.mark.parametrize("nth", [0, 3])
+def test_terminal_that_is_lost_ends_the_bar_and_not_the_save(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    nth: int,
+) -> None:
+    class Lost(Terminal):
+        writes = 0
+
+        def write(self, text: str) -> int:
+            self.writes += 1
+            if self.writes > nth:
+                raise error
+            return super().write(text)
+
+    caplog.set_level(logging.WARNING, "torch_dcpx")
+    monkeypatch.setattr(sys, "stderr", stderr := Lost())
+    saved_with(True, tmp_path, windowed_state(), options=SLOW, planner=CopyingPlanner())
+    assert stderr.writes == nth + 1, "nothing is written to what is lost"
+    assert [record.message for record in caplog.records] == [f"the progress bar has ended: {error}"]
+    assert_whole(windowed_state(), tmp_path)
+
+
 def test_true_without_tqdm_says_so_once_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
