@@ -175,7 +175,7 @@ def publish(
         try:
             directory.unlink(temporary)
         except StorageError as error:
-            logger.warning("leftover of a failed save stays: %s", error)
+            logger.warning("leftover of a failed save stays: %s", str(error))
         raise
     if is_durable:
         directory.sync()
@@ -190,7 +190,7 @@ def referenced_files(directory: Directory, name: str) -> set[str] | None:
     try:
         paths = decode_file_names(directory.read_small(name), str(directory.path / name))
     except DcpxError as error:
-        logger.warning("what '%s' names is not removed: %s", name, error)
+        logger.warning("what '%s' names is not removed: %s", name, str(error))
         return None
     return {path for path in paths if is_data_file_name(path)}
 
@@ -211,7 +211,7 @@ def take_over_rank_local(directory: Directory) -> set[str]:
                 directory.unlink(name)
                 replaced |= files
     except StorageError as error:
-        logger.warning("rank-local metadata of a replaced checkpoint stay: %s", error)
+        logger.warning("rank-local metadata of a replaced checkpoint stay: %s", str(error))
     return replaced
 
 
@@ -256,7 +256,7 @@ def remove_replaced(
                 directory.unlink(name)
                 removed.append(name)
     except StorageError as error:
-        logger.warning("files of a replaced checkpoint stay: %s", error)
+        logger.warning("files of a replaced checkpoint stay: %s", str(error))
     return removed
 
 
@@ -274,4 +274,4 @@ def remove_unpublished(directory: Directory, name: str, own_files: Iterable[str]
             if path not in named:
                 directory.unlink(path)
     except StorageError as error:
-        logger.warning("leftovers of a failed save stay: %s", error)
+        logger.warning("leftovers of a failed save stay: %s", str(error))

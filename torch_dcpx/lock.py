@@ -121,7 +121,7 @@ class SaveLock:
                         "'%s': the file system has no locks (%s); two saves at once would not be "
                         "noticed, and leftovers of failed saves are not removed",
                         self.path,
-                        error,
+                        str(error),
                     )
                 return None
             self.is_held = True
@@ -144,7 +144,7 @@ class SaveLock:
             os.pwrite(self._fd, owner, 0)
             os.ftruncate(self._fd, len(owner))
         except OSError as error:
-            logger.warning("'%s' does not name its owner: %s", self.path, error)
+            logger.warning("'%s' does not name its owner: %s", self.path, str(error))
 
     def _record(self) -> list[str]:
         """Returns a line for each save that took the lock and has not ended, the last one first."""
@@ -170,7 +170,7 @@ class SaveLock:
             try:
                 os.ftruncate(self._fd, 0)
             except OSError as error:
-                logger.warning("'%s' still names a save that has ended: %s", self.path, error)
+                logger.warning("'%s' still names a save that has ended: %s", self.path, str(error))
         self.is_held = False
         self._finalizer()
 
@@ -186,7 +186,7 @@ def _release(fd: int, key: _Key | None) -> None:
             fcntl.flock(fd, fcntl.LOCK_UN)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                logger.warning("a lock is given back by closing its file alone: %s", error)
+                logger.warning("a lock is given back by closing its file alone: %s", str(error))
         finally:
             os.close(fd)
 

@@ -128,7 +128,7 @@ class _Terminal:
             function(*args)
         except (OSError, ValueError) as error:  # gone, closed, or of another encoding
             self._is_lost = True
-            logger.warning("the progress bar has ended: %s", error)
+            logger.warning("the progress bar has ended: %s", str(error))
 
 
 def _is_terminal() -> bool:

@@ -189,4 +189,4 @@ def _remove_created(directory: Directory, job: _C.WriteJob) -> None:
         try:
             directory.unlink(name)
         except StorageError as error:
-            logger.warning("leftover of a failed save stays: %s", error)
+            logger.warning("leftover of a failed save stays: %s", str(error))

@@ -335,7 +335,7 @@ class DcpxWriter(FileSystemWriter):
             with Directory(self.__directory_path()) as directory:
                 remove_unpublished(directory, self.__metadata_name(), self.__own_files)
         except StorageError as error:
-            logger.warning("leftovers of a failed save stay: %s", error)
+            logger.warning("leftovers of a failed save stay: %s", str(error))
 
     @property
     def __is_durable(self) -> bool:
