@@ -32,12 +32,42 @@ _warned: set[int] = set()  # devices that were named once
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
-def storage_error(verb: str, path: str | os.PathLike[str], error: OSError) -> StorageError:
-    """Returns the typed error for a failed system call of ours."""
+# What may be cured by room: the same as in csrc/io/output_file.cpp.
+_LACK_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
+
+def _room(path: Path, nbytes: int | None) -> str:
+    """Returns what to say of the room for `nbytes` (None: who knows) at `path`, or above it."""
+    needed = "" if nbytes is None else f"needed {nbytes} B, "
+    for place in (path, *path.parents):
+        try:
+            status = os.statvfs(place)
+        except OSError:
+            continue
+        free = status.f_bavail * status.f_frsize
+        return f" ({needed}free {free} B; saving over a checkpoint needs room for both)"
+    return ""
+
+
+def storage_error(
+    verb: str,
+    path: str | os.PathLike[str],
+    error: OSError,
+    *,
+    offset: int | None = None,
+    nbytes: int | None = None,
+    is_read: bool = False,
+) -> StorageError:
+    """Returns the typed error for a failed system call of ours; a read says nothing of room."""
+    range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
+    may_lack_room = not is_read and error.errno in _LACK_OF_ROOM
+    room = _room(Path(path), nbytes) if may_lack_room else ""
     return StorageError(
-        f"{verb} '{os.fspath(path)}': {os.strerror(error.errno or errno.EIO)}",
+        f"{verb}{range_text} '{os.fspath(path)}': {os.strerror(error.errno or errno.EIO)}{room}",
         errno=error.errno,
         path=os.fspath(path),
+        offset=offset,
+        nbytes=nbytes,
     )
 
 
@@ -55,7 +85,7 @@ def _fsync_entries(fd: int, path: Path) -> None:
                 "'%s': the file system cannot fsync a directory (%s); that a committed checkpoint "
                 "survives a power cut is up to it",
                 path,
-                error,
+                str(error),
             )
 
 
@@ -103,17 +133,17 @@ def make_directory(path: Path, *, is_durable: bool) -> bool:
     return is_made
 
 
-def _joined(pieces: Iterable[Buffer]) -> Iterator[Buffer]:
+def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     """Yields the bytes of `pieces`, small neighbours as one, large ones as they are."""
-    small: list[Buffer] = []
+    small: list[memoryview] = []
     for piece in pieces:
         if len(piece) < _JOINED_BYTES:
             small.append(piece)
             continue
-        yield b"".join(small)
+        yield memoryview(b"".join(small))
         yield piece
         small = []
-    yield b"".join(small)
+    yield memoryview(b"".join(small))
 
 
 class Directory:
@@ -125,7 +155,7 @@ class Directory:
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise storage_error("open directory", path, error) from error
+            raise storage_error("open directory", path, error, is_read=True) from error
 
     def __enter__(self) -> Directory:
         return self
@@ -149,7 +179,7 @@ class Directory:
         try:
             return sorted(os.listdir(self.fd))  # noqa: PTH208 - pathlib knows no descriptors
         except OSError as error:
-            raise storage_error("list", self.path, error) from error
+            raise storage_error("list", self.path, error, is_read=True) from error
 
     def is_regular(self, name: str) -> bool:
         """Returns whether `name` is a regular file here (no link)."""
@@ -171,7 +201,7 @@ class Directory:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise CorruptionError(f"'{path}' is a symbolic link", path=str(path)) from error
-            raise storage_error("open", path, error) from error
+            raise storage_error("open", path, error, is_read=True) from error
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
@@ -183,7 +213,7 @@ class Directory:
             with os.fdopen(fd, "rb", closefd=False) as file:
                 return file.read()
         except OSError as error:
-            raise storage_error("read", path, error) from error
+            raise storage_error("read", path, error, is_read=True) from error
         finally:
             os.close(fd)
 
@@ -191,13 +221,15 @@ class Directory:
         """Writes a new file of these bytes, fsynced. Raises: StorageError."""
         path = self.path / name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        views = list(_joined(memoryview(piece).cast("B") for piece in pieces))
+        needed, done = sum(view.nbytes for view in views), 0
         try:
             fd = os.open(name, flags, 0o666, dir_fd=self.fd)
             try:
-                for piece in _joined(pieces):
-                    view = memoryview(piece)
-                    while view:
-                        view = view[os.write(fd, view) :]
+                for view in views:
+                    end = done + view.nbytes
+                    while done < end:
+                        done += os.write(fd, view[done - end :])
                 if is_durable:
                     os.fsync(fd)
             except BaseException:
@@ -205,7 +237,9 @@ class Directory:
                 raise
             os.close(fd)
         except OSError as error:
-            raise storage_error("write", path, error) from error
+            left = needed - done if done < needed else needed  # at the fsync all of it is written
+            at = done if done < needed else 0
+            raise storage_error("write", path, error, offset=at, nbytes=left) from error
 
     def rename(self, old: str, new: str) -> None:
         """Renames over `new`, atomically. Raises: StorageError."""
@@ -239,7 +273,9 @@ class Directory:
         try:
             fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         except OSError as error:
-            logger.warning("the entry of '%s' in its parent is not synced: %s", self.path, error)
+            logger.warning(
+                "the entry of '%s' in its parent is not synced: %s", self.path, str(error)
+            )
             return
         try:
             _fsync_entries(fd, self.path.parent)

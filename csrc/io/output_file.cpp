@@ -14,18 +14,27 @@ namespace {
 // Linux moves at most 0x7ffff000 bytes a call; a smaller bound keeps a cancelled save responsive.
 constexpr std::uint64_t kMaxWriteBytes = 64ull << 20;
 
-// Says how much room there was: the way out of ENOSPC is a number. `held_bytes` of the `nbytes` are
-// reserved already and count as room.
-Error no_space_error(const char* verb, const std::string& path, int sys_errno, int fd,
-                     std::uint64_t offset, std::uint64_t nbytes, std::uint64_t held_bytes = 0) {
-  Error error = storage_error(verb, path, sys_errno, static_cast<std::int64_t>(offset),
-                              static_cast<std::int64_t>(nbytes));
+// The way out of an error that room may cure is a number. Not only ENOSPC is one: a limit of the
+// process or the file system is EFBIG, and late allocation may fail as EIO.
+bool may_lack_room(int sys_errno) {
+  return sys_errno == ENOSPC || sys_errno == EDQUOT || sys_errno == EFBIG || sys_errno == EIO;
+}
+
+// `beside` is anything in the file system; `nbytes` is negative where nobody knows; `held_bytes` of
+// them are reserved already and count as room.
+Error write_error(const char* verb, const std::string& path, int sys_errno,
+                  const std::string& beside, std::int64_t offset, std::int64_t nbytes,
+                  std::uint64_t held_bytes = 0) {
+  const Error error = storage_error(verb, path, sys_errno, offset, nbytes);
   struct statvfs fs{};
-  if ((sys_errno != ENOSPC && sys_errno != EDQUOT) || ::fstatvfs(fd, &fs) != 0) return error;
-  Error with_room(ErrorCode::kStorage, std::string(error.what()) + " (needed " +
-                                           std::to_string(nbytes) + " B, free " +
-                                           std::to_string(held_bytes + fs.f_bavail * fs.f_frsize) +
-                                           " B; saving over a checkpoint needs room for both)");
+  if (!may_lack_room(sys_errno) || ::statvfs(beside.c_str(), &fs) != 0) return error;
+  const std::uint64_t free_bytes =
+      held_bytes + static_cast<std::uint64_t>(fs.f_bavail) * fs.f_frsize;
+  Error with_room(ErrorCode::kStorage,
+                  std::string(error.what()) + " (" +
+                      (nbytes < 0 ? "" : "needed " + std::to_string(nbytes) + " B, ") + "free " +
+                      std::to_string(free_bytes) +
+                      " B; saving over a checkpoint needs room for both)");
   with_room.sys_errno = error.sys_errno;
   with_room.path = error.path;
   with_room.offset = error.offset;
@@ -74,7 +83,7 @@ OutputFile OutputFile::create(int dir_fd, const std::string& dir_path,
       ++i;
       continue;
     }
-    throw storage_error("create", dir_path + "/" + names[i], errno);
+    throw write_error("create", dir_path + "/" + names[i], errno, dir_path, -1, -1);
   }
   throw storage_error("create", dir_path + "/" + names.back(), EEXIST);
 }
@@ -91,7 +100,8 @@ bool OutputFile::preallocate(std::uint64_t offset, std::uint64_t nbytes,
     }
     if (errno == EINTR) continue;
     if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return true;
-    throw no_space_error("fallocate", path_, errno, fd_.get(), offset, nbytes, held);
+    throw write_error("fallocate", path_, errno, path_, static_cast<std::int64_t>(offset),
+                      static_cast<std::int64_t>(nbytes), held);
   }
   return true;
 }
@@ -113,7 +123,8 @@ void OutputFile::write_at(const std::byte* data, std::uint64_t nbytes, std::uint
         is_direct_.store(false);
         continue;
       }
-      throw no_space_error("pwrite", path_, errno, fd_.get(), offset, nbytes);
+      throw write_error("pwrite", path_, errno, path_, static_cast<std::int64_t>(offset),
+                        static_cast<std::int64_t>(nbytes));
     }
     if (written == 0)
       throw storage_error("pwrite", path_, EIO, static_cast<std::int64_t>(offset),
@@ -139,28 +150,34 @@ void OutputFile::sync_range(std::uint64_t offset, std::uint64_t nbytes, unsigned
     if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL || errno == ESPIPE ||
         errno == EPERM)
       return;
-    throw storage_error("sync_file_range", path_, errno, static_cast<std::int64_t>(offset),
-                        static_cast<std::int64_t>(nbytes));
+    throw write_error("sync_file_range", path_, errno, path_, static_cast<std::int64_t>(offset),
+                      static_cast<std::int64_t>(nbytes));
   }
 }
 
 void OutputFile::sync() {
   while (io::fsync(fd_.get()) != 0) {
-    if (errno != EINTR) throw storage_error("fsync", path_, errno);
+    if (errno == EINTR) continue;
+    const int sys_errno = errno;
+    struct stat status{};
+    const bool is_known = ::fstat(fd_.get(), &status) == 0;
+    throw write_error("fsync", path_, sys_errno, path_, 0, is_known ? status.st_size : -1);
   }
 }
 
 void OutputFile::close(std::uint64_t expected_bytes) {
   struct stat status{};
   while (io::fstat(fd_.get(), &status) != 0) {
-    if (errno != EINTR) throw storage_error("fstat", path_, errno);
+    if (errno != EINTR)
+      throw write_error("fstat", path_, errno, path_, 0, static_cast<std::int64_t>(expected_bytes));
   }
   if (static_cast<std::uint64_t>(status.st_size) != expected_bytes) {
     throw storage_error("size check (found " + std::to_string(status.st_size) + " B)", path_, EIO,
                         0, static_cast<std::int64_t>(expected_bytes));
   }
   // Interrupted or not, the descriptor is gone on Linux; what a write lost, sync() has reported.
-  if (io::close(fd_.release()) != 0 && errno != EINTR) throw storage_error("close", path_, errno);
+  if (io::close(fd_.release()) != 0 && errno != EINTR)
+    throw write_error("close", path_, errno, path_, 0, static_cast<std::int64_t>(expected_bytes));
 }
 
 }  // namespace dcpx::io

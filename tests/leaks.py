@@ -1,0 +1,49 @@
+"""What this process holds: files, threads, tensors and memory, before and after failed calls."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import time
+from pathlib import Path
+
+import torch
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_NOISE_BYTES = 4 << 20  # what the allocator and caches of torch grow by, within a few saves
+_libc = ctypes.CDLL(None)
+
+
+def _resident_bytes() -> int:
+    """Returns the resident size without what the allocator only keeps for later."""
+    _libc.malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def _tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+class Held:
+    """What the process holds now. Make it after a first failed call, which fills every cache."""
+
+    def __init__(self) -> None:
+        self._tensors = _tensors()
+        self._files = set(os.listdir("/proc/self/fd"))
+        self._threads = set(os.listdir("/proc/self/task"))
+        self._resident_bytes = _resident_bytes()
+
+    def assert_no_file_or_thread_more(self) -> None:
+        """Cheap enough for after each call. A thread that is just ending gets two seconds."""
+        assert len(os.listdir("/proc/self/fd")) == len(self._files)
+        deadline = time.monotonic() + 2
+        while not set(os.listdir("/proc/self/task")) <= self._threads:
+            assert time.monotonic() < deadline, "a thread is left running"
+
+    def assert_no_memory_more(self) -> None:
+        """Asserts that no call since has kept a tensor, and not each of them a worker's slots."""
+        assert _tensors() <= self._tensors
+        grown = _resident_bytes() - self._resident_bytes
+        assert grown < _NOISE_BYTES, f"{grown} B more"
