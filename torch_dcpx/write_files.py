@@ -23,7 +23,7 @@ from torch_dcpx import _C
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import StorageError
-from torch_dcpx.item_rows import WriteRow
+from torch_dcpx.item_rows import PICKLE, WriteRow
 from torch_dcpx.layout import FileEntry, data_file_names
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.progress import WriteProgress
@@ -148,13 +148,18 @@ class _Window:
 
     def flush(self, *, is_final: bool) -> None:
         """Writes the rows and drops what they point to."""
-        with self._progress.window([row.payload_bytes for row in self._rows]) as tell:
+        with self._progress.window(list(map(_payload_bytes, self._rows))) as tell:
             offsets, lengths = self._job.write(
                 self._rows, self._table.types, is_final=is_final, progress=tell
             )
         self.placed[0].extend(offsets)
         self.placed[1].extend(lengths)
         self._rows, self._owners, self._used_bytes = [], [], 0
+
+
+def _payload_bytes(row: WriteRow) -> int:
+    """Returns what the row is in its file: C++ puts an archive around a pickle."""
+    return row.payload_bytes + (_C.OBJECT_ZIP_OVERHEAD if row.kind == PICKLE else 0)
 
 
 def _write_windows(

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
-from saves import data_files, raises_one, save
+from saves import data_files, raises_one, read_footer, save
 from slow_states import SLOW, CopyingPlanner, windowed_state
 from states import mixed_state
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -71,6 +71,16 @@ def test_payload_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
     state = {"a": torch.zeros(1000), "b": torch.zeros(3, 5).t(), "c": torch.zeros(0)}
     assert report_of(tmp_path, state).payload_bytes == 4060
     assert report_of(tmp_path, {}).file_bytes == 0
+
+
+@pytest.mark.parametrize("options", [WriteOptions(), SLOW], ids=["one window", "windows"])
+def test_payload_bytes_are_those_of_the_footers_also_for_python_values(
+    tmp_path: Path, options: WriteOptions
+) -> None:
+    state = {f"v{i}": i for i in range(2000)} | {"text": "é" * 99, "w": torch.zeros(9), "l": {1}}
+    report = report_of(tmp_path, state, options=options)
+    rows = [row for name in data_files(tmp_path) for row in read_footer(tmp_path / name).rows]
+    assert report.payload_bytes == sum(row.payload_bytes for row in rows)
 
 
 def test_report_is_of_the_last_save_and_none_after_a_failed_one(tmp_path: Path) -> None:
