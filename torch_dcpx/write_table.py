@@ -72,12 +72,21 @@ _STOCK_HOOKS = {
     for name in ("resolve_data", "lookup_object", "transform_object")
 }
 
+_LOOKUPS = ("get", "__getitem__", "__contains__")
+
 
 def has_stock_hooks(planner: SavePlanner) -> bool:
     """Returns whether the planner hands out the state's own tensors, never temporaries."""
-    return isinstance(planner, DefaultSavePlanner) and all(
-        getattr(type(planner), name) is hook and name not in vars(planner)
-        for name, hook in _STOCK_HOOKS.items()
+    if not isinstance(planner, DefaultSavePlanner):
+        return False
+    state = type(getattr(planner, "state_dict", None))
+    return (
+        issubclass(state, dict)  # that makes nothing on the fly, either
+        and all(getattr(state, name) is getattr(dict, name) for name in _LOOKUPS)
+        and all(
+            getattr(type(planner), name) is hook and name not in vars(planner)
+            for name, hook in _STOCK_HOOKS.items()
+        )
     )
 
 
