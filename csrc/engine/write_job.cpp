@@ -135,6 +135,10 @@ void WriteJob::place(Window& window, bool is_final) {
     }
     total_bytes_.fetch_add(payload_bytes, std::memory_order_relaxed);
     file.is_last_call = is_final || end < items.size();
+    // Here and not where it fills: malloc keeps what a thread has had for threads to come.
+    const std::uint64_t footer = footer_bytes(file.index_bytes, block_count_of(file.data_end));
+    const std::uint64_t held = file.index.capacity();
+    if (footer > held) file.index.reserve(file.is_last_call ? footer : std::max(footer, 2 * held));
     first = end;
   }
   layout.first_piece.resize(items.size() + 1, static_cast<std::uint32_t>(layout.pieces.size()));
@@ -310,9 +314,6 @@ void WriteJob::complete(Window& window, OpenFile& file, Worker& worker) {
     file.blocks.append(window.segment_parts[s]);
     window.segment_parts[s] = {};
   }
-  file.index.reserve(file.is_last_call
-                         ? footer_bytes(file.index_bytes, block_count_of(file.data_end))
-                         : file.index_bytes);
   for (std::uint32_t i = file.first_item; i < file.first_item + file.item_count; ++i) {
     WriteItem& item = window.items[i];
     item.row.payload_crc = window.sums.of_item(window.layout, item, i);
