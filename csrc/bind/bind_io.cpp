@@ -14,7 +14,17 @@ void bind_io(pybind11::module_& m) {
     }
     return counts;
   });
-  m.def("arm_fault", &io::arm_fault, py::arg("nth"), py::arg("errno"));
+  m.def(
+      "arm_fault",
+      [](std::int64_t nth, int sys_errno, const std::string& kind) {
+        std::size_t number = 0;
+        while (number < io::kCallKinds && kind != io::call_name(static_cast<io::Call>(number)))
+          ++number;
+        if (number == io::kCallKinds && !kind.empty())
+          throw py::value_error("no system call of kind '" + kind + "'");
+        io::arm_fault(nth, sys_errno, static_cast<io::Call>(number));
+      },
+      py::arg("nth"), py::arg("errno"), py::arg("kind") = "");
   m.def("disarm_fault", &io::disarm_fault);
 }
 

@@ -15,12 +15,15 @@ std::array<std::atomic<std::uint64_t>, kCallKinds> g_counts{};
 std::atomic<bool> g_is_armed{false};
 std::atomic<std::int64_t> g_calls_left{0};
 std::atomic<int> g_errno{0};
+std::atomic<Call> g_kind{Call::kCount};
 
 enum class Verdict { kGo, kFail, kShorten };
 
 Verdict before(Call call) {
   g_counts[static_cast<std::size_t>(call)].fetch_add(1, std::memory_order_relaxed);
   if (!g_is_armed.load(std::memory_order_relaxed)) return Verdict::kGo;
+  const Call kind = g_kind.load(std::memory_order_relaxed);
+  if (kind != Call::kCount && kind != call) return Verdict::kGo;
   if (g_calls_left.fetch_sub(1, std::memory_order_acq_rel) != 0) return Verdict::kGo;
   const int sys_errno = g_errno.load(std::memory_order_acquire);
   if (sys_errno == 0) return Verdict::kShorten;
@@ -56,7 +59,8 @@ const char* call_name(Call call) {
   return "unknown";
 }
 
-void arm_fault(std::int64_t nth, int sys_errno) {
+void arm_fault(std::int64_t nth, int sys_errno, Call kind) {
+  g_kind.store(kind, std::memory_order_relaxed);
   g_errno.store(sys_errno, std::memory_order_release);
   g_calls_left.store(nth, std::memory_order_release);
   g_is_armed.store(true, std::memory_order_release);

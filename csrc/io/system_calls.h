@@ -30,8 +30,10 @@ inline constexpr std::size_t kCallKinds = static_cast<std::size_t>(Call::kCount)
 const char* call_name(Call call);
 
 // Fails the `nth` call (from 0) made from now on with `sys_errno`; with sys_errno 0 a read or write
-// is cut to half its bytes instead. Process-wide, for tests only. Thread-safe.
-void arm_fault(std::int64_t nth, int sys_errno);
+// is cut to half its bytes instead. Of a `kind` other than kCount only such calls are counted:
+// which call of all is the n-th depends on the workers' turns. Process-wide, for tests only.
+// Thread-safe.
+void arm_fault(std::int64_t nth, int sys_errno, Call kind = Call::kCount);
 void disarm_fault();
 // Number of calls by kind since the process started. Thread-safe.
 std::array<std::uint64_t, kCallKinds> call_counts();
