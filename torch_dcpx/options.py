@@ -80,8 +80,9 @@ class WriteOptions:
             one time. One item that is larger than the bound still passes, alone. Default 64 MiB.
         workers: threads that write. Default None: twice this rank's share of the usable cores
             (LOCAL_WORLD_SIZE ranks share them), from 2 to 16, within `host_memory_bytes`.
-        slot_bytes: memory of one worker and the most it writes at once, in bytes; a multiple of
-            64 KiB, at least 256 KiB. Default 1 MiB.
+        slot_bytes: memory of one worker and the most it writes at once from there, in bytes; a
+            multiple of 64 KiB, at least 256 KiB. Large tensors of host memory are written in place,
+            up to 8 MiB at once. Default 1 MiB.
         direct_io: write with O_DIRECT where the file system takes it. Default True.
         files_per_rank: files that a rank's items are spread over, by their bytes, for file systems
             where one file serialises; 1 to 256. They are written at the same time. Default 1.

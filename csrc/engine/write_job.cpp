@@ -57,8 +57,10 @@ struct WriteJob::Worker {
 
 namespace {
 
-// What one system call writes: bounds the time until a stopped job ends.
+// What one system call writes: bounds the time until a stopped job ends, and of what goes through
+// the page cache the time until its first byte is on its way to the disk.
 constexpr std::uint64_t kWriteBytes = 8 << 20;
+constexpr std::uint64_t kBufferedWriteBytes = 1 << 20;
 // What a file may leave to the page cache, for each worker, before one waits: so that the fsync at
 // the end is short.
 constexpr std::uint64_t kBehindBytes = 8 << 20;
@@ -110,6 +112,11 @@ void WriteJob::place(Window& window, bool is_final) {
   std::vector<WriteItem>& items = window.items;
   WriteLayout& layout = window.layout;
   for (OpenFile& file : files_) file.segment_count = file.item_count = 0;
+  std::uint64_t call_bytes = 0;
+  for (const WriteItem& item : items) call_bytes += item.row.payload_bytes;
+  total_bytes_.fetch_add(call_bytes, std::memory_order_relaxed);
+  const SegmentBytes segment_bytes =
+      segment_bytes_for(options_.segment_bytes, call_bytes, options_.workers);
   std::uint32_t previous = kNoItem;
   for (std::uint32_t first = 0; first < items.size();) {
     const std::uint32_t index = items[first].file;
@@ -123,17 +130,11 @@ void WriteJob::place(Window& window, bool is_final) {
     file.first_segment = static_cast<std::uint32_t>(layout.segments.size());
     file.first_item = first;
     file.item_count = end - first;
-    file.data_end =
-        lay_out(items, first, end - first, align_up(file.data_end, io::kDirectAlignment),
-                options_.segment_bytes, layout);
+    file.data_end = lay_out(items, first, end - first,
+                            align_up(file.data_end, io::kDirectAlignment), segment_bytes, layout);
     file.segment_count = static_cast<std::uint32_t>(layout.segments.size()) - file.first_segment;
     file.segments_left.store(file.segment_count);
-    std::uint64_t payload_bytes = 0;
-    for (std::uint32_t i = first; i < end; ++i) {
-      payload_bytes += items[i].row.payload_bytes;
-      file.index_bytes += row_bytes(items[i].row);
-    }
-    total_bytes_.fetch_add(payload_bytes, std::memory_order_relaxed);
+    for (std::uint32_t i = first; i < end; ++i) file.index_bytes += row_bytes(items[i].row);
     file.is_last_call = is_final || end < items.size();
     // Here and not where it fills: malloc keeps what a thread has had for threads to come.
     const std::uint64_t footer = footer_bytes(file.index_bytes, block_count_of(file.data_end));
@@ -261,9 +262,10 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
 bool WriteJob::write_bytes(OpenFile& file, const std::byte* data, std::uint64_t nbytes,
                            std::uint64_t offset, Worker& worker) {
   const Stopwatch watch(write_ns_);
-  for (std::uint64_t at = 0; at < nbytes; at += kWriteBytes) {
+  std::uint64_t count = 0;
+  for (std::uint64_t at = 0; at < nbytes; at += count) {
     if (worker.stop.is_set()) return false;
-    const std::uint64_t count = std::min(kWriteBytes, nbytes - at);
+    count = std::min(file.file.is_direct() ? kWriteBytes : kBufferedWriteBytes, nbytes - at);
     file.file.write_at(data + at, count, offset + at);
     const bool is_direct = file.file.is_direct();
     (is_direct ? direct_bytes_ : buffered_bytes_).fetch_add(count, std::memory_order_relaxed);

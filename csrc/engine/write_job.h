@@ -30,7 +30,7 @@ namespace dcpx::engine {
 
 struct WriteOptions {
   unsigned workers = 2;
-  std::uint64_t segment_bytes = 1 << 20;  // what a worker writes at once, and the size of its slot
+  std::uint64_t segment_bytes = 1 << 20;  // of a worker's slot, and the most it writes from there
   bool use_direct = true;                 // O_DIRECT where the file system takes it
   bool is_durable = true;                 // fsync every file
   unsigned files_at_once = 1;             // that a call's segments are written to in turn

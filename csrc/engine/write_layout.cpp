@@ -14,7 +14,7 @@ using io::kDirectAlignment;
 class Builder {
  public:
   Builder(WriteLayout& layout, std::uint32_t file, std::uint64_t cursor,
-          std::uint64_t segment_bytes)
+          const SegmentBytes& segment_bytes)
       : layout_(layout), file_(file), cursor_(cursor), segment_bytes_(segment_bytes) {
     start_segment(kNoItem);
   }
@@ -24,7 +24,7 @@ class Builder {
   void add(WriteItem& item, std::uint32_t index) {
     IndexRow& row = item.row;
     layout_.first_piece[index] = static_cast<std::uint32_t>(layout_.pieces.size());
-    const bool is_large = row.payload_bytes >= min_body_bytes(segment_bytes_);
+    const bool is_large = row.payload_bytes >= min_body_bytes(segment_bytes_.slot);
     // Host memory that lies contiguously is written in place where file offset and address are
     // congruent; a gathered body passes through a slot and starts on a page.
     const std::uint64_t phase =
@@ -90,7 +90,7 @@ class Builder {
   bool fits(const WriteItem& item, bool is_large) const {
     const std::uint64_t end =
         is_large ? align_up(item.row.payload_offset, kDirectAlignment) : end_of(item);
-    return end - segment_.begin <= segment_bytes_;
+    return end - segment_.begin <= segment_bytes_.slot;
   }
 
   void add_body(const WriteItem& item, std::uint32_t index) {
@@ -105,12 +105,14 @@ class Builder {
     }
     cursor_ = body_begin;
     close_segment();
+    const bool is_in_place = item.is_dense && is_congruent(item);
+    const std::uint64_t max_bytes = is_in_place ? segment_bytes_.in_place : segment_bytes_.slot;
     for (std::uint64_t begin = body_begin; begin < body_end;) {
-      const std::uint64_t to_grid = segment_bytes_ - begin % segment_bytes_;
+      const std::uint64_t to_grid = max_bytes - begin % max_bytes;
       const std::uint64_t end = std::min(begin + to_grid, body_end);
       cursor_ = begin;
       start_segment(kNoItem);
-      segment_.is_in_place = item.is_dense && is_congruent(item);
+      segment_.is_in_place = is_in_place;
       add_piece({index, PieceKind::kPayload, begin - row.payload_offset, end - row.payload_offset},
                 end);
       segment_.payload_bytes = end - begin;
@@ -159,15 +161,22 @@ class Builder {
   WriteLayout& layout_;
   std::uint32_t file_;
   std::uint64_t cursor_;
-  std::uint64_t segment_bytes_;
+  SegmentBytes segment_bytes_;
   Segment segment_;
 };
 
 }  // namespace
 
+SegmentBytes segment_bytes_for(std::uint64_t slot_bytes, std::uint64_t payload_bytes,
+                               unsigned workers) {
+  // Four for each worker: the last one to end keeps the others waiting for a quarter of its share.
+  const std::uint64_t share = align_down(payload_bytes / 4 / workers, kDirectAlignment);
+  return {slot_bytes, std::max(slot_bytes, std::min(share, kMaxInPlaceBytes))};
+}
+
 std::uint64_t lay_out(std::vector<WriteItem>& items, std::uint32_t first_item,
-                      std::uint32_t item_count, std::uint64_t cursor, std::uint64_t segment_bytes,
-                      WriteLayout& layout) {
+                      std::uint32_t item_count, std::uint64_t cursor,
+                      const SegmentBytes& segment_bytes, WriteLayout& layout) {
   layout.pieces_before_seam.resize(items.size(), 0);
   layout.first_piece.resize(items.size() + 1, 0);
   layout.pieces.reserve(layout.pieces.size() + item_count);

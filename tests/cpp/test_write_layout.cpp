@@ -17,6 +17,7 @@ using dcpx::engine::min_body_bytes;
 using dcpx::engine::Piece;
 using dcpx::engine::PieceKind;
 using dcpx::engine::Segment;
+using dcpx::engine::SegmentBytes;
 using dcpx::engine::WriteItem;
 using dcpx::engine::WriteLayout;
 using dcpx::io::kDirectAlignment;
@@ -89,14 +90,14 @@ void check_item(const WriteItem& item, std::uint64_t segment_bytes) {
 }
 
 void check_segments(const std::vector<WriteItem>& items, const WriteLayout& layout,
-                    std::uint64_t cursor, std::uint64_t segment_bytes, std::uint64_t data_end) {
+                    std::uint64_t cursor, const SegmentBytes& max, std::uint64_t data_end) {
   std::uint64_t last_end = cursor;
   std::uint64_t last_byte = cursor;  // behind the last piece
   std::uint32_t next_piece = 0;
   for (const Segment& segment : layout.segments) {
     CHECK(segment.begin % kDirectAlignment == 0 && segment.end % kDirectAlignment == 0);
     CHECK(segment.begin >= last_end && segment.begin < segment.end);
-    CHECK(segment.end - segment.begin <= segment_bytes);
+    CHECK(segment.end - segment.begin <= (segment.is_in_place ? max.in_place : max.slot));
     CHECK_EQ(segment.first_piece, next_piece);
     CHECK(segment.piece_count > 0);
     last_end = segment.end;
@@ -173,6 +174,7 @@ TEST(layout_of_random_items_tiles_them_in_aligned_segments) {
   for (int round = 0; round < 600; ++round) {
     const std::uint64_t segment_bytes =
         random.pick<std::uint64_t>({256 << 10, 260 << 10, kMiB, 3 * kMiB});
+    const std::uint64_t in_place_bytes = random.chance(2) ? segment_bytes : 8 * kMiB;
     std::vector<WriteItem> items;
     for (std::uint64_t count = random.between(1, 30); count > 0; --count) {
       items.push_back(random_item(random));
@@ -181,9 +183,9 @@ TEST(layout_of_random_items_tiles_them_in_aligned_segments) {
     const auto count = static_cast<std::uint32_t>(items.size());
     WriteLayout layout;
     const std::uint64_t data_end =
-        dcpx::engine::lay_out(items, 0, count, cursor, segment_bytes, layout);
+        dcpx::engine::lay_out(items, 0, count, cursor, {segment_bytes, in_place_bytes}, layout);
     for (const WriteItem& item : items) check_item(item, segment_bytes);
-    check_segments(items, layout, cursor, segment_bytes, data_end);
+    check_segments(items, layout, cursor, {segment_bytes, in_place_bytes}, data_end);
     check_pieces(items, layout);
     check_seams(items, layout, segment_bytes);
     const auto& last = items.back().row;
@@ -210,9 +212,9 @@ TEST(every_phase_of_a_source_is_congruent_and_a_body_is_in_place) {
       }
       WriteLayout layout;
       const std::uint64_t data_end =
-          dcpx::engine::lay_out(items, 0, 1, 0, kMinSegmentBytes, layout);
+          dcpx::engine::lay_out(items, 0, 1, 0, {kMinSegmentBytes, kMinSegmentBytes}, layout);
       check_item(item, kMinSegmentBytes);
-      check_segments(items, layout, 0, kMinSegmentBytes, data_end);
+      check_segments(items, layout, 0, {kMinSegmentBytes, kMinSegmentBytes}, data_end);
       std::uint64_t in_place_bytes = 0;
       for (const Segment& segment : layout.segments) {
         if (segment.is_in_place) in_place_bytes += segment.end - segment.begin;
@@ -233,7 +235,7 @@ TEST(packed_items_fill_their_segments) {
           dcpx::ZipItemSpec{&kBytesFraming, item.row.sizes, item.row.strides, payload_bytes, 1});
     }
     WriteLayout layout;
-    const std::uint64_t data_end = dcpx::engine::lay_out(items, 0, 1000, 0, kMiB, layout);
+    const std::uint64_t data_end = dcpx::engine::lay_out(items, 0, 1000, 0, {kMiB, kMiB}, layout);
     check_pieces(items, layout);
     const std::uint64_t item_bytes = align_up(items[0].row.item_bytes, kPackAlignment);
     CHECK(item_bytes < payload_bytes + 2000);
@@ -253,9 +255,9 @@ TEST(layouts_of_two_files_share_one_table) {
     items.back().file = i / 10;
   }
   WriteLayout layout;
-  const std::uint64_t first_end = dcpx::engine::lay_out(items, 0, 10, 0, kMiB, layout);
+  const std::uint64_t first_end = dcpx::engine::lay_out(items, 0, 10, 0, {kMiB, kMiB}, layout);
   const std::size_t border = layout.segments.size();
-  const std::uint64_t second_end = dcpx::engine::lay_out(items, 10, 10, 8192, kMiB, layout);
+  const std::uint64_t second_end = dcpx::engine::lay_out(items, 10, 10, 8192, {kMiB, kMiB}, layout);
   check_pieces(items, layout);
   check_seams(items, layout, kMiB);
   CHECK(border > 0 && layout.segments.size() > border);
@@ -277,7 +279,7 @@ TEST(ready_segments_come_from_a_few_files_in_turn) {
   }
   WriteLayout layout;
   for (std::uint32_t first = 0; first < 40; first += 8) {
-    dcpx::engine::lay_out(items, first, 8, 0, 256 << 10, layout);
+    dcpx::engine::lay_out(items, first, 8, 0, {256 << 10, 256 << 10}, layout);
   }
   std::vector<std::uint32_t> left(kFiles);  // ready segments of each file
   std::vector<std::uint32_t> in_order;
@@ -305,6 +307,24 @@ TEST(ready_segments_come_from_a_few_files_in_turn) {
       }
     }
   }
+}
+
+TEST(segments_in_place_are_long_where_every_worker_gets_several) {
+  using dcpx::engine::kMaxInPlaceBytes;
+  using dcpx::engine::segment_bytes_for;
+  RandomSource random(34);
+  for (int round = 0; round < 1000; ++round) {
+    const std::uint64_t slot = random.pick<std::uint64_t>({kMinSegmentBytes, kMiB, 16 * kMiB});
+    const auto workers = static_cast<unsigned>(random.between(1, 16));
+    const std::uint64_t payload = random.below(std::uint64_t{1} << random.between(1, 36));
+    const SegmentBytes found = segment_bytes_for(slot, payload, workers);
+    CHECK_EQ(found.slot, slot);
+    CHECK_EQ(found.in_place % kDirectAlignment, 0U);
+    CHECK(found.in_place >= slot && found.in_place <= std::max(slot, kMaxInPlaceBytes));
+    if (found.in_place > slot) CHECK(4 * workers * found.in_place <= payload);
+  }
+  CHECK_EQ(segment_bytes_for(kMiB, std::uint64_t{2} << 30, 4).in_place, kMaxInPlaceBytes);
+  CHECK_EQ(segment_bytes_for(kMiB, 64 * kMiB, 4).in_place, 4 * kMiB);
 }
 
 }  // namespace
