@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ __all__ = ["PlanningPause", "paused_gc"]
 
 _MANY_ITEMS = 2000  # from here on collections cost a plan more than the timer does, 0.1 ms
 _MAX_PAUSE_S = 10.0  # where DCP does not come back
+_KEPT_PLAN_S = 1.0  # after the save, where somebody keeps its plan
 
 _lock = threading.RLock()  # a signal handler may save while its thread holds it
 _depth = 0  # how many blocks and bounded pauses, of all threads, are running
@@ -64,10 +66,14 @@ class PlanningPause:
 
     DCP plans a save between two hooks of the writer. When that fails the second one is not called,
     and neither is anything else of ours; and on the coordinator it waits for other ranks.
+
+    The objects of a plan live until the save returns. A collection before that walks all of them
+    and frees none, so on the coordinator the pause goes on until DCP drops the plan.
     """
 
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None  # while a pause is on
+        self._plan: weakref.ref[object] | None = None
         self._epoch = 0
 
     def begin(self, items: int) -> None:
@@ -78,7 +84,19 @@ class PlanningPause:
         if items < _MANY_ITEMS:
             self.end()
             return
-        timer = threading.Timer(_MAX_PAUSE_S, self.end)
+        self._start(_MAX_PAUSE_S)
+
+    def end_with(self, plan: object) -> None:
+        """Ends the pause, if one is on, when `plan` is gone, and in time at the latest."""
+        self._plan = None if self._timer is None else weakref.ref(plan, lambda _: self.end())
+
+    def end_soon(self) -> None:
+        """Ends the pause, if one is on, with the plan of `end_with`, or a second from now."""
+        if self._timer is not None:
+            self._start(_KEPT_PLAN_S)
+
+    def _start(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self.end)
         timer.daemon = True
         timer.name = "dcpx-gc-pause"
         with _lock:
@@ -98,7 +116,7 @@ class PlanningPause:
     def end(self) -> None:
         """Ends the pause, if one is on."""
         with _lock:
-            timer, self._timer = self._timer, None
+            timer, self._timer, self._plan = self._timer, None, None
             if timer is not None and self._epoch == _epoch:
                 _end()
         if timer is not None:

@@ -222,10 +222,6 @@ class DcpxWriter(FileSystemWriter):
             self.__pause.begin(len(plan.items) if self.__is_coordinator else 0)
             return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.__pause.end()
-        return super().prepare_global_plan(plans)
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; durable, with the directory's entries, when it returns.
 
@@ -236,7 +232,7 @@ class DcpxWriter(FileSystemWriter):
             StorageError: nothing of this rank stays behind, the previous checkpoint is untouched.
             UnsupportedError, AssertionError: data that cannot be kept; no byte was written for it.
         """
-        self.__pause.end()
+        self.__pause.end_with(plan)
         with self.__hook():
             try:
                 written, results = self.__write(plan, planner)
@@ -375,7 +371,10 @@ class DcpxWriter(FileSystemWriter):
 
     def __release(self, *, has_ended_well: bool = False) -> None:
         """Ends the save: its locks are free, and so is the writer."""
-        self.__pause.end()
+        if has_ended_well:
+            self.__pause.end_soon()
+        else:
+            self.__pause.end()
         self.__locks.release(has_ended_well=has_ended_well)
         if self.__save is not None:
             self.__save.end()

@@ -127,6 +127,9 @@ def test_child_forked_in_a_planning_pause_collects() -> None:
     assert gc.isenabled()
 
 
+FAILING = {"write_data": "write_files", "finish": "publish"}
+
+
 class GcPlanner(DefaultSavePlanner):
     """Notes whether collections are on while DCP plans."""
 
@@ -158,7 +161,48 @@ def test_many_items_are_planned_without_collections(
     planner = GcPlanner()
     state = {"model": {f"w{i}": torch.zeros(1) for i in range(items)}}
     dcp.save(state, storage_writer=DcpxWriter(tmp_path), planner=planner, no_dist=True)
-    assert planner.seen == [items < 100, items < 100, True]
+    assert planner.seen == [items < 100] * 3
+    assert gc.isenabled() == (items < 100), (
+        "the planner has the plan, which a collection would walk"
+    )
+    del planner
+    assert gc.isenabled()
+
+
+def test_plan_that_is_kept_leaves_collections_on_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gc, "_MANY_ITEMS", 1)
+    monkeypatch.setattr(_gc, "_KEPT_PLAN_S", 0.01)
+    planner = GcPlanner()
+    writer = DcpxWriter(tmp_path)
+    dcp.save({"w": torch.zeros(1)}, storage_writer=writer, planner=planner, no_dist=True)
+    for thread in timers():
+        thread.join(60)
+    assert gc.isenabled()
+    assert planner.seen == [False] * 3
+
+
+@pytest.mark.parametrize("failing", ["write_data", "finish"])
+def test_save_that_fails_leaves_collections_on_at_once(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gc, "_MANY_ITEMS", 1)
+    planner, seen = GcPlanner(), []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        seen.append(gc.isenabled())
+        raise ValueError("no save")
+
+    monkeypatch.setattr(f"torch_dcpx.writer.{FAILING[failing]}", fail)
+    with pytest.raises(CheckpointException):
+        dcp.save(
+            {"w": torch.zeros(1)},
+            storage_writer=DcpxWriter(tmp_path / "checkpoint"),
+            planner=planner,
+            no_dist=True,
+        )
+    assert seen == [False]
     assert gc.isenabled()
 
 
