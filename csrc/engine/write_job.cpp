@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 
 #include "common/bytes.h"
+#include "common/stopwatch.h"
 #include "engine/segment_fill.h"
 
 namespace dcpx::engine {
@@ -69,23 +69,6 @@ constexpr std::uint64_t kFooterPieceBytes = 1 << 20;
 std::uint64_t block_count_of(std::uint64_t data_bytes) {
   return (data_bytes + kBlockBytes - 1) / kBlockBytes;
 }
-
-// Adds the time of a scope to a clock of the report.
-class Stopwatch {
- public:
-  explicit Stopwatch(std::atomic<std::uint64_t>& clock) : clock_(clock) {}
-  Stopwatch(const Stopwatch&) = delete;
-  ~Stopwatch() {
-    const auto passed = std::chrono::steady_clock::now() - begin_;
-    clock_.fetch_add(static_cast<std::uint64_t>(
-                         std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count()),
-                     std::memory_order_relaxed);
-  }
-
- private:
-  std::atomic<std::uint64_t>& clock_;
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
 
 }  // namespace
 
