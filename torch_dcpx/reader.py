@@ -204,7 +204,7 @@ class DcpxReader(FileSystemReader):
             raise
         finally:
             found.job.close()  # a traceback may keep the job alive, and with it its files
-        self.last_report = ReadReport(len(plan.items), torch_items, **found.job.report())
+        self.last_report = ReadReport.of_read(len(plan.items), torch_items, found.job.report())
         future: Future[None] = Future()
         future.set_result(None)
         return future

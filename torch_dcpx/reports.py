@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -156,3 +156,12 @@ class ReadReport:
     in_place_bytes: int
     direct_bytes: int
     slot_bytes: int
+
+    @classmethod
+    def of_read(cls, items: int, torch_items: int, counters: Mapping[str, int]) -> ReadReport:
+        """Returns the report of a load, with the counters of `ReadJob.report` that it takes."""
+        names = (
+            "needed_bytes", "read_bytes", "verified_bytes", "in_place_bytes", "direct_bytes",
+            "slot_bytes",
+        )  # fmt: skip
+        return cls(items, torch_items, *(counters[name] for name in names))
