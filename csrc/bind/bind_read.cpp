@@ -143,7 +143,13 @@ void bind_read(py::module_& m) {
         out["verified_bytes"] = report.verified_bytes;
         out["in_place_bytes"] = report.in_place_bytes;
         out["direct_bytes"] = report.direct_bytes;
+        out["foreign_bytes"] = report.foreign_bytes;
         out["slot_bytes"] = report.slot_bytes;
+        out["locate_ns"] = report.locate_ns;
+        out["read_ns"] = report.read_ns;
+        out["verify_ns"] = report.verify_ns;
+        out["copy_ns"] = report.copy_ns;
+        out["engine_ns"] = report.engine_ns;
         return out;
       });
 }

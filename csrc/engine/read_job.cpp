@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/bytes.h"
+#include "common/stopwatch.h"
 #include "format/crc32.h"
 #include "io/page_cache.h"
 
@@ -18,24 +19,22 @@ struct ReadJob::OpenFile {
 
   StoredFile stored;
   bool is_kept_open = false;  // from locate() until the job is closed
-  std::mutex mutex;           // guards prepare() and release()
-  bool is_ready = false;      // for the current read()
-  bool is_direct = false;
-  std::uint32_t extents_left = 0;  // of the current read(), under `mutex`
-  std::uint64_t first_byte = 0;    // range of the current read()
+  std::mutex mutex;           // guards prepare()
+  // Of the current read():
+  std::atomic<bool> is_ready{false};
+  std::atomic<std::uint32_t> turns_left{0};
+  std::uint64_t first_byte = 0;
   std::uint64_t last_byte = 0;
 };
 
 struct ReadJob::Pass {
   const std::vector<ReadRegion>& regions;
   ReadPlan plan;
+  std::uint64_t slot_bytes = 0;  // no larger than what passes through
   std::atomic<std::uint32_t> next{0};
 };
 
 namespace {
-
-// preadv takes at most IOV_MAX (1024) pieces.
-constexpr std::size_t kMaxPieces = 1000;
 
 std::atomic<std::uint32_t> files_kept_open{0};  // by all jobs
 
@@ -67,6 +66,7 @@ bool ReadJob::keep_open() const noexcept {
 std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& files,
                                          const std::vector<WantedItem>& wanted,
                                          const PollFunction& poll) {
+  const Stopwatch watch(engine_ns_);
   const std::size_t first_new = files_.size();
   for (const StoredFileSpec& spec : files) files_.emplace_back(spec);
   std::vector<std::vector<std::uint32_t>> by_file(files_.size());
@@ -84,6 +84,7 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
       [&](unsigned, StopFlag& stop) {
         for (std::size_t f = next.fetch_add(1); f < files_.size() && !stop.is_set();
              f = next.fetch_add(1)) {
+          const Stopwatch own_watch(locate_ns_);
           OpenFile& file = files_[f];
           file.stored.open(dir_fd_.get(), dir_path_);
           file.stored.locate(wanted, by_file[f], located);
@@ -95,161 +96,178 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
   return located;
 }
 
+bool ReadJob::is_checked(const OpenFile& file) const noexcept {
+  return options_.verify && file.stored.is_verifiable();
+}
+
 void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& poll) {
+  const Stopwatch watch(engine_ns_);
   touched_count_ = regions.size();
   touched_ = std::make_unique<std::atomic<bool>[]>(regions.size());
   for (std::size_t r = 0; r < regions.size(); ++r) touched_[r].store(false);
-  for (const ReadRegion& region : regions) {
-    DCPX_CHECK(region.file < files_.size(), "a region of an unknown file");
+  Pass pass{regions, {}, 0, {}};
+  start(pass);
+  const std::uint32_t turns = pass.plan.turn_count();
+  if (turns == 0) return;
+  const unsigned workers = std::min(options_.workers, turns);
+  SlotArena slots(workers, pass.slot_bytes);
+  report_.slot_bytes = std::max(report_.slot_bytes, slots.size_bytes());
+  try {
+    run_workers(
+        workers, [&](unsigned number, StopFlag& stop) { work(pass, slots.slot(number), stop); },
+        poll);
+  } catch (...) {  // files whose last turn never came
+    for (OpenFile& file : files_) release(file);
+    throw;
   }
-  Pass pass{regions, plan_reads(regions, options_.slot_bytes), {}};
-  report_.needed_bytes += pass.plan.needed_bytes;
-  if (pass.plan.extents.empty()) return;
+}
+
+void ReadJob::start(Pass& pass) {
+  std::vector<bool> checked;
+  checked.reserve(files_.size());
   for (OpenFile& file : files_) {
-    file.extents_left = 0;
-    if (file.is_ready) release(file);  // left by a read() that failed
+    checked.push_back(is_checked(file));
+    file.turns_left = 0;
   }
-  for (const Extent& extent : pass.plan.extents) {
-    OpenFile& file = files_[extent.file];
-    if (file.extents_left++ == 0) file.first_byte = extent.begin, file.last_byte = extent.end;
-    file.last_byte = std::max(file.last_byte, extent.end);
+  pass.plan = plan_reads(pass.regions, checked, options_.slot_bytes);
+  report_.needed_bytes += pass.plan.needed_bytes;
+  for (std::uint32_t turn = 0; turn < pass.plan.turn_count(); ++turn) {
+    const Extent& first = pass.plan.extents[pass.plan.turns[turn]];
+    const Extent& last = pass.plan.extents[pass.plan.turns[turn + 1] - 1];
+    OpenFile& file = files_[first.file];
+    if (file.turns_left.fetch_add(1) == 0) file.first_byte = first.begin;
+    file.last_byte = last.end;
+    pass.slot_bytes = std::max(
+        pass.slot_bytes, align_up(last.end, kBlockBytes) - align_down(first.begin, kBlockBytes));
   }
-  const auto workers =
-      static_cast<unsigned>(std::min<std::size_t>(options_.workers, pass.plan.extents.size()));
-  report_.slot_bytes = std::max(report_.slot_bytes, workers * options_.slot_bytes);
-  run_workers(
-      workers,
-      [&](unsigned, StopFlag& stop) {
-        Slot slot(options_.slot_bytes);
-        while (!stop.is_set()) {
-          const std::uint32_t turn = pass.next.fetch_add(1);
-          if (turn >= pass.plan.extents.size()) return;
-          const Extent& extent = pass.plan.extents[turn];
-          OpenFile& file = files_[extent.file];
-          prepare(file);
-          read_extent(pass, extent, slot);
-          const std::lock_guard lock(file.mutex);
-          if (--file.extents_left == 0) release(file);
-        }
-      },
-      poll);
+}
+
+void ReadJob::work(Pass& pass, std::byte* slot, const StopFlag& stop) {
+  ExtentPieces layout;
+  const ReadPlan& plan = pass.plan;
+  while (true) {
+    const std::uint32_t turn = pass.next.fetch_add(1);
+    if (turn >= plan.turn_count() || stop.is_set()) return;
+    const std::uint32_t first = plan.turns[turn];
+    const std::uint32_t end = plan.turns[turn + 1];
+    OpenFile& file = files_[plan.extents[first].file];
+    prepare(file);
+    const io::InputFile& input = file.stored.file();
+    const std::uint64_t begin = plan.extents[first].begin;
+    const bool is_direct =
+        input.has_direct() &&
+        io::resident_fraction(input.fd(), begin, plan.extents[end - 1].end - begin) < 0.5;
+    for (std::uint32_t e = first; e < end && !stop.is_set(); ++e) {
+      read_extent(pass, plan.extents[e], layout, slot, is_direct);
+    }
+    if (file.turns_left.fetch_sub(1) == 1) release(file);
+  }
 }
 
 void ReadJob::prepare(OpenFile& file) {
+  if (file.is_ready) return;
   const std::lock_guard lock(file.mutex);
   if (file.is_ready) return;
-  if (!file.is_kept_open) file.stored.open(dir_fd_.get(), dir_path_);
-  if (options_.verify && file.stored.is_verifiable()) {
-    DCPX_CHECK(file.last_byte <= file.stored.data_bytes(), "a region outside of the file's data");
-    file.stored.load_blocks(file.first_byte / kBlockBytes, (file.last_byte - 1) / kBlockBytes);
+  const Stopwatch watch(locate_ns_);
+  StoredFile& stored = file.stored;
+  if (!file.is_kept_open) stored.open(dir_fd_.get(), dir_path_);
+  if (is_checked(file)) {
+    DCPX_CHECK(file.last_byte <= stored.data_bytes(), "a region outside of the file's data");
+    stored.load_blocks(file.first_byte / kBlockBytes, (file.last_byte - 1) / kBlockBytes);
   }
-  // Direct reads need whole aligned pages to the end of the file: only our own files promise that.
-  const io::InputFile& input = file.stored.file();
-  file.is_direct =
-      options_.use_direct && file.stored.is_verifiable() &&
-      io::resident_fraction(input.fd(), file.first_byte, file.last_byte - file.first_byte) < 0.5 &&
-      input.set_direct(true);
+  if (options_.use_direct && io::resident_fraction(stored.file().fd(), file.first_byte,
+                                                   file.last_byte - file.first_byte) < 1.0) {
+    stored.open_direct();
+  }
   file.is_ready = true;
 }
 
 void ReadJob::release(OpenFile& file) noexcept {
-  if (!file.is_kept_open) {
-    file.stored.close();
-  } else if (file.is_direct) {
-    file.stored.file().set_direct(false);  // the next read() loads other blocks' checksums first
-  }
-  file.is_direct = file.is_ready = false;
+  file.stored.close_direct();
+  if (!file.is_kept_open) file.stored.close();
+  file.is_ready = false;
 }
 
-void ReadJob::read_extent(Pass& pass, const Extent& extent, Slot& slot) {
-  OpenFile& file = files_[extent.file];
-  const bool verify = options_.verify && file.stored.is_verifiable();
+void ReadJob::read_extent(const Pass& pass, const Extent& extent, ExtentPieces& layout,
+                          std::byte* slot, bool is_direct) {
+  const OpenFile& file = files_[extent.file];
+  const io::InputFile& input = file.stored.file();
   std::uint64_t begin = extent.begin;
   std::uint64_t end = extent.end;
-  if (verify) {
+  if (is_checked(file)) {
     begin = align_down(begin, kBlockBytes);
     end = std::min(align_up(end, kBlockBytes), file.stored.data_bytes());
   }
   const std::uint64_t checked_end = end;
-  if (file.is_direct) {
+  // Direct reads come in whole pages, and a file of others may end within one.
+  is_direct = is_direct && align_up(end, io::kDirectAlignment) <= input.size_bytes();
+  if (is_direct) {
     begin = align_down(begin, io::kDirectAlignment);
     end = align_up(end, io::kDirectAlignment);
   }
-  DCPX_CHECK(end - begin <= slot.size_bytes(), "an extent must fit its slot");
-  const ReadPart* const parts = pass.plan.parts.data() + extent.first_part;
-  for (std::uint32_t p = 0; p < extent.part_count; ++p) {
-    touched_[parts[p].region].store(true, std::memory_order_relaxed);
+  DCPX_CHECK(end - begin <= pass.slot_bytes, "an extent must fit its slot");
+  layout.lay_out(pass.plan, pass.regions, extent, begin, end, is_direct ? io::kDirectAlignment : 1,
+                 slot);
+  for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
+    touched_[pass.plan.parts[p].region].store(true, std::memory_order_relaxed);
   }
-
-  // Straight to the destinations: runs land where they belong, what lies between lands in the slot.
-  std::vector<iovec> pieces;
-  const bool is_in_place =
-      extent.is_in_place && !file.is_direct && 2 * extent.part_count + 1 <= kMaxPieces;
-  if (is_in_place) {
-    std::uint64_t at = begin;
-    for (std::uint32_t p = 0; p < extent.part_count; ++p) {
-      const ReadPart& part = parts[p];
-      if (part.begin > at) pieces.push_back({slot.data() + (at - begin), part.begin - at});
-      pieces.push_back({pass.regions[part.region].dest + part.dest_offset, part.end - part.begin});
-      at = part.end;
-      in_place_bytes_.fetch_add(part.elem_bytes, std::memory_order_relaxed);
-    }
-    if (end > at) pieces.push_back({slot.data() + (at - begin), end - at});
-  } else {
-    pieces.push_back({slot.data(), end - begin});
+  std::vector<iovec> unread(layout.pieces());  // read_at() consumes what it is given
+  {
+    const Stopwatch watch(read_ns_);
+    input.read_at(unread.data(), static_cast<int>(unread.size()), begin, is_direct);
   }
-  std::vector<iovec> unread(pieces);  // read_at() consumes what it is given
-  file.stored.file().read_at(unread.data(), static_cast<int>(unread.size()), begin);
   read_bytes_.fetch_add(end - begin, std::memory_order_relaxed);
-  if (file.is_direct) direct_bytes_.fetch_add(end - begin, std::memory_order_relaxed);
-  if (verify) {
-    pieces.back().iov_len -= end - checked_end;
-    verify_extent(pass, extent, file, pieces, begin);
+  in_place_bytes_.fetch_add(layout.in_place_bytes(), std::memory_order_relaxed);
+  if (is_direct) direct_bytes_.fetch_add(end - begin, std::memory_order_relaxed);
+  if (!file.stored.is_verifiable()) {
+    foreign_bytes_.fetch_add(end - begin, std::memory_order_relaxed);
+  }
+  if (is_checked(file)) {
+    const Stopwatch watch(verify_ns_);
+    verify_extent(pass, extent, layout.pieces(), begin, checked_end);
     verified_bytes_.fetch_add(checked_end - begin, std::memory_order_relaxed);
   }
-  if (is_in_place) return;
-  for (std::uint32_t p = 0; p < extent.part_count; ++p) {
-    const ReadPart& part = parts[p];
-    const plan::Region& simplified = pass.plan.regions[part.region];
-    const plan::Region box{part.elem_bytes, part.lengths, simplified.src_strides,
-                           simplified.dst_strides};
-    plan::copy_region(box, slot.data() + (part.begin - begin),
-                      pass.regions[part.region].dest + part.dest_offset);
-  }
+  const Stopwatch watch(copy_ns_);
+  layout.copy_out();
 }
 
-void ReadJob::verify_extent(const Pass& pass, const Extent& extent, const OpenFile& file,
-                            const std::vector<iovec>& pieces, std::uint64_t begin) const {
+void ReadJob::verify_extent(const Pass& pass, const Extent& extent,
+                            const std::vector<iovec>& pieces, std::uint64_t begin,
+                            std::uint64_t end) const {
+  const StoredFile& stored = files_[extent.file].stored;
   std::uint64_t at = begin;
   std::uint32_t crc = 0;
   for (const iovec& piece : pieces) {
     const auto* data = static_cast<const std::byte*>(piece.iov_base);
-    for (std::uint64_t done = 0; done < piece.iov_len;) {
-      const std::uint64_t count = std::min(kBlockBytes - at % kBlockBytes, piece.iov_len - done);
+    const std::uint64_t nbytes = std::min<std::uint64_t>(piece.iov_len, end - at);
+    for (std::uint64_t done = 0; done < nbytes;) {
+      const std::uint64_t count = std::min(kBlockBytes - at % kBlockBytes, nbytes - done);
       crc = crc32(crc, data + done, static_cast<std::size_t>(count));
       done += count;
       at += count;
-      if (at % kBlockBytes != 0 && at != file.stored.data_bytes()) continue;
+      if (at % kBlockBytes != 0 && at != end) continue;
       const std::uint64_t block = (at - 1) / kBlockBytes;
-      const std::uint32_t expected = file.stored.block_crc(block);
-      if (crc != expected) {
-        const std::uint64_t block_begin = block * kBlockBytes;
-        Error error =
-            corruption_error(file.stored.file().path(), static_cast<std::int64_t>(block_begin),
-                             static_cast<std::int64_t>(at - block_begin), "block checksum",
-                             hex32(expected), hex32(crc));
-        for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
-          const ReadPart& part = pass.plan.parts[p];
-          if (part.begin < at && part.end > block_begin) {
-            error.fqn = pass.regions[part.region].fqn;
-            break;
-          }
-        }
-        throw error;
-      }
+      if (crc != stored.block_crc(block)) throw damaged_block(pass, extent, block, at, crc);
       crc = 0;
     }
   }
+}
+
+Error ReadJob::damaged_block(const Pass& pass, const Extent& extent, std::uint64_t block,
+                             std::uint64_t end, std::uint32_t found) const {
+  const StoredFile& stored = files_[extent.file].stored;
+  const std::uint64_t begin = block * kBlockBytes;
+  Error error = corruption_error(stored.file().path(), static_cast<std::int64_t>(begin),
+                                 static_cast<std::int64_t>(end - begin), "block checksum",
+                                 hex32(stored.block_crc(block)), hex32(found));
+  for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
+    const ReadPart& part = pass.plan.parts[p];
+    if (part.begin < end && part.end > begin) {
+      error.fqn = pass.regions[part.region].fqn;
+      break;
+    }
+  }
+  return error;
 }
 
 void ReadJob::close() noexcept {
@@ -273,6 +291,12 @@ ReadReport ReadJob::report() const {
   report.verified_bytes = verified_bytes_.load();
   report.in_place_bytes = in_place_bytes_.load();
   report.direct_bytes = direct_bytes_.load();
+  report.foreign_bytes = foreign_bytes_.load();
+  report.locate_ns = locate_ns_.load();
+  report.read_ns = read_ns_.load();
+  report.verify_ns = verify_ns_.load();
+  report.copy_ns = copy_ns_.load();
+  report.engine_ns = engine_ns_.load();
   return report;
 }
 

@@ -2,9 +2,10 @@
 //
 // 1. locate() opens the files, checks them against the metadata and finds every payload. As many
 //    as it may stay open.
-// 2. read() cuts the wanted regions into extents, in the order of the files. Workers take them in
-//    turn: straight into the destinations where runs are long, else into a slot and copied out;
-//    every block that contributes is checked against the footer.
+// 2. read() cuts the wanted regions into extents, in the order of the files. Workers take a cell of
+//    a slot's size at a time, by O_DIRECT where it is not in the page cache: straight into the
+//    destinations where runs are long, else into a slot and copied out; every block that
+//    contributes is checked against the footer while it is in the CPU's cache.
 // 3. After the first error no further extent is started, and it is thrown when all workers ended.
 #pragma once
 
@@ -19,6 +20,7 @@
 #include "common/slot.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
+#include "engine/extent_pieces.h"
 #include "engine/read_plan.h"
 #include "engine/stored_file.h"
 
@@ -40,7 +42,15 @@ struct ReadReport {
   std::uint64_t verified_bytes = 0;  // of read_bytes, checked against a footer
   std::uint64_t in_place_bytes = 0;  // of needed_bytes, read straight to the destination
   std::uint64_t direct_bytes = 0;    // of read_bytes, by O_DIRECT
+  std::uint64_t foreign_bytes = 0;   // of read_bytes, from files that hold no checksums
   std::uint64_t slot_bytes = 0;      // peak memory of the workers' slots
+  // Time, summed over the workers: opening files, finding items, loading checksums; in reads; on
+  // checksums; copying out of slots.
+  std::uint64_t locate_ns = 0;
+  std::uint64_t read_ns = 0;
+  std::uint64_t verify_ns = 0;
+  std::uint64_t copy_ns = 0;
+  std::uint64_t engine_ns = 0;  // wall time inside locate() and read()
 };
 
 class ReadJob {  // Not thread-safe.
@@ -69,11 +79,17 @@ class ReadJob {  // Not thread-safe.
   struct Pass;
 
   bool keep_open() const noexcept;
+  bool is_checked(const OpenFile& file) const noexcept;
+  void start(Pass& pass);
+  void work(Pass& pass, std::byte* slot, const StopFlag& stop);
   void prepare(OpenFile& file);
   static void release(OpenFile& file) noexcept;
-  void read_extent(Pass& pass, const Extent& extent, Slot& slot);
-  void verify_extent(const Pass& pass, const Extent& extent, const OpenFile& file,
-                     const std::vector<iovec>& pieces, std::uint64_t begin) const;
+  void read_extent(const Pass& pass, const Extent& extent, ExtentPieces& layout, std::byte* slot,
+                   bool is_direct);
+  void verify_extent(const Pass& pass, const Extent& extent, const std::vector<iovec>& pieces,
+                     std::uint64_t begin, std::uint64_t end) const;
+  Error damaged_block(const Pass& pass, const Extent& extent, std::uint64_t block,
+                      std::uint64_t end, std::uint32_t found) const;
 
   UniqueFd dir_fd_;
   std::string dir_path_;
@@ -86,6 +102,12 @@ class ReadJob {  // Not thread-safe.
   std::atomic<std::uint64_t> verified_bytes_{0};
   std::atomic<std::uint64_t> in_place_bytes_{0};
   std::atomic<std::uint64_t> direct_bytes_{0};
+  std::atomic<std::uint64_t> foreign_bytes_{0};
+  std::atomic<std::uint64_t> locate_ns_{0};
+  std::atomic<std::uint64_t> read_ns_{0};
+  std::atomic<std::uint64_t> verify_ns_{0};
+  std::atomic<std::uint64_t> copy_ns_{0};
+  std::atomic<std::uint64_t> engine_ns_{0};
 };
 
 }  // namespace dcpx::engine

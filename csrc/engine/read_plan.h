@@ -19,16 +19,15 @@ struct ReadRegion {
   std::string fqn;               // for messages
 };
 
-// One piece of a region, small enough for a slot.
+// One piece of a region: a box of runs of `elem_bytes`.
 struct ReadPart {
+  std::uint32_t file = 0;
   std::uint32_t region = 0;
   std::uint64_t begin = 0;  // file range that holds it
   std::uint64_t end = 0;
   std::uint64_t dest_offset = 0;
   std::vector<std::uint64_t> lengths;  // of the simplified region
   std::uint64_t elem_bytes = 0;
-
-  bool is_run() const noexcept { return end - begin == elem_bytes; }
 };
 
 // A file range that one worker reads at once; parts [first_part, first_part + part_count).
@@ -38,22 +37,38 @@ struct Extent {
   std::uint64_t end = 0;
   std::uint32_t first_part = 0;
   std::uint32_t part_count = 0;
-  bool is_in_place = false;  // every part is a run of some length and none overlap
+  bool is_disjoint = false;  // no byte is wanted twice
 };
 
 struct ReadPlan {
   std::vector<plan::Region> regions;  // simplified, one per ReadRegion
   std::vector<ReadPart> parts;        // sorted by file and offset
   std::vector<Extent> extents;
+  // What a worker takes at a time, the extents of one cell: the first of each, then their count.
+  std::vector<std::uint32_t> turns;
   std::uint64_t needed_bytes = 0;  // sum over the regions
+
+  std::uint32_t turn_count() const noexcept {
+    return turns.empty() ? 0 : static_cast<std::uint32_t>(turns.size() - 1);
+  }
 };
 
-// Neighbours closer than this are read together: cheaper to read than to skip.
-inline constexpr std::uint64_t kMergeGapBytes = 64 << 10;
+// Neighbours in a file whose blocks are checked are read together over gaps of a block: what is
+// read for them apart would then overlap.
+inline constexpr std::uint64_t kCheckedGapBytes = 64 << 10;
 // Shorter runs are copied out of a slot, longer ones are read straight to where they belong.
 inline constexpr std::uint64_t kInPlaceRunBytes = 4 << 10;
+// In other files gaps up to this are read between shorter runs.
+inline constexpr std::uint64_t kShortRunGapBytes = 8 << 10;
 
-// `slot_bytes` bounds an extent after rounding both ends to block borders. Throws Error(kPlan).
-ReadPlan plan_reads(const std::vector<ReadRegion>& regions, std::uint64_t slot_bytes);
+// The gap between runs of this length that is read and not skipped, in files that are not checked:
+// half a run, so that never more than half as much again is read as is needed.
+std::uint64_t merge_gap_bytes(std::uint64_t run_bytes);
+
+// `slot_bytes` is the size of a cell: no extent crosses a multiple of it, and so each fits a slot
+// also when both ends are rounded to blocks. `is_checked` says by file whether whole blocks are
+// read to verify them. Throws Error(kPlan).
+ReadPlan plan_reads(const std::vector<ReadRegion>& regions, const std::vector<bool>& is_checked,
+                    std::uint64_t slot_bytes);
 
 }  // namespace dcpx::engine

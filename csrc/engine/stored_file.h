@@ -65,6 +65,9 @@ class StoredFile {  // open() and close() are the owner's; the rest is thread-sa
   // same file. Throws Error(kStorage, kCorruption, kUnsupported).
   void open(int dir_fd, const std::string& dir_path);
   void close() { file_ = io::InputFile(); }
+  // Allows direct reads too, where the file system does. REQUIRES: open.
+  void open_direct() { file_.open_direct(); }
+  void close_direct() { file_.close_direct(); }
 
   // Finds items by their offset. REQUIRES: open. Throws Error(kCorruption) for what the file does
   // not hold.

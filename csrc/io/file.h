@@ -84,16 +84,20 @@ class InputFile {  // read_at() is thread-safe.
   const std::string& path() const noexcept { return path_; }
   int fd() const noexcept { return fd_.get(); }
 
-  // Fills all of `parts` from `offset` on. Falls back to buffered I/O where a direct read is
-  // refused (EINVAL). Blocks. Throws Error(kStorage), Error(kShortRead).
-  void read_at(iovec* parts, int count, std::uint64_t offset) const;
+  // Fills all of `parts` from `offset` on; by direct I/O where `is_direct` asks for it and
+  // open_direct() made it possible. Falls back to the page cache where a direct read is refused
+  // (EINVAL). Blocks. Throws Error(kStorage), Error(kShortRead).
+  void read_at(iovec* parts, int count, std::uint64_t offset, bool is_direct = false) const;
   void read_at(std::byte* into, std::uint64_t nbytes, std::uint64_t offset) const;
-  // Switches direct I/O; false where the file system refuses it. REQUIRES: no read under way when
-  // it is switched on.
-  bool set_direct(bool is_direct) const noexcept;
+  // A second descriptor of the same file, for direct I/O, so that each read may choose; none where
+  // the file system refuses it. REQUIRES: no read under way.
+  void open_direct();
+  void close_direct() { direct_fd_ = UniqueFd(); }
+  bool has_direct() const noexcept { return direct_fd_.is_open(); }
 
  private:
   UniqueFd fd_;
+  UniqueFd direct_fd_;
   std::string path_;
   std::uint64_t size_bytes_ = 0;
   std::uint64_t inode_ = 0;

@@ -13,6 +13,7 @@ namespace {
 
 // O_NONBLOCK: opening a FIFO that somebody planted must not wait for its other end.
 constexpr int kReadFlags = O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY;
+constexpr int kDirectFlags = O_RDONLY | O_CLOEXEC | O_DIRECT;
 
 Error bad_path(const std::string& path, const std::string& why) {
   Error error(ErrorCode::kCorruption, "file name '" + path + "' in the metadata " + why);
@@ -102,17 +103,20 @@ InputFile InputFile::open(int dir_fd, const std::string& dir_path,
   return file;
 }
 
-void InputFile::read_at(iovec* parts, int count, std::uint64_t offset) const {
-  bool may_be_direct = true;
+void InputFile::read_at(iovec* parts, int count, std::uint64_t offset, bool is_direct) const {
+  int fd = is_direct && has_direct() ? direct_fd_.get() : fd_.get();
   while (count > 0) {
     if (parts[0].iov_len == 0) {
       ++parts, --count;
       continue;
     }
-    const ssize_t got = io::preadv(fd_.get(), parts, count, static_cast<off_t>(offset));
+    const ssize_t got = io::preadv(fd, parts, count, static_cast<off_t>(offset));
     if (got < 0) {
       if (errno == EINTR) continue;
-      if (errno == EINVAL && std::exchange(may_be_direct, false) && set_direct(false)) continue;
+      if (errno == EINVAL && fd != fd_.get()) {
+        fd = fd_.get();
+        continue;
+      }
       throw storage_error("pread", path_, errno, static_cast<std::int64_t>(offset),
                           static_cast<std::int64_t>(parts[0].iov_len));
     }
@@ -140,10 +144,11 @@ void InputFile::read_at(std::byte* into, std::uint64_t nbytes, std::uint64_t off
   read_at(&part, 1, offset);
 }
 
-bool InputFile::set_direct(bool is_direct) const noexcept {
-  const int flags = ::fcntl(fd_.get(), F_GETFL);
-  if (flags < 0) return false;
-  return ::fcntl(fd_.get(), F_SETFL, is_direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+// By the descriptor that is there, and not by name: what lies under the name may have changed.
+void InputFile::open_direct() {
+  if (has_direct()) return;
+  const std::string own = "/proc/self/fd/" + std::to_string(fd_.get());
+  direct_fd_ = UniqueFd(open_at(AT_FDCWD, own.c_str(), kDirectFlags, 0));
 }
 
 }  // namespace dcpx::io

@@ -63,6 +63,89 @@ void copy_dims(const Region& region, std::size_t dim, const std::byte* src, std:
   }
 }
 
+// Cuts a region at the borders of cells, outermost dimension first.
+class Splitter {
+ public:
+  Splitter(const Region& region, std::uint64_t cell_bytes, std::uint64_t max_gap_bytes,
+           std::uint64_t src_phase)
+      : region_(region),
+        cell_bytes_(cell_bytes),
+        phase_(src_phase % cell_bytes),
+        spans_(region.dims() + 1, region.elem_bytes),
+        is_dense_(region.dims() + 1, true) {
+    for (std::size_t d = region.dims(); d-- > 0;) {
+      const std::uint64_t stride = region.src_strides[d];
+      spans_[d] = checked_add(spans_[d + 1], checked_mul(region.lengths[d] - 1, stride));
+      is_dense_[d] = is_dense_[d + 1] && stride <= checked_add(spans_[d + 1], max_gap_bytes);
+    }
+  }
+
+  std::vector<RegionPart> split() {
+    split_dims(0, 0, 0);
+    return std::move(parts_);
+  }
+
+ private:
+  // Bytes from `src` to the end of its cell.
+  std::uint64_t room(std::uint64_t src) const { return cell_bytes_ - (phase_ + src) % cell_bytes_; }
+
+  void split_dims(std::size_t dim, std::uint64_t src, std::uint64_t dst) {
+    if (is_dense_[dim] && spans_[dim] <= room(src)) return add(dim, 0, src, dst);
+    if (dim == region_.dims()) return cut_run(src, dst);
+    const std::uint64_t stride = region_.src_strides[dim];
+    const std::uint64_t inner = spans_[dim + 1];
+    for (std::uint64_t i = 0; i < region_.lengths[dim];) {
+      const std::uint64_t at = src + i * stride;
+      const std::uint64_t to = dst + i * region_.dst_strides[dim];
+      const std::uint64_t left = region_.lengths[dim] - i;
+      std::uint64_t count = 1;
+      if (is_dense_[dim] && inner <= room(at)) {
+        count = stride == 0 ? left : std::min(left, (room(at) - inner) / stride + 1);
+        add(dim + 1, count, at, to);
+      } else {
+        split_dims(dim + 1, at, to);
+      }
+      i += count;
+    }
+  }
+
+  // Dimensions [keep, dims) whole; of the one before them `count` indices, where `count` > 0.
+  void add(std::size_t keep, std::uint64_t count, std::uint64_t src, std::uint64_t dst) {
+    RegionPart part;
+    part.lengths.assign(region_.dims(), 1);
+    std::copy(region_.lengths.begin() + static_cast<std::ptrdiff_t>(keep), region_.lengths.end(),
+              part.lengths.begin() + static_cast<std::ptrdiff_t>(keep));
+    part.src_span = spans_[keep];
+    if (count > 0) {
+      part.lengths[keep - 1] = count;
+      part.src_span += (count - 1) * region_.src_strides[keep - 1];
+    }
+    part.src_offset = src;
+    part.dst_offset = dst;
+    part.elem_bytes = region_.elem_bytes;
+    parts_.push_back(std::move(part));
+  }
+
+  void cut_run(std::uint64_t src, std::uint64_t dst) {
+    for (std::uint64_t at = 0; at < region_.elem_bytes;) {
+      RegionPart part;
+      part.lengths.assign(region_.dims(), 1);
+      part.elem_bytes = part.src_span = std::min(room(src + at), region_.elem_bytes - at);
+      part.src_offset = src + at;
+      part.dst_offset = dst + at;
+      at += part.elem_bytes;
+      parts_.push_back(std::move(part));
+    }
+  }
+
+  const Region& region_;
+  std::uint64_t cell_bytes_;
+  std::uint64_t phase_;
+  std::vector<std::uint64_t> spans_;  // of dimensions [d, dims)
+  std::vector<bool> is_dense_;        // no gap of [d, dims) is too wide
+  std::vector<RegionPart> parts_;
+};
+
 }  // namespace
 
 Region simplify(const Region& region) {
@@ -149,78 +232,10 @@ void gather_range(const Region& region, const std::byte* src, std::uint64_t begi
   }
 }
 
-std::vector<RegionPart> split_region(const Region& region, std::uint64_t max_span_bytes,
+std::vector<RegionPart> split_region(const Region& region, std::uint64_t cell_bytes,
                                      std::uint64_t max_gap_bytes, std::uint64_t src_phase) {
-  const std::size_t dims = region.dims();
-  // Inner dimensions [keep, dims) go whole into a part; dimension keep - 1 is cut into pieces of
-  // `step` indices; everything further out is enumerated.
-  std::size_t keep = dims;
-  std::uint64_t span = region.elem_bytes;
-  std::uint64_t step = 1;
-  while (keep > 0) {
-    const std::size_t d = keep - 1;
-    const bool is_near = region.src_strides[d] <= checked_add(span, max_gap_bytes);
-    const std::uint64_t whole =
-        checked_add(span, checked_mul(region.lengths[d] - 1, region.src_strides[d]));
-    if (!is_near) break;
-    if (whole > max_span_bytes) {
-      if (span < max_span_bytes && region.src_strides[d] > 0) {
-        step = (max_span_bytes - span) / region.src_strides[d] + 1;
-      }
-      break;
-    }
-    span = whole;
-    --keep;
-  }
-
-  std::vector<RegionPart> parts;
-  std::vector<std::uint64_t> index(keep, 0);
-  const std::vector<std::uint64_t> inner(region.lengths.begin() + static_cast<std::ptrdiff_t>(keep),
-                                         region.lengths.end());
-  while (true) {
-    RegionPart part;
-    part.elem_bytes = region.elem_bytes;
-    bool is_one_run = keep == dims;
-    part.lengths.assign(keep, 1);
-    part.lengths.insert(part.lengths.end(), inner.begin(), inner.end());
-    part.src_span = span;
-    for (std::size_t d = 0; d < keep; ++d) {
-      part.src_offset += index[d] * region.src_strides[d];
-      part.dst_offset += index[d] * region.dst_strides[d];
-    }
-    if (keep > 0) {
-      const std::size_t d = keep - 1;
-      const std::uint64_t count = std::min(step, region.lengths[d] - index[d]);
-      part.lengths[d] = count;
-      is_one_run = is_one_run && count == 1;
-      part.src_span = span + (count - 1) * region.src_strides[d];
-      index[d] += count;
-    }
-    if (is_one_run &&
-        (src_phase + part.src_offset) % max_span_bytes + region.elem_bytes > max_span_bytes) {
-      // A run that crosses the grid is cut there, so that no block of the file is read twice.
-      for (std::uint64_t at = 0; at < region.elem_bytes;) {
-        RegionPart piece = part;
-        const std::uint64_t to_grid =
-            max_span_bytes - (src_phase + part.src_offset + at) % max_span_bytes;
-        piece.elem_bytes = std::min(to_grid, region.elem_bytes - at);
-        piece.src_span = piece.elem_bytes;
-        piece.src_offset += at;
-        piece.dst_offset += at;
-        at += piece.elem_bytes;
-        parts.push_back(std::move(piece));
-      }
-    } else {
-      parts.push_back(std::move(part));
-    }
-    std::size_t d = keep;
-    while (d > 0 && index[d - 1] == region.lengths[d - 1]) {
-      if (--d == 0) return parts;
-      index[d] = 0;
-      ++index[d - 1];
-    }
-    if (keep == 0) return parts;
-  }
+  Splitter splitter(region, cell_bytes, max_gap_bytes, src_phase);
+  return splitter.split();
 }
 
 }  // namespace dcpx::plan

@@ -47,12 +47,13 @@ struct RegionPart {
   std::uint64_t elem_bytes = 0;  // a part of a run where one run alone exceeds the bound
 };
 
-// Splits a simplified region into parts whose source span is at most `max_span_bytes`, in ascending
-// order of their source offset within each outer index. Runs that are further apart than
-// `max_gap_bytes` are never put into one part, so that what lies between is not read. Parts of
-// one run never cross a multiple of `max_span_bytes`, counted from `src_phase` before the region.
-// REQUIRES: max_span_bytes > 0.
-std::vector<RegionPart> split_region(const Region& simplified, std::uint64_t max_span_bytes,
+// Splits a simplified region into parts that lie each in one cell of the source: none crosses a
+// multiple of `cell_bytes`, counted from `src_phase` before the region. So what is read for two
+// parts, rounded to any unit that divides a cell, never overlaps where they lie in different cells.
+// Runs that are further apart than `max_gap_bytes` are never put into one part. Only runs that
+// cross a border are cut. In ascending order of the source offset within each outer index.
+// REQUIRES: cell_bytes > 0.
+std::vector<RegionPart> split_region(const Region& simplified, std::uint64_t cell_bytes,
                                      std::uint64_t max_gap_bytes, std::uint64_t src_phase);
 
 }  // namespace dcpx::plan

@@ -335,14 +335,15 @@ TEST(interrupted_load_leaves_no_thread_and_no_open_file) {
   constexpr std::uint64_t kCount = 100'000;
   constexpr std::uint64_t kRegions = 10'000;
   std::filesystem::resize_file((std::ofstream(dir.path() + "/sparse"), dir.path() + "/sparse"),
-                               kCount * kRegions);
+                               kSegmentBytes * kRegions);
   const std::size_t files_before = count_of_open_files();
   {
-    // A billion bytes, copied one by one, each region to a single byte of its own.
+    // A billion bytes, copied one by one, each region to a single byte of its own, and each in a
+    // cell of its own: else two workers would write that byte.
     std::vector<std::byte> out(kRegions, std::byte{1});
     std::vector<ReadRegion> regions;
     for (std::uint64_t r = 0; r < kRegions; ++r) {
-      regions.push_back({0, r * kCount, {1, {kCount}, {1}, {0}}, &out[r], "w"});
+      regions.push_back({0, r * kSegmentBytes, {1, {kCount}, {1}, {0}}, &out[r], "w"});
     }
     ReadJob job(dir.fd(), dir.path(), {4, kSegmentBytes, false, true});
     job.locate({{"sparse", false, 0, {}, 0}}, {}, {});

@@ -55,8 +55,7 @@ void carry_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
   std::uint64_t moved_bytes = 0;
   std::uint32_t next_part = 0;
   for (const Extent& extent : plan.extents) {
-    const std::uint64_t begin = dcpx::align_down(extent.begin, kBlockBytes);
-    CHECK(dcpx::align_up(extent.end, kBlockBytes) - begin <= kSlotBytes);
+    CHECK_EQ(extent.begin / kSlotBytes, (extent.end - 1) / kSlotBytes);
     CHECK_EQ(extent.first_part, next_part);
     CHECK(extent.part_count > 0);
     // Exactly as large as what was read, so that ASan sees a part that reaches further.
@@ -64,35 +63,59 @@ void carry_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
     const std::vector<std::byte> slot(data + extent.begin, data + extent.end);
     std::uint64_t end = extent.begin;
     bool is_disjoint = true;
-    bool is_long_runs = true;
     for (; next_part < extent.first_part + extent.part_count; ++next_part) {
       const ReadPart& part = plan.parts[next_part];
       const Region& simplified = plan.regions[part.region];
+      CHECK_EQ(part.file, extent.file);
       CHECK_EQ(regions[part.region].file, extent.file);
       CHECK(part.begin >= extent.begin && part.end <= extent.end);
       const Region box{part.elem_bytes, part.lengths, simplified.src_strides,
                        simplified.dst_strides};
       CHECK_EQ(dcpx::plan::src_span_bytes(box), part.end - part.begin);
       is_disjoint = is_disjoint && part.begin >= end;
-      is_long_runs = is_long_runs && region_bytes(box) == part.end - part.begin &&
-                     part.elem_bytes >= dcpx::engine::kInPlaceRunBytes;
       end = std::max(end, part.end);
       moved_bytes += region_bytes(box);
       dcpx::plan::copy_region(box, slot.data() + (part.begin - extent.begin),
                               found[part.region].data() + part.dest_offset);
     }
     CHECK_EQ(end, extent.end);
-    CHECK_EQ(extent.is_in_place, is_disjoint && is_long_runs);
+    CHECK_EQ(extent.is_disjoint, is_disjoint);
   }
   CHECK_EQ(next_part, plan.parts.size());
   CHECK_EQ(moved_bytes, plan.needed_bytes);
+}
+
+// A turn is a cell's extents, and no block of a checked file is read by two of them.
+void check_turns(const ReadPlan& plan, const std::vector<bool>& is_checked) {
+  CHECK_EQ(plan.turn_count() == 0, plan.extents.empty());
+  if (plan.extents.empty()) return;
+  CHECK_EQ(plan.turns.front(), 0U);
+  CHECK_EQ(plan.turns.back(), plan.extents.size());
+  for (std::uint32_t turn = 0; turn < plan.turn_count(); ++turn) {
+    CHECK(plan.turns[turn] < plan.turns[turn + 1]);
+    const Extent& first = plan.extents[plan.turns[turn]];
+    for (std::uint32_t e = plan.turns[turn]; e < plan.turns[turn + 1]; ++e) {
+      CHECK_EQ(plan.extents[e].file, first.file);
+      CHECK_EQ(plan.extents[e].begin / kSlotBytes, first.begin / kSlotBytes);
+    }
+  }
+  for (std::size_t e = 1; e < plan.extents.size(); ++e) {
+    const Extent& last = plan.extents[e - 1];
+    const Extent& next = plan.extents[e];
+    CHECK(last.file < next.file || (last.file == next.file && last.end < next.begin) ||
+          (last.file == next.file && last.end == next.begin && next.begin % kSlotBytes == 0));
+    if (last.file == next.file && is_checked[next.file]) {
+      CHECK((last.end - 1) / kBlockBytes < next.begin / kBlockBytes);
+    }
+  }
 }
 
 TEST(read_plan_brings_every_byte_once_and_fits_its_slots) {
   RandomSource random(10);
   std::vector<std::vector<std::byte>> files;
   for (int f = 0; f < 3; ++f) files.push_back(random.bytes(kFileBytes));
-  std::size_t in_place = 0;
+  const std::vector<bool> is_checked{true, false, true};
+  std::size_t disjoint = 0;
   std::size_t extents = 0;
   for (int round = 0; round < 60; ++round) {
     std::vector<ReadRegion> regions;
@@ -110,28 +133,26 @@ TEST(read_plan_brings_every_byte_once_and_fits_its_slots) {
     }
     std::vector<std::vector<std::byte>> found;
     for (const auto& bytes : expected) found.emplace_back(bytes.size(), std::byte{0xA5});
-    const ReadPlan plan = plan_reads(regions, kSlotBytes);
+    const ReadPlan plan = plan_reads(regions, is_checked, kSlotBytes);
     CHECK_EQ(plan.needed_bytes, needed_bytes);
     CHECK_EQ(plan.regions.size(), regions.size());
-    CHECK(std::is_sorted(plan.extents.begin(), plan.extents.end(), [](auto& a, auto& b) {
-      return a.file != b.file ? a.file < b.file : a.begin < b.begin;
-    }));
+    check_turns(plan, is_checked);
     carry_out(plan, regions, files, found);
     CHECK(found == expected);
     extents += plan.extents.size();
-    in_place += static_cast<std::size_t>(std::count_if(
-        plan.extents.begin(), plan.extents.end(), [](auto& extent) { return extent.is_in_place; }));
+    disjoint += static_cast<std::size_t>(std::count_if(
+        plan.extents.begin(), plan.extents.end(), [](auto& extent) { return extent.is_disjoint; }));
   }
-  CHECK(in_place > 50 && extents - in_place > 50);
+  CHECK(disjoint > 50 && extents - disjoint > 50);
 }
 
 TEST(one_long_run_is_cut_at_slots_and_read_exactly) {
   const ReadRegion wanted{0, 777, {1, {kFileBytes - 777}, {1}, {1}}, nullptr, "w"};
-  const ReadPlan plan = plan_reads({wanted}, kSlotBytes);
+  const ReadPlan plan = plan_reads({wanted}, {true}, kSlotBytes);
   std::uint64_t at = 777;
   for (const Extent& extent : plan.extents) {
     CHECK_EQ(extent.begin, at);
-    CHECK_EQ(extent.is_in_place, extent.end - at >= dcpx::engine::kInPlaceRunBytes);
+    CHECK(extent.is_disjoint);
     CHECK(extent.end == kFileBytes || extent.end % kSlotBytes == 0);
     at = extent.end;
   }
@@ -140,22 +161,43 @@ TEST(one_long_run_is_cut_at_slots_and_read_exactly) {
 }
 
 TEST(runs_apart_are_read_apart_and_neighbours_together) {
-  const auto run_at = [](std::uint64_t offset) {
-    return ReadRegion{0, offset, {8192, {}, {}, {}}, nullptr, "w"};
-  };
-  const std::uint64_t near = 8192 + dcpx::engine::kMergeGapBytes;
-  CHECK_EQ(plan_reads({run_at(0), run_at(near)}, kSlotBytes).extents.size(), 1U);
-  CHECK_EQ(plan_reads({run_at(0), run_at(near + 1)}, kSlotBytes).extents.size(), 2U);
-  // Columns further apart than the gap: one read each, nothing between.
-  const ReadRegion columns{0, 5, {8, {10}, {near + 8}, {8}}, nullptr, "w"};
-  const ReadPlan plan = plan_reads({columns}, kSlotBytes);
-  CHECK_EQ(plan.extents.size(), 10U);
-  for (const Extent& extent : plan.extents) CHECK_EQ(extent.end - extent.begin, 8U);
+  for (const bool is_checked : {true, false}) {
+    for (const std::uint64_t run : {64UL, 4095UL, 4096UL, 32768UL}) {
+      const std::uint64_t gap =
+          is_checked ? dcpx::engine::kCheckedGapBytes : dcpx::engine::merge_gap_bytes(run);
+      const auto extents = [&](std::uint64_t stride) {
+        const ReadRegion columns{0, 0, {run, {2}, {stride}, {run}}, nullptr, "w"};
+        const ReadRegion first{0, 0, {run, {}, {}, {}}, nullptr, "w"};
+        const ReadRegion second{0, stride, {run, {}, {}, {}}, nullptr, "w"};
+        const std::size_t apart =
+            plan_reads({second, first}, {is_checked}, kSlotBytes).extents.size();
+        CHECK_EQ(plan_reads({columns}, {is_checked}, kSlotBytes).extents.size(), apart);
+        return apart;
+      };
+      CHECK_EQ(extents(run + gap), 1U);
+      CHECK_EQ(extents(run + gap + 1), 2U);
+    }
+  }
+}
+
+TEST(columns_of_long_runs_are_read_with_half_as_much_again_at_most) {
+  for (const std::uint64_t run : {4096UL, 6000UL, 20'000UL, 100'000UL}) {
+    for (const std::uint64_t stride : {run + 64, run + run / 2, run + run / 2 + 1, 2 * run}) {
+      const std::uint64_t rows = kFileBytes / stride;
+      const ReadRegion columns{0, 5, {run, {rows}, {stride}, {run}}, nullptr, "w"};
+      std::uint64_t read_bytes = 0;
+      for (const Extent& extent : plan_reads({columns}, {false}, kSlotBytes).extents) {
+        read_bytes += extent.end - extent.begin;
+      }
+      // Runs that a cell's border cuts are short ones: 8 KiB beside each is allowed for.
+      CHECK(read_bytes <= rows * run * 3 / 2 + (kFileBytes / kSlotBytes) * 16384);
+    }
+  }
 }
 
 TEST(read_plan_refuses_slots_that_hold_no_blocks) {
   for (const std::uint64_t slot_bytes : {0UL, 4096UL, 3 * kBlockBytes, 4 * kBlockBytes + 4096}) {
-    CHECK_THROWS(plan_reads({}, slot_bytes), ErrorCode::kPlan);
+    CHECK_THROWS(plan_reads({}, {}, slot_bytes), ErrorCode::kPlan);
   }
 }
 

@@ -1,0 +1,54 @@
+// Where the bytes of one extent go: runs straight to the memory that wants them, the rest to a slot
+// and from there to where it belongs.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "engine/read_plan.h"
+
+namespace dcpx::engine {
+
+class ExtentPieces {  // One worker's, reused from extent to extent. Not thread-safe.
+ public:
+  // Lays out the file range [begin, end), which holds the extent. Runs of kInPlaceRunBytes or more
+  // go straight to their destination; with `alignment` > 1 only the aligned middle of those whose
+  // address and file offset agree modulo it, as direct I/O asks. `slot` mirrors the range: what is
+  // not taken straight lands at its offset from `begin`.
+  // REQUIRES: `slot` has end - begin bytes and is aligned, as are both ends.
+  void lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions, const Extent& extent,
+               std::uint64_t begin, std::uint64_t end, std::uint64_t alignment, std::byte* slot);
+
+  // The range in order, without a gap; at most IOV_MAX pieces.
+  const std::vector<iovec>& pieces() const noexcept { return pieces_; }
+  // Of the wanted bytes, those that go straight.
+  std::uint64_t in_place_bytes() const noexcept { return in_place_bytes_; }
+  // Copies what the slot holds of the regions. REQUIRES: the pieces are filled.
+  void copy_out() const;
+
+ private:
+  struct Copy {
+    const std::byte* from;
+    std::byte* to;
+    std::uint64_t nbytes;  // 0: the whole box of `part`
+    const ReadPart* part;
+  };
+
+  void add_run(std::uint64_t begin, std::byte* dest, std::uint64_t nbytes, const ReadPart& part);
+  void add_copy(std::uint64_t begin, std::byte* dest, std::uint64_t nbytes, const ReadPart& part);
+  void fill_slot_up_to(std::uint64_t offset);
+
+  const ReadPlan* plan_ = nullptr;
+  std::uint64_t begin_ = 0;
+  std::uint64_t at_ = 0;  // behind the last piece
+  std::uint64_t alignment_ = 1;
+  std::byte* slot_ = nullptr;
+  std::vector<iovec> pieces_;
+  std::vector<Copy> copies_;
+  std::uint64_t in_place_bytes_ = 0;
+};
+
+}  // namespace dcpx::engine
