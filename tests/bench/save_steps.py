@@ -8,33 +8,18 @@ that are indented below it.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import shutil
 import statistics
-import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from steps import Step, arguments, print_table, timed
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from torch_dcpx import DcpxWriter, commit, write_files, writer
 from torch_dcpx.write_table import WriteTable
-
-
-class Step(NamedTuple):
-    """A function that is timed."""
-
-    title: str
-    owner: Any
-    name: str
-
 
 STEPS = (
     Step("DCP: flatten the state", DefaultSavePlanner, "set_up_planner"),
@@ -52,38 +37,13 @@ STEPS = (
 )
 
 
-@contextmanager
-def timed(seconds: dict[str, float]) -> Iterator[None]:
-    """Adds up the time inside of each step while the block runs."""
-    originals = [getattr(step.owner, step.name) for step in STEPS]
-
-    def clocked(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # DCP looks at signatures
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                seconds[title] += time.perf_counter() - began
-
-        return call
-
-    for step, function in zip(STEPS, originals, strict=True):
-        setattr(step.owner, step.name, clocked(step.title, function))
-    try:
-        yield
-    finally:
-        for step, function in zip(STEPS, originals, strict=True):
-            setattr(step.owner, step.name, function)
-
-
 def measure(items: int, item_bytes: int, rounds: int, folder: Path) -> dict[str, float]:
     """Returns microseconds per 1,000 items of each step; the first round is not counted."""
     state = {"model": {f"layer.{i}.weight": torch.rand(item_bytes // 4) for i in range(items)}}
     found: dict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         seconds: dict[str, float] = dict.fromkeys((step.title for step in STEPS), 0.0)
-        with timed(seconds):
+        with timed(STEPS, seconds):
             dcp.save(state, storage_writer=DcpxWriter(folder / "save"), no_dist=True)
         shutil.rmtree(folder / "save")
         for title, value in seconds.items():
@@ -94,17 +54,7 @@ def measure(items: int, item_bytes: int, rounds: int, folder: Path) -> dict[str,
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", type=int, default=20_000)
-    parser.add_argument("--item-bytes", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="on the file system to write to")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = measure(args.items, args.item_bytes, args.rounds, Path(folder))
-    print(f"| step, {args.items:,} x {args.item_bytes:,} B | us per 1,000 items |\n| --- | --- |")
-    for title, value in found.items():
-        print(f"| {title} | {value:,.0f} |")
+    print_table(arguments(__doc__, 4096).parse_args(), measure)
 
 
 if __name__ == "__main__":
