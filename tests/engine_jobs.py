@@ -17,7 +17,7 @@ from states import DTYPES, random_bytes
 from torch_dcpx import _C
 from torch_dcpx._compat import dtype_name, framing_of
 from torch_dcpx.item_rows import BYTES, TENSOR, ItemType, WriteRow
-from torch_dcpx.read_table import Located
+from torch_dcpx.locate import Form, Located
 from torch_dcpx.tensor_memory import is_dense
 
 SLOT_BYTES = 256 << 10
@@ -166,7 +166,11 @@ def read_job(directory: Path, **kwargs: Any) -> _C.ReadJob:
 
 
 def locate(job: _C.ReadJob, saved: Saved) -> list[Located]:
-    return [Located(*row) for row in job.locate(saved.files, saved.wanted)]
+    forms, places = job.locate(saved.files, saved.wanted)
+    return [
+        Located(wanted[0], saved.files[wanted[0]][0], Form(*forms[form]), *place)
+        for wanted, (form, *place) in zip(saved.wanted, places, strict=True)
+    ]
 
 
 def drop_cache(directory: Path) -> None:

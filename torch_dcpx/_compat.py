@@ -112,11 +112,10 @@ def storage_dtypes() -> dict[tuple[str, str], torch.dtype]:
     return table
 
 
-def increment_version(tensor: torch.Tensor) -> None:
-    """Tells autograd that the tensor's memory was written behind its back."""
-    if not tensor.is_inference():
-        bump: Any = torch.autograd.graph.increment_version
-        bump(tensor)
+def increment_version(tensors: Iterable[torch.Tensor]) -> None:
+    """Tells autograd that the tensors' memory was written behind its back."""
+    bump: Any = torch.autograd.graph.increment_version
+    bump([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 # ---- TensorProperties ---------------------------------------------------------------------------

@@ -11,147 +11,174 @@ remember the item whose commit they expect. For them every window holds one item
 
 from __future__ import annotations
 
-import bisect
-import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from torch_dcpx import _C
+from torch_dcpx._compat import increment_version
+from torch_dcpx.claims import Claim, disjoint_groups
 from torch_dcpx.errors import CorruptionError, StorageError
+from torch_dcpx.locate import Found, Located
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.planner_hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks
+from torch_dcpx.read_bytes import BytesFinisher, BytesRead
 from torch_dcpx.read_table import (
     ReadRow,
-    Stored,
     TensorRead,
     finish_tensor_read,
     is_direct_target,
-    load_by_torch,
     plan_tensor_read,
     stored_dtype,
 )
 from torch_dcpx.tensor_memory import has_strides
-from torch_dcpx.trust import reencode_byte_item
-from torch_dcpx.unpickle import MAX_MESSAGE
 
-__all__ = ["read_items"]
+__all__ = ["ReadCounts", "read_items"]
 
-_HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
-_TAKING_HOOKS = ("commit_tensor", "load_bytes")
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 
-class BytesRead(NamedTuple):
-    """A read under way of an item whose bytes torch or the planner must understand."""
+class ReadCounts(NamedTuple):
+    """What `read_items` did beside the job's own counters."""
 
-    item: ReadItem
-    data: bytearray
-    path: str
-    descriptors: Sequence[str]
+    torch_items: int  # tensor items that went through torch's own loader
+    engine_s: float  # inside of ReadJob.read
+    finish_s: float  # decoding, copies of what was staged, the planner's hooks
 
 
-def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool:
-    """Returns whether the planner's hooks `names` are stock's; by default those whose stock form
-    hands out views of the state's own tensors.
-    """
-    return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
-        and name not in vars(planner)
-        for name in names
-    )
+class _Read(NamedTuple):
+    """One item under way."""
+
+    row: ReadRow | tuple[Any, ...] | None  # None: no byte to read
+    claim: Claim | None  # the target's memory, where it is known
+    direct: torch.Tensor | None  # went whole into this target, and nobody wants to know
+    rest: tuple[TensorRead, bool] | BytesRead | None  # else what is to be done afterwards
 
 
 class _Window:
     """Reads that are prepared together, read in one call, and then handed over in their order."""
 
     def __init__(
-        self, job: _C.ReadJob, planner: LoadPlanner, transforms: Any, options: ReadOptions
+        self, found: Found, planner: LoadPlanner, transforms: Any, options: ReadOptions
     ) -> None:
-        self._job = job
+        self._found = found
         self._planner = planner
-        self._transforms = transforms
-        self._options = options
+        self._budget_bytes = options.host_memory_bytes
+        self._bytes = BytesFinisher(planner, transforms, options)
         self._makes_targets = not has_stock_hooks(planner)
-        self._is_single = self._makes_targets and not has_stock_hooks(planner, _TAKING_HOOKS)
-        self._rows: list[ReadRow] = []
-        self._reads: list[tuple[TensorRead, bool] | BytesRead] = []
+        self._is_single = self._makes_targets and not has_stock_hooks(planner, TAKING_HOOKS)
+        self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
+        self._reads: list[_Read] = []
         self._used_bytes = 0
-        # Memory that the window's reads go to: (begin, end, whose), disjoint and sorted.
-        self._spans: list[tuple[int, int, MetadataIndex]] = []
-        self._touched: dict[str, None] = {}  # an ordered set, over all windows
+        self._touched: list[str] = []  # over all windows
+        self.torch_items = 0
+        self.engine_s = self.finish_s = 0.0
 
     @property
     def touched(self) -> tuple[str, ...]:
         """Names of the items whose targets may hold new bytes."""
-        return tuple(self._touched)
+        return tuple(dict.fromkeys(self._touched))
+
+    def prepare(self) -> None:
+        """Prepares and reads all items, file by file as stock does."""
+        found = self._found
+        # Files are numbered in the order in which the plan names them first.
+        order: Sequence[int] = range(len(found.items))
+        if len(found.names) > 1:
+            order = sorted(order, key=found.files.__getitem__)
+        is_lean = has_plain_state(self._planner) and not (
+            self._makes_targets or self._wants_commits
+        )
+        lookup = self._planner.state_dict.get if is_lean else None  # type: ignore[attr-defined]
+        add, forms, byte_io = self._reads.append, found.forms, LoadItemType.BYTE_IO
+        for number in order:
+            item = found.items[number]
+            form_number, payload_offset, payload_bytes, storage_offset = found.places[number]
+            form = forms[form_number]
+            # Nearly all items are like this: a whole tensor, stored and wanted in C order. Each
+            # question is asked once. The others, and those to be refused, go the long way.
+            if lookup is not None and form.run_bytes and item.type is not byte_io:
+                dest, nbytes = item.dest_index, form.run_bytes
+                target: Any = lookup(dest.fqn)
+                if (
+                    type(target) in _PLAIN_CLASSES
+                    and target.dtype is form.dtype
+                    and target.shape == form.sizes == item.lengths
+                    and target.is_cpu
+                    and not target.is_nested
+                    and target.layout == torch.strided
+                    and target.is_contiguous()
+                    and not (target.is_neg() or target.is_conj())
+                    and not (any(dest.offset or ()) or any(item.storage_offsets))
+                    and not found.entries[number].transform_descriptors
+                ):
+                    itemsize = target.itemsize
+                    address, skipped = target.data_ptr(), storage_offset * itemsize
+                    if (
+                        address
+                        and skipped + nbytes <= payload_bytes
+                        and target.storage_offset() * itemsize + nbytes
+                        <= target.untyped_storage().nbytes()
+                    ):
+                        row = (
+                            found.files[number], payload_offset + skipped, nbytes, (), (), (),
+                            address, nbytes, dest.fqn,
+                        )  # fmt: skip
+                        claim = Claim(address, address + nbytes, dest)
+                        add(_Read(row, claim, target, None))
+                        continue
+            self._add_item(number, item)
+            add = self._reads.append  # a flush begins a new list
+        self.flush()
+
+    def _add_item(self, number: int, item: ReadItem) -> None:
+        located = self._found.located(number)
+        descriptors = self._found.entries[number].transform_descriptors or ()
+        if item.type == LoadItemType.BYTE_IO or descriptors or located.form.kind != "plain":
+            self.torch_items += item.type != LoadItemType.BYTE_IO
+            self._add_bytes(item, located, descriptors)
+        else:
+            self._add_tensor(item, located)
 
     def _make_room(self, nbytes: int) -> None:
         """Reads what is prepared when `nbytes` more would exceed the budget."""
-        if self._reads and nbytes and self._used_bytes + nbytes > self._options.host_memory_bytes:
+        if self._reads and nbytes and self._used_bytes + nbytes > self._budget_bytes:
             self.flush()
 
-    def _claim(self, item: ReadItem, target: torch.Tensor) -> None:
-        """Reads what is prepared when it goes to memory of this item, as with tied weights.
-
-        The later one stays, as with stock, and no checksum is taken of memory that another read
-        fills. Parts of one target are disjoint by their plan.
-        """
-        if not has_strides(target) or not target.numel():
-            return
-        dims = zip(target.shape, target.stride(), strict=True)
-        begin = target.data_ptr()
-        last = sum((size - 1) * stride for size, stride in dims)
-        end, owner = begin + (last + 1) * target.element_size(), item.dest_index
-        first = after = bisect.bisect_left(self._spans, (begin,))
-        if first and self._spans[first - 1][1] > begin:
-            first -= 1
-        while after < len(self._spans) and self._spans[after][0] < end:
-            after += 1
-        met = self._spans[first:after]
-        if any(other != owner for _, _, other in met):
-            self.flush()
-            met, first, after = [], 0, 0
-        begin = min([begin, *(span[0] for span in met)])
-        end = max([end, *(span[1] for span in met)])
-        self._spans[first:after] = [(begin, end, owner)]
-
-    def add_tensor(self, item: ReadItem, stored: Stored) -> None:
+    def _add_tensor(self, item: ReadItem, located: Located) -> None:
         """Prepares the read of a plain tensor's region."""
-        dtype = stored_dtype(stored, item.storage_index.fqn)
-        is_big_endian = stored.located.is_big_endian
+        dtype = stored_dtype(located, item.storage_index.fqn)
+        is_big_endian = located.form.is_big_endian
         target = self._planner.resolve_tensor(item)
         is_staged = not is_direct_target(target.detach(), dtype, is_big_endian)
         cost = math.prod(item.lengths) * dtype.itemsize if is_staged else 0
         if self._makes_targets:
             cost += target.numel() * target.element_size()
         self._make_room(cost)
-        self._claim(item, target.detach())
-        read = plan_tensor_read(item, stored, target, dtype)
-        if read.row is not None:
-            self._rows.append(read.row)
-        self._add((read, is_big_endian), cost)
+        claim = _claim(item, target.detach())
+        read = plan_tensor_read(item, located, target, dtype)
+        self._add(_Read(read.row, claim, None, (read, is_big_endian)), cost)
 
-    def add_bytes(self, item: ReadItem, stored: Stored, descriptors: Sequence[str]) -> None:
+    def _add_bytes(self, item: ReadItem, located: Located, descriptors: Sequence[str]) -> None:
         """Prepares the read of a whole item, whose bytes torch or the planner must understand."""
-        located = stored.located
         self._make_room(located.payload_bytes)
+        claim = None
         if item.type != LoadItemType.BYTE_IO and not self._makes_targets:
-            self._claim(item, self._planner.resolve_tensor(item).detach())
+            claim = _claim(item, self._planner.resolve_tensor(item).detach())
         data = bytearray(located.payload_bytes)
+        row = None
         if data:
             row = ReadRow(
-                stored.file, located.payload_offset, len(data), (), (), (), data, len(data),
+                located.file, located.payload_offset, len(data), (), (), (), data, len(data),
                 item.storage_index.fqn,
             )  # fmt: skip
-            self._rows.append(row)
-        self._add(BytesRead(item, data, stored.path, descriptors), len(data))
+        read = BytesRead(item, data, located.path, descriptors)
+        self._add(_Read(row, claim, None, read), len(data))
 
-    def _add(self, read: tuple[TensorRead, bool] | BytesRead, cost: int) -> None:
+    def _add(self, read: _Read, cost: int) -> None:
         self._reads.append(read)
         self._used_bytes += cost
         if self._is_single:
@@ -159,108 +186,68 @@ class _Window:
 
     def flush(self) -> None:
         """Reads everything prepared and hands it to the planner."""
-        rows, reads = self._rows, self._reads
-        self._rows, self._reads, self._spans, self._used_bytes = [], [], [], 0
+        reads, self._reads, self._used_bytes = self._reads, [], 0
+        begin = 0
+        for end in disjoint_groups([read.claim for read in reads]):
+            self._read(reads[begin:end])
+            begin = end
+
+    def _read(self, reads: list[_Read]) -> None:
+        rows = [read.row for read in reads if read.row is not None]
+        names = [row[-1] for row in rows]
+        began = time.perf_counter()
         try:
-            self._job.read(rows)
-        finally:
-            touched = zip(rows, self._job.touched(), strict=False)
-            self._touched.update((row.fqn, None) for row, is_touched in touched if is_touched)
+            self._found.job.read(rows)
+        except BaseException:
+            touched = zip(names, self._found.job.touched(), strict=False)
+            self._touched += [name for name, is_touched in touched if is_touched]
+            raise
+        self._touched += names
+        read_at = time.perf_counter()
+        increment_version(read.direct for read in reads if read.direct is not None)
+        whole = [read.rest for read in reads if type(read.rest) is BytesRead]
+        plain = iter(self._bytes.plain_values(whole) if whole else ())
         for read in reads:
-            if isinstance(read, BytesRead):
-                self._finish_bytes(read)
+            if read.rest is None:
+                continue
+            if isinstance(read.rest, BytesRead):
+                self._bytes.finish(read.rest, next(plain))
             else:
-                finish_tensor_read(*read, self._planner)
-
-    def _finish_bytes(self, read: BytesRead) -> None:
-        item = read.item
-        data: bytes | bytearray = read.data
-        if read.descriptors:
-            data = _undo_extensions(read, self._transforms)
-        if item.type != LoadItemType.BYTE_IO:
-            load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
-        elif self._options.trusted:
-            self._planner.load_bytes(item, io.BytesIO(data))
-        else:
-            decoded = reencode_byte_item(
-                memoryview(data),
-                fqn=item.storage_index.fqn,
-                path=read.path,
-                safe_globals=self._options.safe_globals,
-            )
-            self._planner.load_bytes(item, decoded)
+                finish_tensor_read(*read.rest)
+                if self._wants_commits:
+                    self._planner.commit_tensor(read.rest[0].item, read.rest[0].target)
+        self.engine_s += read_at - began
+        self.finish_s += time.perf_counter() - read_at
 
 
-def _undo_extensions(read: BytesRead, transforms: Any) -> bytes:
-    """Returns the item as it was before the writer's stream extensions changed it.
-
-    Raises:
-        CorruptionError: an extension cannot read what is stored. Other errors are stock's: the
-            registry lacks an extension.
-    """
-    stream = transforms.transform_load_stream(read.item, read.descriptors, io.BytesIO(read.data))
-    try:
-        data: bytes = stream.read(-1)
-    except Exception as error:
-        fqn = read.item.storage_index.fqn
-        cause = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
-        raise CorruptionError(
-            f"undo {list(read.descriptors)} of item '{fqn}' of '{read.path}': {cause}",
-            fqn=fqn,
-            path=read.path,
-        ) from error
-    return data
+def _claim(item: ReadItem, target: torch.Tensor) -> Claim | None:
+    """Returns the memory of a target whose strides say where it is."""
+    if not has_strides(target) or not target.numel():
+        return None
+    dims = zip(target.shape, target.stride(), strict=True)
+    begin = target.data_ptr()
+    last = sum((size - 1) * stride for size, stride in dims)
+    return Claim(begin, begin + (last + 1) * target.element_size(), item.dest_index)
 
 
 def read_items(
-    job: _C.ReadJob,
-    items: Sequence[ReadItem],
-    stored: Mapping[MetadataIndex, Stored],
-    storage_data: Mapping[MetadataIndex, _StorageInfo],
-    planner: LoadPlanner,
-    transforms: Any,
-    options: ReadOptions,
-) -> int:
-    """Reads `items` into the planner's tensors and objects, file by file as stock does.
+    found: Found, planner: LoadPlanner, transforms: Any, options: ReadOptions
+) -> ReadCounts:
+    """Reads the items of a plan into the planner's tensors and objects, file by file as stock does.
 
     Args:
-        job: has located `stored`.
-        stored: where each storage entry lies.
-        storage_data: the metadata's entries, for stream extensions.
+        found: where the items lie, and the job that found them.
         planner: gives targets, takes what was read.
         transforms: stock's `_StorageReaderTransforms`.
         options: memory bound and trust.
 
-    Returns:
-        How many tensor items went through torch's own loader.
-
     Raises:
         CorruptionError, StorageError: `touched` names the items whose targets may hold new bytes.
     """
-    window = _Window(job, planner, transforms, options)
+    window = _Window(found, planner, transforms, options)
     try:
-        return _read_windows(window, items, stored, storage_data)
+        window.prepare()
     except (CorruptionError, StorageError) as error:
         error.touched = window.touched
         raise
-
-
-def _read_windows(
-    window: _Window,
-    items: Sequence[ReadItem],
-    stored: Mapping[MetadataIndex, Stored],
-    storage_data: Mapping[MetadataIndex, _StorageInfo],
-) -> int:
-    torch_items = 0
-    # Files are numbered in the order in which the plan names them first.
-    for item in sorted(items, key=lambda item: stored[item.storage_index].file):
-        place = stored[item.storage_index]
-        descriptors = storage_data[item.storage_index].transform_descriptors or ()
-        is_bytes = item.type == LoadItemType.BYTE_IO
-        if is_bytes or descriptors or place.located.kind != "plain":
-            torch_items += not is_bytes
-            window.add_bytes(item, place, descriptors)
-        else:
-            window.add_tensor(item, place)
-    window.flush()
-    return torch_items
+    return ReadCounts(window.torch_items, window.engine_s, window.finish_s)

@@ -18,28 +18,22 @@ import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_dcpx._compat import dtype_by_name, increment_version, storage_dtypes
+from torch_dcpx._compat import increment_version
 from torch_dcpx.errors import CorruptionError, UnsafePickleError, UnsupportedError
+from torch_dcpx.locate import Located
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.tensor_memory import check_storage, is_plain
 from torch_dcpx.unpickle import malformed_is_corruption
 
-__all__ = ["Located", "ReadRow", "Stored", "TensorRead", "is_direct_target", "stored_dtype"]
-
-
-class Located(NamedTuple):
-    """One stored item as `ReadJob.locate` found it. Sizes, strides, storage_offset in elements."""
-
-    kind: str  # "plain", "bytes", "torch"
-    payload_offset: int  # bytes from the start of the file
-    payload_bytes: int
-    storage_offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str  # ours: "float32"
-    storage_name: str  # foreign: "FloatStorage"
-    dtype_name: str  # foreign and untyped: "float8_e4m3fn"
-    is_big_endian: bool
+__all__ = [
+    "ReadRow",
+    "TensorRead",
+    "finish_tensor_read",
+    "is_direct_target",
+    "load_by_torch",
+    "plan_tensor_read",
+    "stored_dtype",
+]
 
 
 class ReadRow(NamedTuple):
@@ -56,14 +50,6 @@ class ReadRow(NamedTuple):
     fqn: str
 
 
-class Stored(NamedTuple):
-    """Where a storage entry lies: its file (index and name) and what was found there."""
-
-    file: int
-    path: str
-    located: Located
-
-
 class TensorRead(NamedTuple):
     """A tensor read under way: what to do when its bytes have arrived."""
 
@@ -78,19 +64,15 @@ class TensorRead(NamedTuple):
         return 0 if self.staged is None else self.staged.numel() * self.staged.element_size()
 
 
-def stored_dtype(stored: Stored, fqn: str) -> torch.dtype:
+def stored_dtype(located: Located, fqn: str) -> torch.dtype:
     """Returns the dtype of a plain payload. Raises: UnsupportedError where this torch has none."""
-    located = stored.located
-    if located.dtype:
-        dtype = dtype_by_name(located.dtype)
-    else:
-        dtype = storage_dtypes().get((located.storage_name, located.dtype_name))
-    if dtype is None:
-        name = located.dtype or located.dtype_name or located.storage_name
+    form = located.form
+    if form.dtype is None:
+        name = form.named_dtype or form.dtype_name or form.storage_name
         raise UnsupportedError(
             f"'{fqn}' is stored as {name}, which torch {torch.__version__} lacks"
         )
-    return dtype
+    return form.dtype
 
 
 def is_direct_target(target: torch.Tensor, dtype: torch.dtype, is_big_endian: bool) -> bool:
@@ -129,7 +111,7 @@ def _region(item: ReadItem, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tu
 
 
 def plan_tensor_read(
-    item: ReadItem, stored: Stored, target: torch.Tensor, dtype: torch.dtype
+    item: ReadItem, located: Located, target: torch.Tensor, dtype: torch.dtype
 ) -> TensorRead:
     """Describes how the region of `item` gets from its payload into `target`.
 
@@ -137,55 +119,55 @@ def plan_tensor_read(
         AssertionError: the target's size is not the region's (stock's text).
         CorruptionError: the stored tensor does not hold the region.
     """
-    located, fqn = stored.located, item.storage_index.fqn
-    offsets, lengths = _region(item, located.sizes)
+    form, fqn = located.form, item.storage_index.fqn
+    offsets, lengths = _region(item, form.sizes)
     target = target.detach()
     if tuple(target.shape) != lengths:
         raise AssertionError(
             f"req {item.storage_index} mismatch sizes {target.size()} vs {torch.Size(lengths)}"
         )
     elem_bytes = dtype.itemsize
-    inside = len(located.sizes) == len(lengths) == len(offsets) and all(
+    inside = len(form.sizes) == len(lengths) == len(offsets) and all(
         offset >= 0 and length >= 0 and offset + length <= size
-        for offset, length, size in zip(offsets, lengths, located.sizes, strict=True)
+        for offset, length, size in zip(offsets, lengths, form.sizes, strict=True)
     )
     if not inside:
         raise CorruptionError(
-            f"'{fqn}' in '{stored.path}' has sizes {located.sizes}, which do not hold the region "
+            f"'{fqn}' in '{located.path}' has sizes {form.sizes}, which do not hold the region "
             f"at {offsets} of {lengths} that the metadata promises",
             fqn=fqn,
-            path=stored.path,
+            path=located.path,
         )
     first = located.storage_offset + sum(
-        offset * stride for offset, stride in zip(offsets, located.strides, strict=True)
+        offset * stride for offset, stride in zip(offsets, form.strides, strict=True)
     )
     if 0 in lengths:
         return TensorRead(item, target, None, None)
     last = first + sum(
-        (length - 1) * stride for length, stride in zip(lengths, located.strides, strict=True)
+        (length - 1) * stride for length, stride in zip(lengths, form.strides, strict=True)
     )
     if (last + 1) * elem_bytes > located.payload_bytes:
         raise CorruptionError(
-            f"'{fqn}' in '{stored.path}': the tensor reaches byte {(last + 1) * elem_bytes} of a "
+            f"'{fqn}' in '{located.path}': the tensor reaches byte {(last + 1) * elem_bytes} of a "
             f"payload of {located.payload_bytes} B",
             fqn=fqn,
-            path=stored.path,
+            path=located.path,
         )
     if target.device.type == "cpu" and is_plain(target):
         check_storage(target, fqn)
     staged = None
     into = target
-    if not is_direct_target(target, dtype, located.is_big_endian):
+    if not is_direct_target(target, dtype, form.is_big_endian):
         staged = into = torch.empty(lengths, dtype=dtype)
     reach = sum(
         (length - 1) * stride for length, stride in zip(lengths, into.stride(), strict=True)
     )
     row = ReadRow(
-        stored.file,
+        located.file,
         located.payload_offset + first * elem_bytes,
         elem_bytes,
         lengths,
-        _byte_strides(lengths, located.strides, elem_bytes),
+        _byte_strides(lengths, form.strides, elem_bytes),
         _byte_strides(lengths, into.stride(), elem_bytes),
         into.data_ptr(),
         (reach + 1) * elem_bytes,
@@ -204,16 +186,15 @@ def _byte_strides(
     )
 
 
-def finish_tensor_read(read: TensorRead, is_big_endian: bool, planner: LoadPlanner) -> None:
-    """Hands the bytes that arrived to the target and the planner, as stock does."""
+def finish_tensor_read(read: TensorRead, is_big_endian: bool) -> None:
+    """Hands the bytes that arrived to the target, as stock does."""
     if read.staged is not None:
         staged = read.staged
         if is_big_endian:
             staged.untyped_storage().byteswap(staged.dtype)  # type: ignore[no-untyped-call]
         read.target.copy_(staged)
     elif read.row is not None:
-        increment_version(read.target)
-    planner.commit_tensor(read.item, read.target)
+        increment_version([read.target])
 
 
 # How torch.load(weights_only=True) names what it refuses; its other errors are malformed data.

@@ -16,20 +16,19 @@ import dataclasses
 import errno
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from torch_dcpx import _C
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import (
-    CorruptionError,
     DcpxError,
     NotCommittedError,
     StorageError,
@@ -37,31 +36,14 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.layout import METADATA_NAME, is_data_file_name, is_metadata_name
+from torch_dcpx.locate import Found, locate_items
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.overrides import metadata_file, refuse_bypassed
 from torch_dcpx.read_files import read_items
-from torch_dcpx.read_table import Located, Stored
 from torch_dcpx.reports import ReadReport
 
 __all__ = ["DcpxReader"]
-
-
-class _Found(NamedTuple):
-    """Open files, and where in them the stored items lie."""
-
-    job: _C.ReadJob
-    stored: dict[MetadataIndex, Stored]
-    path: str  # the directory
-    entries: dict[MetadataIndex, Any]  # of the metadata, by which the items were found
-
-    def serves(self, items: Sequence[ReadItem], path: str, entries: Mapping[Any, Any]) -> bool:
-        """Returns whether these items are looked for, in the same places."""
-        return self.path == path and all(
-            item.storage_index in self.stored
-            and self.entries[item.storage_index] == entries.get(item.storage_index)
-            for item in items
-        )
 
 
 class DcpxReader(FileSystemReader):
@@ -96,7 +78,7 @@ class DcpxReader(FileSystemReader):
         self.__checkpoint: CheckpointMetadata | None = None
         self.__generation: Generation | None = None
         self.__kept_error: DcpxError | None = None
-        self.__found: _Found | None = None  # by prepare_local_plan, for read_data
+        self.__found: Found | None = None  # by prepare_local_plan, for read_data
         refuse_bypassed(self, DcpxReader)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,28 +170,22 @@ class DcpxReader(FileSystemReader):
             StorageError, ShortReadError: a file is missing, unreadable or too short.
         """
         refuse_bypassed(self, DcpxReader)
-        found = self.__take_found(keep=plan.items) or self.__find(plan.items)
+        found = self.__take_found(plan.items) or self.__find(plan.items)
         try:
-            torch_items = read_items(
-                found.job,
-                plan.items,
-                found.stored,
-                self.storage_data,
-                planner,
-                self.transforms,
-                self.options,
-            )
+            counts = read_items(found, planner, self.transforms, self.options)
         except StorageError as error:
             self.__check_not_replaced(error)
             raise
         finally:
             found.job.close()  # a traceback may keep the job alive, and with it its files
-        self.last_report = ReadReport.of_read(len(plan.items), torch_items, found.job.report())
+        self.last_report = ReadReport.of_read(
+            len(plan.items), counts.torch_items, found.job.report()
+        )
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def __find(self, items: Sequence[ReadItem]) -> _Found:
+    def __find(self, items: Sequence[ReadItem]) -> Found:
         """Opens the files of all items, and finds each item in its file."""
         with self.__open() as directory:
             job = _C.ReadJob(
@@ -221,22 +197,24 @@ class DcpxReader(FileSystemReader):
                 verify=self.options.verify == "blocks",
                 max_open_files=_max_open_files(),
             )
+            table = self.__checkpoint.files if self.__checkpoint is not None else None
             try:
-                stored = self.__locate(job, items)
-                entries = {index: self.storage_data[index] for index in stored}
-                return _Found(job, stored, str(self.path), entries)
+                return locate_items(job, items, self.storage_data, table, str(directory.path))
             except BaseException as error:
                 job.close()
                 if isinstance(error, StorageError):
                     self.__check_not_replaced(error)
                 raise
 
-    def __take_found(self, keep: Sequence[ReadItem] = ()) -> _Found | None:
-        """Returns what was found if it serves these items (a planner may change them), and closes
-        it else. It is not kept any longer."""
+    def __take_found(self, items: Sequence[ReadItem] | None = None) -> Found | None:
+        """Returns what was found if it serves these items, and closes it else. It is not kept."""
         found, self.__found = self.__found, None
-        if found is None or (keep and found.serves(keep, str(self.path), self.storage_data)):
-            return found
+        if found is None:
+            return None
+        if items is not None:
+            serving = found.serving(items, str(Path(self.path)), self.storage_data)
+            if serving is not None:
+                return serving
         found.job.close()
         return None
 
@@ -283,48 +261,6 @@ class DcpxReader(FileSystemReader):
                 trusted=self.options.trusted,
             )
 
-    def __locate(self, job: _C.ReadJob, items: Sequence[ReadItem]) -> dict[MetadataIndex, Stored]:
-        """Finds every stored item that the plan names, each once."""
-        table = self.__checkpoint.files if self.__checkpoint is not None else None
-        numbers: dict[str, int] = {}
-        files: list[tuple[str, bool, int, bytes, int]] = []
-        wanted: dict[MetadataIndex, tuple[int, int, int, bool]] = {}
-        for item in items:
-            index = item.storage_index
-            if index in wanted:
-                continue
-            info = self.storage_data.get(index)
-            if info is None:
-                raise CorruptionError(
-                    f"the metadata in '{self.path}' does not say where '{index.fqn}' at offset "
-                    f"{index.offset} is stored",
-                    fqn=index.fqn,
-                    path=str(self.path),
-                    touched=(),
-                )
-            _check_is_text(info.relative_path, index.fqn)
-            number = numbers.setdefault(info.relative_path, len(files))
-            if number == len(files):
-                entry = table.get(info.relative_path) if table is not None else None
-                if entry is None:
-                    files.append((info.relative_path, False, 0, b"", 0))
-                else:
-                    files.append((entry.path, True, entry.nbytes, entry.file_id, entry.footer_crc))
-            # Extensions make a tensor's item opaque: only its bytes are looked for.
-            is_tensor = item.type != LoadItemType.BYTE_IO and not (
-                table is None and info.transform_descriptors
-            )
-            wanted[index] = (number, info.offset, info.length, is_tensor)
-        try:
-            located = job.locate(files, list(wanted.values()))
-        except (CorruptionError, StorageError) as error:
-            error.touched = ()
-            raise
-        return {
-            index: Stored(row[0], str(Path(self.path) / files[row[0]][0]), Located(*found))
-            for (index, row), found in zip(wanted.items(), located, strict=True)
-        }
-
     def __check_not_replaced(self, error: StorageError) -> None:
         """Says so when a data file is gone because another save replaced the checkpoint."""
         if error.errno not in (errno.ENOENT, errno.ESTALE) or self.__checkpoint is None:
@@ -356,16 +292,6 @@ def _max_open_files() -> int:
 
 def _empty_metadata() -> Metadata:
     return Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
-
-
-def _check_is_text(name: str, fqn: str) -> None:
-    """Raises CorruptionError for a name that no file system could be asked for."""
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise CorruptionError(
-            f"file name {name!r} in the metadata of '{fqn}' is no text", fqn=fqn, touched=()
-        ) from error
 
 
 def _refuse_url(path: str | os.PathLike[str]) -> None:

@@ -152,7 +152,8 @@ def decode_byte_item(
     """
     view = memoryview(data).cast("B")
     _refuse_unknown(view, path, fqn)
-    table = {**OBJECTS, **user_globals(safe_globals, build_user_object)}
+    own = user_globals(safe_globals, build_user_object)
+    table = {**OBJECTS, **own} if own else OBJECTS
     with malformed_is_corruption("decode", path=path, fqn=fqn), paused_gc():
         archive = _Archive(view)
         if "constants.pkl" in archive:

@@ -2,7 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
+#include <tuple>
+
 #include "bind/bind.h"
+#include "bind/fields.h"
 #include "common/bytes.h"
 #include "engine/read_job.h"
 
@@ -48,12 +52,42 @@ py::tuple to_tuple(const std::vector<std::int64_t>& values) {
   return out;
 }
 
-// The order of fields is that of torch_dcpx.read_table.Located.
-py::tuple to_row(const LocatedItem& item) {
-  return py::make_tuple(kind_name(item.kind), item.payload_offset, item.payload_bytes,
-                        item.storage_offset, to_tuple(item.sizes), to_tuple(item.strides),
-                        item.dtype, item.storage_name, item.dtype_name, item.is_big_endian);
+bool is_same_form(const LocatedItem& a, const LocatedItem& b) {
+  return a.kind == b.kind && a.is_big_endian == b.is_big_endian && a.sizes == b.sizes &&
+         a.strides == b.strides && a.dtype == b.dtype && a.storage_name == b.storage_name &&
+         a.dtype_name == b.dtype_name;
 }
+
+// What items share is given once: a hundred thousand of them have a few dozen forms.
+class Forms {
+ public:
+  // Returns the number of an item's form. REQUIRES: `item` outlives this.
+  std::size_t number(const LocatedItem& item) {
+    if (!numbers_.empty() && is_same_form(item, *last_->first)) return last_->second;
+    last_ = numbers_.try_emplace(&item, numbers_.size()).first;
+    if (last_->second == rows_.size()) rows_.append(to_form(item));
+    return last_->second;
+  }
+  const py::list& rows() const { return rows_; }
+
+ private:
+  struct Less {
+    static auto key(const LocatedItem& item) {
+      return std::tie(item.sizes, item.dtype, item.strides, item.kind, item.storage_name,
+                      item.dtype_name, item.is_big_endian);
+    }
+    bool operator()(const LocatedItem* a, const LocatedItem* b) const { return key(*a) < key(*b); }
+  };
+  // The order of fields is that of torch_dcpx.locate.Form.
+  static py::tuple to_form(const LocatedItem& item) {
+    return py::make_tuple(kind_name(item.kind), to_tuple(item.sizes), to_tuple(item.strides),
+                          item.dtype, item.storage_name, item.dtype_name, item.is_big_endian);
+  }
+
+  std::map<const LocatedItem*, std::size_t, Less> numbers_;
+  std::map<const LocatedItem*, std::size_t, Less>::iterator last_;
+  py::list rows_;
+};
 
 std::vector<std::uint64_t> unsigned_tuple(const py::handle& values) {
   std::vector<std::uint64_t> out;
@@ -64,27 +98,32 @@ std::vector<std::uint64_t> unsigned_tuple(const py::handle& values) {
   return out;
 }
 
+engine::WantedItem to_wanted(const py::handle& row) {
+  check_tuple(row, 4, "a wanted item has 4 fields");
+  return {to_u32(field(row, 0)), to_u64(field(row, 1)), to_u64(field(row, 2)),
+          to_bool(field(row, 3))};
+}
+
 // The order of fields is that of torch_dcpx.read_table.ReadRow.
 ReadRegion to_region(const py::handle& row, PinnedBuffers& buffers) {
-  const auto fields = py::reinterpret_borrow<py::tuple>(row);
-  if (fields.size() != 9) throw py::value_error("a read row has 9 fields");
+  check_tuple(row, 9, "a read row has 9 fields");
   ReadRegion region;
-  region.file = fields[0].cast<std::uint32_t>();
-  region.src_offset = fields[1].cast<std::uint64_t>();
-  region.region.elem_bytes = fields[2].cast<std::uint64_t>();
-  region.region.lengths = unsigned_tuple(fields[3]);
-  region.region.src_strides = unsigned_tuple(fields[4]);
-  region.region.dst_strides = unsigned_tuple(fields[5]);
+  region.file = to_u32(field(row, 0));
+  region.src_offset = to_u64(field(row, 1));
+  region.region.elem_bytes = to_u64(field(row, 2));
+  region.region.lengths = unsigned_tuple(field(row, 3));
+  region.region.src_strides = unsigned_tuple(field(row, 4));
+  region.region.dst_strides = unsigned_tuple(field(row, 5));
   const std::size_t dims = region.region.dims();
   DCPX_CHECK(region.region.src_strides.size() == dims && region.region.dst_strides.size() == dims,
              "lengths and strides of a region differ in number");
   // The last line of defence: where the destination is a buffer, its size is known here.
-  const auto dest_bytes = fields[7].cast<std::uint64_t>();
+  const std::uint64_t dest_bytes = to_u64(field(row, 7));
   std::uint64_t available = dest_bytes;
-  region.dest = buffers.add(fields[6], /*is_writable=*/true, available);
+  region.dest = buffers.add(field(row, 6), /*is_writable=*/true, available);
   DCPX_CHECK(plan::dst_span_bytes(region.region) <= std::min(available, dest_bytes),
              "a region reaches behind its destination");
-  region.fqn = to_string(fields[8]);
+  region.fqn = to_string(field(row, 8));
   return region;
 }
 
@@ -107,19 +146,21 @@ void bind_read(py::module_& m) {
             std::vector<engine::StoredFileSpec> files;
             for (const py::handle& row : file_rows) files.push_back(to_file(row));
             std::vector<engine::WantedItem> wanted;
-            for (const py::handle& row : wanted_rows) {
-              const auto [file, offset, nbytes, is_tensor] =
-                  row.cast<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t, bool>>();
-              wanted.push_back({file, offset, nbytes, is_tensor});
-            }
+            wanted.reserve(wanted_rows.size());
+            for (const py::handle& row : py::tuple(wanted_rows)) wanted.push_back(to_wanted(row));
             std::vector<LocatedItem> located;
             {
               const py::gil_scoped_release no_gil;
               located = job.locate(files, wanted, signal_poll());
             }
             py::list out(located.size());
-            for (std::size_t i = 0; i < located.size(); ++i) out[i] = to_row(located[i]);
-            return out;
+            Forms forms;
+            for (std::size_t i = 0; i < located.size(); ++i) {
+              const LocatedItem& item = located[i];
+              out[i] = py::make_tuple(forms.number(item), item.payload_offset, item.payload_bytes,
+                                      item.storage_offset);
+            }
+            return py::make_tuple(forms.rows(), out);
           },
           py::arg("files"), py::arg("wanted"))
       .def(
@@ -128,7 +169,8 @@ void bind_read(py::module_& m) {
             PinnedBuffers buffers;
             std::vector<ReadRegion> regions;
             regions.reserve(rows.size());
-            for (const py::handle& row : rows) regions.push_back(to_region(row, buffers));
+            for (const py::handle& row : py::tuple(rows))
+              regions.push_back(to_region(row, buffers));
             const py::gil_scoped_release no_gil;
             job.read(regions, signal_poll());
           },

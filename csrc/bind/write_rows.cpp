@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "bind/fields.h"
 #include "common/bytes.h"
 #include "common/error.h"
 #include "format/zip_object.h"
@@ -12,35 +13,6 @@ namespace {
 
 namespace py = pybind11;
 using engine::WriteItem;
-
-// A hundred thousand rows come in one call, so fields are read by Python's own C functions and not
-// through casts of pybind11, which cost ten times as much.
-py::handle field(const py::handle& tuple, Py_ssize_t index) {
-  return PyTuple_GET_ITEM(tuple.ptr(), index);
-}
-
-void check_tuple(const py::handle& value, Py_ssize_t size, const char* what) {
-  if (PyTuple_Check(value.ptr()) == 0 || PyTuple_GET_SIZE(value.ptr()) != size)
-    throw py::value_error(what);
-}
-
-std::uint64_t to_u64(const py::handle& value) {
-  const unsigned long long number = PyLong_AsUnsignedLongLong(value.ptr());
-  if (number == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr)
-    throw py::error_already_set();
-  return number;
-}
-
-std::uint8_t to_u8(const py::handle& value) {
-  const std::uint64_t number = to_u64(value);
-  DCPX_CHECK(number <= 0xff, "a row's flags have 8 bits");
-  return static_cast<std::uint8_t>(number);
-}
-
-bool to_bool(const py::handle& value) {
-  if (PyBool_Check(value.ptr()) == 0) throw py::type_error("a row says True or False");
-  return value.ptr() == Py_True;
-}
 
 // What many rows share: torch_dcpx.item_rows.ItemType, in its order of fields.
 struct ItemType {

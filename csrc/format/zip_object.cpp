@@ -1,5 +1,7 @@
 #include "format/zip_object.h"
 
+#include <cstring>
+
 #include "common/error.h"
 #include "format/zip_records.h"
 
@@ -52,6 +54,16 @@ std::vector<std::byte> object_zip(const std::byte* pickle, std::uint64_t nbytes)
   end.directory_bytes = static_cast<std::uint32_t>(out.size()) - end.directory_offset;
   append(out, end);
   return out;
+}
+
+const std::byte* find_object_pickle(const std::byte* archive, std::uint64_t nbytes,
+                                    std::uint64_t& pickle_bytes) {
+  static const std::uint64_t overhead = object_zip_overhead();
+  if (nbytes < overhead || nbytes - overhead > kMaxPickleBytes) return nullptr;
+  pickle_bytes = nbytes - overhead;
+  const std::byte* const pickle = archive + pickle_head_bytes(0);
+  const std::vector<std::byte> expected = object_zip(pickle, pickle_bytes);
+  return std::memcmp(archive, expected.data(), expected.size()) == 0 ? pickle : nullptr;
 }
 
 }  // namespace dcpx

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from saves import data_files, load, read_footer, save
 from states import assert_same
 
-from torch_dcpx import _C, DcpxReader, WriteOptions, read_files, reader, write_files
+from torch_dcpx import _C, DcpxReader, WriteOptions, reader, write_files
 
 MIB = 1 << 20
 
@@ -56,7 +56,7 @@ class CountedDoor:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the calls of the jobs' methods from now on."""
     counted: Counter[str] = Counter()
-    for module in (write_files, read_files, reader):
+    for module in (write_files, reader):
         monkeypatch.setattr(module, "_C", CountedDoor(counted))
     return counted
 
@@ -78,7 +78,6 @@ def test_a_save_is_one_call_and_a_load_is_two(
     assert calls == {
         "ReadJob.locate": 1,
         "ReadJob.read": 1,
-        "ReadJob.touched": 1,
         "ReadJob.close": 1,
         "ReadJob.report": 1,
     }

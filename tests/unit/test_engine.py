@@ -31,7 +31,8 @@ from states import assert_same
 
 from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError, PlanError, StorageError
-from torch_dcpx.read_table import Located, ReadRow
+from torch_dcpx.locate import Located
+from torch_dcpx.read_table import ReadRow
 from torch_dcpx.tensor_memory import is_dense
 
 BLOCK_BYTES = 64 << 10
@@ -124,11 +125,11 @@ def random_box(saved: Saved, located: list[Located], stored: int, pick: random.R
         expected = expected.narrow(dim, begin, size)
     memory, target = random_target(sizes, tensor.dtype, pick)
     width = tensor.element_size()
-    first = sum(b * s for b, s in zip(begins, place.strides, strict=True))
+    first = sum(b * s for b, s in zip(begins, place.form.strides, strict=True))
     reach = 1 + sum((n - 1) * s for n, s in zip(sizes, target.stride(), strict=True))
     row = ReadRow(
         saved.wanted[stored][0], place.payload_offset + first * width, width, tuple(sizes),
-        tuple(s * width for s in place.strides), tuple(s * width for s in target.stride()),
+        tuple(s * width for s in place.form.strides), tuple(s * width for s in target.stride()),
         target.data_ptr(), reach * width, f"item{stored}",
     )  # fmt: skip
     return Box(stored, expected, memory, target, row)

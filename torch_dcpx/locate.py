@@ -1,0 +1,201 @@
+"""Where the items of a load plan lie: one call to C++ opens the files and finds all of them.
+
+What many items share (dtype, sizes, strides) is a `Form`, looked at once. An item is then a number
+of its form and three integers, and a plan of a hundred thousand tensors costs few objects.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from torch_dcpx._compat import dtype_by_name, storage_dtypes
+from torch_dcpx.errors import CorruptionError, StorageError
+from torch_dcpx.layout import FileEntry
+
+if TYPE_CHECKING:
+    from torch_dcpx import _C
+
+__all__ = ["Form", "Found", "Located", "locate_items"]
+
+
+class Form:
+    """What stored items share. Sizes and strides in elements."""
+
+    __slots__ = (
+        "dtype",
+        "dtype_name",
+        "is_big_endian",
+        "kind",
+        "named_dtype",
+        "run_bytes",
+        "sizes",
+        "storage_name",
+        "strides",
+    )
+
+    def __init__(
+        self,
+        kind: str,  # "plain", "bytes", "torch"
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        named_dtype: str,  # ours: "float32"
+        storage_name: str,  # foreign: "FloatStorage"
+        dtype_name: str,  # foreign and untyped: "float8_e4m3fn"
+        is_big_endian: bool,
+    ) -> None:
+        self.kind = kind
+        self.sizes = sizes
+        self.strides = strides
+        self.named_dtype = named_dtype
+        self.storage_name = storage_name
+        self.dtype_name = dtype_name
+        self.is_big_endian = is_big_endian
+        # Of a plain payload; None where this torch has no such dtype.
+        self.dtype: torch.dtype | None = None
+        # Where the elements lie one after the other in C order: how many bytes they are. Else 0.
+        self.run_bytes = 0
+        if kind == "plain":
+            if named_dtype:
+                self.dtype = dtype_by_name(named_dtype)
+            else:
+                self.dtype = storage_dtypes().get((storage_name, dtype_name))
+        if self.dtype is not None and not is_big_endian:
+            numel = 1
+            for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+                if size != 1 and stride != numel:
+                    return
+                numel *= size
+            self.run_bytes = numel * self.dtype.itemsize
+
+
+class Located(NamedTuple):
+    """Where a stored item lies: its file (number and name), and what was found there."""
+
+    file: int
+    path: str
+    form: Form
+    payload_offset: int  # bytes from the start of the file
+    payload_bytes: int
+    storage_offset: int  # elements
+
+
+class Found(NamedTuple):
+    """Open files, and where in them the items of a plan lie, in the order of the plan."""
+
+    job: _C.ReadJob
+    directory: str
+    items: list[ReadItem]
+    entries: list[Any]  # of the metadata, by which the items were found
+    files: list[int]  # the number of each item's file; in the order in which the plan names them
+    names: list[str]  # of the files
+    forms: list[Form]
+    places: list[tuple[int, int, int, int]]  # form, payload_offset, payload_bytes, storage_offset
+
+    def located(self, number: int) -> Located:
+        """Returns where an item of the plan lies."""
+        file = self.files[number]
+        form, *place = self.places[number]
+        return Located(file, self.names[file], self.forms[form], *place)
+
+    def serving(
+        self, items: Sequence[ReadItem], directory: str, storage_data: Mapping[Any, Any]
+    ) -> Found | None:
+        """Returns where these items lie, None where not all of them were looked for in the same
+        places. A planner may have changed the plan, and DCP sends it from rank to rank.
+        """
+        if directory != self.directory:
+            return None
+        found = self
+        if len(items) != len(self.items) or not all(map(is_, items, self.items)):
+            numbers = {item.storage_index: number for number, item in enumerate(self.items)}
+            order = [numbers.get(item.storage_index, -1) for item in items]
+            if -1 in order:
+                return None
+            found = self._replace(
+                items=list(items),
+                entries=[self.entries[number] for number in order],
+                files=[self.files[number] for number in order],
+                places=[self.places[number] for number in order],
+            )
+        for item, entry in zip(items, found.entries, strict=True):
+            now = storage_data.get(item.storage_index)
+            if now is not entry and now != entry:
+                return None
+        return found
+
+
+def locate_items(
+    job: _C.ReadJob,
+    items: Sequence[ReadItem],
+    storage_data: Mapping[Any, Any],
+    table: Mapping[str, FileEntry] | None,
+    directory: str,
+) -> Found:
+    """Opens the files of all items, and finds each item in its file.
+
+    Args:
+        job: opens the files and keeps them.
+        items: of the load plan.
+        storage_data: of the metadata.
+        table: the data files that the metadata vouches for; None for a checkpoint of stock's.
+        directory: of the checkpoint.
+
+    Raises:
+        CorruptionError, StorageError: no tensor was touched.
+    """
+    numbers: dict[str, int] = {}
+    specs: list[tuple[str, bool, int, bytes, int]] = []
+    entries, files, wanted = [], [], []
+    byte_io, is_foreign = LoadItemType.BYTE_IO, table is None
+    for item in items:
+        index = item.storage_index
+        entry = storage_data.get(index)
+        if entry is None:
+            raise CorruptionError(
+                f"the metadata in '{directory}' does not say where '{index.fqn}' at offset "
+                f"{index.offset} is stored",
+                fqn=index.fqn,
+                path=directory,
+                touched=(),
+            )
+        number = numbers.get(entry.relative_path)
+        if number is None:
+            number = numbers[entry.relative_path] = len(specs)
+            specs.append(_file_spec(entry.relative_path, index.fqn, table))
+        # Extensions make a tensor's item opaque: only its bytes are looked for.
+        is_tensor = item.type is not byte_io and not (is_foreign and entry.transform_descriptors)
+        entries.append(entry)
+        files.append(number)
+        wanted.append((number, entry.offset, entry.length, is_tensor))
+    try:
+        form_rows, places = job.locate(specs, wanted)
+    except (CorruptionError, StorageError) as error:
+        error.touched = ()
+        raise
+    names = [os.path.join(directory, spec[0]) for spec in specs]  # noqa: PTH118 - as C++ says it
+    forms = [Form(*row) for row in form_rows]
+    return Found(job, directory, list(items), entries, files, names, forms, places)
+
+
+def _file_spec(
+    name: str, fqn: str, table: Mapping[str, FileEntry] | None
+) -> tuple[str, bool, int, bytes, int]:
+    """Returns what `ReadJob.locate` is told of a file. Raises CorruptionError for a name that no
+    file system could be asked for.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise CorruptionError(
+            f"file name {name!r} in the metadata of '{fqn}' is no text", fqn=fqn, touched=()
+        ) from error
+    entry = table.get(name) if table is not None else None
+    if entry is None:
+        return (name, False, 0, b"", 0)
+    return (entry.path, True, entry.nbytes, entry.file_id, entry.footer_crc)

@@ -1,0 +1,32 @@
+"""Which hooks of a load planner are stock's, so that what they do is known without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
+
+__all__ = ["TAKING_HOOKS", "has_plain_state", "has_stock_hooks"]
+
+_HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+TAKING_HOOKS = ("commit_tensor", "load_bytes")
+_STOCK = {name: getattr(DefaultLoadPlanner, name) for name in (*_HOOKS, *TAKING_HOOKS)}
+_LOOKUPS = ("get", "__getitem__", "__contains__")
+
+
+def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool:
+    """Returns whether the planner's hooks `names` are stock's; by default those whose stock form
+    hands out views of the state's own tensors.
+    """
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is _STOCK[name] and name not in vars(planner) for name in names
+    )
+
+
+def has_plain_state(planner: LoadPlanner) -> bool:
+    """Returns whether the planner's state is a dict that answers as dicts do."""
+    state = type(getattr(planner, "state_dict", None))
+    return issubclass(state, dict) and all(
+        getattr(state, name) is getattr(dict, name) for name in _LOOKUPS
+    )

@@ -1,0 +1,132 @@
+"""Items of which the bytes are read whole: Python objects, and what only torch's loader knows.
+
+Stock's planner takes a byte item as a stream, runs `torch.load` on it, and puts the object into the
+state. Where that hook is stock's, the object that was decoded here goes there directly: a new
+archive of it, to be loaded at once, would cost 100 us an item. Plain numbers and texts that
+torch-dcpx wrote are decoded in C++, all of a window in one call.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from torch_dcpx import _C
+from torch_dcpx.errors import CorruptionError
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.planner_hooks import has_stock_hooks
+from torch_dcpx.read_table import load_by_torch
+from torch_dcpx.trust import decode_byte_item, reencode_byte_item
+from torch_dcpx.unpickle import MAX_MESSAGE
+
+__all__ = ["BytesFinisher", "BytesRead"]
+
+# What one load may decode once for all items of the same bytes: nobody can change it. A list or a
+# tensor that two items shared would be a bug.
+_IMMUTABLE = frozenset(
+    (int, float, bool, type(None), str, bytes, complex, torch.Size, torch.dtype, torch.device)
+)
+_MAX_CACHED_BYTES = 4096  # of an item
+_MAX_CACHED = 10_000  # items
+
+
+class BytesRead(NamedTuple):
+    """A read under way of an item whose bytes torch or the planner must understand."""
+
+    item: ReadItem
+    data: bytearray
+    path: str
+    descriptors: Sequence[str]
+
+
+class BytesFinisher:
+    """Hands items that were read to torch or the planner. One per load."""
+
+    def __init__(self, planner: LoadPlanner, transforms: Any, options: ReadOptions) -> None:
+        self._planner = planner
+        self._transforms = transforms
+        self._options = options
+        self._takes_objects = has_stock_hooks(planner, ("load_bytes",))
+        self._decoded: dict[bytes, Any] = {}
+
+    def plain_values(self, reads: Sequence[BytesRead]) -> list[Any]:
+        """Returns what each read holds where that is a number, truth, text or None that torch-dcpx
+        wrote; else NotImplemented.
+        """
+        return _C.plain_values([b"" if read.descriptors else read.data for read in reads])
+
+    def finish(self, read: BytesRead, plain: Any) -> None:
+        """Hands one item over; `plain` is its element of `plain_values`.
+
+        Raises:
+            CorruptionError, UnsafePickleError: the item cannot or must not be decoded.
+        """
+        item = read.item
+        data: bytes | bytearray = read.data
+        if read.descriptors:
+            data = _undo_extensions(read, self._transforms)
+        if item.type != LoadItemType.BYTE_IO:
+            load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
+        elif plain is not NotImplemented and self._takes_objects:
+            _put(self._planner, item, plain)  # type: ignore[arg-type]
+        elif plain is not NotImplemented or self._options.trusted:
+            self._planner.load_bytes(item, io.BytesIO(data))
+        elif self._takes_objects:
+            _put(self._planner, item, self._decode(read, data))  # type: ignore[arg-type]
+        else:
+            self._planner.load_bytes(
+                item, reencode_byte_item(memoryview(data), **self._about(read))
+            )
+
+    def _decode(self, read: BytesRead, data: bytes | bytearray) -> Any:
+        """Decodes an item; equal bytes of an immutable value once."""
+        key = bytes(data) if len(data) <= _MAX_CACHED_BYTES else b""
+        if key and key in self._decoded:
+            return self._decoded[key]
+        value = decode_byte_item(memoryview(data), **self._about(read))
+        if key and type(value) in _IMMUTABLE and len(self._decoded) < _MAX_CACHED:
+            self._decoded[key] = value
+        return value
+
+    def _about(self, read: BytesRead) -> dict[str, Any]:
+        fqn, safe_globals = read.item.storage_index.fqn, self._options.safe_globals
+        return {"fqn": fqn, "path": read.path, "safe_globals": safe_globals}
+
+
+def _put(planner: DefaultLoadPlanner, item: ReadItem, value: object) -> None:
+    """What stock's `load_bytes` does with the object that it has loaded.
+
+    Source: torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes.
+    """
+    fqn = item.dest_index.fqn
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[fqn], value)
+    else:
+        planner.state_dict[fqn] = value
+
+
+def _undo_extensions(read: BytesRead, transforms: Any) -> bytes:
+    """Returns the item as it was before the writer's stream extensions changed it.
+
+    Raises:
+        CorruptionError: an extension cannot read what is stored. Other errors are stock's: the
+            registry lacks an extension.
+    """
+    stream = transforms.transform_load_stream(read.item, read.descriptors, io.BytesIO(read.data))
+    try:
+        data: bytes = stream.read(-1)
+    except Exception as error:
+        fqn = read.item.storage_index.fqn
+        cause = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+        raise CorruptionError(
+            f"undo {list(read.descriptors)} of item '{fqn}' of '{read.path}': {cause}",
+            fqn=fqn,
+            path=read.path,
+        ) from error
+    return data
