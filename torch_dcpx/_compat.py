@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "dtype_name",
     "framing_of",
     "increment_version",
+    "is_load",
     "is_saved_dtype",
     "planned_entries",
     "saved_through",
@@ -167,6 +168,11 @@ def planned_entries(frame: FrameType | None) -> int:
         return 0
     entries = getattr(frame.f_locals.get("planner"), "state_dict", None)
     return len(entries) if isinstance(entries, dict) else 0
+
+
+def is_load(frame: FrameType | None) -> bool:
+    """Returns whether a frame is of DCP's load."""
+    return frame is not None and frame.f_globals.get("__name__") == state_dict_loader.__name__
 
 
 def saved_through(frame: FrameType) -> object | None:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_dcpx._compat import increment_version
+from torch_dcpx._gc import paused_gc
 from torch_dcpx.claims import Claim, disjoint_groups
 from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.locate import Found, Located
@@ -44,6 +46,7 @@ _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 class ReadCounts(NamedTuple):
     """What `read_items` did beside the job's own counters."""
 
+    items: int
     torch_items: int  # tensor items that went through torch's own loader
     engine_s: float  # inside of ReadJob.read
     finish_s: float  # decoding, copies of what was staged, the planner's hooks
@@ -71,6 +74,8 @@ class _Window:
         self._makes_targets = not has_stock_hooks(planner)
         self._is_single = self._makes_targets and not has_stock_hooks(planner, TAKING_HOOKS)
         self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
+        # Whether targets are the state's own tensors, and nobody wants to know what went there.
+        self.is_lean = has_plain_state(planner) and not (self._makes_targets or self._wants_commits)
         self._reads: list[_Read] = []
         self._used_bytes = 0
         self._touched: list[str] = []  # over all windows
@@ -89,10 +94,7 @@ class _Window:
         order: Sequence[int] = range(len(found.items))
         if len(found.names) > 1:
             order = sorted(order, key=found.files.__getitem__)
-        is_lean = has_plain_state(self._planner) and not (
-            self._makes_targets or self._wants_commits
-        )
-        lookup = self._planner.state_dict.get if is_lean else None  # type: ignore[attr-defined]
+        lookup = self._planner.state_dict.get if self.is_lean else None  # type: ignore[attr-defined]
         add, forms, byte_io = self._reads.append, found.forms, LoadItemType.BYTE_IO
         for number in order:
             item = found.items[number]
@@ -246,8 +248,10 @@ def read_items(
     """
     window = _Window(found, planner, transforms, options)
     try:
-        window.prepare()
+        # A user's planner may make garbage of any size, which must not wait for the end.
+        with paused_gc() if window.is_lean else nullcontext():
+            window.prepare()
     except (CorruptionError, StorageError) as error:
         error.touched = window.touched
         raise
-    return ReadCounts(window.torch_items, window.engine_s, window.finish_s)
+    return ReadCounts(len(found.items), window.torch_items, window.engine_s, window.finish_s)

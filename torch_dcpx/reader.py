@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import logging
 import os
 import resource
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from torch_dcpx import _C
+from torch_dcpx._compat import is_load
+from torch_dcpx._gc import PlanningPause, paused_gc
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import (
     DcpxError,
@@ -35,15 +41,17 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.generation import Generation, check_same_generation
-from torch_dcpx.layout import METADATA_NAME, is_data_file_name, is_metadata_name
+from torch_dcpx.layout import METADATA_NAME, FileEntry, is_data_file_name, is_metadata_name
 from torch_dcpx.locate import Found, locate_items
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.overrides import metadata_file, refuse_bypassed
 from torch_dcpx.read_files import read_items
-from torch_dcpx.reports import ReadReport
+from torch_dcpx.reports import ReadReport, loaded_line
 
 __all__ = ["DcpxReader"]
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class DcpxReader(FileSystemReader):
@@ -79,10 +87,17 @@ class DcpxReader(FileSystemReader):
         self.__generation: Generation | None = None
         self.__kept_error: DcpxError | None = None
         self.__found: Found | None = None  # by prepare_local_plan, for read_data
+        self.__is_coordinator = False
+        self.__metadata_s = self.__hooks_s = (
+            0.0  # spent in read_metadata, and in the hooks after it
+        )
+        self.__pause = PlanningPause()
         refuse_bypassed(self, DcpxReader)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_DcpxReader__found": None}  # open files stay with the process
+        # Open files and a pause stay with the process.
+        own = {"_DcpxReader__found": None, "_DcpxReader__pause": PlanningPause()}
+        return {**self.__dict__, **own}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Starts another load, of `checkpoint_id` where given. Raises: UnsupportedError."""
@@ -91,6 +106,7 @@ class DcpxReader(FileSystemReader):
         super().reset(checkpoint_id)
         self.__checkpoint = self.__generation = None
         self.__kept_error = None
+        self.__pause.end()
         self.__take_found()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -108,6 +124,7 @@ class DcpxReader(FileSystemReader):
         is_fallback = rank is not None and self.__kept_error is not None
         if is_fallback and not isinstance(self.__kept_error, NotCommittedError):
             return _empty_metadata()
+        began = time.perf_counter()
         try:
             checkpoint = self.__read_checkpoint(rank)
         except DcpxError as error:
@@ -123,6 +140,9 @@ class DcpxReader(FileSystemReader):
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        self.__metadata_s = time.perf_counter() - began
+        if is_load(sys._getframe(1)):
+            self.__pause.begin(len(metadata.state_dict_metadata))  # DCP's plan comes next
         return metadata
 
     def set_up_storage_reader(
@@ -133,6 +153,9 @@ class DcpxReader(FileSystemReader):
         if error is not None:
             raise error
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self.__is_coordinator = is_coordinator
+        self.__hooks_s = 0.0
+        self.last_report = None
         self.__take_found()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -141,13 +164,15 @@ class DcpxReader(FileSystemReader):
         Raises:
             CorruptionError, StorageError: a file cannot be read, or is none of this checkpoint.
         """
-        plan = super().prepare_local_plan(plan)
-        try:
-            self.__found = self.__find(plan.items)
-        except StorageError as error:
-            # Where ranks see different files, the final plan may do without what is missing here.
-            if error.errno != errno.ENOENT:
-                raise
+        self.__pause.end()
+        with self.__hook():
+            plan = super().prepare_local_plan(plan)
+            try:
+                self.__found = self.__find(plan.items)
+            except StorageError as error:
+                # Where ranks see different files, the final plan may do without what is missing.
+                if error.errno != errno.ENOENT:
+                    raise
         if plan.storage_data is None and self.__generation is not None:
             plan = dataclasses.replace(plan, storage_data=self.__generation)
         return plan
@@ -169,21 +194,40 @@ class DcpxReader(FileSystemReader):
                 hold new bytes. UnsafePickleError: a byte item names a global that is not allowed.
             StorageError, ShortReadError: a file is missing, unreadable or too short.
         """
-        refuse_bypassed(self, DcpxReader)
-        found = self.__take_found(plan.items) or self.__find(plan.items)
-        try:
-            counts = read_items(found, planner, self.transforms, self.options)
-        except StorageError as error:
-            self.__check_not_replaced(error)
-            raise
-        finally:
-            found.job.close()  # a traceback may keep the job alive, and with it its files
+        self.__pause.end()
+        with self.__hook():
+            refuse_bypassed(self, DcpxReader)
+            found = self.__take_found(plan.items) or self.__find(plan.items)
+            try:
+                counts = read_items(found, planner, self.transforms, self.options)
+            except StorageError as error:
+                self.__check_not_replaced(error)
+                raise
+            finally:
+                found.job.close()  # a traceback may keep the job alive, and with it its files
         self.last_report = ReadReport.of_read(
-            len(plan.items), counts.torch_items, found.job.report()
+            counts,
+            found.job.report(),
+            is_foreign=self.__files is None,
+            metadata_s=self.__metadata_s,
+            total_s=self.__metadata_s + self.__hooks_s,
         )
+        if self.__is_coordinator or not self.use_collectives:
+            logger.info(loaded_line(self.last_report, str(self.path)))
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    @property
+    def __files(self) -> dict[str, FileEntry] | None:
+        return self.__checkpoint.files if self.__checkpoint is not None else None
+
+    @contextmanager
+    def __hook(self) -> Iterator[None]:
+        """Counts the time of a hook."""
+        began = time.perf_counter()
+        yield
+        self.__hooks_s += time.perf_counter() - began
 
     def __find(self, items: Sequence[ReadItem]) -> Found:
         """Opens the files of all items, and finds each item in its file."""
@@ -197,9 +241,10 @@ class DcpxReader(FileSystemReader):
                 verify=self.options.verify == "blocks",
                 max_open_files=_max_open_files(),
             )
-            table = self.__checkpoint.files if self.__checkpoint is not None else None
             try:
-                return locate_items(job, items, self.storage_data, table, str(directory.path))
+                with paused_gc():
+                    path = str(directory.path)
+                    return locate_items(job, items, self.storage_data, self.__files, path)
             except BaseException as error:
                 job.close()
                 if isinstance(error, StorageError):

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from torch_dcpx.layout import FileEntry
 
 if TYPE_CHECKING:
+    from torch_dcpx.read_files import ReadCounts
     from torch_dcpx.write_files import Written
 
-__all__ = ["ReadReport", "WriteReport", "saved_line"]
+__all__ = ["ReadReport", "WriteReport", "loaded_line", "saved_line"]
 
 
 @dataclass(frozen=True)
@@ -135,17 +136,29 @@ def _decimal(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What one `read_data` did on this rank. Byte counts unless said otherwise.
+    """What one load did on this rank. Byte counts unless said otherwise.
+
+    The six phases add up to `total_s`: the time inside this reader's `read_metadata`,
+    `prepare_local_plan` and `read_data`. What a rank waits for others is not in it, nor is DCP's
+    own planning.
 
     Attributes:
         items: read items of the plan.
-        torch_items: of these, loaded by torch's own loader, not by ours.
+        torch_items: of these, tensors loaded by torch's own loader, not by ours.
         needed_bytes: asked for.
         read_bytes: read from the files; more than needed by block edges and small gaps.
         verified_bytes: of these, checked against the files' checksums.
-        in_place_bytes: of the needed ones, read straight into their tensors.
+        in_place_bytes: of the needed ones, read straight to where they belong.
+        through_slot_bytes: of the needed ones, the others: copied out of the workers' slots.
+        foreign_bytes: of the needed ones, from files of stock DCP, which hold no checksums.
         direct_bytes: of the read ones, read with O_DIRECT.
         slot_bytes: peak memory of the workers' slots.
+        metadata_s: reading, checking and decoding `.metadata`.
+        prepare_s: opening files and finding the items in them; finding the targets.
+        read_s, verify_s, copy_s: of the C++ engine's wall time, in the proportion of the time that
+            all workers spent on reading, on checksums, and on copies out of slots.
+        finish_s: decoding of byte items, conversions, copies to devices, and the planner's hooks.
+        total_s: all of these.
     """
 
     items: int
@@ -154,14 +167,86 @@ class ReadReport:
     read_bytes: int
     verified_bytes: int
     in_place_bytes: int
+    through_slot_bytes: int
+    foreign_bytes: int
     direct_bytes: int
     slot_bytes: int
+    metadata_s: float
+    prepare_s: float
+    read_s: float
+    verify_s: float
+    copy_s: float
+    finish_s: float
+    total_s: float
 
     @classmethod
-    def of_read(cls, items: int, torch_items: int, counters: Mapping[str, int]) -> ReadReport:
-        """Returns the report of a load, with the counters of `ReadJob.report` that it takes."""
-        names = (
-            "needed_bytes", "read_bytes", "verified_bytes", "in_place_bytes", "direct_bytes",
-            "slot_bytes",
-        )  # fmt: skip
-        return cls(items, torch_items, *(counters[name] for name in names))
+    def of_read(
+        cls,
+        counts: ReadCounts,
+        counters: Mapping[str, int],
+        *,
+        is_foreign: bool,
+        metadata_s: float,
+        total_s: float,
+    ) -> ReadReport:
+        """Returns the report of a load that is done.
+
+        Args:
+            counts: what Python counted.
+            counters: of `ReadJob.report`: bytes; `read_ns`, `verify_ns` and `copy_ns`, summed over
+                the workers.
+            is_foreign: whether stock DCP wrote the files.
+            metadata_s: in `read_metadata`.
+            total_s: in all hooks of the reader.
+        """
+        needed, in_place = counters["needed_bytes"], counters["in_place_bytes"]
+        read_s, verify_s, copy_s = _engine_phases(counts.engine_s, counters)
+        return cls(
+            counts.items,
+            counts.torch_items,
+            needed,
+            counters["read_bytes"],
+            counters["verified_bytes"],
+            in_place,
+            needed - in_place,
+            needed if is_foreign else 0,
+            counters["direct_bytes"],
+            counters["slot_bytes"],
+            metadata_s=metadata_s,
+            prepare_s=total_s - metadata_s - counts.engine_s - counts.finish_s,
+            read_s=read_s,
+            verify_s=verify_s,
+            copy_s=copy_s,
+            finish_s=counts.finish_s,
+            total_s=total_s,
+        )
+
+    @property
+    def gb_per_s(self) -> float:
+        """Needed bytes over `total_s`, in 10^9 bytes a second."""
+        return self.needed_bytes / self.total_s / 1e9 if self.total_s else 0.0
+
+    def summary(self) -> str:
+        """Returns it as a line for people."""
+        return (
+            f"{_decimal(self.needed_bytes)} in {self.total_s:.3g} s ({self.gb_per_s:.3g} GB/s): "
+            f"metadata {self.metadata_s:.3f}, prepare {self.prepare_s:.3f}, "
+            f"read {self.read_s:.3f}, verify {self.verify_s:.3f}, copy {self.copy_s:.3f}, "
+            f"finish {self.finish_s:.3f} s; "
+            f"{_counted(self.items, 'item')}, {_decimal(self.read_bytes)} read on this rank"
+        )
+
+
+def _engine_phases(engine_s: float, counters: Mapping[str, int]) -> tuple[float, float, float]:
+    """Returns (read, verify, copy): the wall time in proportion of what the workers did."""
+    read_ns, verify_ns, copy_ns = (
+        counters.get(name, 0) for name in ("read_ns", "verify_ns", "copy_ns")
+    )
+    busy_ns = max(1, read_ns + verify_ns + copy_ns)
+    verify_s, copy_s = engine_s * verify_ns / busy_ns, engine_s * copy_ns / busy_ns
+    return engine_s - verify_s - copy_s, verify_s, copy_s
+
+
+def loaded_line(report: ReadReport, path: str) -> str:
+    """Returns what the log says of a load from `path`."""
+    return f"loaded '{path}': {report.summary()}"

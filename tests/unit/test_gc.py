@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
-from torch_dcpx import DcpxWriter, _gc
+from torch_dcpx import DcpxReader, DcpxWriter, _gc
 from torch_dcpx._gc import PlanningPause, paused_gc
 
 
@@ -203,6 +203,74 @@ def test_save_that_fails_leaves_collections_on_at_once(
             no_dist=True,
         )
     assert seen == [False]
+    assert gc.isenabled()
+
+
+class GcLoadPlanner(DefaultLoadPlanner):
+    """Notes whether collections are on while DCP plans, and while a hook of its own runs."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.seen: dict[str, bool] = {}
+        self.fails = fails
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self.seen["set_up_planner"] = gc.isenabled()
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> LoadPlan:
+        self.seen["create_local_plan"] = gc.isenabled()
+        if self.fails:
+            raise ValueError("no plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        self.seen["create_global_plan"] = gc.isenabled()
+        return super().create_global_plan(global_plan)
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.seen["commit_tensor"] = gc.isenabled()
+
+
+@pytest.mark.parametrize("items", [10, 1000])
+def test_many_items_are_planned_for_a_load_without_collections(
+    items: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gc, "_MANY_ITEMS", 100)
+    state = {"model": {f"w{i}": torch.zeros(1) for i in range(items)}}
+    dcp.save(state, storage_writer=DcpxWriter(tmp_path), no_dist=True)
+    planner = GcLoadPlanner()
+    dcp.load(state, storage_reader=DcpxReader(tmp_path), planner=planner, no_dist=True)
+    paused = ("set_up_planner", "create_local_plan")
+    assert planner.seen == {
+        **dict.fromkeys(paused, items < 100), "create_global_plan": True, "commit_tensor": True
+    }  # fmt: skip
+    assert gc.isenabled()
+    assert timers() == []
+
+
+def test_metadata_read_by_anyone_but_dcp_pauses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gc, "_MANY_ITEMS", 1)
+    dcp.save({"w": torch.zeros(1)}, storage_writer=DcpxWriter(tmp_path), no_dist=True)
+    DcpxReader(tmp_path).read_metadata()
+    assert gc.isenabled()
+    assert timers() == []
+
+
+def test_load_whose_plan_fails_leaves_collections_on_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gc, "_MANY_ITEMS", 1)
+    monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
+    state = {"w": torch.zeros(1)}
+    dcp.save(state, storage_writer=DcpxWriter(tmp_path), no_dist=True)
+    with pytest.raises(CheckpointException):
+        dcp.load(state, storage_reader=DcpxReader(tmp_path), planner=GcLoadPlanner(fails=True),
+                 no_dist=True)  # fmt: skip
+    for thread in timers():
+        thread.join(60)
     assert gc.isenabled()
 
 
