@@ -113,7 +113,7 @@ class _Window:
                     and not target.is_nested
                     and target.layout == torch.strided
                     and target.is_contiguous()
-                    and not (target.is_neg() or target.is_conj())
+                    and not (target.is_neg() or target.is_conj() or target.is_quantized)
                     and not (any(dest.offset or ()) or any(item.storage_offsets))
                     and not found.entries[number].transform_descriptors
                 ):
@@ -249,7 +249,8 @@ def read_items(
     window = _Window(found, planner, transforms, options)
     try:
         # A user's planner may make garbage of any size, which must not wait for the end.
-        with paused_gc() if window.is_lean else nullcontext():
+        runs_own_code = not (window.is_lean and has_stock_hooks(planner, TAKING_HOOKS))
+        with nullcontext() if runs_own_code else paused_gc():
             window.prepare()
     except (CorruptionError, StorageError) as error:
         error.touched = window.touched

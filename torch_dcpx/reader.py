@@ -125,13 +125,16 @@ class DcpxReader(FileSystemReader):
         if is_fallback and not isinstance(self.__kept_error, NotCommittedError):
             return _empty_metadata()
         began = time.perf_counter()
-        try:
-            checkpoint = self.__read_checkpoint(rank)
-        except DcpxError as error:
-            self.__kept_error = error
-            if is_fallback:
-                return _empty_metadata()
-            raise
+        with paused_gc():  # the next pause begins before this one ends: no collection between them
+            try:
+                checkpoint = self.__read_checkpoint(rank)
+            except DcpxError as error:
+                self.__kept_error = error
+                if is_fallback:
+                    return _empty_metadata()
+                raise
+            if is_load(sys._getframe(1)):
+                self.__pause.begin(len(checkpoint.metadata.state_dict_metadata))
         self.__kept_error = None
         self.__checkpoint = checkpoint
         save_id = checkpoint.save_id if rank is None else "rank-local"
@@ -141,8 +144,6 @@ class DcpxReader(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         self.__metadata_s = time.perf_counter() - began
-        if is_load(sys._getframe(1)):
-            self.__pause.begin(len(metadata.state_dict_metadata))  # DCP's plan comes next
         return metadata
 
     def set_up_storage_reader(
@@ -164,8 +165,8 @@ class DcpxReader(FileSystemReader):
         Raises:
             CorruptionError, StorageError: a file cannot be read, or is none of this checkpoint.
         """
-        self.__pause.end()
-        with self.__hook():
+        with self.__hook(), paused_gc():
+            self.__pause.end()
             plan = super().prepare_local_plan(plan)
             try:
                 self.__found = self.__find(plan.items)
@@ -242,9 +243,8 @@ class DcpxReader(FileSystemReader):
                 max_open_files=_max_open_files(),
             )
             try:
-                with paused_gc():
-                    path = str(directory.path)
-                    return locate_items(job, items, self.storage_data, self.__files, path)
+                path = str(directory.path)
+                return locate_items(job, items, self.storage_data, self.__files, path)
             except BaseException as error:
                 job.close()
                 if isinstance(error, StorageError):
@@ -331,7 +331,7 @@ def _max_open_files() -> int:
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
         return 4096
-    free = soft_limit - sum(1 for _ in Path("/proc/self/fd").iterdir())
+    free = soft_limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - ten times as fast
     return max(0, min(4096, free // 2))
 
 

@@ -209,7 +209,7 @@ class ReadReport:
             counters["verified_bytes"],
             in_place,
             needed - in_place,
-            needed if is_foreign else 0,
+            counters.get("foreign_bytes", needed if is_foreign else 0),
             counters["direct_bytes"],
             counters["slot_bytes"],
             metadata_s=metadata_s,
