@@ -28,6 +28,11 @@ void StopFlag::poll_sometimes() const {
 
 void run_workers(unsigned count, const WorkFunction& work, const PollFunction& poll) {
   StopFlag stop;
+  if (count == 1) {  // a few bytes are read in less time than a thread takes to start
+    stop.poll_inline(poll);
+    work(0, stop);
+    return;
+  }
   std::mutex mutex;
   std::condition_variable ended;
   unsigned running = 0;

@@ -34,10 +34,10 @@ class StopFlag {
 
 using WorkFunction = std::function<void(unsigned worker, StopFlag& stop)>;
 
-// Runs `work(0) .. work(count - 1)`, each on its own thread, and waits for all of them. The
-// first exception of a worker (or of `poll`) sets the flag and is thrown again when all have ended:
-// no thread outlives the call. Where the system gives fewer threads than asked for, fewer run;
-// `work` must therefore take its share from a common queue. Blocks.
+// Runs `work(0) .. work(count - 1)`, each on its own thread, one alone on the caller's, and waits
+// for all of them. The first exception of a worker (or of `poll`) sets the flag and is thrown again
+// when all have ended: no thread outlives the call. Where the system gives fewer threads than asked
+// for, fewer run; `work` must therefore take its share from a common queue. Blocks.
 void run_workers(unsigned count, const WorkFunction& work, const PollFunction& poll);
 
 }  // namespace dcpx

@@ -142,7 +142,7 @@ TEST(poll_that_threw_is_not_called_again) {
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(400);
   std::atomic<int> polls{0};
   const std::string what = failure_of(
-      1,
+      2,
       [&](unsigned, StopFlag&) {
         while (polls.load() < 2 && std::chrono::steady_clock::now() < give_up) {
           std::this_thread::yield();
@@ -154,6 +154,24 @@ TEST(poll_that_threw_is_not_called_again) {
       });
   CHECK_EQ(what, "interrupted");
   CHECK_EQ(polls.load(), 1);
+}
+
+TEST(one_worker_is_the_caller_and_polls) {
+  const ThreadCheck threads_end;
+  const auto caller = std::this_thread::get_id();
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  const std::string what = failure_of(
+      1,
+      [&](unsigned worker, StopFlag& stop) {
+        CHECK_EQ(worker, 0U);
+        CHECK(std::this_thread::get_id() == caller);
+        while (!stop.is_set() && std::chrono::steady_clock::now() < give_up) {
+        }
+      },
+      [] { throw Failure("interrupted"); });
+  CHECK_EQ(what, "interrupted");
+  CHECK_EQ(failure_of(1, [](unsigned, StopFlag&) { throw Failure("worker"); }), "worker");
+  CHECK(threads_end.holds());
 }
 
 // While it lives, no thread can be made: none gets a stack of that size.
