@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "DTYPES",
@@ -37,6 +39,7 @@ __all__ = [
     "set_strides",
     "storage_dtypes",
     "torch_lacks",
+    "wanted_chunks",
 ]
 
 _T = TypeVar("_T")
@@ -178,3 +181,10 @@ def is_load(frame: FrameType | None) -> bool:
 def saved_through(frame: FrameType) -> object | None:
     """Returns the storage writer of a frame of DCP's save; None for all other frames."""
     return frame.f_locals.get("storage_writer") if frame.f_code is _SAVE_CODE else None
+
+
+def wanted_chunks(target: Any) -> list[ChunkStorageMetadata]:
+    """Returns the chunks of a state's tensor that stock's load planner asks for."""
+    if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
+        return []  # this rank is no part of its mesh
+    return _create_chunk_list(target)

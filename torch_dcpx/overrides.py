@@ -26,6 +26,7 @@ from torch_dcpx.layout import metadata_name
 from torch_dcpx.options import WriteOptions
 
 __all__ = [
+    "has_own_hooks",
     "metadata_file",
     "refuse_bypassed",
     "refuse_changed",
@@ -83,6 +84,17 @@ def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
                 f"`{name}` ({type(value).__module__}.{type(value).__qualname__}); use torch's own "
                 f"{ours.__bases__[0].__name__} for it"
             )
+
+
+_PLAN_HOOKS = ("prepare_local_plan", "prepare_global_plan", "read_data")
+
+
+def has_own_hooks(reader: FileSystemReader, ours: type[FileSystemReader]) -> bool:
+    """Returns whether no subclass or instance of `ours` can have changed the planner's plan."""
+    return all(
+        getattr(type(reader), name) is getattr(ours, name) and name not in vars(reader)
+        for name in _PLAN_HOOKS
+    )
 
 
 def refuse_changed(writer: FileSystemWriter, options: WriteOptions) -> None:

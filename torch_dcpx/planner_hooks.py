@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-__all__ = ["TAKING_HOOKS", "has_plain_state", "has_stock_hooks"]
+__all__ = ["PLAN_HOOKS", "TAKING_HOOKS", "has_plain_state", "has_stock_hooks"]
 
 _HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
 TAKING_HOOKS = ("commit_tensor", "load_bytes")
-_STOCK = {name: getattr(DefaultLoadPlanner, name) for name in (*_HOOKS, *TAKING_HOOKS)}
+PLAN_HOOKS = ("create_local_plan", "create_global_plan", "finish_plan", *_HOOKS)
+_STOCK = {name: getattr(DefaultLoadPlanner, name) for name in (*PLAN_HOOKS, *TAKING_HOOKS)}
 _LOOKUPS = ("get", "__getitem__", "__contains__")
 
 

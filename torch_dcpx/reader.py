@@ -45,7 +45,8 @@ from torch_dcpx.layout import METADATA_NAME, FileEntry, is_data_file_name, is_me
 from torch_dcpx.locate import Found, locate_items
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.overrides import metadata_file, refuse_bypassed
+from torch_dcpx.overrides import has_own_hooks, metadata_file, refuse_bypassed
+from torch_dcpx.read_coverage import check_coverage
 from torch_dcpx.read_files import read_items
 from torch_dcpx.reports import ReadReport, loaded_line
 
@@ -191,21 +192,27 @@ class DcpxReader(FileSystemReader):
         """Reads what the plan asks for into the planner's tensors.
 
         Raises:
-            CorruptionError: bytes are not what was written; `touched` lists the tensors that may
-                hold new bytes. UnsafePickleError: a byte item names a global that is not allowed.
+            CorruptionError: bytes are not what was written, or what is wanted is not stored once;
+                `touched` lists the tensors that may hold new bytes.
+            UnsafePickleError: a byte item names a global that is not allowed.
             StorageError, ShortReadError: a file is missing, unreadable or too short.
         """
         self.__pause.end()
         with self.__hook():
             refuse_bypassed(self, DcpxReader)
-            found = self.__take_found(plan.items) or self.__find(plan.items)
+            found = self.__take_found(plan.items)
             try:
+                if found is not None and has_own_hooks(self, DcpxReader):
+                    name = metadata_file(self, None if self.use_collectives else self.rank)
+                    check_coverage(plan.items, planner, str(Path(self.path) / name))
+                found = found or self.__find(plan.items)
                 counts = read_items(found, planner, self.transforms, self.options)
             except StorageError as error:
                 self.__check_not_replaced(error)
                 raise
             finally:
-                found.job.close()  # a traceback may keep the job alive, and with it its files
+                if found is not None:
+                    found.job.close()  # a traceback may keep the job alive, and with it its files
         self.last_report = ReadReport.of_read(
             counts,
             found.job.report(),

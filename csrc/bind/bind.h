@@ -17,6 +17,7 @@ void bind_metadata(pybind11::module_& m);
 void bind_columns(pybind11::module_& m);
 void bind_plain(pybind11::module_& m);
 void bind_io(pybind11::module_& m);
+void bind_plan(pybind11::module_& m);
 void bind_write(pybind11::module_& m);
 void bind_read(pybind11::module_& m);
 

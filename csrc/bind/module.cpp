@@ -68,6 +68,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_columns(m);
   dcpx::bind_plain(m);
   dcpx::bind_io(m);
+  dcpx::bind_plan(m);
   dcpx::bind_write(m);
   dcpx::bind_read(m);
 }

@@ -36,6 +36,7 @@ MODULES_WITH_EXTENSION = {
     "metadata_encode",
     "locate",
     "read_bytes",
+    "read_coverage",
     "reader",
     "trust",
     "unpickle",

@@ -1,0 +1,143 @@
+"""Is every element that a load wants stored, and stored once? Asked before a byte is read.
+
+Where the stored chunks leave a hole, stock leaves in the tensor what was there before the load;
+where two of them hold one element, the one that is read last stays. Neither is told to anyone.
+
+Only where the plan is what stock's planner makes of the state: a planner or reader that changes it
+may want a part, or fill the rest its own way.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
+
+from torch_dcpx import _C
+from torch_dcpx._compat import wanted_chunks
+from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
+from torch_dcpx.planner_hooks import PLAN_HOOKS, has_stock_hooks
+
+__all__ = ["check_coverage"]
+
+
+class _Wanted(NamedTuple):
+    """A chunk of the state, and the items that fill it."""
+
+    fqn: str
+    offsets: Sequence[int]  # in the whole tensor
+    sizes: Sequence[int]
+    items: Sequence[ReadItem]
+
+
+def check_coverage(items: Iterable[ReadItem], planner: LoadPlanner, path: str) -> None:
+    """Raises when the items do not fill every tensor of the planner's state exactly once.
+
+    Args:
+        items: the plan of this rank.
+        planner: whose state is loaded; one that plans its own way is believed.
+        path: of the metadata, for errors.
+
+    Raises:
+        CorruptionError: the stored chunks leave a hole, or two hold the same element; no tensor was
+            touched.
+        PlanError: an item reaches outside of its target.
+    """
+    if not has_stock_hooks(planner, PLAN_HOOKS):
+        return
+    state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
+    entries = planner.metadata.state_dict_metadata  # type: ignore[attr-defined]
+    first: dict[str, ReadItem] = {}
+    all_of: dict[str, list[ReadItem]] = {}  # of the names with more than one item
+    for item in items:
+        fqn = item.dest_index.fqn
+        known = first.setdefault(fqn, item)
+        if known is not item:
+            all_of.setdefault(fqn, [known]).append(item)
+    doubtful: dict[str, Sequence[ReadItem]] = {}
+    for fqn, target in state.items():
+        only = first.get(fqn)
+        # An item of the target's own shape fills it: so it is for nearly all of a usual state.
+        if only is not None and fqn not in all_of and only.lengths == getattr(target, "shape", 0):
+            continue
+        if isinstance(entries.get(fqn), TensorStorageMetadata):
+            doubtful[fqn] = all_of.get(fqn, () if only is None else (only,))
+    if not doubtful:
+        return
+    quick = [one for fqn, own in doubtful.items() for one in _quick(fqn, state[fqn], own)]
+    suspects = dict.fromkeys(quick[row[0]].fqn for row in _offences(quick))
+    exact = [
+        one for fqn in suspects for one in _exact(fqn, state[fqn], doubtful[fqn], entries[fqn].size)
+    ]
+    for row in _offences(exact):
+        raise _error(exact[row[0]], *row[1:], path=path)
+
+
+def _quick(fqn: str, target: Any, items: Sequence[ReadItem]) -> list[_Wanted]:
+    """What `_exact` says, without DTensor's costly arithmetic; may want more than it."""
+    if type(target) is not DTensor or type(target._local_tensor) is not torch.Tensor:
+        return _exact(fqn, target, items, None)
+    local = target._local_tensor.shape
+    return [_Wanted(fqn, (), local, items)]
+
+
+def _exact(
+    fqn: str, target: Any, items: Sequence[ReadItem], whole: Sequence[int] | None
+) -> list[_Wanted]:
+    """Returns the chunks of `target` as its planner was told, as far as the `whole` tensor goes."""
+    wanted = []
+    for number, chunk in enumerate(wanted_chunks(target)):
+        sizes: Sequence[int] = chunk.sizes
+        if whole is not None and len(whole) == len(sizes):  # padding is nobody's to store
+            ends = zip(chunk.offsets, chunk.sizes, whole, strict=True)
+            sizes = [max(0, min(size, end - offset)) for offset, size, end in ends]
+        own = [item for item in items if item.dest_index.index == number]
+        wanted.append(_Wanted(fqn, chunk.offsets, sizes, own))
+    return wanted
+
+
+def _offences(wanted: Sequence[_Wanted]) -> list[tuple[int, str, int, int, tuple[int, ...]]]:
+    """Returns (number, offence, box, other, point) of every chunk that its items do not tile."""
+    columns = [array("q") for _ in range(5)]
+    ndims, sizes, counts, offsets, lengths = columns
+    for one in wanted:
+        ndim = len(one.sizes)
+        ndims.append(ndim)
+        sizes.extend(one.sizes)
+        counts.append(len(one.items))
+        for item in one.items:
+            if not len(item.dest_offsets) == len(item.lengths) == ndim:
+                raise _error(one, "outside", one.items.index(item), -1, (), path="")
+            offsets.extend(item.dest_offsets)
+            lengths.extend(item.lengths)
+    return _C.check_coverage(*columns)
+
+
+def _box(offsets: Iterable[int], lengths: Iterable[int]) -> str:
+    return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(offsets, lengths, strict=False)) + "]"
+
+
+def _error(
+    one: _Wanted, offence: str, box: int, other: int, point: tuple[int, ...], *, path: str
+) -> DcpxError:
+    where = f"'{one.fqn}', of which {_box(one.offsets, one.sizes)} is wanted"
+    if offence == "hole":
+        at = [begin + place for begin, place in zip(one.offsets, point, strict=True)]
+        message = f"the metadata in '{path}' names no stored chunk with element {at} of {where}"
+    elif offence == "overlap":
+        a, b = (
+            f"{_box(item.dest_offsets, item.lengths)} from the chunk at "
+            f"{list(item.storage_index.offset or ())}"
+            for item in (one.items[box], one.items[other])
+        )
+        message = f"the metadata in '{path}' stores elements of {where} twice: {a}, and {b}"
+    else:
+        item = one.items[box] if box >= 0 else None
+        place = _box(item.dest_offsets, item.lengths) if item is not None else "a region"
+        return PlanError(f"the plan reads {place} into a chunk of {where}", fqn=one.fqn)
+    return CorruptionError(message, fqn=one.fqn, path=path, touched=())
