@@ -35,7 +35,7 @@ class _Wanted(NamedTuple):
     items: Sequence[ReadItem]
 
 
-def check_coverage(items: Iterable[ReadItem], planner: LoadPlanner, path: str) -> None:
+def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -> None:
     """Raises when the items do not fill every tensor of the planner's state exactly once.
 
     Args:
@@ -52,21 +52,23 @@ def check_coverage(items: Iterable[ReadItem], planner: LoadPlanner, path: str) -
         return
     state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
     entries = planner.metadata.state_dict_metadata  # type: ignore[attr-defined]
-    first: dict[str, ReadItem] = {}
-    all_of: dict[str, list[ReadItem]] = {}  # of the names with more than one item
-    for item in items:
-        fqn = item.dest_index.fqn
-        known = first.setdefault(fqn, item)
-        if known is not item:
-            all_of.setdefault(fqn, [known]).append(item)
+    last = {item.dest_index.fqn: item for item in items}
+    all_of: dict[str, list[ReadItem]] = {}
+    if len(last) < len(items):
+        for item in items:
+            all_of.setdefault(item.dest_index.fqn, []).append(item)
     doubtful: dict[str, Sequence[ReadItem]] = {}
     for fqn, target in state.items():
-        only = first.get(fqn)
-        # An item of the target's own shape fills it: so it is for nearly all of a usual state.
-        if only is not None and fqn not in all_of and only.lengths == getattr(target, "shape", 0):
-            continue
+        only = last.get(fqn)
+        if only is None:
+            own: Sequence[ReadItem] = ()
+        else:
+            own = all_of[fqn] if all_of else (only,)
+            # An item of the target's own shape fills it: so it is for nearly all of a usual state.
+            if only.lengths == getattr(target, "shape", None) and len(own) == 1:
+                continue
         if isinstance(entries.get(fqn), TensorStorageMetadata):
-            doubtful[fqn] = all_of.get(fqn, () if only is None else (only,))
+            doubtful[fqn] = own
     if not doubtful:
         return
     quick = [one for fqn, own in doubtful.items() for one in _quick(fqn, state[fqn], own)]
