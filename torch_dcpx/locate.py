@@ -177,6 +177,10 @@ def locate_items(
         form_rows, places = job.locate(specs, wanted)
     except (CorruptionError, StorageError) as error:
         error.touched = ()
+        if isinstance(error, CorruptionError) and error.fqn is None and error.path is not None:
+            name = os.path.relpath(error.path, directory)
+            own = [number for number, file in enumerate(files) if specs[file][0] == name]
+            _name_item(error, [(items[number], entries[number]) for number in own])
         raise
     names = [os.path.join(directory, spec[0]) for spec in specs]  # noqa: PTH118 - as C++ says it
     forms = [Form(*row) for row in form_rows]
@@ -199,3 +203,13 @@ def _file_spec(
     if entry is None:
         return (name, False, 0, b"", 0)
     return (entry.path, True, entry.nbytes, entry.file_id, entry.footer_crc)
+
+
+def _name_item(error: CorruptionError, stored: Sequence[tuple[ReadItem, Any]]) -> None:
+    """Adds the name of the item of this file in which the damage begins, where it is in one."""
+    at = -1 if error.offset is None else error.offset
+    for item, entry in stored:
+        if entry.offset == at or entry.offset <= at < entry.offset + entry.length:
+            error.fqn = item.storage_index.fqn
+            error.message += f" (item '{error.fqn}')"
+            return
