@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cases import Case, MismatchError
+from cases import SHARD_DIMS, Case, MismatchError
 
 COLUMNS = 64  # tensors are float32 [rows, 64]
+SHARD_COLUMNS = 8192  # where columns are cut: a third of half a row is more than 4 KiB
 
 
 def make_state(case: Case, size: str, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
@@ -30,15 +31,15 @@ def make_state(case: Case, size: str, rank: int = 0, ranks: int = 1) -> dict[str
         items //= ranks
     else:
         item_bytes //= ranks
-    state = {f"rank{rank}.layer.{i}.weight": _empty_tensor(item_bytes) for i in range(items)}
+    columns = SHARD_COLUMNS if case.name in SHARD_DIMS else COLUMNS
+    state = {
+        f"rank{rank}.layer.{i}.weight": torch.empty(item_bytes // 4 // columns, columns)
+        for i in range(items)
+    }
     for tensor in state.values():
         # Any bits, NaNs included: twice as fast as floats, and a disk cannot compress them.
         tensor.view(torch.int64).random_(generator=generator)
     return state
-
-
-def _empty_tensor(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes // 4 // COLUMNS, COLUMNS)
 
 
 def payload_bytes(state: dict[str, Any]) -> int:
@@ -48,14 +49,21 @@ def payload_bytes(state: dict[str, Any]) -> int:
 
 def blank_like(state: dict[str, Any]) -> dict[str, Any]:
     """Returns the state's shapes with other contents, to be loaded into."""
-    target: dict[str, Any] = {}
+    target = {
+        key: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
+    make_blank(target)
+    return target
+
+
+def make_blank(state: dict[str, Any]) -> None:
+    """Overwrites what the state holds, in place."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            target[key] = torch.empty_like(value)
-            target[key].view(torch.uint8).fill_(0xA5)
+            value.view(torch.uint8).fill_(0xA5)
         else:
-            target[key] = type(value)()
-    return target
+            state[key] = type(value)()
 
 
 def check_same(state: dict[str, Any], loaded: dict[str, Any]) -> None:

@@ -68,3 +68,24 @@ CASES = {
         Case("tiny", "a tiny state", Size(7, 0), Size(7, 0), Size(7, 0), 12, {}, (1, 2)),
     )
 }  # fmt: skip
+
+LOAD_CASES = {
+    case.name: case._replace(ranks=(1,))
+    for case in (
+        CASES["64mib"],
+        CASES["64kib"]._replace(rounds_of={"stock": 2}),
+        CASES["scalars"],
+        CASES["tiny"],
+        Case(
+            "rows", "1 GiB, 2 -> 3 ranks, row shards",
+            Size(4, 256 * MIB), Size(1, 64 * MIB), Size(1, MIB), 5, {"stock": 3},
+        ),
+        Case(
+            "columns", "1 GiB, 2 -> 3 ranks, column shards",
+            Size(4, 256 * MIB), Size(1, 64 * MIB), Size(1, MIB), 5, {"stock": 3},
+        ),
+    )
+}  # fmt: skip
+SHARD_DIMS = {"rows": 0, "columns": 1}
+
+ALL_CASES = {**CASES, **LOAD_CASES}

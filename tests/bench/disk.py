@@ -11,7 +11,7 @@ DISKSTATS = Path("/proc/diskstats")
 
 
 def remove_and_settle(path: Path, *, quiet_s: float = 0.05, limit_s: float = 5.0) -> None:
-    """Removes a file or a tree, and waits until its removal has reached the disk.
+    """Removes a tree, if there is one, and waits until its removal has reached the disk.
 
     Freed blocks may be discarded long after the unlink, and would fall into the next side's time.
 
@@ -19,7 +19,8 @@ def remove_and_settle(path: Path, *, quiet_s: float = 0.05, limit_s: float = 5.0
         quiet_s: the disk is at rest when its counters have stood still for so long.
         limit_s: the wait ends here even if somebody else keeps the disk busy.
     """
-    shutil.rmtree(path)
+    if path.exists():  # loads leave none
+        shutil.rmtree(path)
     settle(quiet_s=quiet_s, limit_s=limit_s)
 
 

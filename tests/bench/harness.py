@@ -28,12 +28,14 @@ class Side(NamedTuple):
             be listed as sides of their own, or under its own name where its own clock is better.
         check: raises unless what `run` left there is right.
         rounds: counted rounds, where fewer than the others'. None: all.
+        before: what `run` must find done; outside of the clock.
     """
 
     name: str
     run: Callable[[Path], Mapping[str, float]]
     check: Callable[[Path], None]
     rounds: int | None = None
+    before: Callable[[], None] | None = None
 
 
 def barrier() -> None:
@@ -53,6 +55,8 @@ def slowest(parts: Mapping[str, float]) -> dict[str, float]:
 
 def time_side(side: Side, path: Path) -> dict[str, float]:
     """Returns the seconds of one run of the side, and of its parts, by name."""
+    if side.before is not None:
+        side.before()
     gc.collect()
     barrier()
     began = time.perf_counter()

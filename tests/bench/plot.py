@@ -1,6 +1,7 @@
 """Draws a result of a bench as bars, one group a case: docs/performance-save.svg.
 
 python tests/bench/plot.py build/bench/save.json --svg docs/performance-save.svg
+python tests/bench/plot.py build/bench/load.json --svg docs/performance-load.svg
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ mpl.use("svg")
 # Text as text, and nothing random: the same result gives the same file.
 mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "torch-dcpx", "font.size": 9})
 
-from cases import CASES  # noqa: E402
+from cases import ALL_CASES  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
+from tables import title  # noqa: E402
 
 COLORS = {
     "raw": "#9a9a9a", "engine": "#7fb2e5", "ours": "#1f6fb4",
+    "ours_unverified": "#4a90d0", "stock_files": "#9b7fc4",
     "stock": "#d98b3a", "stock2": "#edc08e", "safetensors": "#6aa66a",
 }  # fmt: skip
 LABELS = {
-    "raw": "limit of the disk", "engine": "ours, the C++ call", "ours": "ours",
+    "raw": "the limit", "engine": "ours, in C++", "ours": "ours",
+    "ours_unverified": "ours, unverified", "stock_files": "ours, of stock's files",
     "stock": "stock", "stock2": "stock, 2 threads", "safetensors": "safetensors",
 }  # fmt: skip
 
@@ -51,7 +55,7 @@ def draw_group(ax: Axes, results: list[dict[str, Any]], *, is_rate: bool) -> Non
         ax.bar(where, heights, width, color=COLORS[side], label=LABELS[side])
         ax.errorbar(where, heights, list(zip(*ends, strict=True)), fmt="none", ecolor="#333333",
                     elinewidth=0.8, capsize=2)  # fmt: skip
-    ax.set_xticks(range(len(results)), [CASES[r["case"]].title for r in results])
+    ax.set_xticks(range(len(results)), [title(r).replace(", ", "\n") for r in results])
     ax.set_ylabel("GB/s" if is_rate else "seconds")
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -59,15 +63,17 @@ def draw_group(ax: Axes, results: list[dict[str, Any]], *, is_rate: bool) -> Non
 def draw(report: dict[str, Any], svg: Path, ranks: int = 1) -> None:
     """Writes the plot: rates where bytes dominate, seconds (logarithmic) where items do."""
     timed = [r for r in report["results"] if r["ranks"] == ranks and r.get("seconds")]
-    big = [r for r in timed if CASES[r["case"]].full.item_bytes >= 1 << 16]
+    big = [r for r in timed if ALL_CASES[r["case"]].full.item_bytes >= 1 << 16]
     small = [r for r in timed if r not in big]
     groups = [(group, is_rate) for group, is_rate in ((big, True), (small, False)) if group]
-    fig, axes = plt.subplots(len(groups), 1, figsize=(8, 3 * len(groups)), squeeze=False)
+    width = max(8, *(1.4 * len(group) for group, _ in groups))
+    fig, axes = plt.subplots(len(groups), 1, figsize=(width, 3 * len(groups)), squeeze=False)
     for ax, (group, is_rate) in zip(axes[:, 0], groups, strict=True):
         draw_group(ax, group, is_rate=is_rate)
         if not is_rate:
             ax.set_yscale("log")
-    axes[0, 0].set_title("A durable save: higher is better", loc="left")
+    what = "A load" if report["bench"] == "load" else "A durable save"
+    axes[0, 0].set_title(f"{what}: higher is better", loc="left")
     if len(groups) > 1:
         axes[1, 0].set_title("Many small items: lower is better", loc="left")
     handles, labels = axes[0, 0].get_legend_handles_labels()

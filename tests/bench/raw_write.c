@@ -7,20 +7,12 @@
  * pages, filled beforehand; the threads wait before the clock starts. Timed: open, fallocate if
  * PREALLOCATE is 1, pwrite of BLOCK bytes by THREADS threads with O_DIRECT, fdatasync, close.
  * Prints "SECONDS direct|buffered". The second form compares a file with what the first wrote. */
-#define _GNU_SOURCE
-#include <errno.h>
+#include "raw_common.h"
+
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
-
-enum { kPageBytes = 4096, kHugePageBytes = 2 << 20 };
 
 static unsigned char* source;
 static size_t file_bytes, block_bytes;
@@ -28,41 +20,11 @@ static int fd;
 static atomic_size_t next_block;
 static pthread_barrier_t start_line;
 
-static void fail(const char* what) {
-  fprintf(stderr, "raw_write: %s: %s\n", what, strerror(errno));
-  exit(1);
-}
-
-static size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
-static double now_s(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-static void fill(void) {
-  source = mmap(NULL, round_up(file_bytes, kHugePageBytes) + kHugePageBytes,
-                PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (source == MAP_FAILED) fail("mmap");
-  source = (unsigned char*)round_up((size_t)source, kHugePageBytes);
-  /* Where huge pages are switched off this fails, and small ones serve. */
-  (void)madvise(source, round_up(file_bytes, kHugePageBytes), MADV_HUGEPAGE);
-  uint64_t* words = (uint64_t*)source;
-  uint64_t state = 0x9e3779b97f4a7c15u;
-  for (size_t i = 0; i < file_bytes / sizeof(uint64_t); ++i) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    state ^= state << 17;
-    words[i] = state;
-  }
-}
-
 static void write_all(size_t begin, size_t end) {
   while (begin < end) {
     const ssize_t n = pwrite(fd, source + begin, end - begin, (off_t)begin);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) fail("pwrite");
+    if (n <= 0) fail("raw_write: pwrite");
     begin += (size_t)n;
   }
 }
@@ -82,11 +44,11 @@ static void check(const char* path) {
   const size_t chunk_bytes = 1 << 20;
   unsigned char* read_back = malloc(chunk_bytes);
   const int in = open(path, O_RDONLY);
-  if (read_back == NULL || in < 0) fail("open to check");
+  if (read_back == NULL || in < 0) fail("raw_write: open to check");
   size_t at = 0;
   for (;;) {
     const ssize_t n = read(in, read_back, chunk_bytes);
-    if (n < 0) fail("read");
+    if (n < 0) fail("raw_write: read");
     if (n == 0) break;
     if (at + (size_t)n > file_bytes || memcmp(read_back, source + at, (size_t)n) != 0) {
       fprintf(stderr, "raw_write: a byte after %zu is not what was written\n", at);
@@ -108,7 +70,7 @@ int main(int argc, char** argv) {
   }
   const char* path = argv[1];
   file_bytes = round_up(strtoull(argv[2], NULL, 10), kPageBytes);
-  fill();
+  source = ready_memory(file_bytes);
   if (is_check) {
     check(path);
     return 0;
@@ -117,11 +79,11 @@ int main(int argc, char** argv) {
   const unsigned threads = (unsigned)strtoul(argv[4], NULL, 10);
   const int preallocate = atoi(argv[5]);
 
-  pthread_t ids[64];
-  if (threads < 1 || threads > 64) fail("THREADS is not 1 to 64");
+  pthread_t ids[kMaxThreads];
+  if (threads < 1 || threads > kMaxThreads) fail("raw_write: THREADS is not 1 to 64");
   pthread_barrier_init(&start_line, NULL, threads + 1);
   for (unsigned i = 0; i < threads; ++i) {
-    if ((errno = pthread_create(&ids[i], NULL, work, NULL)) != 0) fail("pthread_create");
+    if ((errno = pthread_create(&ids[i], NULL, work, NULL)) != 0) fail("raw_write: pthread_create");
   }
 
   const double began = now_s();
@@ -132,12 +94,12 @@ int main(int argc, char** argv) {
     is_direct = 0;
     fd = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
   }
-  if (fd < 0) fail("open");
-  if (preallocate && fallocate(fd, 0, 0, (off_t)file_bytes) != 0) fail("fallocate");
+  if (fd < 0) fail("raw_write: open");
+  if (preallocate && fallocate(fd, 0, 0, (off_t)file_bytes) != 0) fail("raw_write: fallocate");
   pthread_barrier_wait(&start_line);
   for (unsigned i = 0; i < threads; ++i) pthread_join(ids[i], NULL);
-  if (fdatasync(fd) != 0) fail("fdatasync");
-  if (close(fd) != 0) fail("close");
+  if (fdatasync(fd) != 0) fail("raw_write: fdatasync");
+  if (close(fd) != 0) fail("raw_write: close");
   const double seconds = now_s() - began;
 
   printf("%.9f %s\n", seconds, is_direct ? "direct" : "buffered");

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from case_states import blank_like, check_same, payload_bytes
-from engine_clock import engine_calls
+from engine_clock import engine_calls, seconds_in
 from harness import Side
-from raw_limit import RawConfig, best_config, build_program, check_raw, write_raw
+from raw_limit import WriteConfig, best_write_config, build_program, check_raw, write_raw
 
 from torch_dcpx import DcpxReader, DcpxWriter, WriteOptions
 
@@ -43,7 +43,7 @@ def save_clocked(state: State, writer: Any) -> dict[str, float]:
     """Saves with our writer; returns the seconds of its C++ call as `engine`."""
     with engine_calls() as calls:
         save(state, writer)
-    return {"engine": sum(end - began for began, end in calls)}
+    return {"engine": seconds_in(calls)}
 
 
 def check_dcp(name: str, state: State, path: Path) -> None:
@@ -109,15 +109,15 @@ class RawSide:
     def __init__(self, state: State, folder: Path) -> None:
         self._nbytes = payload_bytes(state)
         self._is_first = is_alone() or dist.get_rank() == 0
-        self.config: RawConfig | None = None
+        self.config: WriteConfig | None = None
         self.is_direct = False
         if not is_alone():
             total = torch.tensor(self._nbytes)
             dist.all_reduce(total)
             self._nbytes = int(total)
         if self._is_first:
-            self._program = build_program()
-            self.config = best_config(self._program, folder, self._nbytes)
+            self._program = build_program("raw_write")
+            self.config = best_write_config(self._program, folder, self._nbytes)
 
     def side(self) -> Side:
         return Side("raw", self.run, self.check)

@@ -24,8 +24,8 @@ from meters import CountingThread, Reading, extra_peak_bytes, relative_rate
 from ratios import speed_ratio
 from save_setup import SIDES, sides_of
 from save_sides import RawSide, dcp_side, safetensors_side
-from save_tables import as_markdown, put_on_page, time_text
-from summary import summarize
+from summary import SAVE_TARGETS, summarize
+from tables import as_markdown, put_on_page, time_text
 
 from torch_dcpx import _C, DcpxWriter
 
@@ -218,11 +218,19 @@ def test_a_thread_counts_less_while_the_gil_is_held() -> None:
 # ---- What is said -------------------------------------------------------------------------------
 
 
-def report_of(results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def report_of(
+    results: list[dict[str, Any]], targets: Any = SAVE_TARGETS, **more: Any
+) -> dict[str, Any]:
     names = ("cores", "cpu", "memory_gib", "kernel", "file_system", "python", "torch", "commit")
     machine = dict.fromkeys((*names, "torch-dcpx", "safetensors"), "?")
-    fixed = {"size": "full", "commands": ["c"], "machine": machine, "has_safetensors": True}
-    return summarize({**fixed, **more, "results": results})
+    fixed = {
+        "bench": "save",
+        "size": "full",
+        "commands": ["c"],
+        "machine": machine,
+        "has_safetensors": True,
+    }
+    return summarize({**fixed, **more, "results": results}, targets)
 
 
 def test_figures_are_reached_by_the_median_of_ratios() -> None:
@@ -270,9 +278,14 @@ def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
     assert "safetensors is not installed" in as_markdown(report_of([], has_safetensors=False))
 
 
-def test_tables_take_their_place_on_the_page_and_nothing_else() -> None:
+@pytest.mark.parametrize("bench", ["save"])
+def test_tables_take_their_place_on_the_page_and_nothing_else(bench: str) -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
-    once = put_on_page(page, "table\n")
-    assert "table\n" in once and put_on_page(put_on_page(page, "other\n"), "table\n") == once
+    once = put_on_page(page, "table\n", bench)
+    assert (
+        "table\n" in once and put_on_page(put_on_page(page, "x\n", bench), "table\n", bench) == once
+    )
+    outside = [text for text in once.split("<!-- ") if not text.startswith(f"{bench}.py: begin")]
+    assert all(text in page for text in outside)
     with pytest.raises(ValueError, match="lacks"):
-        put_on_page("# no marks", "table")
+        put_on_page("# no marks", "table", bench)

@@ -1,6 +1,6 @@
-"""The result of save.py as Markdown: printed, and put between the marks of docs/performance.md.
+"""The result of a bench as Markdown: printed, and put between its marks of docs/performance.md.
 
-python tests/bench/save_tables.py build/bench/save.json --page docs/performance.md
+python tests/bench/tables.py build/bench/save.json --page docs/performance.md
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cases import CASES
+from cases import ALL_CASES
 
-BEGIN, END = "<!-- save.py: begin -->", "<!-- save.py: end -->"
-SIDES = ("raw", "engine", "ours", "stock", "stock2", "safetensors", "ours_nosync", "stock_nosync")
+SIDES = (
+    "raw", "engine", "ours", "ours_unverified", "stock_files", "stock", "stock2", "safetensors",
+    "ours_nosync", "stock_nosync",
+)  # fmt: skip
 MIB = 1 << 20
 
 
@@ -42,7 +44,9 @@ def time_text(seconds: dict[str, float]) -> str:
 
 
 def title(result: dict[str, Any]) -> str:
-    name = CASES[result["case"]].title
+    name = ALL_CASES[result["case"]].title
+    if result.get("cache"):
+        return f"{name}, {result['cache']}"
     return name if result["ranks"] == 1 else f"{name}, {result['ranks']} ranks"
 
 
@@ -70,7 +74,8 @@ def target_table(rows: Sequence[dict[str, Any]]) -> str:
         name = row["title"] if row["side"] == "engine" else f"{row['side']}: {row['title']}"
         bound = f"{'<=' if row['is_most'] else '>='} {row['bound']:g}"
         reached = "yes" if row["is_reached"] else "**no**"
-        lines.append([CASES[row["case"]].title, name, bound, spread_text(row["value"]), reached])
+        state = title({"ranks": 1, **row})
+        lines.append([state, name, bound, spread_text(row["value"]), reached])
     return table(["state", "figure", "to reach", "measured (min-max)", "reached"], lines)
 
 
@@ -93,6 +98,27 @@ def meter_table(results: Sequence[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
+def bytes_table(results: Sequence[dict[str, Any]]) -> str:
+    """What each side read, in MiB: asked for, by the engine's count and by the kernel's."""
+    rows = []
+    for result in results:
+        read_by_side = result.get("bytes_read", {})
+        for side in SIDES:
+            read = read_by_side.get(side)
+            if read is None or not result["bytes"]:
+                continue
+            counted = [read.get("engine_read"), read["rchar"], read["read_bytes"]]
+            rows.append([
+                title(result), side, number(result["bytes"] / MIB),
+                *("" if count is None else number(count / MIB) for count in counted),
+                f"{(counted[0] or counted[1]) / result['bytes']:.3f}",
+            ])  # fmt: skip
+    header = [
+        "state", "side", "needed MiB", "engine read", "rchar", "read from disk", "read / needed",
+    ]  # fmt: skip
+    return table(header, rows)
+
+
 def machine_line(report: dict[str, Any]) -> str:
     m = report["machine"]
     commands = ", ".join(f"`{command}`" for command in report["commands"])
@@ -107,6 +133,8 @@ def as_markdown(report: dict[str, Any]) -> str:
     """Returns the tables of a report."""
     timed = [result for result in report["results"] if result["seconds"]]
     parts = [machine_line(report)]
+    if report["bench"] == "load" and not any(r.get("cache") == "cold" for r in timed):
+        parts.append("Without root nothing was loaded from the disk: only the page cache is timed.")
     if report["size"] != "full":
         parts.append(f"Sizes are `{report['size']}`: far smaller than the titles say.")
     if not report["has_safetensors"]:
@@ -122,18 +150,21 @@ def as_markdown(report: dict[str, Any]) -> str:
             for name, r in raw.items()
         )
         parts.append(f"The limit's best configuration, by probe: {found}.")
+    if any("bytes_read" in result for result in timed):
+        parts += ["### Bytes", bytes_table(timed)]
     if any("meters" in result for result in report["results"]):
         parts += ["### Memory, and a counting thread", meter_table(report["results"])]
     return "\n\n".join(parts) + "\n"
 
 
-def put_on_page(page: str, tables: str) -> str:
-    """Returns the page with `tables` between its marks."""
-    head, _, rest = page.partition(BEGIN)
-    _, mark, tail = rest.partition(END)
+def put_on_page(page: str, tables: str, bench: str) -> str:
+    """Returns the page with `tables` between the bench's marks."""
+    begin, end = (f"<!-- {bench}.py: {what} -->" for what in ("begin", "end"))
+    head, _, rest = page.partition(begin)
+    _, mark, tail = rest.partition(end)
     if not mark:
-        raise ValueError(f"the page lacks {BEGIN} or {END}")
-    return f"{head}{BEGIN}\n{tables}{END}{tail}"
+        raise ValueError(f"the page lacks {begin} or {end}")
+    return f"{head}{begin}\n{tables}{end}{tail}"
 
 
 def main() -> None:
@@ -141,9 +172,10 @@ def main() -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
-    tables = as_markdown(json.loads(args.report.read_text()))
+    report = json.loads(args.report.read_text())
+    tables = as_markdown(report)
     if args.page:
-        args.page.write_text(put_on_page(args.page.read_text(), tables))
+        args.page.write_text(put_on_page(args.page.read_text(), tables, report["bench"]))
     else:
         print(tables)
 
