@@ -6,6 +6,7 @@
 #   PYTHON=EXE  the Python that makes the environments (python3)
 #   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"
 #   BENCH_ARGS  more arguments for save.py, for example BENCH_ARGS="--cases 64mib --ranks 1 2"
+#   LOAD_ARGS   more arguments for load.py, for example LOAD_ARGS="--cases rows columns"
 #   DCPX_WERROR=1, DCPX_SANITIZE=address|thread, MAX_JOBS=N: see setup.py
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -15,6 +16,7 @@ TORCH_VENV ?= .venv-torch-$(TORCH)
 BUILD_VENV := .venv-build
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+LOAD_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SHELL := /bin/bash
@@ -52,7 +54,7 @@ help:
 	@echo "make test-all                all tests, slow ones and those that need root; no skips"
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
-	@echo "make bench                   times saves beside stock, safetensors and the disk's limit, quickly"
+	@echo "make bench                   times saves and loads beside stock, safetensors and the limit"
 	@echo "make lint | wheel | build | clean"
 
 demo: build
@@ -67,6 +69,8 @@ test-all: build test-cpp
 bench: build $(S)/bench
 	$(PY) tests/bench/save.py --quick --json build/bench/quick.json $(BENCH_ARGS)
 	$(PY) tests/bench/plot.py build/bench/quick.json --svg build/bench/quick.svg
+	$(PY) tests/bench/load.py --quick --json build/bench/quick-load.json $(LOAD_ARGS)
+	$(PY) tests/bench/plot.py build/bench/quick-load.json --svg build/bench/quick-load.svg
 
 test-cpp:
 	@if [ -f tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp; \

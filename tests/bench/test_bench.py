@@ -278,7 +278,7 @@ def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
     assert "safetensors is not installed" in as_markdown(report_of([], has_safetensors=False))
 
 
-@pytest.mark.parametrize("bench", ["save"])
+@pytest.mark.parametrize("bench", ["save", "load"])
 def test_tables_take_their_place_on_the_page_and_nothing_else(bench: str) -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
     once = put_on_page(page, "table\n", bench)

@@ -1,0 +1,97 @@
+"""The process of load.py that times the sides of some cases, and writes what it found as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from case_states import make_state, payload_bytes
+from cases import LOAD_CASES, SHARD_DIMS, Case
+from harness import run_rounds
+from load_setup import CACHES, sides_of
+from load_sides import Destination, LoadSides, write_checkpoints
+
+
+def measure(
+    case: Case,
+    size: str,
+    folder: Path,
+    caches: Sequence[str],
+    only: Sequence[str] = (),
+    rounds: int | None = None,
+) -> list[dict[str, Any]]:
+    """Returns for each state of the page cache the times of a case's sides, or of those in `only`,
+    and what they read."""
+    state = make_state(case, size)
+    names = [name for name in sides_of(case) if not only or name in only]
+    write_checkpoints(case, state, folder, names)
+    destination = Destination(case, state)
+    nbytes = payload_bytes(state)
+    results = []
+    for cache in caches:
+        maker = LoadSides(destination, nbytes, folder, cache)
+        sides = [maker.side(name) for name in names]
+        if size == "full":
+            sides = [side._replace(rounds=case.rounds_of.get(side.name)) for side in sides]
+
+        def log(line: str, cache: str = cache) -> None:
+            print(f"{case.name}, {cache}: {line}", file=sys.stderr, flush=True)
+
+        counted = rounds or case.rounds_at(size)
+        quiet_s = 0.05 if size == "full" else 0.01
+        times = run_rounds(sides, counted, folder, log, quiet_s=quiet_s)
+        found: dict[str, Any] = {
+            "case": case.name,
+            "ranks": 1,
+            "cache": cache,
+            "bytes": nbytes,
+            "items": case.size(size).items,
+            "times": times,
+            "bytes_read": maker.bytes_read,
+        }
+        if case.name in SHARD_DIMS:
+            # Two ranks want one stored chunk of each tensor, the one between them wants both.
+            found["item_bytes"] = 2 * nbytes
+        if maker.raw is not None:
+            found["raw"] = {"config": str(maker.raw.config), "is_direct": maker.raw.is_direct}
+        results.append(found)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", required=True, choices=LOAD_CASES)
+    parser.add_argument("--caches", nargs="+", required=True, choices=CACHES)
+    parser.add_argument("--sides", nargs="*", default=[])
+    parser.add_argument("--size", default="full")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    args = parser.parse_args()
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # DCP's, on every save and load
+    torch.set_num_threads(1)
+    if args.size != "full":
+        gc.freeze()  # torch's objects make a collection take longer than a small load
+    results = []
+    for name in args.cases:
+        folder = args.folder / name
+        folder.mkdir()
+        case = LOAD_CASES[name]
+        results += measure(case, args.size, folder, args.caches, args.sides, args.rounds)
+        shutil.rmtree(folder)
+    args.result.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
