@@ -5,16 +5,15 @@
     python tests/bench/load.py --cases rows columns --no-meters --json build/bench/load.json --merge
 
 Every load goes to memory that is there when the clock starts, with the files in the page cache, and
-as root once more with an empty one. Sides: `ours` (default options: all is verified), `engine` (the
-C++ calls within it), `ours_unverified`, `stock_files` (the same, of files that stock wrote),
-`stock`, `safetensors`, `raw` (a C program: preadv of as many bytes). Beside the times: what was
-read from the files, and in fresh processes the peak of memory.
+as root, at full size, once more with an empty one. Sides: `ours` (default options: all is
+verified), `engine` (the C++ calls within it), `ours_unverified`, `stock_files` (the same, of files
+that stock wrote), `stock`, `safetensors`, `raw` (a C program: preadv of as many bytes). Beside the
+times: what was read from the files, and in fresh processes the peak of memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -50,19 +49,22 @@ def measure_meters(args: argparse.Namespace, scratch: Path) -> list[dict[str, An
         for side in sides:
             print(f"{case}: memory of {side}", file=sys.stderr, flush=True)
             arguments = ["--case", case, "--side", side, "--size", args.size]
-            # Saved by a process of its own, whose memory is then gone.
-            run_worker("load_meter_worker.py", [*arguments, "--save"], scratch)
-            meters[side] = run_worker("load_meter_worker.py", arguments, scratch)
-            shutil.rmtree(scratch / "saved")
+            with tempfile.TemporaryDirectory(dir=scratch) as name:
+                # Saved by a process of its own, whose memory is then gone.
+                run_worker("load_meter_worker.py", [*arguments, "--save"], Path(name))
+                meters[side] = run_worker("load_meter_worker.py", arguments, Path(name))
         found.append({"case": case, "ranks": 1, "cache": WARM, "meters": meters})
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__, LOAD_CASES, SIDES)
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=caches_here(),
-                        help="states of the page cache (default: cold as root alone)")  # fmt: skip
+    parser.add_argument(
+        "--caches", nargs="+", choices=CACHES, help="(default: warm; as root, at full size, both)"
+    )
     args = parse(parser, arguments)
+    if args.caches is None:
+        args.caches = caches_here() if args.size == "full" else [WARM]
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="load-") as name:
         if not args.no_times:

@@ -14,7 +14,7 @@ NOT_EVERYWHERE = {"safetensors": PLAIN_TENSORS, "raw": PLAIN_TENSORS}
 METERED = {  # sides whose memory is measured, by size
     "full": ("ours", "stock", "safetensors"),
     "quick": ("ours", "stock"),
-    "smoke": ("ours",),
+    "smoke": ("ours", "stock"),
 }
 WARM, COLD = CACHES = ("warm", "cold")
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")

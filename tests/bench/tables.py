@@ -134,7 +134,7 @@ def as_markdown(report: dict[str, Any]) -> str:
     timed = [result for result in report["results"] if result["seconds"]]
     parts = [machine_line(report)]
     if report["bench"] == "load" and not any(r.get("cache") == "cold" for r in timed):
-        parts.append("Without root nothing was loaded from the disk: only the page cache is timed.")
+        parts.append("All was loaded from the page cache: to empty it takes root, and full size.")
     if report["size"] != "full":
         parts.append(f"Sizes are `{report['size']}`: far smaller than the titles say.")
     if not report["has_safetensors"]:

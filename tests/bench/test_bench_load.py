@@ -46,9 +46,10 @@ def test_load_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Pat
         for read in found["bytes_read"].values():
             assert read["rchar"] >= read.get("engine_read", 0) >= read.get("engine_needed", 0)
     meters = next(r["meters"] for r in report["results"] if r["case"] == "64mib")
-    assert meters["ours"]["extra_peak_bytes"] >= 0
+    assert meters.keys() == {"ours", "stock"}
+    assert all(found["extra_peak_bytes"] >= 0 for found in meters.values())
     assert "### Figures to reach" in done.stdout and "### Bytes" in done.stdout
-    assert "only the page cache is timed" in done.stdout
+    assert "All was loaded from the page cache" in done.stdout
     assert str(tmp_path) not in json.dumps(report) + done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
@@ -144,7 +145,7 @@ def test_figures_of_loads_are_of_their_cache_and_of_what_was_read() -> None:
     read = {"engine_read": 101, "rchar": 103}
     results: list[dict[str, Any]] = [
         {"case": "64mib", "cache": "warm", "times": times, "bytes": 100},
-        {"case": "64mib", "cache": "cold", "times": times, "bytes": 100},
+        {"case": "64mib", "cache": "cold", "times": {**times, "raw": [0.95]}, "bytes": 100},
         {"case": "rows", "cache": "warm", "bytes": 100, "bytes_read": {"ours": read}},
         {"case": "columns", "cache": "warm", "bytes": 100, "item_bytes": 50,
          "bytes_read": {"ours": read, "ours_unverified": read}},
@@ -160,7 +161,7 @@ def test_figures_of_loads_are_of_their_cache_and_of_what_was_read() -> None:
         ("64mib", "warm", "speed", "ours_unverified", "raw"): False,
         ("64mib", "warm", "speed", "ours", "raw"): True,
         ("64mib", "warm", "speed", "ours", "stock"): True,
-        ("64mib", "cold", "speed", "ours", "raw"): False,
+        ("64mib", "cold", "speed", "ours", "raw"): True,
         ("rows", "warm", "engine_read", "ours", ""): True,
         ("rows", "warm", "rchar", "ours", ""): False,
         ("columns", "warm", "of_items", "ours", ""): False,
@@ -168,5 +169,5 @@ def test_figures_of_loads_are_of_their_cache_and_of_what_was_read() -> None:
         ("columns", "warm", "rchar", "ours_unverified", ""): True,
     }
     text = as_markdown(report)
-    assert "2 GiB of 64 MiB tensors, cold | ours: speed of the raw limit | >= 0.9 | 0.85" in text
+    assert "2 GiB of 64 MiB tensors, cold | ours: speed of the raw limit | >= 0.9 | 0.95" in text
     assert summarize(report, LOAD_TARGETS)["targets"] == report["targets"]
