@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from case_states import make_state
+from case_states import make_state, payload_bytes
 from cases import CASES
 from disk import settle
 from engine_clock import engine_calls
 from meters import CountingThread, Reading, extra_peak_bytes, relative_rate, resident_bytes
+from raw_limit import WriteConfig, build_program, write_raw
 from save_sides import WRITERS, save, save_safetensors
 
 from torch_dcpx import DcpxWriter, WriteOptions
@@ -29,6 +30,7 @@ from torch_dcpx import DcpxWriter, WriteOptions
 Save = Callable[[dict[str, Any], Path], None]
 COUNTED_SAVES = 3
 LONG_S = 5.0
+ONE_THREAD = WriteConfig(block_bytes=4 << 20, threads=1, is_preallocated=True)
 METERS = ("peak", "counting", "growth")
 LATER = (3, 30)  # after these saves the resident memory is compared
 
@@ -38,6 +40,14 @@ def saver(side: str) -> Save:
         return lambda state, path: save_safetensors(
             {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}, path
         )
+    if side == "raw":
+        program = build_program("raw_write")
+
+        def write(state: dict[str, Any], path: Path) -> None:
+            path.mkdir()
+            write_raw(program, path / "raw", payload_bytes(state), ONE_THREAD)
+
+        return write
     return lambda state, path: save(state, WRITERS[side](path))
 
 
@@ -57,7 +67,7 @@ def counting(
         return calls if side == "ours" else [(before, thread.read())]
 
     rates = []
-    for _ in range(COUNTED_SAVES if side == "ours" and is_full else 1):
+    for _ in range(COUNTED_SAVES if side in ("ours", "raw") and is_full else 1):
         settle()
         began = time.monotonic()
         rates.append(relative_rate(once, idle_s=0.4 if is_full else 0.1))

@@ -21,7 +21,7 @@ from typing import Any
 
 from cases import CASES
 from driver import finish, make_parser, merge, parse, run_worker
-from save_setup import COUNTED_CASES, HAS_SAFETENSORS, METERED, SIDES
+from save_setup import COUNTED_CASES, METERED, SIDES, is_metered
 from summary import SAVE_TARGETS
 
 
@@ -58,8 +58,7 @@ def measure_meters(args: argparse.Namespace, scratch: Path) -> list[dict[str, An
     for case in args.metered:
         of_case: dict[str, Any] = {}
         for side in args.sides or METERED[args.size]:
-            has_side = side != "safetensors" or (HAS_SAFETENSORS and case != "scalars")
-            if side not in METERED["full"] or not has_side:
+            if not is_metered(case, side):
                 continue
             print(f"{case}: memory and counting thread of {side}", file=sys.stderr, flush=True)
             of_case[side] = run_meters(case, side, args.size, scratch)
@@ -68,7 +67,8 @@ def measure_meters(args: argparse.Namespace, scratch: Path) -> list[dict[str, An
 
 
 def run_meters(case: str, side: str, size: str, scratch: Path) -> dict[str, Any]:
-    at_once = ["peak", *(["counting"] if case in COUNTED_CASES else [])]
+    at_once = ["peak"] if side != "raw" else []
+    at_once += ["counting"] if case in COUNTED_CASES else []
     if size != "full":
         at_once.append("growth")
     arguments = ["--case", case, "--side", side]

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from case_states import blank_like, check_same, payload_bytes
 from engine_clock import engine_calls, seconds_in
 from harness import Side
+from plan_only import PlanOnlyWriter
 from raw_limit import WriteConfig, best_write_config, build_program, check_raw, write_raw
 
 from torch_dcpx import DcpxReader, DcpxWriter, WriteOptions
@@ -24,6 +25,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "ours": DcpxWriter,
     "stock": partial(dcp.FileSystemWriter, thread_count=1),
     "stock2": partial(dcp.FileSystemWriter, thread_count=2),
+    "dcp_alone": PlanOnlyWriter,
     # What durability costs: the same without any fsync.
     "ours_nosync": partial(DcpxWriter, options=WriteOptions(durability="none")),
     "stock_nosync": partial(dcp.FileSystemWriter, thread_count=1, sync_files=False),
@@ -52,6 +54,8 @@ def check_dcp(name: str, state: State, path: Path) -> None:
     Raises:
         MismatchError: the bits differ.
     """
+    if name == "dcp_alone":  # wrote nothing
+        return
     reader = DcpxReader(path) if name.startswith("stock") else dcp.FileSystemReader(path)
     target = blank_like(state)
     dcp.load({"model": target}, storage_reader=reader, no_dist=is_alone())

@@ -15,7 +15,7 @@ from cases import ALL_CASES
 
 SIDES = (
     "raw", "engine", "ours", "ours_unverified", "stock_files", "stock", "stock2", "safetensors",
-    "ours_nosync", "stock_nosync",
+    "dcp_alone", "ours_nosync", "stock_nosync",
 )  # fmt: skip
 MIB = 1 << 20
 

@@ -22,7 +22,7 @@ from engine_clock import engine_calls
 from harness import Side, run_rounds
 from meters import CountingThread, Reading, extra_peak_bytes, relative_rate
 from ratios import speed_ratio
-from save_setup import SIDES, sides_of
+from save_setup import SIDES, is_metered, sides_of
 from save_sides import RawSide, dcp_side, safetensors_side
 from summary import SAVE_TARGETS, summarize
 from tables import as_markdown, put_on_page, time_text
@@ -103,7 +103,7 @@ def flip_a_byte_of_the_file(path: Path) -> None:
     (path / "raw").write_bytes(content)
 
 
-@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("name", [name for name in SIDES if name != "dcp_alone"])
 def test_a_wrong_byte_is_caught_on_every_side(tmp_path: Path, name: str) -> None:
     state = make_state(CASES["tiny"], "smoke")
     side = made_side(name, state, tmp_path)
@@ -116,6 +116,27 @@ def test_a_wrong_byte_is_caught_on_every_side(tmp_path: Path, name: str) -> None
         state["rank0.layer.2"].view(torch.uint8)[3, 5] ^= 1  # what was saved is now another
     with pytest.raises(MismatchError):
         side.check(path)
+
+
+def test_dcp_alone_plans_and_writes_nothing(tmp_path: Path) -> None:
+    side = made_side("dcp_alone", make_state(CASES["tiny"], "smoke"), tmp_path)
+    side.run(tmp_path / "saved")
+    side.check(tmp_path / "saved")
+    assert not list((tmp_path / "saved").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("case", "side", "expected"),
+    [
+        ("64mib", "raw", True), ("64kib", "raw", False), ("64kib", "dcp_alone", True),
+        ("64mib", "dcp_alone", False), ("scalars", "safetensors", False), ("4kib", "ours", True),
+        ("tiny", "ours_nosync", False),
+    ],
+)  # fmt: skip
+def test_meters_are_for_cases_that_they_say_something_of(
+    case: str, side: str, expected: bool
+) -> None:
+    assert is_metered(case, side) == expected
 
 
 @pytest.mark.parametrize(
@@ -274,7 +295,7 @@ def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
 ) -> None:
     monkeypatch.setattr(save_setup, "HAS_SAFETENSORS", False)
     assert "safetensors" not in sides_of(CASES["64kib"])
-    assert sides_of(CASES["64kib"]) == ["ours", "stock", "stock2", "raw"]
+    assert sides_of(CASES["64kib"]) == ["ours", "stock", "stock2", "raw", "dcp_alone"]
     assert "safetensors is not installed" in as_markdown(report_of([], has_safetensors=False))
 
 
