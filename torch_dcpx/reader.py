@@ -216,7 +216,6 @@ class DcpxReader(FileSystemReader):
         self.last_report = ReadReport.of_read(
             counts,
             found.job.report(),
-            is_foreign=self.__files is None,
             metadata_s=self.__metadata_s,
             total_s=self.__metadata_s + self.__hooks_s,
         )

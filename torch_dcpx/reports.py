@@ -150,7 +150,7 @@ class ReadReport:
         verified_bytes: of these, checked against the files' checksums.
         in_place_bytes: of the needed ones, read straight to where they belong.
         through_slot_bytes: of the needed ones, the others: copied out of the workers' slots.
-        foreign_bytes: of the needed ones, from files of stock DCP, which hold no checksums.
+        foreign_bytes: of the read ones, from files of stock DCP, which hold no checksums.
         direct_bytes: of the read ones, read with O_DIRECT.
         slot_bytes: peak memory of the workers' slots.
         metadata_s: reading, checking and decoding `.metadata`.
@@ -185,7 +185,6 @@ class ReadReport:
         counts: ReadCounts,
         counters: Mapping[str, int],
         *,
-        is_foreign: bool,
         metadata_s: float,
         total_s: float,
     ) -> ReadReport:
@@ -195,7 +194,6 @@ class ReadReport:
             counts: what Python counted.
             counters: of `ReadJob.report`: bytes; `read_ns`, `verify_ns` and `copy_ns`, summed over
                 the workers.
-            is_foreign: whether stock DCP wrote the files.
             metadata_s: in `read_metadata`.
             total_s: in all hooks of the reader.
         """
@@ -209,7 +207,7 @@ class ReadReport:
             counters["verified_bytes"],
             in_place,
             needed - in_place,
-            counters.get("foreign_bytes", needed if is_foreign else 0),
+            counters["foreign_bytes"],
             counters["direct_bytes"],
             counters["slot_bytes"],
             metadata_s=metadata_s,
@@ -239,9 +237,7 @@ class ReadReport:
 
 def _engine_phases(engine_s: float, counters: Mapping[str, int]) -> tuple[float, float, float]:
     """Returns (read, verify, copy): the wall time in proportion of what the workers did."""
-    read_ns, verify_ns, copy_ns = (
-        counters.get(name, 0) for name in ("read_ns", "verify_ns", "copy_ns")
-    )
+    read_ns, verify_ns, copy_ns = (counters[name] for name in ("read_ns", "verify_ns", "copy_ns"))
     busy_ns = max(1, read_ns + verify_ns + copy_ns)
     verify_s, copy_s = engine_s * verify_ns / busy_ns, engine_s * copy_ns / busy_ns
     return engine_s - verify_s - copy_s, verify_s, copy_s
