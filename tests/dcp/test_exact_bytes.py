@@ -84,7 +84,9 @@ def test_rows_read_what_they_need_and_a_block_for_each_end_of_a_run(
         assert report.read_bytes <= counted <= report.read_bytes + table_bytes(tmp_path) + 4096
 
 
-def test_columns_verified_read_about_the_whole_items(tmp_path: Path, matrix: torch.Tensor) -> None:
+def test_columns_verified_read_no_more_than_the_whole_items(
+    tmp_path: Path, matrix: torch.Tensor
+) -> None:
     saved = save_parts(tmp_path, matrix, (1, 2))
     for box in grid(SIZES, (1, 3)):
         report, counted = read_part(tmp_path, matrix, box, "blocks")
@@ -93,8 +95,19 @@ def test_columns_verified_read_about_the_whole_items(tmp_path: Path, matrix: tor
             one for one in saved if one.offsets[1] < end and first < one.offsets[1] + one.sizes[1]
         ]
         most = sum(4 * one.sizes[0] * one.sizes[1] for one in items)
-        assert report.read_bytes <= 1.1 * most  # blocks at the ends of extents are read twice
+        assert report.read_bytes <= most + 2 * len(items) * BLOCK_BYTES
         assert report.read_bytes <= counted <= report.read_bytes + table_bytes(tmp_path) + 4096
+
+
+def test_columns_unverified_read_little_between_runs_of_4_kib(
+    tmp_path: Path, matrix: torch.Tensor
+) -> None:
+    save_parts(tmp_path, matrix, (1, 1))
+    for box in grid(SIZES, (1, 3)):  # runs of 4 KiB, 8 KiB apart
+        report, counted = read_part(tmp_path, matrix, box, "none")
+        assert report.needed_bytes == 4 * box.sizes[0] * box.sizes[1]
+        assert report.read_bytes <= 1.5 * report.needed_bytes
+        assert report.read_bytes <= counted <= report.read_bytes + 4096
 
 
 @pytest.mark.parametrize("verify", ["blocks", "none"])
