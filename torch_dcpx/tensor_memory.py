@@ -6,7 +6,7 @@ import torch
 
 from torch_dcpx.errors import UnsupportedError
 
-__all__ = ["check_storage", "has_strides", "is_dense", "is_plain"]
+__all__ = ["check_storage", "has_strides", "is_dense", "is_disjoint", "is_plain"]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -19,6 +19,19 @@ def is_dense(tensor: torch.Tensor) -> bool:
         if stride != expected:
             return False
         expected *= size
+    return True
+
+
+def is_disjoint(tensor: torch.Tensor) -> bool:
+    """Returns whether strides show at once that no two elements share memory."""
+    if tensor.is_contiguous():
+        return True
+    span = 1
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
+        if stride < span:
+            return False
+        span += (size - 1) * stride
     return True
 
 

@@ -231,3 +231,17 @@ def test_stride_of_a_single_element_beyond_all_bytes_loads_everywhere(
             for name, own in state.items():
                 assert torch.equal(views[name], own)
                 assert not target[name][5:].any()
+
+
+def test_target_whose_rows_overlap_gets_what_stock_gives_it(tmp_path: Path) -> None:
+    rows = torch.arange(20 * 1100, dtype=torch.float32).reshape(20, 1100)
+    save({"t": rows}, tmp_path)
+    found = []
+    ours = DcpxReader(tmp_path, options=ReadOptions(direct_io=False))
+    for reader in (ours, dcp.FileSystemReader(tmp_path)):
+        memory = torch.zeros(19 * 550 + 1100)  # each row, longer than a page, covers half the next
+        dcp.load(
+            {"t": memory.as_strided(rows.shape, (550, 1))}, storage_reader=reader, no_dist=True
+        )
+        found.append(memory)
+    assert torch.equal(*found)
