@@ -24,8 +24,9 @@ void for_each_run(const ReadPart& part, const plan::Region& region, std::size_t 
 }  // namespace
 
 void ExtentPieces::lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
-                           const Extent& extent, std::uint64_t begin, std::uint64_t end,
-                           std::uint64_t alignment, std::byte* slot) {
+                           const std::vector<ReadPart>& parts, const Extent& extent,
+                           std::uint64_t begin, std::uint64_t end, std::uint64_t alignment,
+                           std::byte* slot) {
   plan_ = &plan;
   begin_ = at_ = begin;
   alignment_ = alignment;
@@ -34,7 +35,7 @@ void ExtentPieces::lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& 
   copies_.clear();
   in_place_bytes_ = 0;
   for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
-    const ReadPart& part = plan.parts[p];
+    const ReadPart& part = parts[p];
     std::byte* const dest = regions[part.region].dest + part.dest_offset;
     if (extent.is_disjoint && part.elem_bytes >= kInPlaceRunBytes) {
       for_each_run(part, plan.regions[part.region], 0, part.begin, 0,

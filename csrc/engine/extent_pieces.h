@@ -19,14 +19,16 @@ class ExtentPieces {  // One worker's, reused from extent to extent. Not thread-
   // address and file offset agree modulo it, as direct I/O asks. `slot` mirrors the range: what is
   // not taken straight lands at its offset from `begin`.
   // REQUIRES: `slot` has end - begin bytes and is aligned, as are both ends.
-  void lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions, const Extent& extent,
-               std::uint64_t begin, std::uint64_t end, std::uint64_t alignment, std::byte* slot);
+  void lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
+               const std::vector<ReadPart>& parts, const Extent& extent, std::uint64_t begin,
+               std::uint64_t end, std::uint64_t alignment, std::byte* slot);
 
   // The range in order, without a gap; at most IOV_MAX pieces.
   const std::vector<iovec>& pieces() const noexcept { return pieces_; }
   // Of the wanted bytes, those that go straight.
   std::uint64_t in_place_bytes() const noexcept { return in_place_bytes_; }
-  // Copies what the slot holds of the regions. REQUIRES: the pieces are filled.
+  // Copies what the slot holds of the regions. REQUIRES: the pieces are filled; plan and parts of
+  // lay_out() are alive.
   void copy_out() const;
 
  private:

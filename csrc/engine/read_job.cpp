@@ -22,7 +22,7 @@ struct ReadJob::OpenFile {
   std::mutex mutex;           // guards prepare()
   // Of the current read():
   std::atomic<bool> is_ready{false};
-  std::atomic<std::uint32_t> turns_left{0};
+  std::atomic<std::uint32_t> cells_left{0};
   std::uint64_t first_byte = 0;
   std::uint64_t last_byte = 0;
 };
@@ -32,6 +32,12 @@ struct ReadJob::Pass {
   ReadPlan plan;
   std::uint64_t slot_bytes = 0;  // no larger than what passes through
   std::atomic<std::uint32_t> next{0};
+};
+
+struct ReadJob::Worker {
+  std::byte* slot = nullptr;
+  CellReads reads{};
+  ExtentPieces layout{};
 };
 
 namespace {
@@ -107,60 +113,55 @@ void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& p
   for (std::size_t r = 0; r < regions.size(); ++r) touched_[r].store(false);
   Pass pass{regions, {}, 0, {}};
   start(pass);
-  const std::uint32_t turns = pass.plan.turn_count();
-  if (turns == 0) return;
-  const unsigned workers = std::min(options_.workers, turns);
+  if (pass.plan.cells.empty()) return;
+  const auto workers =
+      static_cast<unsigned>(std::min<std::size_t>(options_.workers, pass.plan.cells.size()));
   SlotArena slots(workers, pass.slot_bytes);
   report_.slot_bytes = std::max(report_.slot_bytes, slots.size_bytes());
   try {
     run_workers(
-        workers, [&](unsigned number, StopFlag& stop) { work(pass, slots.slot(number), stop); },
+        workers,
+        [&](unsigned number, StopFlag& stop) {
+          Worker worker{slots.slot(number)};
+          work(pass, worker, stop);
+        },
         poll);
-  } catch (...) {  // files whose last turn never came
+  } catch (...) {  // files whose last cell never came
     for (OpenFile& file : files_) release(file);
     throw;
   }
 }
 
 void ReadJob::start(Pass& pass) {
-  std::vector<bool> checked;
-  checked.reserve(files_.size());
-  for (OpenFile& file : files_) {
-    checked.push_back(is_checked(file));
-    file.turns_left = 0;
-  }
-  pass.plan = plan_reads(pass.regions, checked, options_.slot_bytes);
+  for (OpenFile& file : files_) file.cells_left = 0;
+  pass.plan = plan_reads(pass.regions, files_.size(), options_.slot_bytes);
   report_.needed_bytes += pass.plan.needed_bytes;
-  for (std::uint32_t turn = 0; turn < pass.plan.turn_count(); ++turn) {
-    const Extent& first = pass.plan.extents[pass.plan.turns[turn]];
-    const Extent& last = pass.plan.extents[pass.plan.turns[turn + 1] - 1];
-    OpenFile& file = files_[first.file];
-    if (file.turns_left.fetch_add(1) == 0) file.first_byte = first.begin;
-    file.last_byte = last.end;
+  for (const CellRange& cell : pass.plan.cells) {
+    OpenFile& file = files_[cell.file];
+    if (file.cells_left.fetch_add(1) == 0) file.first_byte = cell.begin;
+    file.last_byte = cell.end;
     pass.slot_bytes = std::max(
-        pass.slot_bytes, align_up(last.end, kBlockBytes) - align_down(first.begin, kBlockBytes));
+        pass.slot_bytes, align_up(cell.end, kBlockBytes) - align_down(cell.begin, kBlockBytes));
   }
 }
 
-void ReadJob::work(Pass& pass, std::byte* slot, const StopFlag& stop) {
-  ExtentPieces layout;
+void ReadJob::work(Pass& pass, Worker& worker, const StopFlag& stop) {
   const ReadPlan& plan = pass.plan;
   while (true) {
-    const std::uint32_t turn = pass.next.fetch_add(1);
-    if (turn >= plan.turn_count() || stop.is_set()) return;
-    const std::uint32_t first = plan.turns[turn];
-    const std::uint32_t end = plan.turns[turn + 1];
-    OpenFile& file = files_[plan.extents[first].file];
+    const std::uint32_t number = pass.next.fetch_add(1);
+    if (number >= plan.cells.size() || stop.is_set()) return;
+    const CellRange& cell = plan.cells[number];
+    OpenFile& file = files_[cell.file];
     prepare(file);
+    plan_cell(plan, cell, is_checked(file), options_.slot_bytes, worker.reads);
     const io::InputFile& input = file.stored.file();
-    const std::uint64_t begin = plan.extents[first].begin;
-    const bool is_direct =
-        input.has_direct() &&
-        io::resident_fraction(input.fd(), begin, plan.extents[end - 1].end - begin) < 0.5;
-    for (std::uint32_t e = first; e < end && !stop.is_set(); ++e) {
-      read_extent(pass, plan.extents[e], layout, slot, is_direct);
+    const bool is_direct = input.has_direct() && io::resident_fraction(input.fd(), cell.begin,
+                                                                       cell.end - cell.begin) < 0.5;
+    for (const Extent& extent : worker.reads.extents) {
+      if (stop.is_set()) break;
+      read_extent(pass, extent, worker, is_direct);
     }
-    if (file.turns_left.fetch_sub(1) == 1) release(file);
+    if (file.cells_left.fetch_sub(1) == 1) release(file);
   }
 }
 
@@ -188,8 +189,7 @@ void ReadJob::release(OpenFile& file) noexcept {
   file.is_ready = false;
 }
 
-void ReadJob::read_extent(const Pass& pass, const Extent& extent, ExtentPieces& layout,
-                          std::byte* slot, bool is_direct) {
+void ReadJob::read_extent(const Pass& pass, const Extent& extent, Worker& worker, bool is_direct) {
   const OpenFile& file = files_[extent.file];
   const io::InputFile& input = file.stored.file();
   std::uint64_t begin = extent.begin;
@@ -206,10 +206,11 @@ void ReadJob::read_extent(const Pass& pass, const Extent& extent, ExtentPieces& 
     end = align_up(end, io::kDirectAlignment);
   }
   DCPX_CHECK(end - begin <= pass.slot_bytes, "an extent must fit its slot");
-  layout.lay_out(pass.plan, pass.regions, extent, begin, end, is_direct ? io::kDirectAlignment : 1,
-                 slot);
+  ExtentPieces& layout = worker.layout;
+  layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end,
+                 is_direct ? io::kDirectAlignment : 1, worker.slot);
   for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
-    touched_[pass.plan.parts[p].region].store(true, std::memory_order_relaxed);
+    touched_[worker.reads.parts[p].region].store(true, std::memory_order_relaxed);
   }
   std::vector<iovec> unread(layout.pieces());  // read_at() consumes what it is given
   {
@@ -224,20 +225,19 @@ void ReadJob::read_extent(const Pass& pass, const Extent& extent, ExtentPieces& 
   }
   if (is_checked(file)) {
     const Stopwatch watch(verify_ns_);
-    verify_extent(pass, extent, layout.pieces(), begin, checked_end);
+    verify_extent(pass, extent, worker, begin, checked_end);
     verified_bytes_.fetch_add(checked_end - begin, std::memory_order_relaxed);
   }
   const Stopwatch watch(copy_ns_);
   layout.copy_out();
 }
 
-void ReadJob::verify_extent(const Pass& pass, const Extent& extent,
-                            const std::vector<iovec>& pieces, std::uint64_t begin,
-                            std::uint64_t end) const {
+void ReadJob::verify_extent(const Pass& pass, const Extent& extent, const Worker& worker,
+                            std::uint64_t begin, std::uint64_t end) const {
   const StoredFile& stored = files_[extent.file].stored;
   std::uint64_t at = begin;
   std::uint32_t crc = 0;
-  for (const iovec& piece : pieces) {
+  for (const iovec& piece : worker.layout.pieces()) {
     const auto* data = static_cast<const std::byte*>(piece.iov_base);
     const std::uint64_t nbytes = std::min<std::uint64_t>(piece.iov_len, end - at);
     for (std::uint64_t done = 0; done < nbytes;) {
@@ -247,21 +247,21 @@ void ReadJob::verify_extent(const Pass& pass, const Extent& extent,
       at += count;
       if (at % kBlockBytes != 0 && at != end) continue;
       const std::uint64_t block = (at - 1) / kBlockBytes;
-      if (crc != stored.block_crc(block)) throw damaged_block(pass, extent, block, at, crc);
+      if (crc != stored.block_crc(block)) throw damaged_block(pass, extent, worker, block, at, crc);
       crc = 0;
     }
   }
 }
 
-Error ReadJob::damaged_block(const Pass& pass, const Extent& extent, std::uint64_t block,
-                             std::uint64_t end, std::uint32_t found) const {
+Error ReadJob::damaged_block(const Pass& pass, const Extent& extent, const Worker& worker,
+                             std::uint64_t block, std::uint64_t end, std::uint32_t found) const {
   const StoredFile& stored = files_[extent.file].stored;
   const std::uint64_t begin = block * kBlockBytes;
   Error error = corruption_error(stored.file().path(), static_cast<std::int64_t>(begin),
                                  static_cast<std::int64_t>(end - begin), "block checksum",
                                  hex32(stored.block_crc(block)), hex32(found));
   for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
-    const ReadPart& part = pass.plan.parts[p];
+    const ReadPart& part = worker.reads.parts[p];
     if (part.begin < end && part.end > begin) {
       error.fqn = pass.regions[part.region].fqn;
       break;

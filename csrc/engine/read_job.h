@@ -77,19 +77,19 @@ class ReadJob {  // Not thread-safe.
  private:
   struct OpenFile;
   struct Pass;
+  struct Worker;
 
   bool keep_open() const noexcept;
   bool is_checked(const OpenFile& file) const noexcept;
   void start(Pass& pass);
-  void work(Pass& pass, std::byte* slot, const StopFlag& stop);
+  void work(Pass& pass, Worker& worker, const StopFlag& stop);
   void prepare(OpenFile& file);
   static void release(OpenFile& file) noexcept;
-  void read_extent(const Pass& pass, const Extent& extent, ExtentPieces& layout, std::byte* slot,
-                   bool is_direct);
-  void verify_extent(const Pass& pass, const Extent& extent, const std::vector<iovec>& pieces,
+  void read_extent(const Pass& pass, const Extent& extent, Worker& worker, bool is_direct);
+  void verify_extent(const Pass& pass, const Extent& extent, const Worker& worker,
                      std::uint64_t begin, std::uint64_t end) const;
-  Error damaged_block(const Pass& pass, const Extent& extent, std::uint64_t block,
-                      std::uint64_t end, std::uint32_t found) const;
+  Error damaged_block(const Pass& pass, const Extent& extent, const Worker& worker,
+                      std::uint64_t block, std::uint64_t end, std::uint32_t found) const;
 
   UniqueFd dir_fd_;
   std::string dir_path_;

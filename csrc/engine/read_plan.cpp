@@ -9,15 +9,14 @@ namespace dcpx::engine {
 namespace {
 
 void add_parts(const ReadRegion& wanted, std::uint32_t index, const plan::Region& simplified,
-               std::uint64_t slot_bytes, std::uint64_t max_gap_bytes,
-               std::vector<ReadPart>& parts) {
+               std::uint64_t slot_bytes, std::vector<ReadPart>& parts) {
   const std::uint64_t begin = wanted.src_offset;
   const std::uint64_t nbytes = simplified.elem_bytes;
   if (simplified.dims() == 0 && begin % slot_bytes + nbytes <= slot_bytes) {  // most small items
     parts.push_back({wanted.file, index, begin, checked_add(begin, nbytes), 0, {}, nbytes});
     return;
   }
-  for (plan::RegionPart& piece : plan::split_region(simplified, slot_bytes, max_gap_bytes, begin)) {
+  for (plan::RegionPart& piece : plan::split_region(simplified, slot_bytes, slot_bytes, begin)) {
     const std::uint64_t at = checked_add(begin, piece.src_offset);
     parts.push_back({wanted.file, index, at, checked_add(at, piece.src_span), piece.dst_offset,
                      std::move(piece.lengths), piece.elem_bytes});
@@ -39,27 +38,28 @@ bool is_ascending(const plan::Region& simplified) {
   return true;
 }
 
-void add_extents(const std::vector<bool>& is_checked, std::uint64_t slot_bytes, ReadPlan& out) {
+// Bytes of the source that lie together wherever the box has any: not fewer for a destination
+// whose elements lie apart.
+std::uint64_t source_run_bytes(const plan::Region& simplified) {
+  std::uint64_t run = simplified.elem_bytes;
+  for (std::size_t d = simplified.dims(); d-- > 0 && simplified.src_strides[d] == run;) {
+    run *= simplified.lengths[d];
+  }
+  return run;
+}
+
+void add_cells(std::uint64_t slot_bytes, ReadPlan& out) {
   for (std::uint32_t p = 0; p < out.parts.size(); ++p) {
     const ReadPart& part = out.parts[p];
-    const bool is_simple = is_ascending(out.regions[part.region]);
-    Extent* last = out.extents.empty() ? nullptr : &out.extents.back();
-    const bool is_same_cell = last != nullptr && last->file == part.file &&
-                              last->begin / slot_bytes == part.begin / slot_bytes;
-    const std::uint64_t gap =
-        is_checked[part.file] || !is_same_cell
-            ? kCheckedGapBytes
-            : merge_gap_bytes(std::min(part.elem_bytes, out.parts[p - 1].elem_bytes));
-    if (is_same_cell && part.begin <= last->end + gap) {
-      last->is_disjoint = last->is_disjoint && is_simple && part.begin >= last->end;
+    CellRange* last = out.cells.empty() ? nullptr : &out.cells.back();
+    if (last != nullptr && last->file == part.file &&
+        last->begin / slot_bytes == part.begin / slot_bytes) {
       last->end = std::max(last->end, part.end);
       ++last->part_count;
-      continue;
+    } else {
+      out.cells.push_back({part.file, part.begin, part.end, p, 1});
     }
-    if (!is_same_cell) out.turns.push_back(static_cast<std::uint32_t>(out.extents.size()));
-    out.extents.push_back({part.file, part.begin, part.end, p, 1, is_simple});
   }
-  if (!out.turns.empty()) out.turns.push_back(static_cast<std::uint32_t>(out.extents.size()));
 }
 
 }  // namespace
@@ -69,7 +69,7 @@ std::uint64_t merge_gap_bytes(std::uint64_t run_bytes) {
   return std::min(run_bytes / 2, kCheckedGapBytes);
 }
 
-ReadPlan plan_reads(const std::vector<ReadRegion>& regions, const std::vector<bool>& is_checked,
+ReadPlan plan_reads(const std::vector<ReadRegion>& regions, std::size_t file_count,
                     std::uint64_t slot_bytes) {
   DCPX_CHECK(slot_bytes % kBlockBytes == 0 && slot_bytes >= 4 * kBlockBytes,
              "a slot holds whole blocks, at least four");
@@ -78,7 +78,7 @@ ReadPlan plan_reads(const std::vector<ReadRegion>& regions, const std::vector<bo
   out.parts.reserve(regions.size());
   for (std::uint32_t r = 0; r < regions.size(); ++r) {
     const ReadRegion& wanted = regions[r];
-    DCPX_CHECK(wanted.file < is_checked.size(), "a region of an unknown file");
+    DCPX_CHECK(wanted.file < file_count, "a region of an unknown file");
     std::uint64_t nbytes = wanted.region.elem_bytes;
     for (const std::uint64_t length : wanted.region.lengths) nbytes = checked_mul(nbytes, length);
     if (nbytes == 0) {
@@ -87,16 +87,56 @@ ReadPlan plan_reads(const std::vector<ReadRegion>& regions, const std::vector<bo
     }
     out.needed_bytes = checked_add(out.needed_bytes, nbytes);
     out.regions.push_back(plan::simplify(wanted.region));
-    const plan::Region& simplified = out.regions.back();
-    const std::uint64_t gap =
-        is_checked[wanted.file] ? kCheckedGapBytes : merge_gap_bytes(simplified.elem_bytes);
-    add_parts(wanted, r, simplified, slot_bytes, gap, out.parts);
+    add_parts(wanted, r, out.regions.back(), slot_bytes, out.parts);
   }
   if (!std::is_sorted(out.parts.begin(), out.parts.end(), is_before)) {
     std::sort(out.parts.begin(), out.parts.end(), is_before);
   }
-  add_extents(is_checked, slot_bytes, out);
+  add_cells(slot_bytes, out);
   return out;
+}
+
+void plan_cell(const ReadPlan& plan, const CellRange& cell, bool is_checked,
+               std::uint64_t slot_bytes, CellReads& reads) {
+  const auto gap_of = [&](const ReadPart& part) {
+    return is_checked ? kCheckedGapBytes
+                      : merge_gap_bytes(source_run_bytes(plan.regions[part.region]));
+  };
+  reads.parts.clear();
+  reads.extents.clear();
+  for (std::uint32_t p = cell.first_part; p < cell.first_part + cell.part_count; ++p) {
+    const ReadPart& whole = plan.parts[p];
+    const plan::Region& simplified = plan.regions[whole.region];
+    if (whole.end - whole.begin <= whole.elem_bytes) {  // one run
+      reads.parts.push_back(whole);
+      continue;
+    }
+    const plan::Region box{whole.elem_bytes, whole.lengths, simplified.src_strides,
+                           simplified.dst_strides};
+    for (plan::RegionPart& piece :
+         plan::split_region(box, slot_bytes, gap_of(whole), whole.begin)) {
+      const std::uint64_t at = whole.begin + piece.src_offset;
+      reads.parts.push_back({whole.file, whole.region, at, at + piece.src_span,
+                             whole.dest_offset + piece.dst_offset, std::move(piece.lengths),
+                             piece.elem_bytes});
+    }
+  }
+  if (!std::is_sorted(reads.parts.begin(), reads.parts.end(), is_before)) {
+    std::sort(reads.parts.begin(), reads.parts.end(), is_before);
+  }
+  for (std::uint32_t p = 0; p < reads.parts.size(); ++p) {
+    const ReadPart& part = reads.parts[p];
+    const bool is_simple = is_ascending(plan.regions[part.region]);
+    Extent* last = reads.extents.empty() ? nullptr : &reads.extents.back();
+    if (last != nullptr &&
+        part.begin <= last->end + std::min(gap_of(part), gap_of(reads.parts[p - 1]))) {
+      last->is_disjoint = last->is_disjoint && is_simple && part.begin >= last->end;
+      last->end = std::max(last->end, part.end);
+      ++last->part_count;
+    } else {
+      reads.extents.push_back({part.file, part.begin, part.end, p, 1, is_simple});
+    }
+  }
 }
 
 }  // namespace dcpx::engine

@@ -40,17 +40,28 @@ struct Extent {
   bool is_disjoint = false;  // no byte is wanted twice
 };
 
+// What a worker takes at a time: what is wanted of one cell of a file, as parts of the plan.
+struct CellRange {
+  std::uint32_t file = 0;
+  std::uint64_t begin = 0;
+  std::uint64_t end = 0;
+  std::uint32_t first_part = 0;
+  std::uint32_t part_count = 0;
+};
+
+// A plan of many short runs stays small: a part is all that a region wants of a cell, whatever lies
+// between, and only the worker that takes the cell lists what is read apart.
 struct ReadPlan {
   std::vector<plan::Region> regions;  // simplified, one per ReadRegion
-  std::vector<ReadPart> parts;        // sorted by file and offset
-  std::vector<Extent> extents;
-  // What a worker takes at a time, the extents of one cell: the first of each, then their count.
-  std::vector<std::uint32_t> turns;
+  std::vector<ReadPart> parts;        // sorted by file and offset; each lies in one cell
+  std::vector<CellRange> cells;
   std::uint64_t needed_bytes = 0;  // sum over the regions
+};
 
-  std::uint32_t turn_count() const noexcept {
-    return turns.empty() ? 0 : static_cast<std::uint32_t>(turns.size() - 1);
-  }
+// The reads of one cell.
+struct CellReads {
+  std::vector<ReadPart> parts;  // sorted by offset
+  std::vector<Extent> extents;
 };
 
 // Neighbours in a file whose blocks are checked are read together over gaps of a block: what is
@@ -66,9 +77,14 @@ inline constexpr std::uint64_t kShortRunGapBytes = 8 << 10;
 std::uint64_t merge_gap_bytes(std::uint64_t run_bytes);
 
 // `slot_bytes` is the size of a cell: no extent crosses a multiple of it, and so each fits a slot
-// also when both ends are rounded to blocks. `is_checked` says by file whether whole blocks are
-// read to verify them. Throws Error(kPlan).
-ReadPlan plan_reads(const std::vector<ReadRegion>& regions, const std::vector<bool>& is_checked,
+// also when both ends are rounded to blocks. Throws Error(kPlan).
+// REQUIRES: regions name files below `file_count`.
+ReadPlan plan_reads(const std::vector<ReadRegion>& regions, std::size_t file_count,
                     std::uint64_t slot_bytes);
+
+// Cuts what is wanted of `cell` into extents; `reads` is overwritten. `is_checked`: whole blocks of
+// this file are read to verify them.
+void plan_cell(const ReadPlan& plan, const CellRange& cell, bool is_checked,
+               std::uint64_t slot_bytes, CellReads& reads);
 
 }  // namespace dcpx::engine

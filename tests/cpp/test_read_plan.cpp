@@ -8,7 +8,10 @@ namespace {
 
 using dcpx::ErrorCode;
 using dcpx::kBlockBytes;
+using dcpx::engine::CellRange;
+using dcpx::engine::CellReads;
 using dcpx::engine::Extent;
+using dcpx::engine::plan_cell;
 using dcpx::engine::plan_reads;
 using dcpx::engine::ReadPart;
 using dcpx::engine::ReadPlan;
@@ -48,13 +51,43 @@ std::uint64_t region_bytes(const Region& region) {
                          std::multiplies<>());
 }
 
+// A plan with the reads of all its cells, as workers find them one by one.
+struct AllReads {
+  ReadPlan plan;
+  std::vector<ReadPart> parts;
+  std::vector<Extent> extents;
+};
+
+AllReads plan_all(const std::vector<ReadRegion>& regions, const std::vector<bool>& is_checked) {
+  AllReads all{plan_reads(regions, is_checked.size(), kSlotBytes), {}, {}};
+  CellReads reads;
+  std::uint32_t next_part = 0;
+  for (const CellRange& cell : all.plan.cells) {
+    CHECK_EQ(cell.first_part, next_part);
+    CHECK(cell.part_count > 0);
+    next_part += cell.part_count;
+    plan_cell(all.plan, cell, is_checked[cell.file], kSlotBytes, reads);
+    CHECK_EQ(reads.extents.front().begin, cell.begin);
+    CHECK_EQ(reads.extents.back().end, cell.end);
+    CHECK_EQ(cell.begin / kSlotBytes, (cell.end - 1) / kSlotBytes);
+    for (Extent extent : reads.extents) {
+      CHECK_EQ(extent.file, cell.file);
+      extent.first_part += static_cast<std::uint32_t>(all.parts.size());
+      all.extents.push_back(extent);
+    }
+    all.parts.insert(all.parts.end(), reads.parts.begin(), reads.parts.end());
+  }
+  CHECK_EQ(next_part, all.plan.parts.size());
+  return all;
+}
+
 // Does by memory copies what ReadJob does by reads: each extent into a slot, its parts out of it.
-void carry_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
+void carry_out(const AllReads& all, const std::vector<ReadRegion>& regions,
                const std::vector<std::vector<std::byte>>& files,
                std::vector<std::vector<std::byte>>& found) {
   std::uint64_t moved_bytes = 0;
   std::uint32_t next_part = 0;
-  for (const Extent& extent : plan.extents) {
+  for (const Extent& extent : all.extents) {
     CHECK_EQ(extent.begin / kSlotBytes, (extent.end - 1) / kSlotBytes);
     CHECK_EQ(extent.first_part, next_part);
     CHECK(extent.part_count > 0);
@@ -64,8 +97,8 @@ void carry_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
     std::uint64_t end = extent.begin;
     bool is_disjoint = true;
     for (; next_part < extent.first_part + extent.part_count; ++next_part) {
-      const ReadPart& part = plan.parts[next_part];
-      const Region& simplified = plan.regions[part.region];
+      const ReadPart& part = all.parts[next_part];
+      const Region& simplified = all.plan.regions[part.region];
       CHECK_EQ(part.file, extent.file);
       CHECK_EQ(regions[part.region].file, extent.file);
       CHECK(part.begin >= extent.begin && part.end <= extent.end);
@@ -81,27 +114,15 @@ void carry_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
     CHECK_EQ(end, extent.end);
     CHECK_EQ(extent.is_disjoint, is_disjoint);
   }
-  CHECK_EQ(next_part, plan.parts.size());
-  CHECK_EQ(moved_bytes, plan.needed_bytes);
+  CHECK_EQ(next_part, all.parts.size());
+  CHECK_EQ(moved_bytes, all.plan.needed_bytes);
 }
 
-// A turn is a cell's extents, and no block of a checked file is read by two of them.
-void check_turns(const ReadPlan& plan, const std::vector<bool>& is_checked) {
-  CHECK_EQ(plan.turn_count() == 0, plan.extents.empty());
-  if (plan.extents.empty()) return;
-  CHECK_EQ(plan.turns.front(), 0U);
-  CHECK_EQ(plan.turns.back(), plan.extents.size());
-  for (std::uint32_t turn = 0; turn < plan.turn_count(); ++turn) {
-    CHECK(plan.turns[turn] < plan.turns[turn + 1]);
-    const Extent& first = plan.extents[plan.turns[turn]];
-    for (std::uint32_t e = plan.turns[turn]; e < plan.turns[turn + 1]; ++e) {
-      CHECK_EQ(plan.extents[e].file, first.file);
-      CHECK_EQ(plan.extents[e].begin / kSlotBytes, first.begin / kSlotBytes);
-    }
-  }
-  for (std::size_t e = 1; e < plan.extents.size(); ++e) {
-    const Extent& last = plan.extents[e - 1];
-    const Extent& next = plan.extents[e];
+// Extents ascend, and no block of a checked file is read by two of them.
+void check_order(const std::vector<Extent>& extents, const std::vector<bool>& is_checked) {
+  for (std::size_t e = 1; e < extents.size(); ++e) {
+    const Extent& last = extents[e - 1];
+    const Extent& next = extents[e];
     CHECK(last.file < next.file || (last.file == next.file && last.end < next.begin) ||
           (last.file == next.file && last.end == next.begin && next.begin % kSlotBytes == 0));
     if (last.file == next.file && is_checked[next.file]) {
@@ -133,31 +154,31 @@ TEST(read_plan_brings_every_byte_once_and_fits_its_slots) {
     }
     std::vector<std::vector<std::byte>> found;
     for (const auto& bytes : expected) found.emplace_back(bytes.size(), std::byte{0xA5});
-    const ReadPlan plan = plan_reads(regions, is_checked, kSlotBytes);
-    CHECK_EQ(plan.needed_bytes, needed_bytes);
-    CHECK_EQ(plan.regions.size(), regions.size());
-    check_turns(plan, is_checked);
-    carry_out(plan, regions, files, found);
+    const AllReads all = plan_all(regions, is_checked);
+    CHECK_EQ(all.plan.needed_bytes, needed_bytes);
+    CHECK_EQ(all.plan.regions.size(), regions.size());
+    check_order(all.extents, is_checked);
+    carry_out(all, regions, files, found);
     CHECK(found == expected);
-    extents += plan.extents.size();
+    extents += all.extents.size();
     disjoint += static_cast<std::size_t>(std::count_if(
-        plan.extents.begin(), plan.extents.end(), [](auto& extent) { return extent.is_disjoint; }));
+        all.extents.begin(), all.extents.end(), [](auto& extent) { return extent.is_disjoint; }));
   }
   CHECK(disjoint > 50 && extents - disjoint > 50);
 }
 
 TEST(one_long_run_is_cut_at_slots_and_read_exactly) {
   const ReadRegion wanted{0, 777, {1, {kFileBytes - 777}, {1}, {1}}, nullptr, "w"};
-  const ReadPlan plan = plan_reads({wanted}, {true}, kSlotBytes);
+  const AllReads all = plan_all({wanted}, {true});
   std::uint64_t at = 777;
-  for (const Extent& extent : plan.extents) {
+  for (const Extent& extent : all.extents) {
     CHECK_EQ(extent.begin, at);
     CHECK(extent.is_disjoint);
     CHECK(extent.end == kFileBytes || extent.end % kSlotBytes == 0);
     at = extent.end;
   }
   CHECK_EQ(at, kFileBytes);
-  CHECK_EQ(plan.extents.size(), kFileBytes / kSlotBytes + 1);
+  CHECK_EQ(all.extents.size(), kFileBytes / kSlotBytes + 1);
 }
 
 TEST(runs_apart_are_read_apart_and_neighbours_together) {
@@ -169,9 +190,8 @@ TEST(runs_apart_are_read_apart_and_neighbours_together) {
         const ReadRegion columns{0, 0, {run, {2}, {stride}, {run}}, nullptr, "w"};
         const ReadRegion first{0, 0, {run, {}, {}, {}}, nullptr, "w"};
         const ReadRegion second{0, stride, {run, {}, {}, {}}, nullptr, "w"};
-        const std::size_t apart =
-            plan_reads({second, first}, {is_checked}, kSlotBytes).extents.size();
-        CHECK_EQ(plan_reads({columns}, {is_checked}, kSlotBytes).extents.size(), apart);
+        const std::size_t apart = plan_all({second, first}, {is_checked}).extents.size();
+        CHECK_EQ(plan_all({columns}, {is_checked}).extents.size(), apart);
         return apart;
       };
       CHECK_EQ(extents(run + gap), 1U);
@@ -180,24 +200,45 @@ TEST(runs_apart_are_read_apart_and_neighbours_together) {
   }
 }
 
+// Reads of columns of `run` bytes every `stride` bytes of a file; to elements that lie apart where
+// `elem_bytes` is less than the run.
+AllReads read_columns(std::uint64_t run, std::uint64_t stride, std::uint64_t elem_bytes) {
+  const std::uint64_t rows = kFileBytes / stride;
+  const ReadRegion columns{
+      0,
+      5,
+      {elem_bytes, {rows, run / elem_bytes}, {stride, elem_bytes}, {2 * run, 2 * elem_bytes}},
+      nullptr,
+      "w"};
+  return plan_all({columns}, {false});
+}
+
 TEST(columns_of_long_runs_are_read_with_half_as_much_again_at_most) {
   for (const std::uint64_t run : {4096UL, 6000UL, 20'000UL, 100'000UL}) {
     for (const std::uint64_t stride : {run + 64, run + run / 2, run + run / 2 + 1, 2 * run}) {
-      const std::uint64_t rows = kFileBytes / stride;
-      const ReadRegion columns{0, 5, {run, {rows}, {stride}, {run}}, nullptr, "w"};
-      std::uint64_t read_bytes = 0;
-      for (const Extent& extent : plan_reads({columns}, {false}, kSlotBytes).extents) {
-        read_bytes += extent.end - extent.begin;
+      for (const std::uint64_t elem_bytes : {run, 4UL}) {
+        const AllReads all = read_columns(run, stride, elem_bytes);
+        std::uint64_t read_bytes = 0;
+        for (const Extent& extent : all.extents) read_bytes += extent.end - extent.begin;
+        CHECK(read_bytes <= all.plan.needed_bytes * 3 / 2);
       }
-      // Runs that a cell's border cuts are short ones: 8 KiB beside each is allowed for.
-      CHECK(read_bytes <= rows * run * 3 / 2 + (kFileBytes / kSlotBytes) * 16384);
     }
+  }
+}
+
+TEST(plan_of_many_runs_has_a_few_parts_a_cell) {
+  for (const std::uint64_t elem_bytes : {4096UL, 4UL}) {
+    const AllReads all = read_columns(4096, 3 * 4096, elem_bytes);
+    const std::uint64_t cells = kFileBytes / kSlotBytes + 1;
+    CHECK(all.extents.size() > 5 * cells);
+    CHECK(all.plan.cells.size() <= cells);
+    CHECK(all.plan.parts.size() <= 8 * cells);
   }
 }
 
 TEST(read_plan_refuses_slots_that_hold_no_blocks) {
   for (const std::uint64_t slot_bytes : {0UL, 4096UL, 3 * kBlockBytes, 4 * kBlockBytes + 4096}) {
-    CHECK_THROWS(plan_reads({}, {}, slot_bytes), ErrorCode::kPlan);
+    CHECK_THROWS(plan_reads({}, 0, slot_bytes), ErrorCode::kPlan);
   }
 }
 
