@@ -153,10 +153,10 @@ void ReadJob::work(Pass& pass, Worker& worker, const StopFlag& stop) {
     const CellRange& cell = plan.cells[number];
     OpenFile& file = files_[cell.file];
     prepare(file);
-    plan_cell(plan, cell, is_checked(file), options_.slot_bytes, worker.reads);
     const io::InputFile& input = file.stored.file();
     const bool is_direct = input.has_direct() && io::resident_fraction(input.fd(), cell.begin,
                                                                        cell.end - cell.begin) < 0.5;
+    plan_cell(plan, cell, {is_checked(file), is_direct}, options_.slot_bytes, worker.reads);
     for (const Extent& extent : worker.reads.extents) {
       if (stop.is_set()) break;
       read_extent(pass, extent, worker, is_direct);

@@ -4,6 +4,7 @@
 
 #include "common/bytes.h"
 #include "format/file_footer.h"
+#include "io/file.h"
 
 namespace dcpx::engine {
 namespace {
@@ -64,9 +65,9 @@ void add_cells(std::uint64_t slot_bytes, ReadPlan& out) {
 
 }  // namespace
 
-std::uint64_t merge_gap_bytes(std::uint64_t run_bytes) {
-  if (run_bytes < kInPlaceRunBytes) return kShortRunGapBytes;
-  return std::min(run_bytes / 2, kCheckedGapBytes);
+std::uint64_t merge_gap_bytes(std::uint64_t run_bytes, bool is_direct) {
+  const std::uint64_t most = is_direct ? kDirectGapBytes : kCachedGapBytes;
+  return run_bytes < kInPlaceRunBytes ? most : std::min(run_bytes / 2, most);
 }
 
 ReadPlan plan_reads(const std::vector<ReadRegion>& regions, std::size_t file_count,
@@ -96,12 +97,16 @@ ReadPlan plan_reads(const std::vector<ReadRegion>& regions, std::size_t file_cou
   return out;
 }
 
-void plan_cell(const ReadPlan& plan, const CellRange& cell, bool is_checked,
-               std::uint64_t slot_bytes, CellReads& reads) {
+void plan_cell(const ReadPlan& plan, const CellRange& cell, CellMode mode, std::uint64_t slot_bytes,
+               CellReads& reads) {
   const auto gap_of = [&](const ReadPart& part) {
-    return is_checked ? kCheckedGapBytes
-                      : merge_gap_bytes(source_run_bytes(plan.regions[part.region]));
+    return merge_gap_bytes(source_run_bytes(plan.regions[part.region]), mode.is_direct);
   };
+  // What reads are rounded to. Runs less than a block apart share one, or their blocks touch.
+  const std::uint64_t unit = mode.is_checked  ? kBlockBytes
+                             : mode.is_direct ? io::kDirectAlignment
+                                              : 1;
+  const std::uint64_t near = mode.is_checked ? kBlockBytes - 1 : 0;
   reads.parts.clear();
   reads.extents.clear();
   for (std::uint32_t p = cell.first_part; p < cell.first_part + cell.part_count; ++p) {
@@ -114,7 +119,7 @@ void plan_cell(const ReadPlan& plan, const CellRange& cell, bool is_checked,
     const plan::Region box{whole.elem_bytes, whole.lengths, simplified.src_strides,
                            simplified.dst_strides};
     for (plan::RegionPart& piece :
-         plan::split_region(box, slot_bytes, gap_of(whole), whole.begin)) {
+         plan::split_region(box, slot_bytes, std::max(gap_of(whole), near), whole.begin)) {
       const std::uint64_t at = whole.begin + piece.src_offset;
       reads.parts.push_back({whole.file, whole.region, at, at + piece.src_span,
                              whole.dest_offset + piece.dst_offset, std::move(piece.lengths),
@@ -128,8 +133,11 @@ void plan_cell(const ReadPlan& plan, const CellRange& cell, bool is_checked,
     const ReadPart& part = reads.parts[p];
     const bool is_simple = is_ascending(plan.regions[part.region]);
     Extent* last = reads.extents.empty() ? nullptr : &reads.extents.back();
-    if (last != nullptr &&
-        part.begin <= last->end + std::min(gap_of(part), gap_of(reads.parts[p - 1]))) {
+    const bool is_near =
+        last != nullptr &&
+        align_down(part.begin, unit) <=
+            align_up(last->end, unit) + std::min(gap_of(part), gap_of(reads.parts[p - 1]));
+    if (is_near) {
       last->is_disjoint = last->is_disjoint && is_simple && part.begin >= last->end;
       last->end = std::max(last->end, part.end);
       ++last->part_count;

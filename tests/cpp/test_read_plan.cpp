@@ -58,7 +58,8 @@ struct AllReads {
   std::vector<Extent> extents;
 };
 
-AllReads plan_all(const std::vector<ReadRegion>& regions, const std::vector<bool>& is_checked) {
+AllReads plan_all(const std::vector<ReadRegion>& regions, const std::vector<bool>& is_checked,
+                  bool is_direct = false) {
   AllReads all{plan_reads(regions, is_checked.size(), kSlotBytes), {}, {}};
   CellReads reads;
   std::uint32_t next_part = 0;
@@ -66,7 +67,7 @@ AllReads plan_all(const std::vector<ReadRegion>& regions, const std::vector<bool
     CHECK_EQ(cell.first_part, next_part);
     CHECK(cell.part_count > 0);
     next_part += cell.part_count;
-    plan_cell(all.plan, cell, is_checked[cell.file], kSlotBytes, reads);
+    plan_cell(all.plan, cell, {is_checked[cell.file], is_direct}, kSlotBytes, reads);
     CHECK_EQ(reads.extents.front().begin, cell.begin);
     CHECK_EQ(reads.extents.back().end, cell.end);
     CHECK_EQ(cell.begin / kSlotBytes, (cell.end - 1) / kSlotBytes);
@@ -118,16 +119,17 @@ void carry_out(const AllReads& all, const std::vector<ReadRegion>& regions,
   CHECK_EQ(moved_bytes, all.plan.needed_bytes);
 }
 
-// Extents ascend, and no block of a checked file is read by two of them.
-void check_order(const std::vector<Extent>& extents, const std::vector<bool>& is_checked) {
+// Extents ascend, and no block of a checked file, and no page of one that is read directly, is
+// read by two of them.
+void check_order(const std::vector<Extent>& extents, const std::vector<bool>& is_checked,
+                 bool is_direct) {
   for (std::size_t e = 1; e < extents.size(); ++e) {
     const Extent& last = extents[e - 1];
     const Extent& next = extents[e];
     CHECK(last.file < next.file || (last.file == next.file && last.end < next.begin) ||
           (last.file == next.file && last.end == next.begin && next.begin % kSlotBytes == 0));
-    if (last.file == next.file && is_checked[next.file]) {
-      CHECK((last.end - 1) / kBlockBytes < next.begin / kBlockBytes);
-    }
+    const std::uint64_t unit = is_checked[next.file] ? kBlockBytes : is_direct ? 4096 : 1;
+    if (last.file == next.file) CHECK((last.end - 1) / unit < next.begin / unit);
   }
 }
 
@@ -154,10 +156,11 @@ TEST(read_plan_brings_every_byte_once_and_fits_its_slots) {
     }
     std::vector<std::vector<std::byte>> found;
     for (const auto& bytes : expected) found.emplace_back(bytes.size(), std::byte{0xA5});
-    const AllReads all = plan_all(regions, is_checked);
+    const bool is_direct = round % 2 == 1;
+    const AllReads all = plan_all(regions, is_checked, is_direct);
     CHECK_EQ(all.plan.needed_bytes, needed_bytes);
     CHECK_EQ(all.plan.regions.size(), regions.size());
-    check_order(all.extents, is_checked);
+    check_order(all.extents, is_checked, is_direct);
     carry_out(all, regions, files, found);
     CHECK(found == expected);
     extents += all.extents.size();
@@ -183,19 +186,23 @@ TEST(one_long_run_is_cut_at_slots_and_read_exactly) {
 
 TEST(runs_apart_are_read_apart_and_neighbours_together) {
   for (const bool is_checked : {true, false}) {
-    for (const std::uint64_t run : {64UL, 4095UL, 4096UL, 32768UL}) {
-      const std::uint64_t gap =
-          is_checked ? dcpx::engine::kCheckedGapBytes : dcpx::engine::merge_gap_bytes(run);
-      const auto extents = [&](std::uint64_t stride) {
-        const ReadRegion columns{0, 0, {run, {2}, {stride}, {run}}, nullptr, "w"};
-        const ReadRegion first{0, 0, {run, {}, {}, {}}, nullptr, "w"};
-        const ReadRegion second{0, stride, {run, {}, {}, {}}, nullptr, "w"};
-        const std::size_t apart = plan_all({second, first}, {is_checked}).extents.size();
-        CHECK_EQ(plan_all({columns}, {is_checked}).extents.size(), apart);
-        return apart;
-      };
-      CHECK_EQ(extents(run + gap), 1U);
-      CHECK_EQ(extents(run + gap + 1), 2U);
+    for (const bool is_direct : {true, false}) {
+      for (const std::uint64_t run : {4096UL, 8192UL, 32768UL, 64UL, 4095UL}) {
+        const std::uint64_t gap = dcpx::engine::merge_gap_bytes(run, is_direct);
+        const std::uint64_t unit = is_checked ? kBlockBytes : is_direct ? 4096 : 1;
+        const std::uint64_t next = dcpx::align_up(run, unit) + dcpx::align_down(gap, unit) + unit;
+        const auto extents = [&](std::uint64_t stride) {
+          const ReadRegion columns{0, 0, {run, {2}, {stride}, {run}}, nullptr, "w"};
+          const ReadRegion first{0, 0, {run, {}, {}, {}}, nullptr, "w"};
+          const ReadRegion second{0, stride, {run, {}, {}, {}}, nullptr, "w"};
+          const std::size_t apart =
+              plan_all({second, first}, {is_checked}, is_direct).extents.size();
+          CHECK_EQ(plan_all({columns}, {is_checked}, is_direct).extents.size(), apart);
+          return apart;
+        };
+        CHECK_EQ(extents(next - 1), 1U);
+        CHECK_EQ(extents(next), 2U);
+      }
     }
   }
 }
