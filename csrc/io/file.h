@@ -86,7 +86,7 @@ class InputFile {  // read_at() is thread-safe.
 
   // Fills all of `parts` from `offset` on; by direct I/O where `is_direct` asks for it and
   // open_direct() made it possible. Falls back to the page cache where a direct read is refused
-  // (EINVAL). Blocks. Throws Error(kStorage), Error(kShortRead).
+  // (EINVAL, EFAULT). Blocks. Throws Error(kStorage), Error(kShortRead).
   void read_at(iovec* parts, int count, std::uint64_t offset, bool is_direct = false) const;
   void read_at(std::byte* into, std::uint64_t nbytes, std::uint64_t offset) const;
   // A second descriptor of the same file, for direct I/O, so that each read may choose; none where

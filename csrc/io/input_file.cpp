@@ -113,7 +113,8 @@ void InputFile::read_at(iovec* parts, int count, std::uint64_t offset, bool is_d
     const ssize_t got = io::preadv(fd, parts, count, static_cast<off_t>(offset));
     if (got < 0) {
       if (errno == EINTR) continue;
-      if (errno == EINVAL && fd != fd_.get()) {
+      // EFAULT: memory that a device maps takes copies, but no direct reads.
+      if ((errno == EINVAL || errno == EFAULT) && fd != fd_.get()) {
         fd = fd_.get();
         continue;
       }

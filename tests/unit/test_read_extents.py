@@ -177,7 +177,10 @@ def test_each_cell_is_read_directly_or_through_the_page_cache_by_where_it_is(
         assert mixed["read_bytes"] == mixed["direct_bytes"] + 3 * SLOT_BYTES - place.payload_offset
 
 
-def test_refused_direct_read_falls_back_to_the_page_cache(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EFAULT])
+def test_refused_direct_read_falls_back_to_the_page_cache(
+    tmp_path: Path, refusal: int, seed: int
+) -> None:
     tensor = flat(3 * SLOT_BYTES, seed)
     saved = write(tmp_path, [tensor])
     outcomes = []
@@ -187,7 +190,7 @@ def test_refused_direct_read_falls_back_to_the_page_cache(tmp_path: Path, seed: 
         place = locate(reader, saved)[0]
         target = congruent(tensor.nbytes, place.payload_offset)
         before = sum(_C.call_counts().values())
-        _C.arm_fault(nth, errno.EINVAL)
+        _C.arm_fault(nth, refusal)
         try:
             reader.read([run_row(place, target)])
         except StorageError as error:  # of a read that was no direct one
