@@ -36,6 +36,9 @@ std::int64_t signed_number(const std::byte* at, std::size_t nbytes) {
   return static_cast<std::int64_t>(bits << unused) >> unused;
 }
 
+// Of an archive: to look at one takes a copy of it, and only texts are long.
+constexpr std::uint64_t kMaxPlainBytes = 1 << 20;
+
 // The value of a pickle of protocol 2 that says one number, truth, text or None; null for others,
 // and an error of Python's where one is set.
 PyObject* plain_value(const std::byte* pickle, std::uint64_t nbytes) {
@@ -91,7 +94,8 @@ py::list plain_values(const py::list& archives) {
     if (PyLong_Check(item.ptr())) throw py::type_error("an archive is a buffer, no address");
     const std::byte* const archive = buffers.add(item, /*is_writable=*/false, nbytes);
     std::uint64_t pickle_bytes = 0;
-    const std::byte* const pickle = find_object_pickle(archive, nbytes, pickle_bytes);
+    const std::byte* const pickle =
+        nbytes <= kMaxPlainBytes ? find_object_pickle(archive, nbytes, pickle_bytes) : nullptr;
     PyObject* const value = pickle == nullptr ? nullptr : plain_value(pickle, pickle_bytes);
     if (value == nullptr && PyErr_Occurred() != nullptr) PyErr_Clear();  // others will say why
     out[i] = value != nullptr ? py::reinterpret_steal<py::object>(value)

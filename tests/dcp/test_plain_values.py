@@ -59,6 +59,14 @@ def test_value_of_our_archive_is_that_of_the_unpickler(value: Any) -> None:
     assert repr(found) == repr(value)
 
 
+def test_text_of_many_bytes_is_left_to_the_unpickler(tmp_path: Path) -> None:
+    short, long = "x" * (1 << 19), "x" * (1 << 20)  # to look at an archive takes a copy of it
+    assert _C.plain_values([framed(pickle.dumps(short, 2))]) == [short]
+    assert _C.plain_values([framed(pickle.dumps(long, 2))]) == [NotImplemented]
+    save({"v": long}, tmp_path)
+    assert load({"v": long}, tmp_path)["v"] == long
+
+
 def test_archive_with_any_byte_changed_or_missing_is_left_to_the_parser() -> None:
     for at in range(len(FRAME)):
         changed = bytearray(FRAME)
