@@ -43,7 +43,8 @@ bool is_ascending(const plan::Region& simplified) {
 // whose elements lie apart.
 std::uint64_t source_run_bytes(const plan::Region& simplified) {
   std::uint64_t run = simplified.elem_bytes;
-  for (std::size_t d = simplified.dims(); d-- > 0 && simplified.src_strides[d] == run;) {
+  for (std::size_t d = simplified.dims(); d-- > 0;) {
+    if (simplified.src_strides[d] != run) break;
     run *= simplified.lengths[d];
   }
   return run;
