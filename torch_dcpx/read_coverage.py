@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
 from torch_dcpx import _C
@@ -23,7 +24,7 @@ from torch_dcpx._compat import wanted_chunks
 from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
 from torch_dcpx.planner_hooks import PLAN_HOOKS, has_stock_hooks
 
-__all__ = ["check_coverage"]
+__all__ = ["check_coverage", "meeting_targets"]
 
 
 class _Wanted(NamedTuple):
@@ -35,7 +36,7 @@ class _Wanted(NamedTuple):
     items: Sequence[ReadItem]
 
 
-def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -> None:
+def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -> bool:
     """Raises when the items do not fill every tensor of the planner's state exactly once.
 
     Args:
@@ -43,13 +44,16 @@ def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -
         planner: whose state is loaded; one that plans its own way is believed.
         path: of the metadata, for errors.
 
+    Returns:
+        Whether that was asked: no two items of one target meet.
+
     Raises:
         CorruptionError: the stored chunks leave a hole, or two hold the same element; no tensor was
             touched.
         PlanError: an item reaches outside of its target.
     """
     if not has_stock_hooks(planner, PLAN_HOOKS):
-        return
+        return False
     state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
     entries = planner.metadata.state_dict_metadata  # type: ignore[attr-defined]
     last = {item.dest_index.fqn: item for item in items}
@@ -70,7 +74,7 @@ def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -
         if isinstance(entries.get(fqn), TensorStorageMetadata):
             doubtful[fqn] = own
     if not doubtful:
-        return
+        return True
     quick = [one for fqn, own in doubtful.items() for one in _quick(fqn, state[fqn], own)]
     suspects = dict.fromkeys(quick[row[0]].fqn for row in _offences(quick))
     exact = [
@@ -78,6 +82,30 @@ def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -
     ]
     for row in _offences(exact):
         raise _error(exact[row[0]], *row[1:], path=path)
+    return True
+
+
+def meeting_targets(items: Iterable[ReadItem]) -> frozenset[MetadataIndex]:
+    """Returns the targets of which two items may fill the same element: no plan of stock's has any,
+    a user's may.
+    """
+    parts_of: dict[MetadataIndex, list[ReadItem]] = {}
+    for item in items:
+        if item.type != LoadItemType.BYTE_IO:
+            parts_of.setdefault(item.dest_index, []).append(item)
+    meeting, asked, boxes = set(), [], []
+    for target, parts in parts_of.items():
+        ndims = {len(place) for part in parts for place in (part.dest_offsets, part.lengths)}
+        if len(parts) > 1 and len(ndims) > 1:
+            meeting.add(target)
+        elif len(parts) > 1:
+            ends = [map(add, part.dest_offsets, part.lengths) for part in parts]
+            asked.append(target)
+            boxes.append(
+                _Wanted(target.fqn, (), [max(0, *at) for at in zip(*ends, strict=True)], parts)
+            )
+    meeting.update(asked[number] for number, offence, *_ in _offences(boxes) if offence != "hole")
+    return frozenset(meeting)
 
 
 def _quick(fqn: str, target: Any, items: Sequence[ReadItem]) -> list[_Wanted]:

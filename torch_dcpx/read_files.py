@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_dcpx._compat import increment_version
@@ -65,9 +66,15 @@ class _Window:
     """Reads that are prepared together, read in one call, and then handed over in their order."""
 
     def __init__(
-        self, found: Found, planner: LoadPlanner, transforms: Any, options: ReadOptions
+        self,
+        found: Found,
+        planner: LoadPlanner,
+        transforms: Any,
+        options: ReadOptions,
+        meeting: Container[MetadataIndex],
     ) -> None:
         self._found = found
+        self._meeting = meeting
         self._planner = planner
         self._budget_bytes = options.host_memory_bytes
         self._bytes = BytesFinisher(planner, transforms, options)
@@ -75,7 +82,8 @@ class _Window:
         self._is_single = self._makes_targets and not has_stock_hooks(planner, TAKING_HOOKS)
         self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
         # Whether targets are the state's own tensors, and nobody wants to know what went there.
-        self.is_lean = has_plain_state(planner) and not (self._makes_targets or self._wants_commits)
+        has_state = has_plain_state(planner) and not meeting
+        self.is_lean = has_state and not (self._makes_targets or self._wants_commits)
         self._reads: list[_Read] = []
         self._used_bytes = 0
         self._touched: list[str] = []  # over all windows
@@ -145,6 +153,16 @@ class _Window:
         else:
             self._add_tensor(item, located)
 
+    def _claim(self, item: ReadItem, target: torch.Tensor) -> Claim | None:
+        """Returns the memory of a target whose strides say where it is."""
+        if not has_strides(target) or not target.numel():
+            return None
+        dims = zip(target.shape, target.stride(), strict=True)
+        begin = target.data_ptr()
+        last = sum((size - 1) * stride for size, stride in dims)
+        owner = item.dest_index if item.dest_index not in self._meeting else object()
+        return Claim(begin, begin + (last + 1) * target.element_size(), owner)
+
     def _make_room(self, nbytes: int) -> None:
         """Reads what is prepared when `nbytes` more would exceed the budget."""
         if self._reads and nbytes and self._used_bytes + nbytes > self._budget_bytes:
@@ -160,7 +178,7 @@ class _Window:
         if self._makes_targets:
             cost += target.numel() * target.element_size()
         self._make_room(cost)
-        claim = _claim(item, target.detach())
+        claim = self._claim(item, target.detach())
         read = plan_tensor_read(item, located, target, dtype)
         self._add(_Read(read.row, claim, None, (read, is_big_endian)), cost)
 
@@ -169,7 +187,7 @@ class _Window:
         self._make_room(located.payload_bytes)
         claim = None
         if item.type != LoadItemType.BYTE_IO and not self._makes_targets:
-            claim = _claim(item, self._planner.resolve_tensor(item).detach())
+            claim = self._claim(item, self._planner.resolve_tensor(item).detach())
         data = bytearray(located.payload_bytes)
         row = None
         if data:
@@ -222,18 +240,13 @@ class _Window:
         self.finish_s += time.perf_counter() - read_at
 
 
-def _claim(item: ReadItem, target: torch.Tensor) -> Claim | None:
-    """Returns the memory of a target whose strides say where it is."""
-    if not has_strides(target) or not target.numel():
-        return None
-    dims = zip(target.shape, target.stride(), strict=True)
-    begin = target.data_ptr()
-    last = sum((size - 1) * stride for size, stride in dims)
-    return Claim(begin, begin + (last + 1) * target.element_size(), item.dest_index)
-
-
 def read_items(
-    found: Found, planner: LoadPlanner, transforms: Any, options: ReadOptions
+    found: Found,
+    planner: LoadPlanner,
+    transforms: Any,
+    options: ReadOptions,
+    *,
+    meeting: Container[MetadataIndex] = frozenset(),
 ) -> ReadCounts:
     """Reads the items of a plan into the planner's tensors and objects, file by file as stock does.
 
@@ -242,11 +255,12 @@ def read_items(
         planner: gives targets, takes what was read.
         transforms: stock's `_StorageReaderTransforms`.
         options: memory bound and trust.
+        meeting: targets of which two items may fill the same element.
 
     Raises:
         CorruptionError, StorageError: `touched` names the items whose targets may hold new bytes.
     """
-    window = _Window(found, planner, transforms, options)
+    window = _Window(found, planner, transforms, options, meeting)
     try:
         # A user's planner may make garbage of any size, which must not wait for the end.
         runs_own_code = not (window.is_lean and has_stock_hooks(planner, TAKING_HOOKS))

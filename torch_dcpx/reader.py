@@ -46,7 +46,7 @@ from torch_dcpx.locate import Found, locate_items
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.overrides import has_own_hooks, metadata_file, refuse_bypassed
-from torch_dcpx.read_coverage import check_coverage
+from torch_dcpx.read_coverage import check_coverage, meeting_targets
 from torch_dcpx.read_files import read_items
 from torch_dcpx.reports import ReadReport, loaded_line
 
@@ -201,12 +201,14 @@ class DcpxReader(FileSystemReader):
         with self.__hook():
             refuse_bypassed(self, DcpxReader)
             found = self.__take_found(plan.items)
+            is_tiled = False
             try:
                 if found is not None and has_own_hooks(self, DcpxReader):
                     name = metadata_file(self, None if self.use_collectives else self.rank)
-                    check_coverage(plan.items, planner, str(Path(self.path) / name))
+                    is_tiled = check_coverage(plan.items, planner, str(Path(self.path) / name))
                 found = found or self.__find(plan.items)
-                counts = read_items(found, planner, self.transforms, self.options)
+                meeting = frozenset() if is_tiled else meeting_targets(plan.items)
+                counts = read_items(found, planner, self.transforms, self.options, meeting=meeting)
             except StorageError as error:
                 self.__check_not_replaced(error)
                 raise

@@ -175,9 +175,9 @@ def test_file_that_shrinks_before_it_is_read_is_a_short_read(
     for left in (0, 1, 4096, len(whole) // 3, len(whole) // 2):
         path.write_bytes(whole)
 
-        def shrunk(*args: Any, nbytes: int = left) -> int:
+        def shrunk(*args: Any, nbytes: int = left, **kwargs: Any) -> int:
             os.truncate(path, nbytes)
-            return read(*args)
+            return read(*args, **kwargs)
 
         monkeypatch.setattr(reader_module, "read_items", shrunk)
         target = canaries()

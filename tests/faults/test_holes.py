@@ -5,6 +5,7 @@ Stock loads all of these: a hole keeps what the tensor held before, of an overla
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 from collections.abc import Callable
@@ -198,6 +199,37 @@ def test_part_of_a_plan_on_purpose_is_read_as_by_stock(
     expected = WHOLE.clone()
     expected[4:8] = -7
     assert_same(expected, target["w"])
+
+
+class ReadsTwice(DefaultLoadPlanner):
+    """Reads its one target from several places, one after the other: the last one stays."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def create_local_plan(self) -> LoadPlan:
+        (item,) = super().create_local_plan().items
+        return LoadPlan(
+            [
+                dataclasses.replace(item, storage_index=MetadataIndex(name, torch.Size([0]), 0))
+                for name in self.names
+            ]
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("names", ["xy", "yx", "xyx", "yxy"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_target_that_a_plan_reads_twice_keeps_the_last_as_with_stock(
+    tmp_path: Path, writer: str, names: str, dtype: torch.dtype
+) -> None:
+    stored = {"x": torch.full((5000,), 1.0), "y": torch.full((5000,), 2.0), "w": torch.zeros(5000)}
+    dcp.save(stored, storage_writer=WRITERS[writer](tmp_path), no_dist=True)
+    for reader in READERS.values():
+        target = {"w": torch.zeros(5000, dtype=dtype)}
+        dcp.load(target, storage_reader=reader(tmp_path), planner=ReadsTwice(names), no_dist=True)
+        assert_same({"w": stored[names[-1]].to(dtype)}, target)
 
 
 def test_planner_that_finds_targets_its_own_way_answers_for_holes_itself(ckpt: Path) -> None:
