@@ -11,6 +11,7 @@ remember the item whose commit they expect. For them every window holds one item
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Container, Sequence
@@ -212,19 +213,32 @@ class _Window:
             self._read(reads[begin:end])
             begin = end
 
+    def _note(self, filled: Sequence[_Read]) -> None:
+        """Notes which reads put bytes where they belong; autograd hears of it even if what follows
+        fails.
+        """
+        self._touched += [read.row[-1] for read in filled if read.row is not None]
+        written = [read.direct for read in filled if read.direct is not None]
+        written += [
+            read.rest[0].target
+            for read in filled
+            if read.rest is not None
+            and not isinstance(read.rest, BytesRead)
+            and read.rest[0].staged is None
+        ]
+        increment_version(written)
+
     def _read(self, reads: list[_Read]) -> None:
-        rows = [read.row for read in reads if read.row is not None]
-        names = [row[-1] for row in rows]
+        filled = [read for read in reads if read.row is not None]
+        rows = [read.row for read in filled if read.row is not None]
         began = time.perf_counter()
         try:
             self._found.job.read(rows)
         except BaseException:
-            touched = zip(names, self._found.job.touched(), strict=False)
-            self._touched += [name for name, is_touched in touched if is_touched]
+            self._note(list(itertools.compress(filled, self._found.job.touched())))
             raise
-        self._touched += names
+        self._note(filled)
         read_at = time.perf_counter()
-        increment_version(read.direct for read in reads if read.direct is not None)
         whole = [read.rest for read in reads if type(read.rest) is BytesRead]
         plain = iter(self._bytes.plain_values(whole) if whole else ())
         for read in reads:

@@ -18,7 +18,6 @@ import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_dcpx._compat import increment_version
 from torch_dcpx.errors import CorruptionError, UnsafePickleError, UnsupportedError
 from torch_dcpx.locate import Located
 from torch_dcpx.options import ReadOptions
@@ -190,8 +189,6 @@ def finish_tensor_read(read: TensorRead, is_big_endian: bool) -> None:
         if is_big_endian:
             staged.untyped_storage().byteswap(staged.dtype)  # type: ignore[no-untyped-call]
         read.target.copy_(staged)
-    elif read.row is not None:
-        increment_version([read.target])
 
 
 # How torch.load(weights_only=True) names what it refuses; its other errors are malformed data.

@@ -24,6 +24,7 @@ from torch_dcpx import (
     DcpxReader,
     ReadOptions,
     StorageError,
+    UnsafePickleError,
 )
 
 BLOCK_BYTES = 64 << 10
@@ -283,3 +284,32 @@ def sweep(directory: Path, seed: int, name: str, *, share: float) -> None:
                 refused += 1
     assert refused > share * 1000
     print(f"{name}: {path.stat().st_size} bytes, share {share}: {refused} refused, 0 silent")
+
+
+def assert_heard(target: dict[str, Any], touched: tuple[str, ...]) -> None:
+    """Asserts that autograd knows which tensors, made new for a load, were written."""
+    tensors = {name: value for name, value in target.items() if isinstance(value, torch.Tensor)}
+    heard = {name for name, tensor in tensors.items() if tensor._version}
+    assert heard == set(touched) & set(tensors)
+
+
+def test_autograd_hears_of_what_a_failed_load_touched(ckpt: Path) -> None:
+    data_file = ckpt / "__0_0.distcp"
+    target = {**blank_like(state_of()), "small": torch.zeros(100), "large": torch.zeros(100_000)}
+    target["other"] = torch.zeros(66)[::2]
+    with (
+        flipped(data_file, regions(data_file)["last byte of a large payload"]),
+        raises_one(CorruptionError) as raised,
+    ):
+        dcp.load(target, storage_reader=DcpxReader(ckpt), no_dist=True)
+    assert "large" in raised.error.touched
+    assert_heard(target, raised.error.touched)
+
+
+def test_autograd_hears_of_tensors_behind_an_item_that_is_refused(tmp_path: Path) -> None:
+    save({"a": os.getcwd, "whole": torch.ones(5), "strided": torch.ones(6, 7)}, tmp_path)
+    target = {"a": 0, "whole": torch.zeros(5), "strided": torch.zeros(6, 14)[:, ::2]}
+    with raises_one(UnsafePickleError) as raised:
+        dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert set(raised.error.touched) == {"a", "whole", "strided"}
+    assert_heard(target, raised.error.touched)
