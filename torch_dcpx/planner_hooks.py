@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 __all__ = ["PLAN_HOOKS", "TAKING_HOOKS", "has_plain_state", "has_stock_hooks"]
@@ -12,8 +16,24 @@ __all__ = ["PLAN_HOOKS", "TAKING_HOOKS", "has_plain_state", "has_stock_hooks"]
 _HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
 TAKING_HOOKS = ("commit_tensor", "load_bytes")
 PLAN_HOOKS = ("create_local_plan", "create_global_plan", "finish_plan", *_HOOKS)
-_STOCK = {name: getattr(DefaultLoadPlanner, name) for name in (*PLAN_HOOKS, *TAKING_HOOKS)}
 _LOOKUPS = ("get", "__getitem__", "__contains__")
+
+
+def _torchs_own() -> dict[str, Any]:
+    """Returns stock's hooks by name, without those that somebody replaced in torch's class before
+    this module was imported: they are called as any other's are.
+    """
+    source = create_default_local_load_plan.__code__.co_filename
+    hooks = {name: getattr(DefaultLoadPlanner, name) for name in (*PLAN_HOOKS, *TAKING_HOOKS)}
+    codes = {name: getattr(hook, "__code__", None) for name, hook in hooks.items()}
+    return {
+        name: hooks[name]
+        for name, code in codes.items()
+        if code is not None and code.co_filename == source
+    }
+
+
+_STOCK = _torchs_own()
 
 
 def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool:
@@ -21,7 +41,10 @@ def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool
     hands out views of the state's own tensors.
     """
     return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(type(planner), name) is _STOCK[name] and name not in vars(planner) for name in names
+        name in _STOCK
+        and getattr(type(planner), name) is _STOCK[name]
+        and name not in vars(planner)
+        for name in names
     )
 
 

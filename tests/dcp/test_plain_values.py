@@ -20,7 +20,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from zip_samples import saved
 
-from torch_dcpx import _C, DcpxReader, ReadOptions, UnsafePickleError, read_bytes, write_table
+from torch_dcpx import (
+    _C,
+    DcpxReader,
+    ReadOptions,
+    UnsafePickleError,
+    planner_hooks,
+    read_bytes,
+    write_table,
+)
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.trust import decode_byte_item
 
@@ -182,3 +190,20 @@ def test_stream_of_an_overridden_hook_holds_the_value(
 def test_a_number_where_an_archive_belongs_is_refused() -> None:
     with pytest.raises(TypeError):
         _C.plain_values([4096])  # no address is ever read
+
+
+def test_hook_that_was_replaced_in_torchs_class_before_the_import_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"v": 7, "w": 8}, tmp_path)
+    taken = []
+    own = DefaultLoadPlanner.load_bytes
+
+    def load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+        taken.append(read_item.dest_index.fqn)
+        own(self, read_item, value)
+
+    monkeypatch.setattr(DefaultLoadPlanner, "load_bytes", load_bytes)
+    monkeypatch.setattr(planner_hooks, "_STOCK", planner_hooks._torchs_own())  # as an import does
+    assert load({"v": 0, "w": 0}, tmp_path) == {"v": 7, "w": 8}
+    assert taken == ["v", "w"]
