@@ -88,7 +88,12 @@ class PlanningPause:
 
     def end_with(self, plan: object) -> None:
         """Ends the pause, if one is on, when `plan` is gone, and in time at the latest."""
-        self._plan = None if self._timer is None else weakref.ref(plan, lambda _: self.end())
+        if self._timer is None:
+            return
+        try:
+            self._plan = weakref.ref(plan, lambda _: self.end())
+        except TypeError:  # a planner's own kind of plan: nothing would say when it is gone
+            self.end()
 
     def end_soon(self) -> None:
         """Ends the pause, if one is on, with the plan of `end_with`, or a second from now."""

@@ -104,6 +104,14 @@ def test_planning_pause_that_nobody_ends_ends_in_time(monkeypatch: pytest.Monkey
     assert gc.isenabled()
 
 
+def test_pause_ends_at_once_with_a_plan_that_cannot_say_when_it_is_gone() -> None:
+    pause = PlanningPause()
+    pause.begin(_gc._MANY_ITEMS)
+    pause.end_with(("a", "plan"))
+    assert gc.isenabled()
+    assert not timers()
+
+
 def test_few_items_are_planned_without_a_pause_or_a_thread() -> None:
     PlanningPause().begin(_gc._MANY_ITEMS - 1)
     assert gc.isenabled()
