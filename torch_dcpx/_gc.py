@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PlanningPause", "paused_gc"]
+__all__ = ["PlanningPause", "bounded_pause", "paused_gc"]
 
 _MANY_ITEMS = 2000  # from here on collections cost a plan more than the timer does, 0.1 ms
 _MAX_PAUSE_S = 10.0  # where DCP does not come back
@@ -126,6 +126,19 @@ class PlanningPause:
                 _end()
         if timer is not None:
             timer.cancel()
+
+
+@contextmanager
+def bounded_pause(items: int) -> Iterator[None]:
+    """A pause for this many items that ends with the block, and in time: a block that also reads
+    hundreds of gigabytes must not let other threads' garbage grow for so long.
+    """
+    pause = PlanningPause()
+    pause.begin(items)
+    try:
+        yield
+    finally:
+        pause.end()
 
 
 def _forget_other_threads() -> None:

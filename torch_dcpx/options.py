@@ -128,8 +128,8 @@ class ReadOptions:
         verify: "blocks" (default): every byte that stays in a tensor was checked against the
             file's checksums, in whole blocks of 64 KiB; "none": the ranges that are asked for are
             read, and short gaps between neighbours: up to 8 KiB through the page cache, 64 KiB by
-            O_DIRECT, between runs of 4 KiB and more no more than half a run. Files of stock DCP hold no checksums
-            that could be checked.
+            O_DIRECT, between runs of 4 KiB and more no more than half a run. Files of stock DCP
+            hold no checksums that could be checked.
         trusted: hand pickles of the checkpoint to Python as stock does, which may execute anything
             they say. Default False: nothing from a checkpoint is executed.
         safe_globals: classes and functions that byte items, and tensors of other classes than

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_dcpx._compat import increment_version
-from torch_dcpx._gc import paused_gc
+from torch_dcpx._gc import bounded_pause
 from torch_dcpx.claims import Claim, disjoint_groups
 from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.locate import Found, Located
@@ -278,7 +278,7 @@ def read_items(
     try:
         # A user's planner may make garbage of any size, which must not wait for the end.
         runs_own_code = not (window.is_lean and has_stock_hooks(planner, TAKING_HOOKS))
-        with nullcontext() if runs_own_code else paused_gc():
+        with nullcontext() if runs_own_code else bounded_pause(len(found.items)):
             window.prepare()
     except (CorruptionError, StorageError) as error:
         error.touched = window.touched

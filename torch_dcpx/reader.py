@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from torch_dcpx import _C
 from torch_dcpx._compat import is_load
-from torch_dcpx._gc import PlanningPause, paused_gc
+from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import (
     DcpxError,
@@ -166,7 +166,7 @@ class DcpxReader(FileSystemReader):
         Raises:
             CorruptionError, StorageError: a file cannot be read, or is none of this checkpoint.
         """
-        with self.__hook(), paused_gc():
+        with self.__hook(), bounded_pause(len(plan.items)):
             self.__pause.end()
             plan = super().prepare_local_plan(plan)
             try:

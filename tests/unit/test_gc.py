@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from torch_dcpx import DcpxReader, DcpxWriter, _gc
-from torch_dcpx._gc import PlanningPause, paused_gc
+from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 
 
 def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
@@ -110,6 +110,19 @@ def test_pause_ends_at_once_with_a_plan_that_cannot_say_when_it_is_gone() -> Non
     pause.end_with(("a", "plan"))
     assert gc.isenabled()
     assert not timers()
+
+
+def test_bounded_pause_ends_with_its_block_or_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bounded_pause(_gc._MANY_ITEMS):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert not timers()
+    monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
+    with bounded_pause(_gc._MANY_ITEMS):
+        for thread in timers():
+            thread.join(60)
+        assert gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_few_items_are_planned_without_a_pause_or_a_thread() -> None:
