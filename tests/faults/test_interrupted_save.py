@@ -39,10 +39,12 @@ def handlers() -> Iterator[None]:
     def terminate(*_: Any) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, terminate)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # A shell starts what runs in the background with Ctrl-C ignored, and Python keeps to that.
+    wanted = {signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def in_the_middle(done_bytes: int, total_bytes: int) -> bool:
