@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.directory import Directory
-from torch_dcpx.errors import DcpxError, PlanError, StorageError
+from torch_dcpx.errors import DcpxError, PlanError, StorageError, UnsupportedError
 from torch_dcpx.layout import (
     METADATA_NAME,
     FileEntry,
@@ -36,8 +36,10 @@ __all__ = [
     "Leftovers",
     "WriteResults",
     "check_present",
+    "commit",
     "publish",
     "referenced_files",
+    "refuse_beside_global",
     "remove_replaced",
     "remove_unpublished",
     "take_over_rank_local",
@@ -138,6 +140,17 @@ def verify_results(
     return storage_data, list(files.values())
 
 
+def refuse_beside_global(directory: Directory) -> None:
+    """Raises UnsupportedError where a rank-local save would lie beside a checkpoint of all ranks,
+    which every load prefers."""
+    if METADATA_NAME in directory.names():
+        raise UnsupportedError(
+            f"'{directory.path}' holds a checkpoint of all ranks ('{METADATA_NAME}'), which "
+            "every load would prefer to the rank-local one (use_collectives=False): save it "
+            "to another directory"
+        )
+
+
 def check_present(directory: Directory, own_files: Iterable[str]) -> None:
     """Raises StorageError when a file that this rank wrote is not there any more."""
     for path in own_files:
@@ -179,6 +192,35 @@ def publish(
         raise
     if is_durable:
         directory.sync()
+
+
+def commit(
+    directory: Directory,
+    name: str,
+    metadata: Metadata,
+    files: Sequence[FileEntry],
+    save_id: str,
+    *,
+    is_durable: bool,
+    takes_over_rank_local: bool,
+    leftovers: Leftovers,
+) -> None:
+    """Publishes `metadata` under `name`, and removes what it replaces.
+
+    Args:
+        takes_over_rank_local: rank-local metadata goes as well.
+        leftovers: whose files of failed saves go as well.
+
+    Raises:
+        PlanError, StorageError: as `publish`.
+    """
+    replaced: set[str] = set()
+    if directory.is_regular(name):
+        replaced = referenced_files(directory, name) or set()
+    publish(directory, name, metadata, files, save_id, is_durable=is_durable)
+    if takes_over_rank_local:
+        replaced |= take_over_rank_local(directory)
+    remove_replaced(directory, replaced, leftovers, {name: [file.path for file in files]})
 
 
 def referenced_files(directory: Directory, name: str) -> set[str] | None:

@@ -41,6 +41,7 @@ __all__ = [
     "CheckpointMetadata",
     "decode_file_names",
     "decode_metadata",
+    "decode_save_id",
     "encode_metadata",
     "encode_pieces",
 ]
@@ -197,6 +198,18 @@ def decode_file_names(data: bytes, path: str) -> set[str]:
         if not isinstance(storage_data, dict):
             return set()
         return {info.relative_path for info in storage_data.values()}
+
+
+def decode_save_id(data: bytes, path: str) -> str | None:
+    """Returns the save that wrote the content of a `.metadata` file; None for one of stock DCP.
+
+    Raises:
+        CorruptionError, UnsupportedError: the trailer is damaged, or of another version.
+    """
+    if not _has_tail(data):
+        return None
+    _, columns = _check_tail(data, path)
+    return optional_str(columns, columns.header, "save_id")
 
 
 def _digest(data: bytes) -> str:

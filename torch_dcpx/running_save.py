@@ -11,6 +11,7 @@ import errno
 import os
 import sys
 import threading
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +19,29 @@ from types import FrameType
 from typing import Any
 
 from torch_dcpx._compat import saved_through
-from torch_dcpx.errors import ConcurrentSaveError
+from torch_dcpx.errors import ConcurrentSaveError, StorageError
+from torch_dcpx.progress import ProgressFunction
 
-__all__ = ["RunningSave", "StagedState", "WriterUse"]
+__all__ = ["RunningSave", "StagedState", "WriterUse", "driven"]
 
 _MAX_LOOKS = 1000
+
+_driving = threading.local()  # .begun: where saves of this thread are noted that somebody drives
+
+
+@contextmanager
+def driven() -> Iterator[list[RunningSave]]:
+    """Saves that begin in here are over when their driver ends them, whatever their threads do.
+
+    Yields:
+        A list that each of them is added to.
+    """
+    begun: list[RunningSave] = []
+    before, _driving.begun = getattr(_driving, "begun", None), begun
+    try:
+        yield begun
+    finally:
+        _driving.begun = before
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
@@ -36,14 +55,21 @@ class RunningSave:
     left DCP, when its writer was collected, and in a forked child. Thread-safe.
 
     A save that no DCP call makes (hooks called by hand) is also over when its own thread asks: it
-    cannot start the next one in the middle of this one.
+    cannot start the next one in the middle of this one. One that is begun in `driven` goes on in
+    other threads, and is over when it was ended.
     """
 
     def __init__(self, writer: object) -> None:
+        self.save_id = uuid.uuid4().hex  # each save has its own
         self.thread = threading.current_thread()
+        begun = getattr(_driving, "begun", None)
+        self.is_driven = begun is not None
+        if begun is not None:
+            begun.append(self)
         self._writer = weakref.ref(writer)
         self._pid = os.getpid()
         self._is_ended = False
+        self._is_stopped = False
         frames = list(_callers(sys._getframe(1)))
         self._outermost = frames[-1].f_code
         # What DCP saves through: the writer, or one that passes its calls on to the writer.
@@ -59,14 +85,30 @@ class RunningSave:
         """Says that the save is over."""
         self._is_ended = True
 
+    def stop(self) -> None:
+        """Makes a driven save fail while it writes, a tenth of a second from now."""
+        self._is_stopped = True
+
+    def watched(self, report: ProgressFunction | None) -> ProgressFunction | None:
+        """Returns `report`, or of a driven save what tells it and raises where it was stopped."""
+        if not self.is_driven:
+            return report
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            if self._is_stopped:
+                raise StorageError("cancelled while it wrote", errno=errno.ECANCELED)
+            if report is not None:
+                report(done_bytes, total_bytes)
+
+        return tell
+
     def is_under_way(self) -> bool:
         """Returns whether the save may still touch its writer or its directory."""
-        if (
-            self._is_ended
-            or self._writer() is None
-            or self._pid != os.getpid()
-            or not self.thread.is_alive()
-        ):
+        if self._is_ended or self._writer() is None or self._pid != os.getpid():
+            return False
+        if self.is_driven:
+            return True
+        if not self.thread.is_alive():
             return False
         if self.depth == 0:
             return self.thread is not threading.current_thread()
@@ -74,7 +116,7 @@ class RunningSave:
 
     def is_around_current_call(self) -> bool:
         """Returns whether a new DCP save of this thread was called from within this one."""
-        return self.is_under_way() and self._depth_now() > self.depth
+        return self.is_under_way() and (self.is_driven or self._depth_now() > self.depth)
 
     def _depth_now(self) -> int:
         """Returns how many saves through the plug-in the thread is inside of, one in another."""

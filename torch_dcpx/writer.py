@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,16 +33,15 @@ from torch_dcpx._gc import PlanningPause
 from torch_dcpx.commit import (
     WriteResults,
     check_present,
-    publish,
-    referenced_files,
+    commit,
+    refuse_beside_global,
     remove_replaced,
     remove_unpublished,
-    take_over_rank_local,
     verify_results,
 )
 from torch_dcpx.directory import Directory, make_directory
 from torch_dcpx.errors import StorageError, UnsupportedError
-from torch_dcpx.layout import METADATA_NAME, FileEntry, is_metadata_name, metadata_name
+from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.overrides import (
     refuse_bypassed,
@@ -59,7 +57,7 @@ from torch_dcpx.split import planned_bytes, split_items
 from torch_dcpx.write_files import Written, write_files
 from torch_dcpx.write_table import WriteTable, check_plan, transform_by
 
-__all__ = ["DcpxWriter"]
+__all__ = ["DcpxWriter", "abandon_save"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -195,7 +193,8 @@ class DcpxWriter(FileSystemWriter):
         self.__own_files = []
         self.__hooks_s = 0.0
         self.last_report = None
-        self.__pause.begin(planned_entries(sys._getframe(1)))
+        if not save.is_driven:
+            self.__pause.begin(planned_entries(sys._getframe(1)))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the directory, takes the lock, and removes what failed saves left behind.
@@ -215,11 +214,13 @@ class DcpxWriter(FileSystemWriter):
             is_new = make_directory(self.__directory_path(), is_durable=self.__is_durable)
             with Directory(self.__directory_path()) as directory:
                 self.__lock(directory)
-                self.__check_modes(directory)
+                if not self.use_collectives:
+                    refuse_beside_global(directory)
                 plan = super().prepare_local_plan(plan)
                 if self.__locks.are_taken and not is_new:
                     self.__tidy(directory)
-            self.__pause.begin(len(plan.items) if self.__is_coordinator else 0)
+            is_paused = self.__is_coordinator and not (self.__save and self.__save.is_driven)
+            self.__pause.begin(len(plan.items) if is_paused else 0)
             return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -279,8 +280,9 @@ class DcpxWriter(FileSystemWriter):
             Directory(self.__directory_path()) as directory,
             reporting(
                 self.options.progress, str(self.path), is_coordinator=self.__is_coordinator
-            ) as report,
+            ) as told,
         ):
+            report = self.__save.watched(told) if self.__save else told
             planned = list(map(planned_bytes, split.items)) if report is not None else ()
             written = write_files(
                 directory,
@@ -291,7 +293,7 @@ class DcpxWriter(FileSystemWriter):
                 prefix=plan.storage_data.prefix,
                 rank=self.rank or 0,
                 is_fresh=not any(map(is_metadata_name, directory.names())),
-                window_bytes=self.__window_bytes(),
+                window_bytes=getattr(planner, "window_bytes", None) or self.__window_bytes(),
             )
             self.__own_files = [file.path for file in written.files]
         return written, WriteResults(written.results, written.files)
@@ -304,16 +306,17 @@ class DcpxWriter(FileSystemWriter):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = storage_data
         metadata.storage_meta = self.storage_meta()
-        replaced: set[str] = set()
-        if directory.is_regular(name):
-            replaced = referenced_files(directory, name) or set()
         check_present(directory, self.__own_files)
-        # Not the writer's `save_id`, which stays the same until `reset`: each save has its own.
-        publish(directory, name, metadata, files, uuid.uuid4().hex, is_durable=self.__is_durable)
-        if self.__locks.are_held and self.use_collectives:
-            replaced |= take_over_rank_local(directory)
-        published = {name: [file.path for file in files]}
-        remove_replaced(directory, replaced, self.__locks.leftovers_of(), published)
+        commit(
+            directory,
+            name,
+            metadata,
+            files,
+            (self.__save or RunningSave(self)).save_id,
+            is_durable=self.__is_durable,
+            takes_over_rank_local=self.__locks.are_held and self.use_collectives,
+            leftovers=self.__locks.leftovers_of(),
+        )
         return files
 
     def __tidy(self, directory: Directory) -> None:
@@ -332,6 +335,7 @@ class DcpxWriter(FileSystemWriter):
                 remove_unpublished(directory, self.__metadata_name(), self.__own_files)
         except StorageError as error:
             logger.warning("leftovers of a failed save stay: %s", str(error))
+        self.__own_files = []
 
     @property
     def __is_durable(self) -> bool:
@@ -360,15 +364,6 @@ class DcpxWriter(FileSystemWriter):
             return super()._metadata_exists()
         return any(is_metadata_name(path.name) for path in self.__directory_path().iterdir())
 
-    def __check_modes(self, directory: Directory) -> None:
-        """Every load prefers a global checkpoint to rank-local ones beside it."""
-        if not self.use_collectives and METADATA_NAME in directory.names():
-            raise UnsupportedError(
-                f"'{directory.path}' holds a checkpoint of all ranks ('{METADATA_NAME}'), which "
-                "every load would prefer to the rank-local one (use_collectives=False): save it "
-                "to another directory"
-            )
-
     def __release(self, *, has_ended_well: bool = False) -> None:
         """Ends the save: its locks are free, and so is the writer."""
         if has_ended_well:
@@ -390,3 +385,15 @@ class DcpxWriter(FileSystemWriter):
             self.__release()
             raise
         self.__hooks_s += time.perf_counter() - begin
+
+
+def abandon_save(writer: DcpxWriter, *, removes_files: bool) -> None:
+    """Ends a save that is not committed: its locks are free, and so is the writer.
+
+    Args:
+        removes_files: this rank's files of it go, unless the directory's metadata names them. False
+            where nobody can say whether the coordinator will still publish them.
+    """
+    if removes_files:
+        writer._DcpxWriter__remove_unpublished()  # type: ignore[attr-defined]
+    writer._DcpxWriter__release()  # type: ignore[attr-defined]

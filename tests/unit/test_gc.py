@@ -155,7 +155,7 @@ def test_child_forked_in_a_planning_pause_collects() -> None:
     assert gc.isenabled()
 
 
-FAILING = {"write_data": "write_files", "finish": "publish"}
+FAILING = {"write_data": "write_files", "finish": "commit"}
 
 
 class GcPlanner(DefaultSavePlanner):

@@ -1,0 +1,32 @@
+"""Which save a directory's `.metadata` is of: asked when the coordinator does not answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import DcpxError
+from torch_dcpx.layout import METADATA_NAME
+from torch_dcpx.metadata import decode_save_id
+
+__all__ = ["committed_save_id"]
+
+logger = logging.getLogger("torch_dcpx")
+
+
+def committed_save_id(path: str | os.PathLike[str]) -> str | None:
+    """Returns the id of the save that committed what lies in `path`.
+
+    None where there is no metadata, or none that says: of stock DCP, or (logged) unreadable.
+    """
+    try:
+        with Directory(Path(path)) as directory:
+            if not directory.is_regular(METADATA_NAME):
+                return None
+            data = directory.read_small(METADATA_NAME)
+            return decode_save_id(data, str(directory.path / METADATA_NAME))
+    except DcpxError as error:
+        logger.warning("which save committed '%s' cannot be said: %s", path, str(error))
+        return None
