@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torch_dcpx.environment import options_from_environment
 from torch_dcpx.errors import OptionError
 
 __all__ = ["ReadOptions", "WriteOptions", "merge_write_options"]
@@ -15,6 +17,8 @@ KIB = 1 << 10
 MIB = 1 << 20
 _MIN_SLOT_BYTES = 256 * KIB
 _MAX_SLOT_BYTES = 1 << 30
+_DEFAULT_MEMORY_BYTES = 64 * MIB
+_MAX_TIMEOUT_S = 1e9  # what clocks and stores can count
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
@@ -33,6 +37,16 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise OptionError(
             f"{name} must be one of {choices}, got {value!r}", option=name, value=value
+        )
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    is_number = type(value) in (int, float) and math.isfinite(value)
+    if not is_number or not 0 < value <= _MAX_TIMEOUT_S:
+        raise OptionError(
+            f"{name} must be seconds above 0 and up to {_MAX_TIMEOUT_S:.0f}, got {value!r}",
+            option=name,
+            value=value,
         )
 
 
@@ -68,16 +82,22 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
     return max(1, min(max(2, share), 16, host_memory_bytes // slot_bytes))
 
 
+@options_from_environment
 @dataclass(frozen=True)
 class WriteOptions:
     """How a save is written.
+
+    What is not given is taken from the environment variable DCPX_<NAME>, such as
+    DCPX_SAVE_TIMEOUT_S, and else is the default.
 
     Attributes:
         durability: "full" (default): a save that returned survives a power cut. "none": no fsync at
             all; a checkpoint may be lost or torn by a crash of the machine, not of the process.
         host_memory_bytes: bound, in bytes, on the host memory a save takes besides the state
             itself: all slots together, and separately what is serialised or copied to the host at
-            one time. One item that is larger than the bound still passes, alone. Default 64 MiB.
+            one time. One item that is larger than the bound still passes, alone. A value bounds
+            the snapshots of asynchronous saves as well. Default None: 64 MiB for slots and for
+            temporaries, and no bound of its own on snapshots, which take what the state takes.
         workers: threads that write. Default None: twice this rank's share of the usable cores
             (LOCAL_WORLD_SIZE ranks share them), from 2 to 16, within `host_memory_bytes`.
         slot_bytes: memory of one worker and the most it writes at once from there, in bytes; a
@@ -90,22 +110,33 @@ class WriteOptions:
             written, about ten times a second, on the thread that saves; what it raises fails the
             save. True: a tqdm bar on the coordinator's stderr, if that is a terminal and tqdm is
             installed. Default False.
+        save_timeout_s: deadline, in seconds, of everything that one save waits for from other
+            ranks; for `dcpx.save`, `dcpx.async_save` and stagers. Through `dcp.*` it has no
+            meaning: there DCP's own collectives wait. Default 1800.
+        max_in_flight: asynchronous saves of this process that may be under way at one time, each
+            with a snapshot of its own; 1 to 16. For `dcpx.async_save` only. Default 1.
+        on_busy: what `dcpx.async_save` does while `max_in_flight` saves are under way: "wait"
+            (default) for one of them to end, "skip" this save, or raise an "error". For
+            `dcpx.async_save` only.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
     """
 
     durability: Literal["full", "none"] = "full"
-    host_memory_bytes: int = 64 * MIB
+    host_memory_bytes: int | None = None
     workers: int | None = None
     slot_bytes: int = 1 * MIB
     direct_io: bool = True
     files_per_rank: int = 1
     progress: bool | Callable[[int, int], object] = False
+    save_timeout_s: float = 1800.0
+    max_in_flight: int = 1
+    on_busy: Literal["wait", "skip", "error"] = "wait"
 
     def __post_init__(self) -> None:
         _check_choice("durability", self.durability, ("full", "none"))
-        _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
+        _check_memory(self.resolved_memory_bytes(), self.slot_bytes, self.workers)
         _check_bool("direct_io", self.direct_io)
         _check_int("files_per_rank", self.files_per_rank, 1, 256)
         if type(self.progress) is not bool and not callable(self.progress):
@@ -114,15 +145,26 @@ class WriteOptions:
                 option="progress",
                 value=self.progress,
             )
+        _check_seconds("save_timeout_s", self.save_timeout_s)
+        _check_int("max_in_flight", self.max_in_flight, 1, 16)
+        _check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
+
+    def resolved_memory_bytes(self) -> int:
+        """Returns the bound on slots, and on temporaries, in bytes."""
+        return _DEFAULT_MEMORY_BYTES if self.host_memory_bytes is None else self.host_memory_bytes
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a save starts."""
-        return _usable_workers(self.workers, self.host_memory_bytes, self.slot_bytes)
+        return _usable_workers(self.workers, self.resolved_memory_bytes(), self.slot_bytes)
 
 
+@options_from_environment
 @dataclass(frozen=True)
 class ReadOptions:
     """How a checkpoint is loaded.
+
+    What is not given is taken from the environment variable DCPX_<NAME>, as in `WriteOptions`; but
+    for `trusted=True` and `safe_globals`, which no variable can set.
 
     Attributes:
         verify: "blocks" (default): every byte that stays in a tensor was checked against the
@@ -142,6 +184,8 @@ class ReadOptions:
             64 KiB, at least 256 KiB. Default 1 MiB.
         direct_io: read files with O_DIRECT that are not in the page cache, where the file system
             takes it. Default True.
+        load_timeout_s: deadline, in seconds, of everything that one load waits for from other
+            ranks; for `dcpx.load` only. Default 1800.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -150,16 +194,18 @@ class ReadOptions:
     verify: Literal["blocks", "none"] = "blocks"
     trusted: bool = False
     safe_globals: tuple[type | Callable[..., Any], ...] = ()
-    host_memory_bytes: int = 64 * MIB
+    host_memory_bytes: int = _DEFAULT_MEMORY_BYTES
     workers: int | None = None
     slot_bytes: int = 1 * MIB
     direct_io: bool = True
+    load_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
         _check_choice("verify", self.verify, ("blocks", "none"))
         _check_bool("trusted", self.trusted)
         _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
         _check_bool("direct_io", self.direct_io)
+        _check_seconds("load_timeout_s", self.load_timeout_s)
         object.__setattr__(self, "safe_globals", tuple(self.safe_globals))
         for item in self.safe_globals:
             if not callable(item) or not hasattr(item, "__qualname__"):
@@ -189,13 +235,16 @@ def merge_write_options(
             value=thread_count,
         )
     if options is None:
-        durability = "none" if sync_files is False else "full"
-        slots = (thread_count or 0) * WriteOptions.slot_bytes
-        return WriteOptions(
-            durability=durability,  # type: ignore[arg-type]
-            workers=thread_count,
-            host_memory_bytes=max(WriteOptions.host_memory_bytes, slots),
-        )
+        given: dict[str, Any] = {}
+        if sync_files is not None:
+            given["durability"] = "full" if sync_files else "none"
+        if thread_count is None:
+            return WriteOptions(**given)
+        own = WriteOptions(workers=None, **given)
+        memory_bytes, slots = own.host_memory_bytes, thread_count * own.slot_bytes
+        if memory_bytes is None and slots > own.resolved_memory_bytes():
+            memory_bytes = slots
+        return replace(own, workers=thread_count, host_memory_bytes=memory_bytes)
     if sync_files is not None and sync_files != (options.durability == "full"):
         raise OptionError(
             f"sync_files={sync_files} contradicts options.durability={options.durability!r}; "

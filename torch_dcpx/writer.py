@@ -349,7 +349,7 @@ class DcpxWriter(FileSystemWriter):
 
     def __window_bytes(self) -> int:
         ahead = self.per_thread_copy_ahead * self.options.resolved_workers()
-        return min(max(ahead, self.options.slot_bytes), self.options.host_memory_bytes)
+        return min(max(ahead, self.options.slot_bytes), self.options.resolved_memory_bytes())
 
     def __lock(self, directory: Directory) -> None:
         save = self.__save or RunningSave(self)

@@ -45,7 +45,7 @@ MODULES_WITH_EXTENSION = {
 }
 
 # Modules that work, and start at once, without torch.
-MODULES_WITHOUT_TORCH = {"__init__", "_version", "errors", "options"}
+MODULES_WITHOUT_TORCH = {"__init__", "_version", "environment", "errors", "options"}
 
 FOREIGN_HEADER = re.compile(
     r"^(torch|ATen|c10|caffe2)/|^(cuda|cuda_runtime|cuda_runtime_api|driver_types)\.h$"

@@ -36,10 +36,17 @@ MIB = 1 << 20
         (WriteOptions, {"slot_bytes": 1 << 31}, "slot_bytes"),
         (WriteOptions, {"slot_bytes": 2 * MIB, "host_memory_bytes": MIB}, "host_memory_bytes"),
         (WriteOptions, {"direct_io": 1}, "direct_io"),
+        (WriteOptions, {"save_timeout_s": 0}, "save_timeout_s"),
+        (WriteOptions, {"save_timeout_s": float("nan")}, "save_timeout_s"),
+        (WriteOptions, {"save_timeout_s": True}, "save_timeout_s"),
+        (WriteOptions, {"max_in_flight": 0}, "max_in_flight"),
+        (WriteOptions, {"on_busy": "drop"}, "on_busy"),
         (ReadOptions, {"verify": "full"}, "verify"),
         (ReadOptions, {"trusted": "yes"}, "trusted"),
         (ReadOptions, {"safe_globals": ("os.system",)}, "safe_globals"),
         (ReadOptions, {"host_memory_bytes": 1.5}, "host_memory_bytes"),
+        (ReadOptions, {"host_memory_bytes": None}, "host_memory_bytes"),
+        (ReadOptions, {"load_timeout_s": float("inf")}, "load_timeout_s"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(cls: type, kwargs: dict[str, Any], option: str) -> None:
@@ -79,6 +86,12 @@ def test_automatic_workers_share_the_cores_and_fit_the_budget(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
     assert WriteOptions(host_memory_bytes=budget).resolved_workers() == workers
     assert ReadOptions(host_memory_bytes=budget).resolved_workers() == workers
+
+
+def test_a_budget_that_is_not_given_bounds_slots_and_temporaries_only() -> None:
+    assert WriteOptions().host_memory_bytes is None
+    assert WriteOptions().resolved_memory_bytes() == 64 * MIB
+    assert WriteOptions(host_memory_bytes=MIB).resolved_memory_bytes() == MIB
 
 
 def test_stock_arguments_become_options_and_attributes(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Environment variables of options: DCPX_<NAME> where the caller did not give the argument.
+
+Read when options are made, never later; an empty variable counts as not set. What a variable may
+not decide is refused by name: which pickles are executed (`trusted`, `safe_globals`) is said in
+code, where a reader of that code sees it, and not by a shell that a job happened to inherit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from torch_dcpx.errors import OptionError
+
+__all__ = ["options_from_environment", "variable_of"]
+
+_Options = TypeVar("_Options")
+_Parser = Callable[[str, str], Any]
+
+_BOOLS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def variable_of(option: str) -> str:
+    """Returns the name of an option's variable."""
+    return f"DCPX_{option.upper()}"
+
+
+def options_from_environment(cls: type[_Options]) -> type[_Options]:
+    """Makes a dataclass of options take from its variables what its caller does not give.
+
+    A copy (`dataclasses.replace`, pickle) has every value and asks no variable.
+    """
+    validated_init = cls.__init__
+    parsers: dict[str, _Parser] = {
+        field.name: _parser_of(field.name, str(field.type))
+        for field in fields(cls)  # type: ignore[arg-type]
+    }
+
+    @functools.wraps(validated_init)
+    def init(self: _Options, *args: Any, **kwargs: Any) -> None:
+        given = {*list(parsers)[: len(args)], *kwargs}
+        texts = {}
+        for name, parse in parsers.items():
+            text = os.environ.get(variable_of(name), "")
+            if text and name not in given:
+                texts[name] = text
+                kwargs[name] = parse(name, text)
+        try:
+            validated_init(self, *args, **kwargs)
+        except OptionError as error:
+            if not texts:
+                raise
+            raise _naming_variables(error, texts) from None
+
+    cls.__init__ = init  # type: ignore[method-assign, assignment]
+    return cls
+
+
+def _parser_of(name: str, annotation: str) -> _Parser:
+    if name == "trusted":
+        return _parse_trusted
+    for start, parse in (
+        ("bool", _parse_bool),
+        ("int", _parse_int),
+        ("float", _parse_seconds),
+        ("Literal", _parse_text),
+    ):
+        if annotation.startswith(start):
+            return parse
+    return _refuse
+
+
+def _parse_bool(name: str, text: str) -> bool:
+    value = _BOOLS.get(text.lower())
+    if value is None:
+        raise _bad(name, text, "must be 1, 0, true or false")
+    return value
+
+
+def _parse_trusted(name: str, text: str) -> bool:
+    if _parse_bool(name, text):
+        raise _bad(
+            name,
+            text,
+            "is refused: a variable cannot make loads execute what a checkpoint says; "
+            "pass ReadOptions(trusted=True)",
+        )
+    return False
+
+
+def _parse_int(name: str, text: str) -> int:
+    if not re.fullmatch("[0-9]{1,19}", text):
+        raise _bad(name, text, "must be a plain integer, without unit, sign or separator")
+    return int(text)
+
+
+def _parse_seconds(name: str, text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,19}(\.[0-9]*)?", text):
+        raise _bad(name, text, "must be seconds as a plain number, such as 90 or 0.5")
+    return float(text)
+
+
+def _parse_text(_name: str, text: str) -> str:
+    return text
+
+
+def _refuse(name: str, text: str) -> Any:
+    raise _bad(name, text, f"is refused: {name} is given in code only")
+
+
+def _bad(name: str, text: str, why: str) -> OptionError:
+    variable = variable_of(name)
+    return OptionError(f"{variable}={text!r} {why}", option=variable, value=text)
+
+
+def _naming_variables(error: OptionError, texts: dict[str, str]) -> OptionError:
+    """Returns the error with the variables that had a part in it."""
+    option, value = error.option, error.value
+    if option in texts:
+        option, value = variable_of(option), texts[option]
+    read = ", ".join(f"{variable_of(name)}={text!r}" for name, text in texts.items())
+    message = f"{error.message} (from the environment: {read})"
+    return OptionError(message, option=option, value=value)
