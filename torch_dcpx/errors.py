@@ -10,10 +10,15 @@
     |   +-- ConcurrentSaveError             another save holds the directory's lock
     +-- CorruptionError(ValueError)         bytes are not what was written: fqn, path, range
     |   +-- UnsafePickleError               a pickle asks for a global that is not allowed
+    +-- RankError(RuntimeError)             another rank failed with an error of another library
+    +-- RankLostError(TimeoutError)         a rank gave no sign by the deadline: ranks, phases
+    +-- StoreLostError(ConnectionError)     the process group's store is gone or does not answer
     +-- OutcomeUnknownError(RuntimeError)   the coordinator was lost while it committed
     +-- UnsupportedError(NotImplementedError)   valid, but refused by name
 
-Through `dcp.*`, DCP wraps them in `CheckpointException`: look into `failures[rank][0]`.
+An error of these classes on another rank is raised as its own class with its own fields, and a
+message that begins with rank, host and phase. Through `dcp.*`, DCP wraps them in
+`CheckpointException`: look into `failures[rank][0]`.
 """
 
 from __future__ import annotations
@@ -28,9 +33,12 @@ __all__ = [
     "OptionError",
     "OutcomeUnknownError",
     "PlanError",
+    "RankError",
+    "RankLostError",
     "ShortReadError",
     "StagingError",
     "StorageError",
+    "StoreLostError",
     "UnsafePickleError",
     "UnsupportedError",
 ]
@@ -138,8 +146,44 @@ class UnsafePickleError(CorruptionError):
     global_name: str | None
 
 
+class RankError(DcpxError, RuntimeError):
+    """Rank `rank` on `host` failed in `phase` with an error that is not one of these classes.
+
+    `original` is the full name of that error's type. The error itself is `__cause__`, where it can
+    be pickled; the message ends with where on that rank it was raised.
+    """
+
+    FIELDS: tuple[str, ...] = ("rank", "host", "phase", "original")
+    rank: int | None
+    host: str | None
+    phase: str | None
+    original: str | None
+
+
+class RankLostError(DcpxError, TimeoutError):
+    """Ranks gave no sign for `waited_s` seconds: killed, stopped, stuck, or they never called.
+
+    `ranks` are ranks of the process group, `phases` the last that each of them was seen in.
+    """
+
+    FIELDS: tuple[str, ...] = ("ranks", "phases", "waited_s")
+    ranks: tuple[int, ...] | None
+    phases: tuple[str, ...] | None
+    waited_s: float | None
+
+
+class StoreLostError(DcpxError, ConnectionError):
+    """The process group's store is gone, or did not answer within `waited_s` seconds."""
+
+    FIELDS: tuple[str, ...] = ("waited_s",)
+    waited_s: float | None
+
+
 class OutcomeUnknownError(DcpxError, RuntimeError):
-    """The coordinator was lost between its decision and its answer."""
+    """The coordinator, or the store, was lost between its decision and its answer.
+
+    The directory holds either the previous checkpoint or the new one, whole.
+    """
 
 
 class UnsupportedError(DcpxError, NotImplementedError):

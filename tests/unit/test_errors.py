@@ -32,6 +32,9 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "ConcurrentSaveError": (errors.StorageError,),
     "CorruptionError": (errors.DcpxError, ValueError),
     "UnsafePickleError": (errors.CorruptionError,),
+    "RankError": (errors.DcpxError, RuntimeError),
+    "RankLostError": (errors.DcpxError, TimeoutError),
+    "StoreLostError": (errors.DcpxError, ConnectionError),
     "OutcomeUnknownError": (errors.DcpxError, RuntimeError),
     "UnsupportedError": (errors.DcpxError, NotImplementedError),
 }
@@ -40,7 +43,9 @@ VALUES: dict[str, Any] = {
     "option": "workers", "value": [1, "x"], "fqn": "layer.0", "errno": errno.ENOSPC,
     "path": "/c/__0_0.distcp", "offset": 4096, "nbytes": 2**40, "owner": "host=a pid=1",
     "expected": "0x00000001", "found": "0x00000002", "touched": ("a", "b"),
-    "global_name": "os.system",
+    "global_name": "os.system", "rank": 3, "host": "node7", "phase": "writing",
+    "original": "builtins.KeyError", "ranks": (1, 3), "phases": ("staging", "writing"),
+    "waited_s": 30.0,
 }  # fmt: skip
 
 
