@@ -25,11 +25,10 @@ void for_each_run(const ReadPart& part, const plan::Region& region, std::size_t 
 
 void ExtentPieces::lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
                            const std::vector<ReadPart>& parts, const Extent& extent,
-                           std::uint64_t begin, std::uint64_t end, std::uint64_t alignment,
+                           std::uint64_t begin, std::uint64_t end, bool is_direct,
                            std::byte* slot) {
   plan_ = &plan;
   begin_ = at_ = begin;
-  alignment_ = alignment;
   slot_ = slot;
   pieces_.clear();
   copies_.clear();
@@ -37,7 +36,7 @@ void ExtentPieces::lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& 
   for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
     const ReadPart& part = parts[p];
     std::byte* const dest = regions[part.region].dest + part.dest_offset;
-    if (extent.is_disjoint && part.elem_bytes >= kInPlaceRunBytes) {
+    if (!is_direct && extent.is_disjoint && part.elem_bytes >= kInPlaceRunBytes) {
       for_each_run(part, plan.regions[part.region], 0, part.begin, 0,
                    [&](std::uint64_t src, std::uint64_t dst) {
                      add_run(src, dest + dst, part.elem_bytes, part);
@@ -51,22 +50,14 @@ void ExtentPieces::lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& 
 
 void ExtentPieces::add_run(std::uint64_t begin, std::byte* dest, std::uint64_t nbytes,
                            const ReadPart& part) {
-  const std::uint64_t first = align_up(begin, alignment_);
-  const std::uint64_t last = align_down(begin + nbytes, alignment_);
-  const bool is_congruent =
-      (reinterpret_cast<std::uintptr_t>(dest) - begin) % alignment_ == 0 && first < last;
-  if (!is_congruent || pieces_.size() + 3 > kMaxPieces) return add_copy(begin, dest, nbytes, part);
-  add_copy(begin, dest, first - begin, part);
-  fill_slot_up_to(first);
-  pieces_.push_back({dest + (first - begin), static_cast<std::size_t>(last - first)});
-  in_place_bytes_ += last - first;
-  at_ = last;
-  add_copy(last, dest + (last - begin), begin + nbytes - last, part);
-}
-
-void ExtentPieces::add_copy(std::uint64_t begin, std::byte* dest, std::uint64_t nbytes,
-                            const ReadPart& part) {
-  if (nbytes > 0) copies_.push_back({slot_ + (begin - begin_), dest, nbytes, &part});
+  if (pieces_.size() + 3 > kMaxPieces) {
+    copies_.push_back({slot_ + (begin - begin_), dest, nbytes, &part});
+    return;
+  }
+  fill_slot_up_to(begin);
+  pieces_.push_back({dest, static_cast<std::size_t>(nbytes)});
+  in_place_bytes_ += nbytes;
+  at_ = begin + nbytes;
 }
 
 void ExtentPieces::fill_slot_up_to(std::uint64_t offset) {

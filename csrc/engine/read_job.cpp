@@ -207,11 +207,14 @@ void ReadJob::read_extent(const Pass& pass, const Extent& extent, Worker& worker
   }
   DCPX_CHECK(end - begin <= pass.slot_bytes, "an extent must fit its slot");
   ExtentPieces& layout = worker.layout;
-  layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end,
-                 is_direct ? io::kDirectAlignment : 1, worker.slot);
-  for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
-    touched_[worker.reads.parts[p].region].store(true, std::memory_order_relaxed);
-  }
+  layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end, is_direct,
+                 worker.slot);
+  const auto touch = [&] {
+    for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
+      touched_[worker.reads.parts[p].region].store(true, std::memory_order_relaxed);
+    }
+  };
+  if (layout.in_place_bytes() > 0) touch();
   std::vector<iovec> unread(layout.pieces());  // read_at() consumes what it is given
   {
     const Stopwatch watch(read_ns_);
@@ -229,6 +232,7 @@ void ReadJob::read_extent(const Pass& pass, const Extent& extent, Worker& worker
     verified_bytes_.fetch_add(checked_end - begin, std::memory_order_relaxed);
   }
   const Stopwatch watch(copy_ns_);
+  touch();
   layout.copy_out();
 }
 

@@ -3,9 +3,10 @@
 // 1. locate() opens the files, checks them against the metadata and finds every payload. As many
 //    as it may stay open.
 // 2. read() cuts the wanted regions into extents, in the order of the files. Workers take a cell of
-//    a slot's size at a time, by O_DIRECT where it is not in the page cache: straight into the
-//    destinations where runs are long, else into a slot and copied out; every block that
-//    contributes is checked against the footer while it is in the CPU's cache.
+//    a slot's size at a time. What is in the page cache is read straight into the destinations
+//    where runs are long, else into a slot and copied out; what is not, by O_DIRECT into the slot.
+//    Every block that contributes is checked against the footer while it is in the CPU's cache;
+//    what went into the slot is checked before it is copied out.
 // 3. After the first error no further extent is started, and it is thrown when all workers ended.
 #pragma once
 

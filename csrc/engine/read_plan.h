@@ -64,7 +64,8 @@ struct CellReads {
   std::vector<Extent> extents;
 };
 
-// Shorter runs are copied out of a slot, longer ones are read straight to where they belong.
+// Shorter runs are copied out of a slot; longer ones are read straight to where they belong, but
+// for direct reads.
 inline constexpr std::uint64_t kInPlaceRunBytes = 4 << 10;
 // Gaps that cost less to read than the call that skips them. Measured, two workers: the time of
 // reads apart over that of reads over the gaps, in cells of 1 MiB.

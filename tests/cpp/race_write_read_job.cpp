@@ -161,7 +161,8 @@ TEST(flipped_byte_is_found_and_named) {
       CHECK_EQ(error.fqn, saved.sources[victim].fqn);
       CHECK(static_cast<std::uint64_t>(error.offset) <= at &&
             at < static_cast<std::uint64_t>(error.offset + error.nbytes));
-      CHECK(job.touched().at(0));
+      // What did not go straight was checked before it was copied.
+      CHECK(job.touched().at(0) || out == std::vector<std::byte>(row.payload_bytes));
     }
     // The job survives its error, and so does what lies in other blocks; the file that the error
     // left open is closed by the next read, whatever that reads.

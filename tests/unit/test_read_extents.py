@@ -131,7 +131,7 @@ def test_columns_never_read_more_than_the_item_and_unverified_half_as_much_again
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("shift", [0, 64])
-def test_direct_read_goes_straight_to_memory_that_is_congruent(
+def test_direct_read_passes_through_the_slot_wherever_the_tensor_lies(
     tmp_path: Path, verify: bool, shift: int, seed: int
 ) -> None:
     tensor = flat(5 * SLOT_BYTES + 777, seed)
@@ -145,9 +145,33 @@ def test_direct_read_goes_straight_to_memory_that_is_congruent(
     report = reader.report()
     if report["direct_bytes"]:  # where tmp_path takes direct I/O
         assert report["direct_bytes"] == report["read_bytes"]
-        begin, end = place.payload_offset, place.payload_offset + tensor.nbytes
-        pages = end // PAGE_BYTES * PAGE_BYTES - -(-begin // PAGE_BYTES) * PAGE_BYTES
-        assert report["in_place_bytes"] == (0 if shift else pages)
+        assert report["in_place_bytes"] == 0
+    assert report["needed_bytes"] == tensor.nbytes
+
+
+@pytest.mark.parametrize("use_direct", [True, False])
+@pytest.mark.parametrize("nbytes", [4000, 2 * SLOT_BYTES])
+def test_damaged_block_that_went_into_the_slot_never_reaches_the_tensor(
+    tmp_path: Path, use_direct: bool, nbytes: int, seed: int
+) -> None:
+    tensors = [flat(nbytes, seed), flat(nbytes, seed + 1)]
+    saved = write(tmp_path, list(tensors))
+    reader = read_job(tmp_path, workers=1, use_direct=use_direct)
+    located = locate(reader, saved)
+    path = tmp_path / saved.files[0][0]
+    data = bytearray(path.read_bytes())
+    data[located[0].payload_offset + 100] ^= 1
+    path.write_bytes(data)
+    drop_cache(tmp_path)
+    targets = [torch.full_like(tensor, 0xA5) for tensor in tensors]
+    with pytest.raises(CorruptionError):
+        reader.read([run_row(p, t) for p, t in zip(located, targets, strict=True)])
+    report = reader.report()
+    is_straight = not report["direct_bytes"] and nbytes > SLOT_BYTES
+    assert (report["in_place_bytes"] > 0) == is_straight
+    assert reader.touched() == [is_straight, False]
+    for target, is_touched in zip(targets, reader.touched(), strict=True):
+        assert is_touched or bool((target == 0xA5).all())
 
 
 def test_each_cell_is_read_directly_or_through_the_page_cache_by_where_it_is(
