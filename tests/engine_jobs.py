@@ -103,12 +103,14 @@ def write(
     use_direct: bool = True,
     is_durable: bool = False,
     files_at_once: int = 1,
+    in_place: str = "auto",
 ) -> Saved:
     """Writes `items`, spread evenly over files in their order, in `windows` calls."""
     with open_directory(directory) as fd:
         job = _C.WriteJob(
             dir_fd=fd, dir_path=str(directory), workers=workers, segment_bytes=segment_bytes,
             use_direct=use_direct, is_durable=is_durable, files_at_once=files_at_once,
+            in_place=in_place,
         )  # fmt: skip
         for f in range(files):
             job.add_file([f"__0_{f}.distcp"], bytes([f] * 16), 0)

@@ -58,6 +58,7 @@ class WriteJob:
         use_direct: bool,
         is_durable: bool,
         files_at_once: int = 1,
+        in_place: str = "auto",
     ) -> None: ...
     def add_file(self, names: list[str], file_id: bytes, rank: int) -> int: ...
     def write(

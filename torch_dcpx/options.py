@@ -71,14 +71,15 @@ def _check_memory(host_memory_bytes: Any, slot_bytes: Any, workers: Any) -> None
         )
 
 
-def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int) -> int:
-    """Returns `workers`, or twice this rank's share of the usable cores, within the budget."""
+def _usable_workers(
+    workers: int | None, per_core: int, host_memory_bytes: int, slot_bytes: int
+) -> int:
+    """Returns `workers`, or `per_core` for this rank's share of the cores, within the budget."""
     if workers is not None:
         return workers
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = (
-        2 * len(os.sched_getaffinity(0)) // max(1, int(local_ranks) if local_ranks.isdigit() else 1)
-    )
+    ranks = max(1, int(local_ranks) if local_ranks.isdigit() else 1)
+    share = per_core * len(os.sched_getaffinity(0)) // ranks
     return max(1, min(max(2, share), 16, host_memory_bytes // slot_bytes))
 
 
@@ -98,11 +99,10 @@ class WriteOptions:
             one time. One item that is larger than the bound still passes, alone. A value bounds
             the snapshots of asynchronous saves as well. Default None: 64 MiB for slots and for
             temporaries, and no bound of its own on snapshots, which take what the state takes.
-        workers: threads that write. Default None: twice this rank's share of the usable cores
+        workers: threads that write. Default None: four times this rank's share of the usable cores
             (LOCAL_WORLD_SIZE ranks share them), from 2 to 16, within `host_memory_bytes`.
         slot_bytes: memory of one worker and the most it writes at once from there, in bytes; a
-            multiple of 64 KiB, at least 256 KiB. Large tensors of host memory are written in place,
-            up to 8 MiB at once. Default 1 MiB.
+            multiple of 64 KiB, at least 256 KiB. Default 2 MiB.
         direct_io: write with O_DIRECT where the file system takes it. Default True.
         files_per_rank: files that a rank's items are spread over, by their bytes, for file systems
             where one file serialises; 1 to 256. They are written at the same time. Default 1.
@@ -110,6 +110,10 @@ class WriteOptions:
             written, about ten times a second, on the thread that saves; what it raises fails the
             save. True: a tqdm bar on the coordinator's stderr, if that is a terminal and tqdm is
             installed. Default False.
+        in_place: which dense CPU tensors of 15/16 of a slot and more are written from their own
+            memory, up to 8 MiB at once, and not copied to a slot first. "auto" (default): those on
+            huge pages, which the system tells since Linux 6.7; all with `direct_io=False`.
+            "always", "never". The bytes of every item are the same, its place in the file is not.
         save_timeout_s: deadline, in seconds, of everything that one save waits for from other
             ranks; for `dcpx.save`, `dcpx.async_save` and stagers. Through `dcp.*` it has no
             meaning: there DCP's own collectives wait. Default 1800.
@@ -126,10 +130,11 @@ class WriteOptions:
     durability: Literal["full", "none"] = "full"
     host_memory_bytes: int | None = None
     workers: int | None = None
-    slot_bytes: int = 1 * MIB
+    slot_bytes: int = 2 * MIB
     direct_io: bool = True
     files_per_rank: int = 1
     progress: bool | Callable[[int, int], object] = False
+    in_place: Literal["auto", "always", "never"] = "auto"
     save_timeout_s: float = 1800.0
     max_in_flight: int = 1
     on_busy: Literal["wait", "skip", "error"] = "wait"
@@ -145,6 +150,7 @@ class WriteOptions:
                 option="progress",
                 value=self.progress,
             )
+        _check_choice("in_place", self.in_place, ("auto", "always", "never"))
         _check_seconds("save_timeout_s", self.save_timeout_s)
         _check_int("max_in_flight", self.max_in_flight, 1, 16)
         _check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
@@ -155,7 +161,7 @@ class WriteOptions:
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a save starts."""
-        return _usable_workers(self.workers, self.resolved_memory_bytes(), self.slot_bytes)
+        return _usable_workers(self.workers, 4, self.resolved_memory_bytes(), self.slot_bytes)
 
 
 @options_from_environment
@@ -179,7 +185,8 @@ class ReadOptions:
         host_memory_bytes: bound, in bytes, on the host memory a load takes besides the tensors it
             fills: all slots together, and separately what is converted, decoded or copied to a
             device at one time. One item that is larger still passes, alone. Default 64 MiB.
-        workers: threads that read. Default None: as in `WriteOptions`.
+        workers: threads that read. Default None: twice this rank's share of the usable cores, else
+            as in `WriteOptions`.
         slot_bytes: memory of one worker and the most it reads at once, in bytes; a multiple of
             64 KiB, at least 256 KiB. Default 1 MiB.
         direct_io: read files with O_DIRECT that are not in the page cache, where the file system
@@ -217,7 +224,7 @@ class ReadOptions:
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a load starts."""
-        return _usable_workers(self.workers, self.host_memory_bytes, self.slot_bytes)
+        return _usable_workers(self.workers, 2, self.host_memory_bytes, self.slot_bytes)
 
 
 def merge_write_options(

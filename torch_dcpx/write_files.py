@@ -75,6 +75,7 @@ def write_files(
         use_direct=options.direct_io,
         is_durable=options.durability == "full",
         files_at_once=options.files_per_rank,
+        in_place=options.in_place,
     )
     for index in range(split.files[-1] + 1 if split.files else 0):
         file_id = secrets.token_bytes(16)

@@ -22,6 +22,12 @@ FileId to_file_id(const py::bytes& raw) {
   return id;
 }
 
+engine::InPlace to_in_place(const std::string& name) {
+  if (name == "auto") return engine::InPlace::kAuto;
+  DCPX_CHECK(name == "always" || name == "never", "in_place is auto, always or never");
+  return name == "always" ? engine::InPlace::kAlways : engine::InPlace::kNever;
+}
+
 // Polls for signals, then tells `progress` how many payload bytes are written. What either raises
 // cancels the job.
 PollFunction poll_with(const WriteJob& job, const py::object& progress) {
@@ -60,15 +66,15 @@ void bind_write(py::module_& m) {
   py::class_<WriteJob>(m, "WriteJob")
       .def(py::init([](int dir_fd, std::string dir_path, unsigned workers,
                        std::uint64_t segment_bytes, bool use_direct, bool is_durable,
-                       unsigned files_at_once) {
+                       unsigned files_at_once, const std::string& in_place) {
              return std::make_unique<WriteJob>(
                  dir_fd, std::move(dir_path),
-                 engine::WriteOptions{workers, segment_bytes, use_direct, is_durable,
-                                      files_at_once});
+                 engine::WriteOptions{workers, segment_bytes, use_direct, is_durable, files_at_once,
+                                      to_in_place(in_place)});
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
            py::arg("segment_bytes"), py::arg("use_direct"), py::arg("is_durable"),
-           py::arg("files_at_once") = 1)
+           py::arg("files_at_once") = 1, py::arg("in_place") = "auto")
       .def(
           "add_file",
           [](WriteJob& job, std::vector<std::string> names, const py::bytes& file_id,

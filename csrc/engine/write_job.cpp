@@ -9,6 +9,7 @@
 #include "common/bytes.h"
 #include "common/stopwatch.h"
 #include "engine/segment_fill.h"
+#include "io/huge_pages.h"
 
 namespace dcpx::engine {
 
@@ -91,6 +92,21 @@ std::uint32_t WriteJob::add_file(FileSpec spec) {
   return static_cast<std::uint32_t>(files_.size() - 1);
 }
 
+// A direct write from small pages falls apart at the device, and is slower than a copy to a slot,
+// which lies on huge ones: 2 GiB of 64 MiB tensors, 8 workers, of the disk's speed in interleaved
+// rounds: small pages in place 0.93, through slots of 2 MiB 0.99; huge ones in place 1.08, through
+// slots 1.01.
+void WriteJob::choose_in_place(std::vector<WriteItem>& items) const {
+  io::HugePages pages;
+  const std::uint64_t large_bytes = min_body_bytes(options_.segment_bytes);
+  for (WriteItem& item : items) {
+    item.is_in_place = item.is_dense && item.row.payload_bytes >= large_bytes &&
+                       options_.in_place != InPlace::kNever &&
+                       (options_.in_place == InPlace::kAlways || !options_.use_direct ||
+                        pages.hold(item.source, item.row.payload_bytes));
+  }
+}
+
 void WriteJob::place(Window& window, bool is_final) {
   std::vector<WriteItem>& items = window.items;
   WriteLayout& layout = window.layout;
@@ -98,6 +114,7 @@ void WriteJob::place(Window& window, bool is_final) {
   std::uint64_t call_bytes = 0;
   for (const WriteItem& item : items) call_bytes += item.row.payload_bytes;
   total_bytes_.fetch_add(call_bytes, std::memory_order_relaxed);
+  choose_in_place(items);
   const SegmentBytes segment_bytes =
       segment_bytes_for(options_.segment_bytes, call_bytes, options_.workers);
   std::uint32_t previous = kNoItem;

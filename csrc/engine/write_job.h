@@ -28,12 +28,20 @@
 
 namespace dcpx::engine {
 
+// Which large items of host memory are written from where they lie.
+enum class InPlace : std::uint8_t {
+  kAuto,    // those on huge pages; all where no O_DIRECT is asked for
+  kAlways,  // all
+  kNever,
+};
+
 struct WriteOptions {
   unsigned workers = 2;
   std::uint64_t segment_bytes = 1 << 20;  // of a worker's slot, and the most it writes from there
   bool use_direct = true;                 // O_DIRECT where the file system takes it
   bool is_durable = true;                 // fsync every file
   unsigned files_at_once = 1;             // that a call's segments are written to in turn
+  InPlace in_place = InPlace::kAuto;
 };
 
 struct FileSpec {
@@ -94,6 +102,7 @@ class WriteJob {
 
   void prepare(Window& window, bool is_final);
   void place(Window& window, bool is_final);
+  void choose_in_place(std::vector<WriteItem>& items) const;
   void make_slots(const Window& window, unsigned workers);
   void work(Window& window, Worker& worker);
   void write_segment(Window& window, std::uint32_t index, Worker& worker);

@@ -25,10 +25,10 @@ class Builder {
     IndexRow& row = item.row;
     layout_.first_piece[index] = static_cast<std::uint32_t>(layout_.pieces.size());
     const bool is_large = row.payload_bytes >= min_body_bytes(segment_bytes_.slot);
-    // Host memory that lies contiguously is written in place where file offset and address are
-    // congruent; a gathered body passes through a slot and starts on a page.
+    // What is written in place begins where file offset and address are congruent; a body that
+    // passes through slots begins on a page.
     const std::uint64_t phase =
-        is_large && item.is_dense
+        is_large && item.is_in_place
             ? reinterpret_cast<std::uintptr_t>(item.source) & (kDirectAlignment - 1)
             : 0;
     const std::uint64_t grid = is_large ? kDirectAlignment : kPackAlignment;
@@ -105,14 +105,14 @@ class Builder {
     }
     cursor_ = body_begin;
     close_segment();
-    const bool is_in_place = item.is_dense && is_congruent(item);
-    const std::uint64_t max_bytes = is_in_place ? segment_bytes_.in_place : segment_bytes_.slot;
+    const std::uint64_t max_bytes =
+        item.is_in_place ? segment_bytes_.in_place : segment_bytes_.slot;
     for (std::uint64_t begin = body_begin; begin < body_end;) {
       const std::uint64_t to_grid = max_bytes - begin % max_bytes;
       const std::uint64_t end = std::min(begin + to_grid, body_end);
       cursor_ = begin;
       start_segment(kNoItem);
-      segment_.is_in_place = is_in_place;
+      segment_.is_in_place = item.is_in_place;
       add_piece({index, PieceKind::kPayload, begin - row.payload_offset, end - row.payload_offset},
                 end);
       segment_.payload_bytes = end - begin;
@@ -127,11 +127,6 @@ class Builder {
                 payload_end);
       segment_.payload_bytes += payload_end - body_end;
     }
-  }
-
-  static bool is_congruent(const WriteItem& item) {
-    const auto address = reinterpret_cast<std::uintptr_t>(item.source);
-    return ((address - item.row.payload_offset) & (kDirectAlignment - 1)) == 0;
   }
 
   void start_segment(std::uint32_t waits_for) {

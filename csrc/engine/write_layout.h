@@ -7,7 +7,10 @@
 // the pieces before it are checksummed; nobody blocks for it, the worker that finishes the last
 // piece goes on with the seam.
 //
-// A body saves the copy, but it costs a small write at each seam: of a disk's rate, items of 128
+// A body goes through slots as well, unless its item is to be written in place: from the memory
+// where it lies, whose address the file's offset then agrees with modulo a page.
+//
+// A body costs a small write at each seam, in place or not: of a disk's rate, items of 128
 // KiB get 0.79 packed and 0.32 with bodies, 256 KiB 0.88 and 0.52, 512 KiB 0.72 and 0.46. Packed
 // payloads begin on kPackAlignment whatever their size: a page would cost 3 % of the file at 64 KiB
 // and serve nobody, for a load too reads runs of such items into a slot.
@@ -27,9 +30,9 @@ namespace dcpx::engine {
 
 inline constexpr std::uint64_t kPackAlignment = 64;
 inline constexpr std::uint64_t kMinSegmentBytes = 256 << 10;
-// Segments that are written from the source's own memory need no slot, so they may be longer. Of
-// raw 4 MiB x 4 threads, by 4 workers, in three noisy runs: 1 MiB 0.75 and 0.89, 4 MiB 0.90 and
-// 1.03, 8 MiB 1.16 in the second and 0.81 in the third, which had no other length to compare with.
+// Segments that are written from the source's own memory need no slot, so they may be longer. From
+// small pages, of raw 4 MiB x 4 threads, by 4 workers, in three noisy runs: 1 MiB 0.75 and 0.89,
+// 4 MiB 0.90 and 1.03, 8 MiB 1.16 in the second and 0.81 in the third, which had no other length.
 inline constexpr std::uint64_t kMaxInPlaceBytes = 8 << 20;
 
 // Payloads from here on have a body of their own; smaller ones are packed.
@@ -44,6 +47,7 @@ struct WriteItem {
   const std::byte* source = nullptr;  // host memory; must stay valid until write() returns
   std::uint64_t elem_bytes = 1;
   bool is_dense = true;         // [source, source + payload_bytes) is the payload as it is
+  bool is_in_place = false;     // to be written from there; REQUIRES: is_dense
   plan::Region gather;          // else: source strides of the C-order payload
   std::optional<ZipItem> zip;   // the framing of kTensor items
   std::uint64_t pad_bytes = 0;  // zip padding before the payload

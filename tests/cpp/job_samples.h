@@ -100,8 +100,10 @@ inline Saved save_random(RandomSource& random, const ScratchDir& dir, std::uint3
   for (std::uint32_t i = 0; i < 8 * files; ++i) order.push_back(i / 8);
   // Durable where the page cache is used: that path writes back as it goes.
   const auto files_at_once = static_cast<unsigned>(random.between(1, files + 1));
+  using dcpx::engine::InPlace;
+  const auto in_place = random.pick<InPlace>({InPlace::kAuto, InPlace::kAlways, InPlace::kNever});
   dcpx::engine::WriteJob job(dir.fd(), dir.path(),
-                             {4, kSegmentBytes, use_direct, !use_direct, files_at_once});
+                             {4, kSegmentBytes, use_direct, !use_direct, files_at_once, in_place});
   for (std::uint32_t f = 0; f < files; ++f) {
     dcpx::FileId id{};
     id[0] = static_cast<std::byte>(f + 1);

@@ -27,6 +27,7 @@ struct InPlace {
     items[0].row.kind = dcpx::ItemKind::kBytes;
     items[0].row.payload_bytes = kBytes;
     items[0].source = memory;
+    items[0].is_in_place = true;
     lay_out(items, 0, 1, cursor, {21 << 20, 21 << 20}, layout);
     sums.of_pieces.assign(layout.pieces.size(), 0);
   }

@@ -67,6 +67,19 @@ def test_report_counts_what_lies_on_the_disk_and_phases_add_up(
     assert report.gb_per_s == report.file_bytes / report.total_s / 1e9
 
 
+@pytest.mark.parametrize("in_place", ["always", "never"])
+def test_large_tensors_are_written_in_place_as_the_options_say(
+    tmp_path: Path, in_place: Any
+) -> None:
+    state = {"w": torch.arange(2 << 20, dtype=torch.float32)}  # 8 MiB
+    report = report_of(tmp_path, state, options=WriteOptions(in_place=in_place))
+    if in_place == "always":
+        assert 0 <= report.payload_bytes - report.in_place_bytes <= 2 * 4096
+    else:
+        assert report.in_place_bytes == 0
+    assert report.slot_bytes <= WriteOptions().host_memory_bytes
+
+
 def test_payload_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
     state = {"a": torch.zeros(1000), "b": torch.zeros(3, 5).t(), "c": torch.zeros(0)}
     assert report_of(tmp_path, state).payload_bytes == 4060

@@ -38,9 +38,9 @@ OPTIONS = WriteOptions(workers=2, slot_bytes=256 << 10, host_memory_bytes=512 <<
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one file": {"options": OPTIONS},
     "a file each": {"options": OPTIONS, "single_file_per_rank": False},
-    "three files": {"options": dataclasses.replace(OPTIONS, files_per_rank=3)},
+    "three files": {"options": dataclasses.replace(OPTIONS, files_per_rank=3, in_place="always")},
     # More than the page cache may owe at one time, so that it is waited for as well.
-    "buffered": {"options": WriteOptions(workers=1, host_memory_bytes=1 << 20, direct_io=False)},
+    "buffered": {"options": WriteOptions(workers=1, slot_bytes=1 << 20, direct_io=False)},
     "windows": {"options": OPTIONS},
 }
 

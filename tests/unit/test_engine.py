@@ -47,6 +47,7 @@ jobs = st.fixed_dictionaries(
         "segment_bytes": st.sampled_from([256 << 10, 260 << 10, 1 << 20]),
         "use_direct": st.booleans(),
         "files_at_once": st.integers(1, 4),
+        "in_place": st.sampled_from(["auto", "always", "never"]),
     }
 )
 

@@ -31,7 +31,7 @@ MIB = 1 << 20
         (WriteOptions, {"durability": "fs"}, "durability"),
         (WriteOptions, {"workers": 0}, "workers"),
         (WriteOptions, {"workers": True}, "workers"),
-        (WriteOptions, {"workers": 65}, "workers"),  # more slots than the budget holds
+        (WriteOptions, {"workers": 33}, "workers"),  # more slots than the budget holds
         (WriteOptions, {"slot_bytes": 100_000}, "slot_bytes"),
         (WriteOptions, {"slot_bytes": 1 << 31}, "slot_bytes"),
         (WriteOptions, {"slot_bytes": 2 * MIB, "host_memory_bytes": MIB}, "host_memory_bytes"),
@@ -41,6 +41,7 @@ MIB = 1 << 20
         (WriteOptions, {"save_timeout_s": True}, "save_timeout_s"),
         (WriteOptions, {"max_in_flight": 0}, "max_in_flight"),
         (WriteOptions, {"on_busy": "drop"}, "on_busy"),
+        (WriteOptions, {"in_place": True}, "in_place"),
         (ReadOptions, {"verify": "full"}, "verify"),
         (ReadOptions, {"trusted": "yes"}, "trusted"),
         (ReadOptions, {"safe_globals": ("os.system",)}, "safe_globals"),
@@ -68,24 +69,31 @@ def test_options_are_frozen_picklable_and_documented(cls: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "local_ranks", "budget", "workers"),
+    ("cores", "local_ranks", "budget", "writers", "readers"),
     [
-        (2, "1", 64 * MIB, 4),
-        (64, "1", 64 * MIB, 16),
-        (64, "8", 64 * MIB, 16),
-        (64, "64", 64 * MIB, 2),
-        (1, "nonsense", 64 * MIB, 2),
-        (64, "1", 3 * MIB, 3),
-        (64, "1", MIB, 1),
+        (2, "1", 64 * MIB, 8, 4),
+        (64, "1", 64 * MIB, 16, 16),
+        (64, "8", 64 * MIB, 16, 16),
+        (64, "16", 64 * MIB, 16, 8),
+        (64, "64", 64 * MIB, 4, 2),
+        (64, "256", 64 * MIB, 2, 2),
+        (1, "nonsense", 64 * MIB, 4, 2),
+        (64, "1", 6 * MIB, 3, 6),
+        (64, "1", 2 * MIB, 1, 2),
     ],
 )
 def test_automatic_workers_share_the_cores_and_fit_the_budget(
-    monkeypatch: pytest.MonkeyPatch, cores: int, local_ranks: str, budget: int, workers: int
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    local_ranks: str,
+    budget: int,
+    writers: int,
+    readers: int,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
-    assert WriteOptions(host_memory_bytes=budget).resolved_workers() == workers
-    assert ReadOptions(host_memory_bytes=budget).resolved_workers() == workers
+    assert WriteOptions(host_memory_bytes=budget).resolved_workers() == writers
+    assert ReadOptions(host_memory_bytes=budget).resolved_workers() == readers
 
 
 def test_a_budget_that_is_not_given_bounds_slots_and_temporaries_only() -> None:
@@ -104,7 +112,7 @@ def test_stock_arguments_become_options_and_attributes(tmp_path: Path) -> None:
     assert DcpxWriter(tmp_path).sync_files is True
     assert DcpxWriter(tmp_path).thread_count == WriteOptions().resolved_workers()
     many = DcpxWriter(tmp_path, thread_count=100)
-    assert many.options.host_memory_bytes == 100 * MIB
+    assert many.options.host_memory_bytes == 200 * MIB
 
 
 @pytest.mark.parametrize(
