@@ -71,4 +71,5 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_plan(m);
   dcpx::bind_write(m);
   dcpx::bind_read(m);
+  dcpx::bind_stage(m);
 }

@@ -1,0 +1,241 @@
+// Staging: tensors come in and go out as DLPack capsules, a list at a time, as one call of Python's
+// costs more than the copy of a small tensor.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "bind/bind.h"
+#include "bind/dlpack.h"
+#include "bind/fields.h"
+#include "common/arena.h"
+#include "common/bytes.h"
+#include "engine/snapshot.h"
+
+namespace dcpx {
+namespace {
+
+namespace py = pybind11;
+using dlpack::DataType;
+using dlpack::ManagedTensor;
+using engine::SnapshotRow;
+
+constexpr DataType kBytesType{1, 8, 1};  // uint8
+
+// Python's end of an arena. release() leaves the memory to the tensors over it.
+struct ArenaHandle {
+  std::shared_ptr<Arena> arena;
+  Arena& get() const {
+    if (arena == nullptr) throw py::value_error("the arena was released");
+    return *arena;
+  }
+};
+
+// A tensor over an arena, which it keeps: torch's storage calls the deleter, from any thread.
+struct LentTensor {
+  ManagedTensor managed{};
+  std::shared_ptr<Arena> arena;
+  std::vector<std::int64_t> sizes_and_strides;
+
+  static void end(ManagedTensor* managed) {
+    std::unique_ptr<LentTensor> lent(static_cast<LentTensor*>(managed->manager));
+    lent->arena->give_back();
+  }
+};
+
+// Called for a capsule that nobody made a tensor of.
+void drop_capsule(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, dlpack::kCapsuleName) == 0) return;
+  auto* managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(capsule, dlpack::kCapsuleName));
+  managed->deleter(managed);
+}
+
+py::object lend(const std::shared_ptr<Arena>& arena, std::byte* data, const DataType& dtype,
+                const std::vector<std::int64_t>& sizes, const std::vector<std::int64_t>& strides) {
+  auto lent = std::make_unique<LentTensor>();
+  lent->arena = arena;
+  lent->sizes_and_strides = sizes;
+  lent->sizes_and_strides.insert(lent->sizes_and_strides.end(), strides.begin(), strides.end());
+  dlpack::Tensor& tensor = lent->managed.tensor;
+  tensor.data = data;
+  tensor.device = {dlpack::kHost, 0};
+  tensor.dims = static_cast<std::int32_t>(sizes.size());
+  tensor.dtype = dtype;
+  tensor.sizes = lent->sizes_and_strides.data();
+  tensor.strides = tensor.sizes + sizes.size();
+  lent->managed.manager = lent.get();
+  lent->managed.deleter = &LentTensor::end;
+  PyObject* capsule = PyCapsule_New(&lent->managed, dlpack::kCapsuleName, &drop_capsule);
+  if (capsule == nullptr) throw py::error_already_set();
+  arena->lend();
+  static_cast<void>(lent.release());
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
+// What is to be staged, laid out. An entry is the capsule of a host tensor, or the fields
+// (address, elem_bytes, sizes, strides) of one whose dtype DLPack does not know; at address 0 only
+// its place is wanted. Such an entry comes back as plain bytes.
+class StageTable {
+ public:
+  explicit StageTable(const py::list& entries) : entries_(entries) {
+    const auto count = static_cast<std::size_t>(PyTuple_GET_SIZE(entries_.ptr()));
+    rows_.reserve(count);
+    types_.reserve(count);
+    for (const py::handle& entry : entries_) add(entry);
+    nbytes_ = engine::lay_out(rows_);
+  }
+
+  std::uint64_t nbytes() const { return nbytes_; }
+  std::size_t size() const { return rows_.size(); }
+  // The last tensor that has elements but no memory; -1: none.
+  std::int64_t nowhere() const { return nowhere_; }
+
+  // (offset, bytes) of each.
+  py::list places() const {
+    py::list out(rows_.size());
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      out[i] = py::make_tuple(rows_[i].offset, rows_[i].nbytes);
+    }
+    return out;
+  }
+
+  // A tensor over `handle` for each; what was staged need not be there yet.
+  py::list capsules(const ArenaHandle& handle) const {
+    const std::shared_ptr<Arena> arena = checked(handle);
+    py::list out(rows_.size());
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      const SnapshotRow& row = rows_[i];
+      std::byte* const data = arena->data() + row.offset;
+      out[i] = is_raw(i)
+                   ? lend(arena, data, kBytesType, {static_cast<std::int64_t>(row.nbytes)}, {1})
+                   : lend(arena, data, types_[i], row.sizes, row.strides);
+    }
+    return out;
+  }
+
+  // Sizes and strides of the staged tensor at `index`, in elements.
+  py::tuple form(std::size_t index) const {
+    DCPX_CHECK(index < rows_.size(), "no such row");
+    return py::make_tuple(py::tuple(py::cast(rows_[index].sizes)),
+                          py::tuple(py::cast(rows_[index].strides)));
+  }
+
+  void snapshot(const ArenaHandle& handle, unsigned workers) const {
+    const std::shared_ptr<Arena> arena = checked(handle);
+    const py::gil_scoped_release no_gil;
+    engine::take_snapshot(rows_, arena->data(), workers, signal_poll());
+  }
+
+ private:
+  std::shared_ptr<Arena> checked(const ArenaHandle& handle) const {
+    DCPX_CHECK(nbytes_ <= handle.get().size_bytes(), "an arena too small for what is staged");
+    return handle.arena;
+  }
+  bool is_raw(std::size_t index) const { return types_[index].bits == 0; }
+
+  void add(const py::handle& entry) {
+    SnapshotRow row;
+    DataType type{};
+    if (PyCapsule_CheckExact(entry.ptr()) != 0) {
+      const auto* managed = static_cast<const ManagedTensor*>(
+          PyCapsule_GetPointer(entry.ptr(), dlpack::kCapsuleName));
+      if (managed == nullptr) throw py::error_already_set();
+      const dlpack::Tensor& tensor = managed->tensor;
+      DCPX_CHECK(tensor.device.type == dlpack::kHost, "a tensor of a device in a host snapshot");
+      DCPX_CHECK(tensor.dtype.bits * tensor.dtype.lanes % 8 == 0, "elements of broken bytes");
+      type = tensor.dtype;
+      row.source = static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
+      row.elem_bytes = static_cast<std::uint64_t>(tensor.dtype.bits) * tensor.dtype.lanes / 8;
+      row.sizes.assign(tensor.sizes, tensor.sizes + tensor.dims);
+      row.strides.resize(row.sizes.size(), 1);
+      if (tensor.strides != nullptr) {
+        row.strides.assign(tensor.strides, tensor.strides + tensor.dims);
+      } else {
+        for (std::size_t d = row.sizes.size(); d-- > 1;) {
+          row.strides[d - 1] = row.strides[d] * row.sizes[d];
+        }
+      }
+      engine::describe(row);
+      if (row.nbytes > 0 && tensor.data == nullptr) {
+        nowhere_ = static_cast<std::int64_t>(rows_.size());
+        row.source = nullptr;
+      }
+    } else {
+      check_tuple(entry, 4, "an entry is a capsule or has 4 fields");
+      row.source = reinterpret_cast<const std::byte*>(to_u64(field(entry, 0)));
+      row.elem_bytes = to_u64(field(entry, 1));
+      row.sizes = int_tuple(field(entry, 2));
+      row.strides = int_tuple(field(entry, 3));
+      engine::describe(row);
+    }
+    rows_.push_back(std::move(row));
+    types_.push_back(type);
+  }
+
+  py::tuple entries_;  // keeps the sources' memory
+  std::vector<SnapshotRow> rows_;
+  std::vector<DataType> types_;
+  std::uint64_t nbytes_ = 0;
+  std::int64_t nowhere_ = -1;
+};
+
+py::object lend_bytes(const ArenaHandle& handle, std::uint64_t offset, std::uint64_t nbytes) {
+  DCPX_CHECK(checked_add(offset, nbytes) <= handle.get().size_bytes(), "a place behind the arena");
+  return lend(handle.arena, handle.arena->data() + offset, kBytesType,
+              {static_cast<std::int64_t>(nbytes)}, {1});
+}
+
+}  // namespace
+
+void bind_stage(py::module_& m) {
+  py::class_<ArenaHandle>(m, "Arena")
+      .def(py::init([](std::uint64_t nbytes, bool is_shared) {
+             return ArenaHandle{std::make_shared<Arena>(nbytes, is_shared)};
+           }),
+           py::arg("nbytes"), py::kw_only(), py::arg("is_shared") = false)
+      .def_static(
+          "attach",
+          [](int fd, std::uint64_t nbytes) {
+            return ArenaHandle{std::make_shared<Arena>(Arena::attach(fd, nbytes))};
+          },
+          py::arg("fd"), py::arg("nbytes"))
+      .def_property_readonly("nbytes",
+                             [](const ArenaHandle& self) { return self.get().size_bytes(); })
+      .def_property_readonly("address",
+                             [](const ArenaHandle& self) {
+                               return reinterpret_cast<std::uintptr_t>(self.get().data());
+                             })
+      .def_property_readonly("fd", [](const ArenaHandle& self) { return self.get().fd(); })
+      .def_property_readonly("lent", [](const ArenaHandle& self) { return self.get().lent(); })
+      .def_property_readonly("written",
+                             [](const ArenaHandle& self) { return self.get().written(); })
+      .def("add_written", [](const ArenaHandle& self) { self.get().add_written(); })
+      .def("lend", &lend_bytes, py::arg("offset"), py::arg("nbytes"))
+      .def(
+          "prefault",
+          [](const ArenaHandle& self, unsigned workers) {
+            const std::shared_ptr<Arena> arena = self.arena;
+            Arena& memory = self.get();
+            const py::gil_scoped_release no_gil;
+            memory.prefault(workers, signal_poll());
+          },
+          py::arg("workers"))
+      .def("release", [](ArenaHandle& self) { self.arena.reset(); });
+
+  py::class_<StageTable>(m, "StageTable")
+      .def(py::init<const py::list&>(), py::arg("entries"))
+      .def_property_readonly("nbytes", &StageTable::nbytes)
+      .def_property_readonly("nowhere", &StageTable::nowhere)
+      .def("__len__", &StageTable::size)
+      .def("places", &StageTable::places)
+      .def("form", &StageTable::form, py::arg("index"))
+      .def("capsules", &StageTable::capsules, py::arg("arena"));
+  m.def(
+      "snapshot",
+      [](const ArenaHandle& arena, const StageTable& table, unsigned workers) {
+        table.snapshot(arena, workers);
+      },
+      py::arg("arena"), py::arg("table"), py::arg("workers"));
+}
+
+}  // namespace dcpx
