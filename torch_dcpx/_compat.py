@@ -7,7 +7,7 @@ No other module asks which torch runs, or what it has (`tests/unit/test_house.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import repeat
 from types import FrameType
@@ -28,9 +28,11 @@ __all__ = [
     "AnyProperties",
     "all_strides",
     "common_properties",
+    "dlpack_dtypes",
     "dtype_by_name",
     "dtype_name",
     "framing_of",
+    "from_dlpack",
     "increment_version",
     "is_load",
     "is_saved_dtype",
@@ -38,6 +40,7 @@ __all__ = [
     "saved_through",
     "set_strides",
     "storage_dtypes",
+    "to_dlpack",
     "torch_lacks",
     "wanted_chunks",
 ]
@@ -114,6 +117,26 @@ def storage_dtypes() -> dict[tuple[str, str], torch.dtype]:
         _, storage, name = framing_of(dtype)
         table[storage, name] = dtype
     return table
+
+
+@cache
+def dlpack_dtypes() -> dict[torch.dtype, bool]:
+    """Returns the dtypes that DLPack carries both ways, and whether each may have a conj bit."""
+    found = {}
+    for dtype in DTYPES.values():
+        try:
+            # Not `empty(dtype=...)`, which warns of some dtypes.
+            back = from_dlpack(to_dlpack(torch.empty(16, dtype=torch.uint8).view(dtype)))
+        except (BufferError, NotImplementedError, RuntimeError, TypeError):
+            continue
+        if back.dtype == dtype:
+            found[dtype] = dtype.is_complex
+    return found
+
+
+# Those of torch.utils.dlpack, without the questions in Python that cost as much as the rest.
+to_dlpack: Callable[[torch.Tensor], object] = torch._C._to_dlpack
+from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 
 
 def increment_version(tensors: Iterable[torch.Tensor]) -> None:

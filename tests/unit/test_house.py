@@ -32,12 +32,14 @@ ROOMS: dict[str, set[str]] = {
 # The modules of torch_dcpx that may import the extension: the door's Python side.
 MODULES_WITH_EXTENSION = {
     "__init__",
+    "arena",
     "metadata",
     "metadata_encode",
     "locate",
     "read_bytes",
     "read_coverage",
     "reader",
+    "staging",
     "trust",
     "unpickle",
     "write_files",
@@ -46,6 +48,7 @@ MODULES_WITH_EXTENSION = {
 
 # Modules that work, and start at once, without torch.
 MODULES_WITHOUT_TORCH = {"__init__", "_version", "environment", "errors", "options"}
+MODULES_WITHOUT_TORCH = {"__init__", "_version", "errors", "host_memory", "options"}
 
 FOREIGN_HEADER = re.compile(
     r"^(torch|ATen|c10|caffe2)/|^(cuda|cuda_runtime|cuda_runtime_api|driver_types)\.h$"

@@ -1,0 +1,255 @@
+"""Memory that snapshots are staged in: arenas of the process, used for one save after another.
+
+An arena is lent to the tensors over it, and free when the last of their storages is gone. A save
+that finds none free takes another one within its budget, or waits; what is read is never
+overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch_dcpx import _C
+from torch_dcpx.errors import StagingError, StorageError
+from torch_dcpx.host_memory import available_memory
+
+__all__ = ["ArenaPool", "attach", "note_written", "process_pool"]
+
+_POLL_S = 0.0002
+_MAX_POLL_S = 0.02
+_COMING_BACK_S = 0.25  # how long a save that has written all may still hold what it wrote
+_ROUND_BYTES = 2 << 20
+_RESERVE_BYTES = 64 << 20  # of available memory, left to everything else
+
+# Where the arenas of this process lie, to find the one that a tensor is over.
+_arenas: weakref.WeakSet[_C.Arena] = weakref.WeakSet()
+
+
+class ArenaPool:
+    """Arenas that are used again. Thread-safe; a forked child is refused.
+
+    The smallest free arena that fits is taken. Where none fits, free ones are given back to the
+    system before a larger one is made, so that a growing state never holds both.
+
+    Attributes:
+        budget_bytes: bound on the bytes of all arenas together; None (default): available memory.
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self._arenas: list[_C.Arena] = []
+        self._taken: set[int] = set()  # ids of arenas that somebody is filling
+        self._seen_written: dict[int, int] = {}  # by id: `written` when it was lent last
+        self._guard = threading.Condition()
+        self._pid = os.getpid()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas."""
+        with self._held():
+            return sum(arena.nbytes for arena in self._arenas)
+
+    @property
+    def count(self) -> int:
+        """How many arenas there are."""
+        with self._held():
+            return len(self._arenas)
+
+    @contextmanager
+    def lease(
+        self,
+        nbytes: int,
+        *,
+        is_shared: bool = False,
+        budget_bytes: int | None = None,
+        timeout_s: float = 1800.0,
+        check: Callable[[], object] = lambda: None,
+    ) -> Iterator[_C.Arena]:
+        """Gives an arena of at least `nbytes` to fill; nobody else has it until the block ends.
+
+        After the block it stays lent as long as there are tensors over it.
+
+        Args:
+            nbytes: needed bytes.
+            is_shared: in a memfd, for another process. Default False.
+            budget_bytes: bound on the pool's bytes while this is lent; None (default): the pool's.
+            timeout_s: seconds to wait for an arena to come back. Default 1800.
+            check: called while it waits; what it raises ends the wait.
+
+        Raises:
+            StagingError: a forked child; more than the budget or than the available memory; no
+                arena came back in time.
+        """
+        arena = self._acquire(nbytes, is_shared, budget_bytes, timeout_s, check)
+        try:
+            yield arena
+        finally:
+            with self._held():
+                self._taken.discard(id(arena))
+                self._seen_written[id(arena)] = arena.written
+                self._guard.notify_all()
+
+    def prewarm(
+        self,
+        nbytes: int,
+        *,
+        is_shared: bool = False,
+        budget_bytes: int | None = None,
+        workers: int = 2,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """Takes memory for a state of `nbytes` from the system now. Arguments as of `lease`.
+
+        Args:
+            workers: threads that take it. Default 2.
+
+        Raises:
+            StagingError: as `lease`, or the system has less memory than it said.
+        """
+        with self.lease(
+            nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
+        ) as arena:
+            try:
+                arena.prefault(workers)
+            except StorageError as error:
+                raise StagingError(f"cannot prewarm {nbytes} B of memory: {error}") from error
+
+    def close(self) -> None:
+        """Gives all memory back to the system; of arenas in use, when they are free. Reusable."""
+        with self._held():
+            for arena in list(self._arenas):
+                if id(arena) not in self._taken:
+                    self._drop(arena)
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise StagingError(
+                f"this process (pid {os.getpid()}) was forked from pid {self._pid}, which owns the "
+                "staging memory: stage in the parent, or start the child by 'spawn'"
+            )
+        with self._guard:
+            yield
+
+    def _acquire(
+        self,
+        nbytes: int,
+        is_shared: bool,
+        budget_bytes: int | None,
+        timeout_s: float,
+        check: Callable[[], object],
+    ) -> _C.Arena:
+        budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        if budget is not None and nbytes > budget:
+            raise StagingError(
+                f"cannot stage {nbytes} B: more than the budget of {budget} B for staging memory"
+            )
+        begin = time.monotonic()
+        while True:
+            with self._held():
+                waited_s = time.monotonic() - begin
+                arena = self._try_acquire(nbytes, is_shared, budget, waited_s)
+                if arena is not None:
+                    self._taken.add(id(arena))
+                    return arena
+                held = sum(arena.nbytes for arena in self._arenas)
+            if waited_s > timeout_s:
+                raise StagingError(
+                    f"no staging memory for {nbytes} B after {timeout_s:g} s: {held} B of the "
+                    f"budget of {budget} B are held by saves under way, or by whoever keeps a "
+                    "staged state (a planner, an exception, a variable)"
+                )
+            check()
+            with self._guard:
+                self._guard.wait(min(_MAX_POLL_S, _POLL_S + waited_s / 10))
+
+    def _try_acquire(
+        self, nbytes: int, is_shared: bool, budget: int | None, waited_s: float
+    ) -> _C.Arena | None:
+        """Returns an arena, or None where one must come back first. REQUIRES: in `_held`."""
+        usable = [arena for arena in self._arenas if is_shared <= (arena.fd >= 0)]
+        free = [arena for arena in self._arenas if self._is_free(arena)]
+        fitting = [arena for arena in usable if arena in free and arena.nbytes >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda arena: arena.nbytes)
+        if waited_s < _COMING_BACK_S and any(map(self._is_coming_back, usable)):
+            return None  # rather than a second one
+        for arena in free:  # too small, or of the other kind
+            self._drop(arena)
+        wanted = -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES
+        if budget is not None:
+            left = budget - sum(arena.nbytes for arena in self._arenas)
+            if nbytes > left:
+                return None
+            wanted = min(wanted, left)
+        return self._make(wanted, is_shared)
+
+    def _is_free(self, arena: _C.Arena) -> bool:
+        return arena.lent == 0 and id(arena) not in self._taken
+
+    def _is_coming_back(self, arena: _C.Arena) -> bool:
+        """Whether a save has written all that is staged there, so that nobody reads it any more."""
+        return id(arena) not in self._taken and arena.written > self._seen_written[id(arena)]
+
+    def _make(self, nbytes: int, is_shared: bool) -> _C.Arena:
+        available = available_memory()
+        if available.nbytes is not None and nbytes + _RESERVE_BYTES > available.nbytes:
+            raise StagingError(
+                f"cannot stage {nbytes} B: {available.nbytes} B of memory are available "
+                f"({available.source}), of which {_RESERVE_BYTES} B are left to others"
+            )
+        try:
+            arena = _C.Arena(nbytes, is_shared=is_shared)
+        except StorageError as error:
+            raise StagingError(f"cannot stage {nbytes} B: {error}") from error
+        self._arenas.append(arena)
+        self._seen_written[id(arena)] = 0
+        _arenas.add(arena)
+        return arena
+
+    def _drop(self, arena: _C.Arena) -> None:
+        self._arenas.remove(arena)
+        del self._seen_written[id(arena)]
+        _arenas.discard(arena)
+        arena.release()
+
+
+_pool = ArenaPool()
+
+
+def process_pool() -> ArenaPool:
+    """Returns the pool that all stagers of this process share."""
+    return _pool
+
+
+# ---- What another process has staged ------------------------------------------------------------
+
+_attached: list[_C.Arena] = []
+
+
+def attach(fd: int, nbytes: int) -> _C.Arena:
+    """Maps the arena of another process; `fd` stays the caller's. Blocks nobody, copies nothing.
+
+    Raises:
+        StorageError: the system does not map it.
+    """
+    _attached[:] = [arena for arena in _attached if arena.lent]
+    arena = _C.Arena.attach(fd, nbytes)
+    _attached.append(arena)
+    _arenas.add(arena)
+    return arena
+
+
+def note_written(address: int) -> None:
+    """Says that a save has written all that is staged around `address`, if that is in an arena.
+
+    The process that staged it hears of it, too.
+    """
+    for arena in list(_arenas):
+        if arena.address <= address < arena.address + arena.nbytes:
+            arena.add_written()

@@ -1,0 +1,176 @@
+"""The bytes of many tensors at one moment: copied into an arena, and tensors over the copies.
+
+What costs per tensor is kept small, as a state may have 100,000: a capsule of DLPack says all of a
+tensor in one call, and makes one in another; everything between is C++.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from torch_dcpx import _C
+from torch_dcpx._compat import dlpack_dtypes, from_dlpack, to_dlpack
+from torch_dcpx._gc import bounded_pause
+from torch_dcpx.arena import ArenaPool, process_pool
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.tensor_memory import check_storage, has_strides
+
+__all__ = ["StagePlan", "stage_tensors", "staging_workers"]
+
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+
+
+def staging_workers() -> int:
+    """Returns the threads that a snapshot starts: this rank's share of the usable cores, 2 to 8.
+
+    More than a few do not copy faster: memory is what they wait for.
+    """
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = len(os.sched_getaffinity(0)) // max(1, int(local_ranks) if local_ranks.isdigit() else 1)
+    return min(max(2, share), 8)
+
+
+class StagePlan:
+    """What a snapshot of some tensors needs. Holds them until it is dropped; nothing is copied yet.
+
+    Args:
+        tensors: of any device, dtype, layout and class, without DTensors and ShardedTensors.
+        names: of the tensors, for errors; None (default): their numbers.
+
+    Attributes:
+        nbytes: bytes of an arena that holds the snapshot. Tensors that no address and strides
+            describe (sparse, quantized, of other classes) are cloned outside of it.
+
+    Raises:
+        UnsupportedError: a tensor has no memory, or it was freed or resized under it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str] | None = None) -> None:
+        self._names = names
+        self._raw: list[tuple[int, torch.dtype]] = []  # come back as bytes
+        self._elsewhere: list[tuple[int, torch.Tensor]] = []  # to be copied by torch into its place
+        self._cloned: dict[int, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []  # whose addresses the table holds
+        entries: list[Any] = []
+        has_conj = dlpack_dtypes().get
+        with bounded_pause(len(tensors)):
+            for tensor in tensors:
+                # Nearly all are like this: each question is asked once.
+                if (
+                    type(tensor) in _PLAIN_CLASSES
+                    and tensor.is_cpu
+                    and has_conj(tensor.dtype) is False
+                    and not tensor.is_neg()
+                    and tensor.layout == torch.strided
+                    and not tensor.is_nested
+                    and tensor.nbytes == tensor.untyped_storage().nbytes()
+                    and not tensor.storage_offset()
+                ):
+                    entries.append(to_dlpack(tensor))
+                else:
+                    entries.append(self._entry(len(entries), tensor))
+            self._table = _C.StageTable(entries)
+        if self._table.nowhere >= 0:
+            raise UnsupportedError(
+                f"'{self._name(self._table.nowhere)}' lies nowhere: torch has no memory for a "
+                "tensor that torch.func tracks or that is known to be zero; save `tensor.clone()`"
+            )
+        self.nbytes = self._table.nbytes
+
+    def copy_to(self, arena: _C.Arena, workers: int) -> list[torch.Tensor]:
+        """Returns the tensors over `arena`, with the bytes they have now; blocks until these are
+        copied. Each has a storage of its own, of exactly its size, and requires no gradient.
+
+        Args:
+            arena: of `nbytes` at least, which nobody else fills; lent until the tensors are gone.
+            workers: threads that copy.
+        """
+        table = self._table
+        _C.snapshot(arena, table, workers)
+        with bounded_pause(len(self)):
+            staged = list(map(from_dlpack, table.capsules(arena)))
+        for index, dtype in self._raw:
+            sizes, strides = table.form(index)
+            staged[index] = staged[index].view(dtype).as_strided(sizes, strides)
+        for index, tensor in self._elsewhere:
+            staged[index].copy_(tensor)
+        for index, tensor in self._cloned.items():
+            staged[index] = tensor.clone()
+        return staged
+
+    def places(self) -> list[tuple[int, int] | None]:
+        """Returns (offset in the arena, bytes) of each tensor; None of those outside of it."""
+        places: list[tuple[int, int] | None] = list(self._table.places())
+        for index in self._cloned:
+            places[index] = None
+        return places
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def _name(self, index: int) -> str:
+        return self._names[index] if self._names else f"tensor {index}"
+
+    def _entry(self, index: int, tensor: torch.Tensor) -> Any:
+        """Returns the table's entry of a tensor that takes longer, and notes what else it needs."""
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
+        tensor = tensor.detach()
+        if type(tensor) in _PLAIN_CLASSES and (tensor.is_conj() or tensor.is_neg()):
+            tensor = tensor.resolve_conj().resolve_neg()
+        if not has_strides(tensor) or tensor.is_meta:
+            self._cloned[index] = tensor
+            return (0, 1, (0,), (1,))
+        if (tensor.is_cpu or tensor.is_cuda) and tensor.numel():
+            check_storage(tensor, self._name(index))
+        if tensor.is_cpu and tensor.dtype in dlpack_dtypes():
+            return to_dlpack(tensor)
+        address = 0
+        self._raw.append((index, tensor.dtype))
+        if tensor.is_cpu:
+            self._kept.append(tensor)
+            address = tensor.data_ptr() if tensor.numel() else 0
+        else:
+            self._elsewhere.append((index, tensor))
+        return (address, tensor.element_size(), tuple(tensor.shape), tensor.stride())
+
+
+def stage_tensors(
+    tensors: Sequence[torch.Tensor],
+    *,
+    names: Sequence[str] | None = None,
+    pool: ArenaPool | None = None,
+    is_shared: bool = False,
+    budget_bytes: int | None = None,
+    workers: int | None = None,
+    timeout_s: float = 1800.0,
+) -> list[torch.Tensor]:
+    """Returns host tensors that hold what `tensors` hold at this moment; blocks until copied.
+
+    Each has a storage of its own, of exactly its size, over an arena that is free for the next
+    snapshot when the last of them is gone. Dense tensors keep their strides, others become
+    contiguous. None requires a gradient.
+
+    Args:
+        tensors: of any device, dtype, layout and class, without DTensors and ShardedTensors.
+        names: of the tensors, for errors; None (default): their numbers.
+        pool: whose arenas to use; None (default): the process's.
+        is_shared: stage where another process can map it. Default False.
+        budget_bytes: bound on the bytes of the pool's arenas; None (default): the pool's own.
+        workers: threads that copy; None (default): this rank's share of the cores, 2 to 8.
+        timeout_s: seconds to wait for an arena that a save still uses. Default 1800.
+
+    Raises:
+        StagingError: no memory within the budget, the machine or the time; a forked child.
+        UnsupportedError: a tensor's memory was freed or resized under it.
+    """
+    plan = StagePlan(tensors, names)
+    with (pool or process_pool()).lease(
+        plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
+    ) as arena:
+        return plan.copy_to(arena, workers or staging_workers())
