@@ -47,8 +47,14 @@ MODULES_WITH_EXTENSION = {
 }
 
 # Modules that work, and start at once, without torch.
-MODULES_WITHOUT_TORCH = {"__init__", "_version", "environment", "errors", "options"}
-MODULES_WITHOUT_TORCH = {"__init__", "_version", "errors", "host_memory", "options"}
+MODULES_WITHOUT_TORCH = {
+    "__init__",
+    "_version",
+    "environment",
+    "errors",
+    "host_memory",
+    "options",
+}
 
 FOREIGN_HEADER = re.compile(
     r"^(torch|ATen|c10|caffe2)/|^(cuda|cuda_runtime|cuda_runtime_api|driver_types)\.h$"
