@@ -33,10 +33,12 @@ __all__ = [
     "dtype_name",
     "framing_of",
     "from_dlpack",
+    "group_store",
     "increment_version",
     "is_load",
     "is_saved_dtype",
     "planned_entries",
+    "process_groups",
     "saved_through",
     "set_strides",
     "storage_dtypes",
@@ -211,3 +213,22 @@ def wanted_chunks(target: Any) -> list[ChunkStorageMetadata]:
     if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
         return []  # this rank is no part of its mesh
     return _create_chunk_list(target)
+
+
+# ---- Process groups: torch keeps their stores to itself ------------------------------------------
+
+
+def process_groups() -> list[Any]:
+    """Returns the process groups that this process is in; none where torch has no distributed."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
+
+
+def group_store(group: Any) -> Any:
+    """Returns the store of a process group: shared with all its users, so only to be cloned."""
+    from torch.distributed.distributed_c10d import _world
+
+    return _world.pg_map[group][1]

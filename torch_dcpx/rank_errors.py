@@ -1,0 +1,135 @@
+"""The error of one rank as all ranks of an operation raise it.
+
+A DcpxError keeps its class and fields; anything else becomes a RankError. The first line of the
+message says where: "rank 3 (node7), writing: pwrite 4096 B at offset 0 of ...: No space left".
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dcpx.errors import DcpxError, RankError, RankLostError
+
+__all__ = ["RankFailure", "error_of", "from_rank", "lost_error"]
+
+_MAX_NAMED = 8  # ranks in one message
+_MAX_FRAMES = 3  # of the place where a foreign error was raised
+
+
+def from_rank(pickled: bytes) -> Any:
+    """Returns what a rank of this job has pickled: trusted as in DCP's own gathering of plans."""
+    return pickle.loads(pickled)  # noqa: S301
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What a rank tells the others about its error. Pickled, between ranks of one job only."""
+
+    rank: int
+    host: str
+    phase: str
+    text: str  # type and message, "KeyError: 'x'"
+    frames: str  # where it was raised
+    type_name: str  # "builtins.KeyError"
+    pickled: bytes | None  # the error, where it survives
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, host: str, phase: str) -> RankFailure:
+        """Returns what to tell of an error of this rank, even one that cannot be pickled."""
+        kind = type(error)
+        return cls(
+            rank,
+            host,
+            phase,
+            "".join(traceback.format_exception_only(kind, error)).strip(),
+            "".join(traceback.format_tb(error.__traceback__)[-_MAX_FRAMES:]).rstrip(),
+            f"{kind.__module__}.{kind.__qualname__}",
+            _pickled(error),
+        )
+
+    @property
+    def where(self) -> str:
+        return f"rank {self.rank} ({self.host}), {self.phase}: "
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    # Classes of users' own may refuse, or come back as something else: then their text must do.
+    try:
+        pickled = pickle.dumps(error)
+        return pickled if type(from_rank(pickled)) is type(error) else None
+    except Exception:  # noqa: BLE001 - whatever their __reduce__ raises
+        return None
+
+
+def _original(failure: RankFailure) -> BaseException | None:
+    if failure.pickled is None:
+        return None
+    try:
+        error = from_rank(failure.pickled)
+    except Exception:  # noqa: BLE001 - a class that this rank cannot import
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def error_of(failures: Sequence[RankFailure], own: BaseException | None = None) -> DcpxError:
+    """Returns the error that all ranks raise.
+
+    Args:
+        failures: at least one; the lowest rank's gives the class, the others are named.
+        own: this rank's own error, if it is that one: it becomes the cause.
+    """
+    first, *others = sorted(failures, key=lambda failure: failure.rank)
+    original = _original(first)
+    if isinstance(original, RankLostError):
+        return original  # it says itself who is where; who noticed is of no interest
+    also = [_one_line(f"{other.where}{other.text}") for other in others[: _MAX_NAMED - 1]]
+    if len(others) > len(also):
+        also.append(f"and {len(others) - len(also)} more ranks")
+    error: DcpxError
+    if isinstance(original, DcpxError):
+        fields = {name: getattr(original, name) for name in original.FIELDS}
+        message = "\n".join([first.where + original.message, *also])
+        error = type(original)(message, **fields)
+        error.__cause__ = own
+    else:
+        message = "\n".join([first.where + first.text, *also, first.frames]).rstrip()
+        error = RankError(
+            message,
+            rank=first.rank,
+            host=first.host,
+            phase=first.phase,
+            original=first.type_name,
+        )
+        error.__cause__ = own if own is not None else original
+    return error
+
+
+def _one_line(text: str) -> str:
+    return text.split("\n", 1)[0]
+
+
+def lost_error(lost: Sequence[tuple[int, str, str]], waited_s: float, step: str) -> RankLostError:
+    """Returns the error of ranks that did not come.
+
+    Args:
+        lost: (rank, host, phase) of each, at least one; both empty where it never entered.
+        waited_s: seconds that one waited.
+        step: what for, "'plan' of the save".
+    """
+    names = [
+        f"rank {rank} ({host}), {phase}" if phase else f"rank {rank}, not even begun"
+        for rank, host, phase in lost[:_MAX_NAMED]
+    ]
+    if len(lost) > _MAX_NAMED:
+        names.append(f"and {len(lost) - _MAX_NAMED} more")
+    return RankLostError(
+        f"{'; '.join(names)}: no sign within {waited_s:.1f} s in {step}: "
+        "killed, stopped or stuck, or it failed before it made this call",
+        ranks=tuple(rank for rank, _, _ in lost),
+        phases=tuple(phase or "not begun" for _, _, phase in lost),
+        waited_s=waited_s,
+    )

@@ -1,0 +1,207 @@
+"""The process group's store, asked with a deadline: a clone of it, served by one daemon thread.
+
+A call to a TCPStore whose host is stopped blocks without end, whatever timeout it was given, and
+one on the group's own client stalls its other users. So each process has, for each group, one clone
+and one thread that makes all calls; who asks waits for the thread until its deadline. A call that
+was given up may still take effect later. The clone is opened anew after an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from torch_dcpx._compat import group_store, process_groups
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.errors import StoreLostError, UnsupportedError
+
+__all__ = ["StoreClient", "client_of"]
+
+T = TypeVar("T")
+
+_ANSWER_S = 5.0  # what a store may take for one call, also when the caller's time is up
+_EXIT_S = 1.0  # for calls in flight when the interpreter ends
+
+
+class _Call(Generic[T]):
+    """A function on its way through the thread."""
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function = function
+        self.done = threading.Event()
+        self.is_given_up = False
+        self.value: T | None = None
+        self.error: BaseException | None = None
+
+
+def _serve(calls: queue.SimpleQueue[_Call[Any] | None], open_store: Callable[[], Any]) -> None:
+    """The thread. It refers to no client, so that one that is forgotten can end it."""
+    store: Any = None
+    while (call := calls.get()) is not None:
+        if not call.is_given_up:
+            try:
+                if store is None:
+                    store = open_store()  # its timeout stays: a HashStore's clone is itself
+                call.value = call.function(store)
+            except BaseException as error:  # noqa: BLE001 - raised by whoever asked
+                call.error = error
+                store = None
+        call.done.set()
+        del call  # and what it holds
+
+
+class StoreClient:
+    """One process' access to the store of one group. Thread-safe: its calls take turns."""
+
+    def __init__(self, open_store: Callable[[], Any]) -> None:
+        """Starts nothing yet.
+
+        Args:
+            open_store: returns a store for the thread's use alone.
+        """
+        self._open_store = open_store
+        self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._guard = threading.Lock()
+        self._pid = os.getpid()
+        self._numbers = itertools.count(1)
+
+    def next_number(self) -> int:
+        """Returns the number of the group's next operation: all ranks begin theirs in one order."""
+        return next(self._numbers)
+
+    def call(self, doing: str, function: Callable[[Any], T], deadline: Deadline) -> T:
+        """Returns `function(store)`.
+
+        Args:
+            doing: for the error: "get 'dcpx/1/plan' for the save of rank 0".
+            function: called in the thread, with the store.
+            deadline: until when it must have returned; 5 s more if it has passed, so that a store
+                that answers is not taken for one that does not.
+
+        Raises:
+            StoreLostError: it did not, or the store raised.
+            UnsupportedError: this process was forked from the one that made the client.
+        """
+        call = self._submit(function)
+        patience = Deadline(max(deadline.remaining_s, _ANSWER_S))
+        try:
+            while not call.done.wait(min(patience.remaining_s, 3600.0)):  # it takes no infinity
+                if patience.has_passed:
+                    raise StoreLostError(
+                        f"{doing}: the process group's store did not answer within "
+                        f"{patience.waited_s:.1f} s: the process that hosts it (rank 0, or the "
+                        "launcher's agent) is stopped or gone",
+                        waited_s=patience.waited_s,
+                    )
+        except BaseException:
+            call.is_given_up = True  # if it has not begun yet, it never does
+            raise
+        error = call.error
+        if isinstance(error, RuntimeError):  # torch's DistError, and older ones
+            cause = str(error).split("\n", 1)[0]
+            raise StoreLostError(
+                f"{doing}: the process group's store failed: {cause}", waited_s=patience.waited_s
+            ) from error
+        if error is not None:
+            raise error
+        return call.value  # type: ignore[return-value]
+
+    def post(self, function: Callable[[Any], object]) -> None:
+        """Calls `function(store)` after all that was asked before. Waits for nothing.
+
+        Raises:
+            UnsupportedError: as `call`.
+        """
+        self._submit(function)
+
+    def settle(self, deadline: Deadline) -> bool:
+        """Waits until what was asked is done. Returns whether it is."""
+        with self._guard:
+            if self._thread is None or self._pid != os.getpid():
+                return True
+        return self._submit(lambda _: None).done.wait(deadline.remaining_s)
+
+    def close(self) -> None:
+        """Ends the thread after what was asked before. Waits for nothing."""
+        with self._guard:
+            if self._thread is not None and self._pid == os.getpid():
+                self._calls.put(None)
+                self._thread = None
+
+    def _submit(self, function: Callable[[Any], T]) -> _Call[T]:
+        call = _Call(function)
+        if self._pid != os.getpid():
+            raise UnsupportedError(
+                f"a forked process (pid {os.getpid()}) cannot go on with an operation of its "
+                f"parent (pid {self._pid})"
+            )
+        with self._guard:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_serve,
+                    args=(self._calls, self._open_store),
+                    name="dcpx-store",
+                    daemon=True,  # a store that is stopped must not hold the interpreter's end
+                )
+                self._thread.start()
+            self._calls.put(call)
+        return call
+
+
+# ---- One client a group -------------------------------------------------------------------------
+
+_clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()
+_inherited: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of the process we were forked from
+_clients_guard = threading.Lock()
+
+
+def client_of(group: Any) -> StoreClient:
+    """Returns this process' client for a group; it ends when the group is collected.
+
+    Args:
+        group: the ProcessGroup itself, not None.
+
+    Raises:
+        UnsupportedError: the group belongs to the process from which this one was forked.
+    """
+    with _clients_guard:
+        if group in _inherited:
+            raise UnsupportedError(
+                "a forked process cannot save or load in the name of its parent's rank: use "
+                "no_dist=True, or start it with spawn and its own init_process_group"
+            )
+        client = _clients.get(group)
+        if client is None:
+            store = group_store(group)
+            client = StoreClient(store.clone)
+            _clients[group] = client
+            weakref.finalize(group, client.close).atexit = False
+        return client
+
+
+def _forget_parents_clients() -> None:
+    """In a forked child: the threads are not there, and the group's rank is the parent."""
+    global _clients_guard
+    _clients_guard = threading.Lock()
+    _clients.clear()
+    for group in process_groups():
+        _inherited.add(group)
+
+
+def _end_calls_in_flight() -> None:
+    """At exit: a thread that comes back from C++ into an interpreter that has ended would abort."""
+    deadline = Deadline(_EXIT_S)
+    for client in list(_clients.values()):
+        client.settle(deadline)
+        client.close()
+
+
+os.register_at_fork(after_in_child=_forget_parents_clients)
+atexit.register(_end_calls_in_flight)

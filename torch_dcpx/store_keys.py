@@ -1,0 +1,215 @@
+"""The keys of one operation in a store: named beneath its prefix, values cut to what a store takes.
+
+Nothing here blocks on a key that is absent: a key is read by a `compare_set` that cannot match.
+(`get` would wait for it in C++, for the store's own timeout.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.errors import StoreLostError
+from torch_dcpx.store_client import StoreClient
+
+__all__ = ["StoreKeys"]
+
+T = TypeVar("T")
+
+# TCPStore drops the connection at a value of more than 8 MiB.
+_PART_BYTES = 4 << 20
+_BATCH_KEYS = 256  # keys in one call
+_WHOLE, _CUT = b".", b"#"  # how a stored value begins
+_NO_MATCH = b"?"  # never stored
+_FIRST_POLL_S = 0.001
+_MAX_POLL_S = 0.020
+_MAX_POLL_S_PER_RANK = 20e-6  # 10,000 ranks ask one server 50,000 times a second
+
+
+def _part(key: str, index: int) -> str:
+    return f"{key}+{index}"
+
+
+def _pieces(key: str, value: bytes) -> dict[str, bytes]:
+    """Returns what is stored for a value; the key itself last, so that it is seen when all is."""
+    if len(value) < _PART_BYTES:
+        return {key: _WHOLE + value}
+    starts = range(0, len(value), _PART_BYTES)
+    parts = {_part(key, i): value[s : s + _PART_BYTES] for i, s in enumerate(starts)}
+    return {**parts, key: _CUT + str(len(starts)).encode()}
+
+
+def _set(store: Any, values: dict[str, bytes]) -> None:
+    if len(values) == 1:
+        ((name, value),) = values.items()
+        store.set(name, value)
+    else:
+        store.multi_set(list(values), list(values.values()))
+
+
+def _peek(store: Any, key: str) -> bytes | None:
+    found: bytes = store.compare_set(key, _NO_MATCH, _NO_MATCH)
+    return None if found == _NO_MATCH else found
+
+
+def _joined(store: Any, key: str, found: bytes) -> bytes:
+    if found[:1] == _WHOLE:
+        return found[1:]
+    return b"".join(store.multi_get([_part(key, i)])[0] for i in range(int(found[1:])))
+
+
+def _get(store: Any, key: str) -> bytes | None:
+    found = _peek(store, key)
+    return None if found is None else _joined(store, key, found)
+
+
+def _multi_get(store: Any, names: list[str]) -> list[bytes]:
+    pairs = zip(names, store.multi_get(names), strict=True)
+    return [_joined(store, name, bytes(found)) for name, found in pairs]
+
+
+def _delete(store: Any, key: str) -> None:
+    found = _peek(store, key)
+    if found is not None and found[:1] == _CUT:
+        for i in range(int(found[1:])):
+            store.delete_key(_part(key, i))
+    if found is not None:
+        store.delete_key(key)
+
+
+def _delete_all(store: Any, names: list[str]) -> None:
+    for name in names:
+        _delete(store, name)
+
+
+def _absent(store: Any, names: list[str]) -> list[str]:
+    """Returns which keys are absent; few calls where most are there."""
+    if store.check(names):
+        return []
+    if len(names) == 1:
+        return names
+    middle = len(names) // 2
+    return [*_absent(store, names[:middle]), *_absent(store, names[middle:])]
+
+
+class StoreKeys:
+    """The keys of one operation. Thread-safe.
+
+    Once the store was lost to it, each further call that waits raises at once.
+    """
+
+    def __init__(self, client: StoreClient, prefix: str, who: str, world_size: int) -> None:
+        """Names the keys of one operation.
+
+        Args:
+            client: of the group's store.
+            prefix: what its keys begin with, "dcpx/7/".
+            who: for errors: "save, rank 3".
+            world_size: ranks that poll.
+        """
+        self._client = client
+        self._prefix = prefix
+        self._who = who
+        self._max_poll_s = max(_MAX_POLL_S, _MAX_POLL_S_PER_RANK * world_size)
+        self._lost: StoreLostError | None = None
+
+    def set(self, key: str, value: bytes, deadline: Deadline) -> None:
+        """Sets a key to a value of any size."""
+        self.set_all([(key, value)], deadline)
+
+    def set_all(self, values: Iterable[tuple[str, bytes]], deadline: Deadline) -> None:
+        """Sets many keys, by few calls; of `values`, a call's worth is taken at a time."""
+        batch: dict[str, bytes] = {}
+        nbytes = 0
+        for key, value in values:
+            for name, piece in _pieces(self._prefix + key, value).items():
+                if batch and (nbytes + len(piece) > _PART_BYTES or len(batch) == _BATCH_KEYS):
+                    self._call("set", next(iter(batch)), partial(_set, values=batch), deadline)
+                    batch, nbytes = {}, 0
+                batch[name] = piece
+                nbytes += len(piece)
+        if batch:
+            self._call("set", next(iter(batch)), partial(_set, values=batch), deadline)
+
+    def get(self, key: str, deadline: Deadline) -> bytes | None:
+        """Returns a key's value, None if it is absent."""
+        name = self._prefix + key
+        return self._call("get", name, partial(_get, key=name), deadline)
+
+    def multi_get(self, keys: Sequence[str], deadline: Deadline) -> list[bytes]:
+        """Returns the values of keys that are all there, by few calls."""
+        values: list[bytes] = []
+        for batch in self._batches(keys):
+            values += self._call("get", batch[0], partial(_multi_get, names=batch), deadline)
+        return values
+
+    def add(self, key: str, amount: int, deadline: Deadline) -> int:
+        """Adds to a counter, 0 at first; returns its value."""
+        name = self._prefix + key
+        return self._call("count", name, lambda store: int(store.add(name, amount)), deadline)
+
+    def claim(self, key: str, value: bytes, deadline: Deadline) -> bytes:
+        """Sets an absent key, to less than 4 MiB; returns what it holds now.
+
+        The first one wins. Values must differ between those who claim, so that each knows whether
+        it was it; then one that is not answered is not known to have lost either.
+        """
+        name = self._prefix + key
+        (piece,) = _pieces(name, value).values()
+        return self._call(
+            "claim", name, lambda store: bytes(store.compare_set(name, b"", piece))[1:], deadline
+        )
+
+    def absent(self, keys: Sequence[str], deadline: Deadline) -> list[str]:
+        """Returns which of many keys are absent."""
+        found: list[str] = []
+        for batch in self._batches(keys):
+            found += self._call("check", batch[0], partial(_absent, names=batch), deadline)
+        return [name.removeprefix(self._prefix) for name in found]
+
+    def wait_for(self, key: str, deadline: Deadline) -> bool:
+        """Waits until a key is there, looking now and then: signals are served meanwhile.
+
+        Returns:
+            Whether it is; False when the deadline has passed.
+        """
+        names = [self._prefix + key]
+        begun = Deadline(float("inf"))
+        while not self._call("check", names[0], lambda store: bool(store.check(names)), deadline):
+            if deadline.has_passed:
+                return False
+            # An eighth of what was waited already: what comes soon is seen soon.
+            poll_s = min(max(begun.waited_s / 8, _FIRST_POLL_S), self._max_poll_s)
+            time.sleep(min(poll_s, deadline.remaining_s))
+        return True
+
+    def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
+        """Removes keys, those that are absent too."""
+        for batch in self._batches(keys):
+            self._call("delete", batch[0], partial(_delete_all, names=batch), deadline)
+
+    def post(self, key: str, value: bytes) -> None:
+        """Sets a key to less than 4 MiB some time soon, in order; nobody learns if it fails."""
+        name = self._prefix + key
+        self._client.post(partial(_set, values=_pieces(name, value)))
+
+    def post_delete(self, keys: Sequence[str]) -> None:
+        """Removes keys some time soon, in order; nobody learns if it fails."""
+        for batch in self._batches(keys):
+            self._client.post(partial(_delete_all, names=batch))
+
+    def _batches(self, keys: Sequence[str]) -> Iterator[list[str]]:
+        for at in range(0, len(keys), _BATCH_KEYS):
+            yield [self._prefix + key for key in keys[at : at + _BATCH_KEYS]]
+
+    def _call(self, verb: str, name: str, function: Callable[[Any], T], deadline: Deadline) -> T:
+        if self._lost is not None:
+            raise StoreLostError(str(self._lost), waited_s=self._lost.waited_s)
+        try:
+            return self._client.call(f"{self._who}: {verb} {name!r}", function, deadline)
+        except StoreLostError as error:
+            self._lost = error
+            raise
