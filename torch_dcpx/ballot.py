@@ -1,0 +1,275 @@
+"""The vote that ends a save: whether it is committed, in the background and without a collective.
+
+1. Each rank whose files are durable sets `v/RANK` and adds 1 to `n`; the last one sets `wake`.
+2. The coordinator sees `wake`, reads the votes, and claims the decision `a`: "committing".
+3. A rank that failed, was cancelled, or whose time is up claims `a`: "error". One claim stands, so
+   after an error nothing is ever committed.
+4. The coordinator commits (one rename) and sets `outcome`. The others wait for it.
+
+A rank that waits in vain for the outcome, or loses the store, looks at the storage: if this save is
+there, it was committed; else its outcome is unknown. Keys lie beneath `dcpx/NUMBER/ballot/`.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.errors import OutcomeUnknownError, StoreLostError
+from torch_dcpx.exchange_base import BALLOT, Exchange
+from torch_dcpx.rank_errors import RankFailure, error_of, from_rank
+
+__all__ = ["Ballot"]
+
+R = TypeVar("R")
+
+logger = logging.getLogger("torch_dcpx")
+
+_COMMITTING, _ERROR = "committing", "error"
+_VOTES, _COUNT = f"{BALLOT}/v", f"{BALLOT}/n"
+_WAKE, _DECISION, _OUTCOME = f"{BALLOT}/wake", f"{BALLOT}/a", f"{BALLOT}/outcome"
+_COMMITTED, _FAILED = b"+", b"-"  # how an outcome begins
+
+
+class Ballot:
+    """One rank's part in the vote of one operation.
+
+    `vote`, `fail` and `settle` come from one thread; `cancel` and `check` from any.
+    """
+
+    def __init__(self, exchange: Exchange, deadline: Deadline) -> None:
+        """Begins; nothing is sent yet.
+
+        Args:
+            exchange: the operation; to be closed when this is settled.
+            deadline: until when all ranks must have voted.
+        """
+        self._exchange = exchange
+        self._keys = exchange.keys
+        self._deadline = deadline
+        self._payload: object = None
+        self._own_error: BaseException | None = None
+        self._own_failure: RankFailure | None = None
+        self._has_voted = False
+        self._has_ended = False
+        self._guard = threading.Lock()  # of _has_ended: then the keys may be gone
+
+    def vote(self, payload: object) -> None:
+        """Says that this rank's files are durable.
+
+        Args:
+            payload: what the coordinator's commit needs of this rank; can be pickled.
+
+        Raises:
+            Whatever pickling raises; `fail` is to follow. A lost store is told by `settle`.
+        """
+        exchange = self._exchange
+        packed = b"" if exchange.is_coordinator else pickle.dumps(payload)
+        self._payload = payload
+        self._has_voted = True
+        try:
+            self._keys.set(f"{_VOTES}/{exchange.rank}", packed, self._deadline)
+            if self._keys.add(_COUNT, 1, self._deadline) == exchange.world_size:
+                self._keys.set(_WAKE, b"full", self._deadline)
+        except StoreLostError as error:
+            logger.debug("settle will tell: %s", error)
+
+    def fail(self, error: BaseException, phase: str | None = None) -> None:
+        """Says that this rank failed, so that nothing is committed. `settle` raises it.
+
+        Args:
+            error: what happened.
+            phase: in which phase; the exchange's by default.
+        """
+        failure = self._exchange.failure_of(error, phase)
+        self._own_error, self._own_failure = error, failure
+        try:
+            self._abort(failure)
+        except StoreLostError as lost:
+            logger.warning("%s; the other ranks are not told of: %s", lost, failure.text)
+
+    def cancel(self) -> bool:
+        """Ends the vote with an error unless the coordinator commits already.
+
+        Returns:
+            Whether it came in time: then `settle` raises on every rank, a RankError whose cause is
+            a concurrent.futures.CancelledError. False, too, where the store does not answer.
+        """
+        cancelled = CancelledError(f"cancelled by rank {self._exchange.rank}")
+        with self._guard:
+            if self._has_ended:
+                return False
+            try:
+                return self._abort(self._exchange.failure_of(cancelled)).startswith(_ERROR)
+            except StoreLostError as lost:
+                logger.warning("%s; the save is not cancelled", lost)
+                return False
+
+    def check(self) -> None:
+        """Raises the error that has ended the vote, if any: a long write looks now and then.
+
+        Raises:
+            As `settle`; nothing once it was settled.
+        """
+        with self._guard:
+            standing = None if self._has_ended else self._standing(self._deadline)
+            if standing is not None and standing.startswith(_ERROR):
+                raise self._exchange.error_in(BALLOT, standing, self._own_error)
+
+    def settle(
+        self, commit: Callable[[list[Any]], R], was_committed: Callable[[], bool]
+    ) -> R | None:
+        """Waits for the decision; the coordinator commits.
+
+        Args:
+            commit: called on the coordinator alone, with the payloads by rank, when all ranks have
+                voted. What it returns can be pickled.
+            was_committed: whether this very save is found committed in the storage; asked only
+                where the answer did not come.
+
+        Returns:
+            What `commit` returned; None on a rank that found the save in the storage.
+
+        Raises:
+            DcpxError: of the rank that failed first, on all ranks; so are RankError (any other
+                error, or cancelled), RankLostError (ranks did not vote by the deadline).
+            OutcomeUnknownError: the coordinator has decided to commit and did not answer for the
+                time of the deadline again, or the store was lost; and the save is not in the
+                storage.
+            StoreLostError: on the coordinator, before it has decided.
+        """
+        try:
+            if self._exchange.is_coordinator:
+                return self._coordinate(commit)
+            result: R | None = self._follow(was_committed)
+            return result
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: the others need not wait
+                self.fail(error)
+            self._exchange.note_failure(error)
+            raise
+        finally:
+            with self._guard:
+                self._has_ended = True
+            self._keys.post_delete([f"{_VOTES}/{self._exchange.rank}"])
+
+    # ---- The coordinator -----------------------------------------------------------------------
+
+    def _coordinate(self, commit: Callable[[list[Any]], R]) -> R:
+        try:
+            payloads = self._all_votes()
+            standing = self._exchange.propose(BALLOT, _COMMITTING, [], self._deadline)
+        except StoreLostError as lost:
+            # The claim may still arrive: whoever finds it is not to wait for an outcome.
+            self._keys.post(_OUTCOME, _FAILED + pickle.dumps([self._exchange.failure_of(lost)]))
+            if self._own_error is not None and self._own_failure is not None:
+                raise error_of([self._own_failure], self._own_error) from lost
+            raise
+        if standing.startswith(_ERROR):
+            raise self._exchange.error_in(BALLOT, standing, self._own_error)
+        self._exchange.note_phase("committing")
+        try:
+            result = commit(payloads)
+        except BaseException as error:
+            failure = self._exchange.failure_of(error)
+            self._publish(_FAILED + pickle.dumps([failure]))
+            if self._exchange.world_size == 1 or not isinstance(error, Exception):
+                raise
+            raise error_of([failure], error) from error
+        self._publish(_COMMITTED + self._packed(result))
+        return result
+
+    def _all_votes(self) -> list[Any]:
+        """Returns the payloads by rank; raises the error that has ended the vote instead."""
+        exchange, keys, deadline = self._exchange, self._keys, self._deadline
+        if not keys.wait_for(_WAKE, deadline):
+            missing = exchange.missing(_VOTES)
+            if missing:  # else the last one came this moment
+                self._abort(exchange.lost_error(missing, deadline.waited_s, "the vote"))
+        standing = self._standing(deadline)
+        if standing is not None:
+            raise exchange.error_in(BALLOT, standing, self._own_error)
+        votes = keys.multi_get([f"{_VOTES}/{r}" for r in range(1, exchange.world_size)], deadline)
+        try:
+            return [self._payload, *map(from_rank, votes)]
+        except Exception as error:
+            self.fail(error)
+            raise exchange.error_in(BALLOT, self._standing(deadline) or "", error) from error
+
+    def _publish(self, outcome: bytes) -> None:
+        """Tells the outcome; a store that is lost by now changes nothing about it."""
+        try:
+            self._keys.set(_OUTCOME, outcome, Deadline(0))
+        except StoreLostError as lost:
+            self._keys.post(_OUTCOME, outcome)  # should it come back
+            logger.warning("%s; the other ranks look for the outcome in the storage", lost)
+
+    @staticmethod
+    def _packed(result: object) -> bytes:
+        try:
+            return pickle.dumps(result)
+        except Exception:
+            logger.exception("the save is committed; its result cannot be sent to other ranks")
+            return pickle.dumps(None)
+
+    # ---- The others ----------------------------------------------------------------------------
+
+    def _follow(self, was_committed: Callable[[], bool]) -> Any:
+        try:
+            outcome = self._outcome()
+        except StoreLostError as lost:
+            if self._own_failure is not None:  # it never voted, so nothing is committed
+                raise error_of([self._own_failure], self._own_error) from lost
+            return self._looked_up(was_committed, str(lost), lost)
+        if outcome is None:
+            coordinator = "rank 0 decided to commit and gave no answer since"
+            return self._looked_up(was_committed, coordinator, None)
+        if outcome.startswith(_FAILED):
+            raise error_of(from_rank(outcome[1:]))
+        return from_rank(outcome[1:])
+
+    def _outcome(self) -> bytes | None:
+        """Returns what the coordinator published; None if it decided and then was silent."""
+        exchange, keys, deadline = self._exchange, self._keys, self._deadline
+        if not keys.wait_for(_DECISION, deadline):
+            missing = exchange.missing(_VOTES) or [0]
+            self._abort(exchange.lost_error(missing, deadline.waited_s, "the vote"))
+        standing = self._standing(deadline) or ""
+        if standing.startswith(_ERROR):
+            raise exchange.error_in(BALLOT, standing, self._own_error)
+        answer_by = Deadline(deadline.remaining_s + deadline.timeout_s)
+        keys.wait_for(_OUTCOME, answer_by)
+        return keys.get(_OUTCOME, answer_by)
+
+    def _looked_up(
+        self, was_committed: Callable[[], bool], reason: str, cause: BaseException | None
+    ) -> None:
+        """Returns if the save is in the storage."""
+        try:
+            if was_committed():
+                logger.warning("%s; this save is in the storage: it was committed", reason)
+                return
+        except Exception as error:  # noqa: BLE001 - raised as the cause
+            cause = error
+        raise OutcomeUnknownError(
+            f"{self._exchange.what} on rank {self._exchange.rank} ({self._exchange.host}): its "
+            f"outcome is unknown: {reason}; this save was not in the storage a moment ago. What is "
+            "there is the previous checkpoint or this one, whole"
+        ) from cause
+
+    # ---- Both ----------------------------------------------------------------------------------
+
+    def _standing(self, by: Deadline) -> str | None:
+        found = self._keys.get(_DECISION, by)
+        return None if found is None else found.decode()
+
+    def _abort(self, failure: RankFailure) -> str:
+        """Claims the decision for an error; returns the one that stands."""
+        standing = self._exchange.propose(BALLOT, _ERROR, [failure], self._deadline)
+        self._keys.set(_WAKE, b"fail", self._deadline)
+        return standing
