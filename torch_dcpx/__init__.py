@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .checkpoint import load
     from .errors import (
         ConcurrentSaveError,
         CorruptionError,
         DcpxError,
+        MismatchError,
         NotCommittedError,
         OptionError,
         OutcomeUnknownError,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         UnsafePickleError,
         UnsupportedError,
     )
+    from .load_report import LoadReport
     from .options import ReadOptions, WriteOptions
     from .reader import DcpxReader
     from .writer import DcpxWriter
@@ -46,6 +49,8 @@ __all__ = [
     "DcpxError",
     "DcpxReader",
     "DcpxWriter",
+    "LoadReport",
+    "MismatchError",
     "NotCommittedError",
     "OptionError",
     "OutcomeUnknownError",
@@ -61,13 +66,16 @@ __all__ = [
     "UnsupportedError",
     "WriteOptions",
     "__version__",
+    "load",
 ]
 
 _MODULE_OF = {
     "DcpxReader": "reader",
     "DcpxWriter": "writer",
+    "LoadReport": "load_report",
     "ReadOptions": "options",
     "WriteOptions": "options",
+    "load": "checkpoint",
 }
 _EXTENSION = f"{__name__}._C"
 

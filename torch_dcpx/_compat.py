@@ -14,7 +14,13 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import (
+    _version,
+    default_planner,
+    state_dict_loader,
+    state_dict_saver,
+)
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
@@ -31,6 +37,7 @@ __all__ = [
     "dlpack_dtypes",
     "dtype_by_name",
     "dtype_name",
+    "flattened_before_2_4",
     "framing_of",
     "from_dlpack",
     "group_store",
@@ -45,6 +52,7 @@ __all__ = [
     "to_dlpack",
     "torch_lacks",
     "wanted_chunks",
+    "wanted_sizes",
 ]
 
 _T = TypeVar("_T")
@@ -184,6 +192,7 @@ class AnyProperties(TensorProperties):
 # ---- DCP ----------------------------------------------------------------------------------------
 
 
+_LOADS = (state_dict_loader.__name__, "torch_dcpx.load_plan")
 _SAVE_CODE = state_dict_saver._save_state_dict.__code__
 
 
@@ -199,8 +208,8 @@ def planned_entries(frame: FrameType | None) -> int:
 
 
 def is_load(frame: FrameType | None) -> bool:
-    """Returns whether a frame is of DCP's load."""
-    return frame is not None and frame.f_globals.get("__name__") == state_dict_loader.__name__
+    """Returns whether a frame is of DCP's load, or of ours."""
+    return frame is not None and frame.f_globals.get("__name__") in _LOADS
 
 
 def saved_through(frame: FrameType) -> object | None:
@@ -232,3 +241,31 @@ def group_store(group: Any) -> Any:
     from torch.distributed.distributed_c10d import _world
 
     return _world.pg_map[group][1]
+
+
+_is_sharded_by_fields: Any = getattr(default_planner, "_is_checkpointable_tensor", None)  # 2.15
+
+
+def wanted_sizes(target: Any) -> tuple[int, ...] | None:
+    """Returns the global sizes of a state's tensor; None for what does not say.
+
+    Source: create_default_local_load_plan.
+    """
+    if getattr(target, "size", None) is None:
+        return None
+    if _is_sharded_by_fields is not None and _is_sharded_by_fields(target):
+        return tuple(target.global_shape)
+    return tuple(target.size())
+
+
+def flattened_before_2_4(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a nested state's entries by the names that torch before 2.4 gave them.
+
+    Source: DefaultLoadPlanner.create_local_plan, which loads such checkpoints.
+    """
+    before = _version._derived_version
+    _version._derived_version = "2_3"
+    try:
+        return flatten_state_dict(state)[0]
+    finally:
+        _version._derived_version = before

@@ -3,6 +3,7 @@
     DcpxError
     +-- OptionError(ValueError)             an option or argument that cannot work
     +-- PlanError(ValueError)               items, regions or results that contradict each other
+    |   +-- MismatchError                   a state asks for what the checkpoint does not hold
     +-- StagingError(RuntimeError)          a snapshot could not be taken
     +-- StorageError(OSError)               a system call failed: errno, path, offset, nbytes
     |   +-- ShortReadError(EOFError)        the file ended before the range did
@@ -29,6 +30,7 @@ __all__ = [
     "ConcurrentSaveError",
     "CorruptionError",
     "DcpxError",
+    "MismatchError",
     "NotCommittedError",
     "OptionError",
     "OutcomeUnknownError",
@@ -88,6 +90,29 @@ class PlanError(DcpxError, ValueError):
 
     FIELDS: tuple[str, ...] = ("fqn",)
     fqn: str | None
+
+
+class MismatchError(PlanError):
+    """The state asks for what the checkpoint at `path` does not hold; nothing was read.
+
+    Raised by `dcpx.load` with the same lists on every rank: they hold what any rank asked for.
+
+    `missing` are fully qualified names; `shapes`, `dtypes` and `kinds` rows of (name, stored,
+    wanted): sizes, names of dtypes such as "float32", and what sort of thing it is. `nearest`
+    suggests stored names for the first missing ones. `ranks` are those on which something differs,
+    `fqn` is the first name of all.
+    """
+
+    FIELDS: tuple[str, ...] = (
+        *PlanError.FIELDS, "path", "missing", "shapes", "dtypes", "kinds", "nearest", "ranks"
+    )  # fmt: skip
+    path: str | None
+    missing: tuple[str, ...] | None
+    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] | None
+    dtypes: tuple[tuple[str, str, str], ...] | None
+    kinds: tuple[tuple[str, str, str], ...] | None
+    nearest: dict[str, tuple[str, ...]] | None
+    ranks: tuple[int, ...] | None
 
 
 class StagingError(DcpxError, RuntimeError):

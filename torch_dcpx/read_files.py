@@ -254,6 +254,14 @@ class _Window:
         self.finish_s += time.perf_counter() - read_at
 
 
+def _note_touched(error: BaseException, touched: Sequence[str]) -> None:
+    """Says on an error that has no field for it which targets may hold new bytes."""
+    vars(error)["touched"] = tuple(touched)
+    if touched and hasattr(error, "add_note"):  # Python 3.11
+        shown = ", ".join(map(repr, touched[:5])) + (", ..." if len(touched) > 5 else "")
+        error.add_note(f"{len(touched)} tensors may hold new bytes: {shown}")
+
+
 def read_items(
     found: Found,
     planner: LoadPlanner,
@@ -282,5 +290,8 @@ def read_items(
             window.prepare()
     except (CorruptionError, StorageError) as error:
         error.touched = window.touched
+        raise
+    except BaseException as error:  # an interruption, or a planner's own error
+        _note_touched(error, window.touched)
         raise
     return ReadCounts(len(found.items), window.torch_items, window.engine_s, window.finish_s)

@@ -25,6 +25,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "DcpxError": (Exception,),
     "OptionError": (errors.DcpxError, ValueError),
     "PlanError": (errors.DcpxError, ValueError),
+    "MismatchError": (errors.PlanError,),
     "StagingError": (errors.DcpxError, RuntimeError),
     "StorageError": (errors.DcpxError, OSError),
     "ShortReadError": (errors.StorageError, EOFError),
@@ -45,7 +46,9 @@ VALUES: dict[str, Any] = {
     "expected": "0x00000001", "found": "0x00000002", "touched": ("a", "b"),
     "global_name": "os.system", "rank": 3, "host": "node7", "phase": "writing",
     "original": "builtins.KeyError", "ranks": (1, 3), "phases": ("staging", "writing"),
-    "waited_s": 30.0,
+    "waited_s": 30.0, "missing": ("a.b",), "shapes": (("w", (4,), (2, 2)),),
+    "dtypes": (("w", "float32", "bfloat16"),), "kinds": (("lr", "object", "tensor"),),
+    "nearest": {"a.b": ("b",)},
 }  # fmt: skip
 
 

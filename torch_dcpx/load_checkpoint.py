@@ -1,0 +1,268 @@
+"""`dcpx.load`: checked as a whole before it reads; it fails on all ranks or on none.
+
+1. Each rank: state dicts of `Stateful` objects, metadata, what differs, its plan (`load_plan`).
+2. Coordinator: one error of all ranks' differences, or the global plan. No byte was read so far.
+3. Each rank reads. Nobody goes on before all have.
+4. Each rank hands what was read to `Stateful` objects and to the caller's dict.
+
+Ranks agree through the process group's store (`exchange`), never by a collective: a group that has
+NCCL only will do, and a rank that is lost is named at the deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
+from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.load_checks import LoadRules
+from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree
+from torch_dcpx.load_report import LoadReport
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader import DcpxReader
+
+__all__ = ["load"]
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger("torch_dcpx")
+
+
+def load(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    options: ReadOptions | None = None,
+    strict: bool = True,
+    allow_missing: Iterable[str] = (),
+    cast: Literal["error", "allow"] = "error",
+) -> LoadReport:
+    """Loads a checkpoint into `state_dict`, in place, as `dcp.load` does, and says what it did.
+
+    Every rank of the group calls it, with the same arguments but for the state. Before anything is
+    read, all that the state asks for is compared with the checkpoint. What the checkpoint holds and
+    no state asks for is no error: `LoadReport.unexpected`.
+
+    Args:
+        state_dict: tensors, shards, objects, nested dicts and lists of them, and `Stateful`
+            objects (modules, optimizers), whose `load_state_dict` is called at the end.
+        checkpoint_id: directory of the checkpoint. With a reader: resets it to this directory.
+        storage_reader: a `DcpxReader` with options of its own. Default: one of `checkpoint_id`.
+        planner: plans the load, as with `dcp.load`. Default `DefaultLoadPlanner()`. One with
+            `allow_partial_load` forgives all missing names; one that plans its own way
+            (`create_local_plan`) is asked for its plan, and believed on shapes and kinds.
+        process_group: ranks that load together. Default None: all of them.
+        no_dist: loads in this process alone, as without torch.distributed. Default False.
+        options: see `ReadOptions`. Default: those of the reader, else `ReadOptions()`.
+        strict: whether names that the checkpoint does not hold are an error. Default True; with
+            False they stay as they are (`LoadReport.missing`).
+        allow_missing: globs (`fnmatch`, case matters) of names that may be missing all the same,
+            such as "head.*"; names as in the error, flattened by dots. Default ().
+        cast: "error" (default): stored and wanted dtypes must be equal. "allow": differences are
+            converted as `Tensor.copy_` does, and reported.
+
+    Returns:
+        What this rank loaded.
+
+    Raises:
+        MismatchError: names are missing, or shapes, dtypes or kinds (tensor or object) differ; on
+            every rank with all of them, before anything is read.
+        OptionError: an argument that cannot work.
+        UnsupportedError: a reader that is no DcpxReader.
+        NotCommittedError, CorruptionError, StorageError, UnsafePickleError: as `DcpxReader`; of any
+            rank, on all of them. `touched` names what may hold new bytes.
+        RankError, RankLostError, StoreLostError: another rank failed, or did not come within
+            `ReadOptions.load_timeout_s`.
+    """
+    began = time.perf_counter()
+    timeout_s = _options_of(options, storage_reader).load_timeout_s
+    error: MismatchError | None = None
+
+    def prepared() -> RankPlan:
+        reader = _reader_for(storage_reader, checkpoint_id, options)
+        rules = LoadRules.of(strict, allow_missing, cast)
+        return RankPlan(reader, planner if planner is not None else DefaultLoadPlanner(), rules)
+
+    with exchange_for(process_group, no_dist, timeout_s, "load") as exchange:
+        run = _Load(exchange, state_dict)
+        try:
+            error = run.plan(prepared)
+            if error is None:
+                run.read()
+                run.apply()
+        except BaseException:
+            run.release()
+            raise
+    if error is not None:  # raised here: inside, ranks that have it would be told once more
+        run.release()
+        raise error
+    return run.report(time.perf_counter() - began)
+
+
+class _Load:
+    """One rank's part in one load."""
+
+    def __init__(self, exchange: Exchange, target: dict[str, Any]) -> None:
+        self._exchange = exchange
+        self._target = target
+        self._own: RankPlan | None = None
+        self._answer = Answer(None)
+        self._items = 0
+        self._seconds = {"plan": 0.0, "read": 0.0, "apply": 0.0}
+
+    @property
+    def own(self) -> RankPlan:
+        """This rank's plan. REQUIRES: `plan` made it."""
+        assert self._own is not None  # noqa: S101 - for the type checker
+        return self._own
+
+    def plan(self, make_own: Callable[[], RankPlan]) -> MismatchError | None:
+        """Agrees on the plan. Returns the error of all ranks, if there is one."""
+        exchange = self._exchange
+
+        def prepare() -> Offer:
+            # What is wrong with this rank's arguments is said where the other ranks hear it.
+            self._own = make_own()
+            return self._own.prepare(self._target, exchange.rank, exchange.is_coordinator)
+
+        def reduce(offers: list[Offer]) -> list[Answer]:
+            return agree(self.own, offers)
+
+        self._answer = exchange.reduce_scatter(
+            "plan", self._timed("plan", prepare), self._timed("plan", reduce)
+        )
+        return self._answer.error
+
+    def read(self) -> None:
+        """Reads. Returns when all ranks have."""
+        own = self.own
+
+        def read_own() -> None:
+            agreed = own.plan if self._answer.plan is None else self._answer.plan
+            plan = own.planner.finish_plan(agreed)
+            self._items = len(plan.items)
+            own.reader.read_data(plan, own.planner).wait()
+
+        self._exchange.note_phase("reading")
+        self._on_all("read", read_own)
+
+    def apply(self) -> None:
+        """Hands what was read to `Stateful` objects and to the caller's dict."""
+
+        def apply_own() -> None:
+            for key, value in self.own.loaded().items():
+                current = self._target.get(key)
+                if isinstance(current, Stateful):
+                    current.load_state_dict(value)
+                else:
+                    self._target[key] = value
+
+        if self._answer.has_stateful:
+            self._exchange.note_phase("applying")
+            self._on_all("apply", apply_own)
+        else:
+            self._timed("apply", apply_own)()
+
+    def release(self) -> None:
+        """Closes the files that were opened for a read that does not come."""
+        if self._own is not None:
+            DcpxReader.reset(self._own.reader)  # not a subclass's, which may do more than that
+
+    def report(self, total_s: float) -> LoadReport:
+        """Returns what was done, and logs what was left out."""
+        reader, differences = self.own.reader, self.own.differences
+        read = reader.last_report
+        if differences.missing:
+            logger.warning(
+                "loaded '%s' without %d names that it does not hold, which are as they were: %s",
+                reader.path, len(differences.missing), ", ".join(differences.missing[:5]),
+            )  # fmt: skip
+        return LoadReport(
+            path=str(reader.path),
+            items=self._items,
+            nbytes=read.needed_bytes if read is not None else 0,
+            missing=differences.missing,
+            unexpected=self.own.unexpected(self._answer.unasked),
+            casts=differences.dtypes,
+            plan_s=self._seconds["plan"],
+            read_s=self._seconds["read"],
+            apply_s=self._seconds["apply"],
+            wait_s=total_s - sum(self._seconds.values()),
+            total_s=total_s,
+            read=read,
+        )
+
+    def _on_all(self, step: str, local: Callable[[], None]) -> None:
+        """Does this rank's part of a step, and waits for all other ranks'."""
+
+        def part() -> None:
+            self._timed(step, local)()
+            # A rank that has done its part waits for others so long, however long that took.
+            self._exchange.deadline = Deadline(self._exchange.deadline.timeout_s)
+
+        self._exchange.all_reduce(step, part, lambda _: None)
+
+    def _timed(self, phase: str, do: Callable[..., _T]) -> Callable[..., _T]:
+        def timed(*args: Any) -> _T:
+            began = time.perf_counter()
+            try:
+                return do(*args)
+            finally:
+                self._seconds[phase] += time.perf_counter() - began
+
+        return timed
+
+
+def _options_of(options: ReadOptions | None, reader: StorageReader | None) -> ReadOptions:
+    if options is None:
+        return reader.options if isinstance(reader, DcpxReader) else ReadOptions()
+    if not isinstance(options, ReadOptions):
+        raise OptionError(
+            f"options must be ReadOptions, got {type(options).__name__}",
+            option="options",
+            value=options,
+        )
+    return options
+
+
+def _reader_for(
+    reader: StorageReader | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    options: ReadOptions | None,
+) -> DcpxReader:
+    if reader is None:
+        if not checkpoint_id:
+            raise OptionError(
+                "load needs a checkpoint_id or a storage_reader",
+                option="checkpoint_id",
+                value=checkpoint_id,
+            )
+        return DcpxReader(checkpoint_id, options=options)
+    if not isinstance(reader, DcpxReader):
+        raise UnsupportedError(
+            f"dcpx.load reads through a DcpxReader, not {type(reader).__name__}; use "
+            "torch.distributed.checkpoint.load (dcp.load) for other readers"
+        )
+    if options is not None and options != reader.options:
+        raise OptionError(
+            "options contradict those of storage_reader; give them to the reader",
+            option="options",
+            value=options,
+        )
+    if checkpoint_id is not None:
+        reader.reset(checkpoint_id)
+    return reader

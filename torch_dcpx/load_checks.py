@@ -1,0 +1,221 @@
+"""Does the checkpoint hold what a state asks for? All differences at once, before a byte is read.
+
+Stock raises at the first name, converts dtypes without a word, puts objects where tensors were, and
+leaves other ranks to find out by themselves.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torch_dcpx._compat import dtype_name, wanted_sizes
+from torch_dcpx.errors import MismatchError, OptionError
+from torch_dcpx.near_names import NearNames
+
+__all__ = ["Differences", "LoadRules", "compare", "mismatch_error"]
+
+_T = TypeVar("_T")
+
+_MAX_SHOWN = 10  # of each list, in the message
+_MAX_NAME = 160  # characters of a name, in the message
+
+
+class LoadRules(NamedTuple):
+    """What a load forgives."""
+
+    is_strict: bool  # whether a name that is not stored is an error
+    may_miss: Callable[[str], object]  # true for names that may be missing all the same
+    is_cast_allowed: bool
+
+    @classmethod
+    def of(cls, strict: Any, allow_missing: Any, cast: Any) -> LoadRules:
+        """Returns the rules that the arguments of `load` state.
+
+        Raises:
+            OptionError: one of them cannot work.
+        """
+        if type(strict) is not bool:
+            raise _bad("strict", strict, "True or False")
+        if cast not in ("error", "allow"):
+            raise _bad("cast", cast, "'error' or 'allow'")
+        is_list = isinstance(allow_missing, Iterable) and not isinstance(allow_missing, str)
+        globs = tuple(allow_missing) if is_list else (allow_missing,)
+        if not is_list or not all(isinstance(glob, str) for glob in globs):
+            raise _bad("allow_missing", allow_missing, "a list of globs, such as ['head.*']")
+        any_of = "|".join(map(fnmatch.translate, globs)) or "(?!)"
+        return cls(strict, re.compile(any_of).match, cast == "allow")
+
+
+class Differences(NamedTuple):
+    """How the state of one rank differs from the checkpoint."""
+
+    missing: tuple[str, ...] = ()  # not stored, forgiven or not
+    refused: tuple[str, ...] = ()  # of these, not forgiven
+    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()  # name, stored, wanted
+    dtypes: tuple[tuple[str, str, str], ...] = ()  # name, stored, wanted; forgiven or not
+    kinds: tuple[tuple[str, str, str], ...] = ()  # name, stored, wanted
+    nearest: Mapping[str, tuple[str, ...]] = {}  # stored names for the first refused ones
+    wrapped: int = 0  # refused ones that differ from a stored name by wrappers only
+
+    def is_refused(self, rules: LoadRules) -> bool:
+        """Returns whether the load cannot go on."""
+        casts = self.dtypes and not rules.is_cast_allowed
+        return bool(self.refused or self.shapes or self.kinds or casts)
+
+
+def compare(
+    state: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    rules: LoadRules,
+    *,
+    sources: Mapping[str, Collection[str]] | None = None,
+    is_dtype_known: bool = True,
+) -> Differences:
+    """Compares a flat state with what the checkpoint holds.
+
+    Args:
+        state: tensors and objects by name.
+        stored: entries of the metadata by name.
+        rules: what is forgiven.
+        sources: for a planner that plans its own way: the stored names that fill each entry of the
+            state; such a planner is believed on shapes and kinds. None: each has its own name.
+        is_dtype_known: whether what is read ends in the state's own tensors.
+    """
+    missing, shapes, dtypes, kinds = [], [], [], []
+    for fqn, target in state.items():
+        entry = stored.get(fqn)
+        names: Collection[str] = (fqn,) if entry is not None else ()
+        if sources is not None:
+            names = sources.get(fqn, names)
+        if not names:
+            missing.append(fqn)
+            continue
+        is_tensor = isinstance(target, torch.Tensor) or hasattr(target, "__create_chunk_list__")
+        if sources is None and is_tensor != isinstance(entry, TensorStorageMetadata):
+            kind = "tensor" if is_tensor else f"object ({type(target).__name__})"
+            kinds.append((fqn, "object" if is_tensor else "tensor", kind))
+            continue
+        if not is_tensor:
+            continue
+        for name in names:
+            entry = stored.get(name)
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            sizes = wanted_sizes(target) if sources is None else None
+            if sizes is not None and tuple(entry.size) != sizes:
+                shapes.append((fqn, tuple(entry.size), sizes))
+            dtype = getattr(target, "dtype", None)
+            if (
+                is_dtype_known
+                and isinstance(dtype, torch.dtype)
+                and dtype != entry.properties.dtype
+            ):
+                dtypes.append((fqn, dtype_name(entry.properties.dtype), dtype_name(dtype)))
+    refused = [fqn for fqn in missing if rules.is_strict and not rules.may_miss(fqn)]
+    found = Differences(tuple(missing), tuple(refused), tuple(shapes), tuple(dtypes), tuple(kinds))
+    if not refused:
+        return found
+    near = NearNames(name for name in stored if name not in state)
+    nearest = {fqn: near.nearest(fqn) for fqn in refused[:_MAX_SHOWN]}
+    return found._replace(nearest=nearest, wrapped=sum(map(near.is_wrapped, refused)))
+
+
+def mismatch_error(
+    path: str, all_differences: Sequence[Differences], rules: LoadRules
+) -> MismatchError | None:
+    """Returns the one error of all ranks, the same whichever rank asks, or None.
+
+    Args:
+        path: of the checkpoint.
+        all_differences: of all ranks, in the order of the ranks.
+        rules: of the load.
+    """
+    ranks = [rank for rank, own in enumerate(all_differences) if own.is_refused(rules)]
+    if not ranks:
+        return None
+    missing = _union(own.refused for own in all_differences)
+    shapes = _union(own.shapes for own in all_differences)
+    dtypes = () if rules.is_cast_allowed else _union(own.dtypes for own in all_differences)
+    kinds = _union(own.kinds for own in all_differences)
+    nearest = {fqn: near for own in all_differences for fqn, near in own.nearest.items() if near}
+    is_some = len(ranks) < len(all_differences)
+    counts = {"missing names": missing, "shapes": shapes, "dtypes": dtypes, "kinds": kinds}
+    differing = ", ".join(f"{len(rows)} {what}" for what, rows in counts.items() if rows)
+    where = f" on {_ranks_text(ranks)} of {len(all_differences)}" if is_some else ""
+    lines = [
+        f"the state does not fit the checkpoint in '{path}': {differing} differ{where}; "
+        "nothing was read"
+    ]
+    if missing:
+        lines.append(f"missing: {_listed(missing, lambda fqn: _missing_text(fqn, nearest))}")
+        if len(missing) > _MAX_SHOWN:
+            groups = Counter(fqn.partition(".")[0] for fqn in missing).most_common(5)
+            lines.append(
+                "  of these " + ", ".join(f"{n} in {_short(group)}" for group, n in groups)
+            )
+        wrapped = max(own.wrapped for own in all_differences)
+        if wrapped:
+            lines.append(
+                f"  {wrapped} of them are stored under names with other wrappers: rename the "
+                "state's keys"
+            )
+        lines.append("  strict=False, or allow_missing=[globs], leaves them as they are")
+    if shapes:
+        lines.append(f"shapes: {_listed(shapes, _difference_text)}")
+    if dtypes:
+        lines.append(f"dtypes: {_listed(dtypes, _difference_text)}; cast='allow' converts them")
+    if kinds:
+        lines.append(f"kinds: {_listed(kinds, _difference_text)}")
+    names = (*missing, *(row[0] for row in (*shapes, *dtypes, *kinds)))
+    return MismatchError(
+        "\n".join(lines),
+        fqn=names[0],
+        path=path,
+        missing=missing,
+        shapes=shapes,
+        dtypes=dtypes,
+        kinds=kinds,
+        nearest=nearest,
+        ranks=tuple(ranks),
+    )
+
+
+def _bad(name: str, value: Any, wanted: str) -> OptionError:
+    return OptionError(f"{name} must be {wanted}, got {value!r}", option=name, value=value)
+
+
+def _union(lists: Iterable[Sequence[_T]]) -> tuple[_T, ...]:
+    return tuple(dict.fromkeys(one for own in lists for one in own))
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}...")
+
+
+def _listed(rows: Sequence[_T], text: Callable[[_T], str]) -> str:
+    more = f" and {len(rows) - _MAX_SHOWN} more" if len(rows) > _MAX_SHOWN else ""
+    return ", ".join(map(text, rows[:_MAX_SHOWN])) + more
+
+
+def _missing_text(fqn: str, nearest: Mapping[str, Sequence[str]]) -> str:
+    near = " or ".join(map(_short, nearest.get(fqn, ())))
+    return _short(fqn) + (f" (did you mean {near}?)" if near else "")
+
+
+def _difference_text(row: tuple[str, object, object]) -> str:
+    fqn, stored, wanted = row
+    return f"{_short(fqn)} stored {stored}, wanted {wanted}"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (
+        f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
+    )

@@ -1,0 +1,232 @@
+"""What each rank of `dcpx.load` brings to the plan, and what the coordinator makes of all of them.
+
+Stock's loader raises what it finds wrong while it plans, rank by rank and name by name. Here a rank
+compares first (`load_checks`), the coordinator puts together what all have found, and only a state
+that fits on every rank has a plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torch_dcpx._compat import flattened_before_2_4
+from torch_dcpx.errors import MismatchError, PlanError
+from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_error
+from torch_dcpx.planner_hooks import has_stock_hooks
+from torch_dcpx.reader import DcpxReader
+
+__all__ = ["Answer", "Offer", "RankPlan", "agree"]
+
+
+class Offer(NamedTuple):
+    """What a rank brings."""
+
+    differences: Differences | None  # where the load cannot go on
+    plan: LoadPlan | None  # without items where nobody would look at them
+    is_light: bool  # whether it has no items for that reason
+    stored_id: tuple[int, int]  # number and checksum of all stored names
+    unasked: bytes  # for each stored name 1 where this rank does not ask for it; compressed
+    has_stateful: bool
+
+
+class Answer(NamedTuple):
+    """What a rank gets."""
+
+    error: MismatchError | None
+    plan: LoadPlan | None = None  # None: its own
+    unasked: bytes | None = None  # as in the offer, by no rank; None: ranks see different names
+    has_stateful: bool = False  # any rank
+
+
+class RankPlan:
+    """One rank's state, what the checkpoint holds of it, and its plan."""
+
+    def __init__(self, reader: DcpxReader, planner: LoadPlanner, rules: LoadRules) -> None:
+        """Plans a load through `reader`, forgiving what the rules forgive."""
+        self.reader = reader
+        self.planner = planner
+        self.rules = rules
+        self.state: dict[str, Any] = {}  # by the caller's keys, state dicts of Stateful objects
+        self.differences = Differences()
+        self.plan = LoadPlan([])
+        self._stored: Mapping[str, Any] = {}
+
+    def prepare(self, target: Mapping[str, Any], rank: int, is_coordinator: bool) -> Offer:
+        """Compares and plans; opens files only where the state fits.
+
+        Source: state_dict_loader.load and _load_state_dict.
+        """
+        planner, reader = self.planner, self.reader
+        has_stateful = False
+        for key in sorted(target, key=str):  # `state_dict` may be collective: in one order
+            value = target[key]
+            is_stateful = isinstance(value, Stateful)
+            has_stateful |= is_stateful
+            self.state[key] = value.state_dict() if is_stateful else value
+        metadata, is_of_all = _read_metadata(reader, rank)
+        reader_args = {"rank": rank, "use_collectives": is_of_all}
+        if "kwargs" not in inspect.signature(reader.set_up_storage_reader).parameters:
+            reader_args = {}
+        if not metadata.state_dict_metadata:  # a reader that has kept an error says so here
+            reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
+        planner.set_up_planner(self.state, metadata, is_coordinator)
+        reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
+        self._stored = metadata.state_dict_metadata
+        if not self._make_plan():
+            return Offer(self.differences, None, False, (0, 0), b"", has_stateful)
+        self.plan = reader.prepare_local_plan(self.plan)
+        names = "\0".join(map(str, self._stored)).encode(errors="surrogatepass")
+        is_light = self._is_light()
+        return Offer(
+            None,
+            dataclasses.replace(self.plan, items=[]) if is_light else self.plan,
+            is_light,
+            (len(self._stored), zlib.crc32(names)),
+            self._unasked(),
+            has_stateful,
+        )
+
+    def loaded(self) -> dict[str, Any]:
+        """Returns the state after the read, by the caller's keys."""
+        planner = self.planner
+        if isinstance(planner, DefaultLoadPlanner) and not planner.flatten_state_dict:
+            # The planner has put objects into a dict of its own; stock leaves them there.
+            for key, value in planner.state_dict.items():
+                if key in self.state and not isinstance(value, torch.Tensor):
+                    self.state[key] = value
+        return self.state
+
+    def unexpected(self, unasked: bytes | None) -> tuple[str, ...]:
+        """Returns the stored names that nobody asks for; None: those that this rank does not."""
+        mask = zlib.decompress(self._unasked() if unasked is None else unasked)
+        return tuple(itertools.compress(self._stored, mask))
+
+    def _make_plan(self) -> bool:
+        """Has the planner plan. Returns whether `differences` allow the load."""
+        planner, stored, rules = self.planner, self._stored, self.rules
+        if getattr(planner, "allow_partial_load", False):
+            rules = rules._replace(is_strict=False)
+        is_dtype_known = has_stock_hooks(planner)
+        is_stock = has_stock_hooks(planner, ("create_local_plan",))
+        if is_stock:
+            state = _planned_state(planner, stored)
+            self.differences = compare(state, stored, rules, is_dtype_known=is_dtype_known)
+            if self.differences.is_refused(rules):
+                return False
+        with _partial_load_allowed(planner):
+            self.plan = planner.create_local_plan()
+        if not is_stock:
+            sources: dict[str, dict[str, None]] = {}
+            for item in self.plan.items:
+                sources.setdefault(item.dest_index.fqn, {})[item.storage_index.fqn] = None
+            state = _state_of(planner)
+            self.differences = compare(
+                state, stored, rules, sources=sources, is_dtype_known=is_dtype_known
+            )
+        return not self.differences.is_refused(rules)
+
+    def _is_light(self) -> bool:
+        """Returns whether neither planner nor reader looks at the items of other ranks."""
+        return (
+            type(self.plan) is LoadPlan
+            and has_stock_hooks(self.planner, ("create_global_plan",))
+            and type(self.reader).prepare_global_plan is DcpxReader.prepare_global_plan
+            and "prepare_global_plan" not in vars(self.reader)
+        )
+
+    def _unasked(self) -> bytes:
+        asked = {item.storage_index.fqn for item in self.plan.items}
+        asked.update(_state_of(self.planner))
+        return zlib.compress(bytes(name not in asked for name in self._stored), 1)
+
+
+def agree(own: RankPlan, offers: Sequence[Offer]) -> list[Answer]:
+    """The coordinator's part: one error for all ranks, or a plan for each.
+
+    Args:
+        own: the coordinator's.
+        offers: of all ranks, in the order of the ranks.
+
+    Raises:
+        PlanError: ranks gave arguments that contradict each other.
+    """
+    differences = [offer.differences or Differences() for offer in offers]
+    error = mismatch_error(str(own.reader.path), differences, own.rules)
+    if error is not None:
+        return [Answer(error)] * len(offers)
+    plans = [offer.plan for offer in offers if offer.plan is not None]
+    if len(plans) < len(offers) or len({offer.is_light for offer in offers}) > 1:
+        raise PlanError("ranks gave load different arguments: strict, cast or planner")
+    is_light = offers[0].is_light
+    plans = own.reader.prepare_global_plan(own.planner.create_global_plan(plans))
+    unasked = _by_all(offers)
+    has_stateful = any(offer.has_stateful for offer in offers)
+    return [Answer(None, None if is_light else plan, unasked, has_stateful) for plan in plans]
+
+
+def _by_all(offers: Sequence[Offer]) -> bytes | None:
+    """Returns which stored names no rank asks for, where all ranks see the same ones."""
+    if len({offer.stored_id for offer in offers}) > 1:
+        return None
+    masks = {zlib.decompress(offer.unasked) for offer in offers}
+    by_all = -1
+    for mask in masks:
+        by_all &= int.from_bytes(mask, "big")
+    return zlib.compress(by_all.to_bytes(offers[0].stored_id[0], "big"), 1)
+
+
+def _read_metadata(reader: DcpxReader, rank: int) -> tuple[Metadata, bool]:
+    """Returns the metadata of all ranks, or that of this rank; and whether it is of all.
+
+    Source: state_dict_loader._load_state_dict.
+    """
+    try:
+        return reader.read_metadata(), True
+    except Exception:
+        if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
+            raise
+    return reader.read_metadata(rank=rank), False
+
+
+def _state_of(planner: LoadPlanner) -> Mapping[str, Any]:
+    state = getattr(planner, "state_dict", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the state as `DefaultLoadPlanner.create_local_plan` is going to see it.
+
+    It goes back to the names of torch before 2.4 where the checkpoint has such.
+    """
+    state = _state_of(planner)
+    if getattr(planner, "flatten_state_dict", False) and not stored.keys() <= state.keys():
+        before = flattened_before_2_4(getattr(planner, "original_state_dict", {}))
+        if any(name in stored and name not in state for name in before):
+            return before
+    return state
+
+
+@contextmanager
+def _partial_load_allowed(planner: LoadPlanner) -> Iterator[None]:
+    """Lets the planner pass over missing names, which are checked here, all of them."""
+    if not isinstance(planner, DefaultLoadPlanner):
+        yield
+        return
+    before = planner.allow_partial_load
+    planner.allow_partial_load = True
+    try:
+        yield
+    finally:
+        planner.allow_partial_load = before
