@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .checkpoint import load
+    from .checkpoint import (
+        async_save,
+        close,
+        drain_on_sigterm,
+        load,
+        prewarm,
+        save,
+        wait,
+    )
     from .errors import (
         ConcurrentSaveError,
         CorruptionError,
@@ -41,6 +49,8 @@ if TYPE_CHECKING:
     from .load_report import LoadReport
     from .options import ReadOptions, WriteOptions
     from .reader import DcpxReader
+    from .save_handle import SaveHandle
+    from .save_report import SaveReport
     from .writer import DcpxWriter
 
 __all__ = [
@@ -58,6 +68,8 @@ __all__ = [
     "RankError",
     "RankLostError",
     "ReadOptions",
+    "SaveHandle",
+    "SaveReport",
     "ShortReadError",
     "StagingError",
     "StorageError",
@@ -66,7 +78,13 @@ __all__ = [
     "UnsupportedError",
     "WriteOptions",
     "__version__",
+    "async_save",
+    "close",
+    "drain_on_sigterm",
     "load",
+    "prewarm",
+    "save",
+    "wait",
 ]
 
 _MODULE_OF = {
@@ -74,8 +92,13 @@ _MODULE_OF = {
     "DcpxWriter": "writer",
     "LoadReport": "load_report",
     "ReadOptions": "options",
+    "SaveHandle": "save_handle",
+    "SaveReport": "save_report",
     "WriteOptions": "options",
-    "load": "checkpoint",
+    **dict.fromkeys(
+        ("async_save", "close", "drain_on_sigterm", "load", "prewarm", "save", "wait"),
+        "checkpoint",
+    ),
 }
 _EXTENSION = f"{__name__}._C"
 

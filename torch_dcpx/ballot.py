@@ -47,7 +47,8 @@ class Ballot:
 
         Args:
             exchange: the operation; to be closed when this is settled.
-            deadline: until when all ranks must have voted.
+            deadline: until when all ranks must have voted; begins to run anew when this rank votes
+                or fails: how long it writes before that is its own affair.
         """
         self._exchange = exchange
         self._keys = exchange.keys
@@ -72,6 +73,7 @@ class Ballot:
         packed = b"" if exchange.is_coordinator else pickle.dumps(payload)
         self._payload = payload
         self._has_voted = True
+        self._deadline = Deadline(self._deadline.timeout_s)
         try:
             self._keys.set(f"{_VOTES}/{exchange.rank}", packed, self._deadline)
             if self._keys.add(_COUNT, 1, self._deadline) == exchange.world_size:
@@ -88,6 +90,7 @@ class Ballot:
         """
         failure = self._exchange.failure_of(error, phase)
         self._own_error, self._own_failure = error, failure
+        self._deadline = Deadline(self._deadline.timeout_s)
         try:
             self._abort(failure)
         except StoreLostError as lost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +38,19 @@ from torch_dcpx.item_rows import (
     item_type,
     type_key,
 )
+from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
 
-__all__ = ["Transform", "WriteTable", "check_plan", "transform_by"]
+__all__ = [
+    "Transform",
+    "WriteTable",
+    "check_plan",
+    "has_stock_hooks",
+    "is_kept_as_it_is",
+    "looked_up",
+    "transform_by",
+    "vetted",
+]
 
 
 class Transform(NamedTuple):
@@ -75,8 +85,22 @@ _STOCK_HOOKS = {
 _LOOKUPS = ("get", "__getitem__", "__contains__")
 
 
-def has_stock_hooks(planner: SavePlanner) -> bool:
-    """Returns whether the planner hands out the state's own tensors, never temporaries."""
+def is_kept_as_it_is(value: object) -> bool:
+    """Returns whether a bytes item's value is pickled by itself, not by torch.save."""
+    return type(value) in _SCALARS or (type(value) is str and len(value) <= _MAX_CHARS)
+
+
+def looked_up(item: WriteItem, state: Mapping[str, Any]) -> torch.Tensor | None:
+    """Returns what stock's `resolve_data` finds for a plain tensor, without its five calls."""
+    data = state.get(item.index.fqn)
+    is_plain_whole = type(data) in _PLAIN_CLASSES and not any(item.index.offset or ())
+    return data if is_plain_whole else None
+
+
+def has_stock_hooks(planner: SavePlanner | StagedItems) -> bool:
+    """Returns whether the planner hands out tensors that are there, never temporaries."""
+    if isinstance(planner, StagedItems):
+        return True
     if not isinstance(planner, DefaultSavePlanner):
         return False
     state = type(getattr(planner, "state_dict", None))
@@ -90,7 +114,7 @@ def has_stock_hooks(planner: SavePlanner) -> bool:
     )
 
 
-def _vetted(item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
+def vetted(item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
     """Returns the tensor to write, waited for, and what the plan says of it.
 
     Raises:
@@ -159,7 +183,7 @@ class WriteTable:
         """
         if item.type is WriteItemType.BYTE_IO and self._transform is None:
             value = self._state.get(item.index.fqn, self)
-            if type(value) in _SCALARS or (type(value) is str and len(value) <= _MAX_CHARS):
+            if is_kept_as_it_is(value):
                 return self._scalar(item, file, value)
         data = self._planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
@@ -219,18 +243,14 @@ class WriteTable:
                     )  # fmt: skip
                     owners.append(tensor)
                     continue
-            tensor, about = _vetted(item, self._lookup(item))
+            tensor, about = vetted(item, self._lookup(item))
             rows.append(self._row_in_place(item, file, tensor, about) if tensor.is_cpu else None)
             owners.append(tensor)
         return InPlace(rows, owners)
 
     def _lookup(self, item: WriteItem) -> Any:
-        """What stock's `resolve_data` gives for a tensor item, without its five calls."""
-        index = item.index
-        data = self._state.get(index.fqn)
-        if type(data) in _PLAIN_CLASSES and not any(index.offset or ()):
-            return data
-        return self._planner.resolve_data(item)
+        data = looked_up(item, self._state)
+        return self._planner.resolve_data(item) if data is None else data
 
     def _scalar(self, item: WriteItem, file: int, value: object) -> Resolved:
         """Returns the row of what torch.save needs 50 us for, and a pickle 1 us."""
@@ -249,7 +269,7 @@ class WriteTable:
         return self._serialised(item, file, BYTES, 0, data)
 
     def _tensor(self, item: WriteItem, file: int, data: Any) -> Resolved:
-        tensor, about = _vetted(item, data)
+        tensor, about = vetted(item, data)
         tensor = tensor.detach()
         is_copy = not tensor.is_cpu
         if is_copy:

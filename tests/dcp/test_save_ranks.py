@@ -1,0 +1,19 @@
+"""`save` and `async_save` on several ranks (gloo), agreed through the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+WORKER = Path(__file__).with_name("save_worker.py")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_saves_of_several_ranks_are_whole_or_fail_on_all(tmp_path: Path, ranks: int) -> None:
+    run_ranks(WORKER, ranks, str(tmp_path), "all")
+
+
+def test_many_saves_go_on_beside_collectives(tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, str(tmp_path), "many")

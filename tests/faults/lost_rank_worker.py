@@ -1,0 +1,78 @@
+"""One rank of test_lost_ranks.py: saves while another rank is killed or stopped.
+
+lost_rank_worker.py RANK WORLD PORT FOLDER KIND LOST PHASE
+    KIND    "save" or "async_save"
+    LOST    the rank that is lost in PHASE: it says so by a file, and waits to be killed or stopped
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_dcpx import DcpxWriter, WriteOptions, async_save, save
+
+RANK, WORLD, PORT = map(int, sys.argv[1:4])
+FOLDER, KIND, LOST, PHASE = Path(sys.argv[4]), sys.argv[5], int(sys.argv[6]), sys.argv[7]
+TIMEOUT_S = 3.0
+
+
+def lose(phase: str) -> None:
+    """Stays here if this rank is to be lost in this phase."""
+    if (RANK, phase) == (LOST, PHASE):
+        (FOLDER / "lost-now").touch()
+        time.sleep(600)
+
+
+class LosingPlanner(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        lose("planning")
+        return super().create_local_plan()
+
+
+class LosingWriter(DcpxWriter):
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        lose("before the commit")
+        super().finish(*args, **kwargs)
+        lose("after the commit")
+
+
+def progress(_done: int, _total: int) -> None:
+    lose("writing")
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {f"rank{RANK}": torch.full((1000,), value), "step": int(value)}
+
+
+def main() -> None:
+    store = dist.TCPStore("127.0.0.1", PORT, WORLD, is_master=False)  # the test hosts it
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
+    path = FOLDER / "checkpoint"
+    save(state_of(1), path)
+    dist.barrier()
+    options = WriteOptions(save_timeout_s=TIMEOUT_S, progress=progress)
+    writer = LosingWriter(path, options=options)
+    said: dict[str, Any] = {"raised": None}
+    try:
+        if KIND == "save":
+            save(state_of(2), storage_writer=writer, planner=LosingPlanner())
+        else:
+            async_save(state_of(2), storage_writer=writer, planner=LosingPlanner()).result(120)
+    except Exception as error:  # noqa: BLE001  (told to the test)
+        said = {"raised": type(error).__name__, "text": str(error)}
+    (FOLDER / f"said-{RANK}").write_text(json.dumps(said))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

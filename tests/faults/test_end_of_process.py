@@ -1,0 +1,124 @@
+"""What becomes of a save in the background when its process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from torch_dcpx import save
+
+# The save is held at its first byte until the main thread is about to end.
+SCRIPT = """
+import logging, os, signal, sys, threading
+import torch
+from torch_dcpx import StorageError, WriteOptions, async_save, drain_on_sigterm
+
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+path, ending = sys.argv[1:3]
+ends = threading.Event()
+
+def hold(done, total):
+    if ending == "late":
+        threading.Event().wait()
+    assert ends.wait(60)
+    if ending == "failing":
+        raise StorageError("no room")
+
+def on_signal(number, frame):
+    print("handler", flush=True)
+    os._exit(5)
+
+if ending == "chained":
+    signal.signal(signal.SIGTERM, on_signal)
+if ending in ("signal", "chained"):
+    drain_on_sigterm()
+if ending == "put_back":
+    drain_on_sigterm()()
+async_save({"w": torch.full((1000,), 2.0)}, path, options=WriteOptions(progress=hold))
+if ending != "late":
+    threading.Timer(0.3, ends.set).start()
+if ending == "sys.exit":
+    sys.exit(3)
+if ending == "unhandled":
+    raise KeyError("unhandled")
+if ending in ("signal", "chained", "put_back"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(60)
+"""
+
+
+def run(path: Path, ending: str, **environment: str) -> tuple[int, str]:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(path), ending],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return result.returncode, result.stdout
+
+
+def value_in(path: Path) -> float:
+    target = {"w": torch.zeros(1000)}
+    dcp.load(target, storage_reader=FileSystemReader(path), no_dist=True)
+    (value,) = set(target["w"].tolist())
+    return float(value)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("normal", 0), ("sys.exit", 3), ("unhandled", 1), ("signal", -signal.SIGTERM), ("chained", 5)],
+)
+def test_end_of_a_process_waits_for_its_saves(tmp_path: Path, ending: str, code: int) -> None:
+    save({"w": torch.ones(1000)}, tmp_path)
+    returncode, output = run(tmp_path, ending)
+    assert returncode == code, output
+    assert value_in(tmp_path) == 2.0
+    assert ("handler" in output) == (ending == "chained")
+
+
+def test_handler_that_is_put_back_no_longer_waits(tmp_path: Path) -> None:
+    save({"w": torch.ones(1000)}, tmp_path)
+    returncode, output = run(tmp_path, "put_back")
+    assert returncode == -signal.SIGTERM, output
+    assert value_in(tmp_path) == 1.0
+
+
+def test_save_that_takes_too_long_at_the_end_leaves_the_previous_checkpoint(
+    tmp_path: Path,
+) -> None:
+    save({"w": torch.ones(1000)}, tmp_path)
+    returncode, output = run(tmp_path, "late", DCPX_EXIT_TIMEOUT_S="0.2")
+    assert returncode == 0, output
+    assert "ERROR the process ends after 0.2 s (DCPX_EXIT_TIMEOUT_S) while it still saves to " in (
+        output
+    )
+    assert str(tmp_path) in output
+    assert value_in(tmp_path) == 1.0
+    save({"w": torch.full((1000,), 3.0)}, tmp_path)
+    assert value_in(tmp_path) == 3.0
+
+
+def test_bad_exit_timeout_is_said_and_the_default_taken(tmp_path: Path) -> None:
+    returncode, output = run(tmp_path, "normal", DCPX_EXIT_TIMEOUT_S="soon")
+    assert returncode == 0, output
+    assert "ERROR DCPX_EXIT_TIMEOUT_S must be a number of seconds, got 'soon'" in output
+    assert value_in(tmp_path) == 2.0
+
+
+def test_failed_save_that_nobody_asked_about_is_said_at_the_end(tmp_path: Path) -> None:
+    save({"w": torch.ones(1000)}, tmp_path)
+    returncode, output = run(tmp_path, "failing")
+    assert returncode == 0, output
+    assert f"ERROR the save to '{tmp_path}' failed: no room" in output
+    assert value_in(tmp_path) == 1.0

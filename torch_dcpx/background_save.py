@@ -1,0 +1,118 @@
+"""The thread of an `async_save`: writes what was staged, votes, and says how it ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_dcpx.errors import StagingError
+from torch_dcpx.item_staging import ItemsInWaves
+from torch_dcpx.save_handle import SaveHandle
+from torch_dcpx.save_report import SaveReport
+from torch_dcpx.save_run import Committed, SaveRun
+from torch_dcpx.staged_items import StagedItems
+
+__all__ = ["BackgroundSave", "report_of"]
+
+
+class BackgroundSave:
+    """One save's thread."""
+
+    def __init__(
+        self,
+        run: SaveRun,
+        plan: SavePlan,
+        items: StagedItems | ItemsInWaves,
+        handle: SaveHandle,
+        begin: float,
+    ) -> None:
+        """Args:
+        run: planned.
+        plan: what this rank is to write.
+        items: gives the data.
+        handle: is told how it ends.
+        begin: of the call, by the monotonic clock.
+        """
+        self._waves = items if isinstance(items, ItemsInWaves) else None
+        self._run = run
+        self._work: list[Any] = [plan, items]  # taken by the thread, so that nobody holds them
+        self._handle = handle
+        self._begin = begin
+        self._returned = threading.Event()
+        self._blocked_s = 0.0
+
+    def start(self) -> None:
+        """Starts the thread.
+
+        Raises:
+            StagingError: there is no thread to be had.
+        """
+        # A daemon: the end of the interpreter waits for it as long as DCPX_EXIT_TIMEOUT_S says.
+        thread = threading.Thread(target=self._finish, name="dcpx-save", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise StagingError(f"start the thread that writes: {error}") from error
+
+    def wait_until_staged(self) -> None:
+        """Waits until the caller's state may change; the save ends well only after that."""
+        try:
+            if self._waves is not None:
+                self._waves.wait()
+        except BaseException:  # Ctrl-C: the state may change from here on
+            self._handle.cancel()
+            raise
+        finally:
+            self._blocked_s = time.monotonic() - self._begin
+            self._returned.set()
+
+    def _finish(self) -> None:
+        try:
+            committed = self._run.write_and_settle(*self._take_work())
+        except BaseException as error:  # noqa: BLE001  (raised by whoever asks the handle)
+            self._run.end(error)
+            _forget_locals(error)
+            self._handle.durable.set_exception(error)
+            return
+        finally:
+            if self._waves is not None:
+                self._waves.end()
+        self._run.end()
+        self._returned.wait()
+        report = report_of(self._run, committed, self._begin, self._blocked_s)
+        self._handle.durable.set_result(report)
+
+    def _take_work(self) -> list[Any]:
+        work, self._work = self._work, []
+        return work
+
+
+def report_of(run: SaveRun, committed: Committed, begin: float, blocked_s: float) -> SaveReport:
+    """Returns the report of a save that has just ended."""
+    return SaveReport(
+        str(run.writer.path),
+        *committed,
+        blocked_s,
+        time.monotonic() - begin,
+        run.writer.last_report,
+    )
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Drops what the frames of an error hold: the error may be kept for long, and memory is short.
+
+    Tracebacks keep their lines.
+    """
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        current = todo.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        todo += current.__cause__, current.__context__

@@ -1,0 +1,104 @@
+"""What a plan's items are at one moment, kept for a save that goes on in the background.
+
+`stage_items` copies tensors into an arena, all at once, and serialises bytes items. What comes back
+gives nothing but these, as a planner does, so that `write_data` takes no notice.
+
+A state larger than its budget is staged in waves, by `ItemsInWaves`: the writer asks for an item
+when it has room, and the caller waits until the last one was asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from torch_dcpx.staged_items import StagedItems
+from torch_dcpx.write_table import has_stock_hooks, is_kept_as_it_is, looked_up, vetted
+
+__all__ = ["ItemsInWaves", "stage_items"]
+
+StageFunction = Callable[[Sequence[torch.Tensor], Sequence[str]], list[torch.Tensor]]
+
+
+def stage_items(plan: SavePlan, planner: SavePlanner, stage: StageFunction) -> StagedItems:
+    """Returns the data of the plan's items as they are now.
+
+    Args:
+        plan: this rank's final one.
+        planner: gives the data.
+        stage: copies tensors, with their names, to the host.
+
+    Raises:
+        AssertionError: the planner gave a wrong type (stock's texts).
+        UnsupportedError: data that cannot be kept, by name.
+        StagingError: no memory for the copies.
+    """
+    staged = StagedItems()
+    is_stock = has_stock_hooks(planner)
+    state: dict[str, Any] = planner.state_dict if is_stock else {}  # type: ignore[attr-defined]
+    items: list[WriteItem] = []
+    tensors: list[torch.Tensor] = []
+    for item in plan.items:
+        if item.type is WriteItemType.BYTE_IO:
+            value = state.get(item.index.fqn, staged)
+            if not is_kept_as_it_is(value):
+                value = _own_bytes(planner.resolve_data(item))
+            staged.keep(item, value)
+            continue
+        data = looked_up(item, state) if is_stock else None
+        tensor, _ = vetted(item, planner.resolve_data(item) if data is None else data)
+        items.append(item)
+        tensors.append(tensor.detach())
+    names = [item.index.fqn for item in items]
+    for item, tensor in zip(items, stage(tensors, names), strict=True):
+        staged.keep(item, tensor)
+    return staged
+
+
+def _own_bytes(data: Any) -> Any:
+    """Returns a stream of its own; what is none is for `write_data` to refuse."""
+    return io.BytesIO(data.getvalue()) if isinstance(data, io.BytesIO) else data
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.is_cpu else tensor.cpu()
+
+
+class ItemsInWaves:
+    """A planner's data, copied when they are asked for. `window_bytes` may be copied at one time.
+
+    Asked by the thread that writes, while the thread that called waits in `wait`.
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self._planner: Any = planner
+        self._left = len(plan.items)
+        self._ended = threading.Event()
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        """As a planner's: gives a copy of the item's data."""
+        data = self._planner.resolve_data(item)
+        if item.type is WriteItemType.BYTE_IO:
+            data = _own_bytes(data)
+        else:
+            data = _own_copy(vetted(item, data)[0].detach())
+        self._left -= 1
+        if self._left == 0:
+            self._planner = None  # and with it the caller's state
+            self._ended.set()
+        return data
+
+    def end(self) -> None:
+        """Says that nobody will ask any more."""
+        self._planner = None
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Waits until the last item was copied, or `end`."""
+        self._ended.wait()

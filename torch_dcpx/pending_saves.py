@@ -1,0 +1,212 @@
+"""The saves of this process that go on in the background, and the errors nobody has asked for.
+
+Process-wide, because memory and disk are. A forked child starts with none.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch_dcpx.errors import OptionError
+from torch_dcpx.save_handle import SaveHandle
+
+__all__ = ["add", "count", "drain_on_sigterm", "raise_uncollected", "wait", "wait_for_room"]
+
+logger = logging.getLogger("torch_dcpx")
+
+_EXIT_VARIABLE = "DCPX_EXIT_TIMEOUT_S"
+_EXIT_TIMEOUT_S = 600.0
+
+_guard = threading.RLock()  # a signal handler may wait while its thread holds it
+_handles: list[SaveHandle] = []  # under way, or failed and not asked for
+
+
+def add(handle: SaveHandle) -> None:
+    """Notes a save that has begun."""
+    with _guard:
+        _sweep()
+        _handles.append(handle)
+
+
+def _sweep() -> None:
+    """Forgets saves that ended well and errors that somebody has. REQUIRES: _guard."""
+    _handles[:] = [h for h in _handles if not h.done() or _is_uncollected(h)]
+
+
+def _is_uncollected(handle: SaveHandle) -> bool:
+    future = handle.durable
+    return (
+        future.done()
+        and not future.is_collected
+        and concurrent.futures.Future.exception(future) is not None
+    )
+
+
+def _under_way() -> list[SaveHandle]:
+    with _guard:
+        _sweep()
+        return [handle for handle in _handles if not handle.done()]
+
+
+def count() -> int:
+    """Returns how many saves are under way."""
+    return len(_under_way())
+
+
+def wait_for_room(max_in_flight: int) -> float:
+    """Waits until fewer than `max_in_flight` saves are under way; each has a deadline of its own.
+
+    Returns:
+        Seconds waited.
+    """
+    begin = time.monotonic()
+    while len(under_way := _under_way()) >= max_in_flight:
+        futures = [handle.durable for handle in under_way]
+        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+    return time.monotonic() - begin
+
+
+def raise_uncollected() -> None:
+    """Raises the oldest error that nobody has asked for; the others are logged with it."""
+    with _guard:
+        failed = [handle for handle in _handles if _is_uncollected(handle)]
+        errors = [handle.durable.exception() for handle in failed]  # collects it
+        _sweep()
+    for handle, error in zip(failed[1:], errors[1:], strict=True):
+        _log_failure(handle, error)
+    if failed and errors[0] is not None:
+        logger.error("an earlier save, to '%s', had failed", failed[0].checkpoint_id)
+        raise errors[0]
+
+
+def _log_failure(handle: SaveHandle, error: BaseException | None) -> None:
+    logger.error("the save to '%s' failed: %s", handle.checkpoint_id, str(error))
+
+
+def wait(timeout_s: float | None = None) -> None:
+    """Waits until no save of this process goes on in the background.
+
+    Args:
+        timeout_s: seconds; None (default) waits as long as the saves' own deadlines let them go on.
+
+    Raises:
+        TimeoutError: some are still under way.
+        DcpxError: what failed and nobody had asked for.
+    """
+    late = _drain(timeout_s)
+    if late:
+        raise TimeoutError(f"after {timeout_s} s still saving to {', '.join(late)}")
+    raise_uncollected()
+
+
+def _drain(timeout_s: float | None) -> list[str]:
+    """Waits for all; returns where the late ones save to."""
+    futures = {handle.durable: handle for handle in _under_way()}
+    late = concurrent.futures.wait(futures, timeout_s).not_done
+    return [f"'{futures[future].checkpoint_id}'" for future in late]  # type: ignore[index]
+
+
+def exit_timeout_s() -> float:
+    """Returns how many seconds the end of the interpreter waits for pending saves.
+
+    Raises:
+        OptionError: DCPX_EXIT_TIMEOUT_S is no number of seconds.
+    """
+    text = os.environ.get(_EXIT_VARIABLE)
+    if text is None:
+        return _EXIT_TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < threading.TIMEOUT_MAX:
+        raise OptionError(
+            f"{_EXIT_VARIABLE} must be a number of seconds, got {text!r}",
+            option=_EXIT_VARIABLE,
+            value=text,
+        )
+    return seconds
+
+
+def _at_exit() -> None:
+    """The interpreter ends: what is under way gets its time, what failed is said."""
+    if not count():
+        _log_uncollected()
+        return
+    try:
+        timeout_s = exit_timeout_s()
+    except OptionError as error:
+        logger.error("%s; waiting for %s s", str(error), _EXIT_TIMEOUT_S)
+        timeout_s = _EXIT_TIMEOUT_S
+    logger.info("waiting up to %s s for saves under way", timeout_s)
+    for path in _drain(timeout_s):
+        logger.error(
+            "the process ends after %s s (%s) while it still saves to %s: the previous checkpoint "
+            "stays, unless the new one was just being committed",
+            timeout_s,
+            _EXIT_VARIABLE,
+            path,
+        )
+    _log_uncollected()
+
+
+def _log_uncollected() -> None:
+    with _guard:
+        for handle in filter(_is_uncollected, _handles):
+            _log_failure(handle, handle.durable.exception())
+
+
+atexit.register(_at_exit)
+
+
+def drain_on_sigterm() -> Callable[[], None]:
+    """Makes SIGTERM wait for pending saves, up to DCPX_EXIT_TIMEOUT_S, before it does what it did.
+
+    The handler that was there is called afterwards; without one the process ends by the signal.
+    To be called on the main thread.
+
+    Returns:
+        A function that puts the handler that was there back.
+
+    Raises:
+        OptionError: DCPX_EXIT_TIMEOUT_S is no number of seconds.
+        ValueError: not on the main thread (Python's).
+    """
+    timeout_s = exit_timeout_s()
+    before: Any = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        logger.warning("SIGTERM: waiting up to %s s for saves under way", timeout_s)
+        for path in _drain(timeout_s):
+            logger.error("SIGTERM: after %s s still saving to %s", timeout_s, path)
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN:
+            _log_uncollected()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def put_back() -> None:
+        signal.signal(signal.SIGTERM, before)
+
+    signal.signal(signal.SIGTERM, handle)
+    return put_back
+
+
+def _forget_parents_saves() -> None:
+    """In a forked child: they go on in the parent."""
+    global _guard
+    _guard = threading.RLock()  # another thread of the parent may have held it
+    _handles.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents_saves)

@@ -1,0 +1,291 @@
+"""`save` and `async_save`: what plug-in classes alone cannot do.
+
+All ranks agree through the store of their process group, with a deadline, and never by a
+collective: a rank that is stopped holds nobody for longer, and nothing of ours disturbs the
+collectives of the training that goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from torch_dcpx import pending_saves
+from torch_dcpx._gc import paused_gc
+from torch_dcpx.arena import process_pool
+from torch_dcpx.background_save import BackgroundSave, report_of
+from torch_dcpx.errors import ConcurrentSaveError, OptionError, UnsupportedError
+from torch_dcpx.exchange import exchange_for
+from torch_dcpx.item_staging import ItemsInWaves, stage_items
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.save_handle import SaveHandle
+from torch_dcpx.save_report import SaveReport
+from torch_dcpx.save_run import SaveRun
+from torch_dcpx.split import planned_bytes
+from torch_dcpx.staged_items import StagedItems
+from torch_dcpx.staging import StagePlan, stage_tensors, staging_workers
+from torch_dcpx.writer import DcpxWriter
+
+__all__ = ["async_save", "close", "prewarm", "save"]
+
+logger = logging.getLogger("torch_dcpx")
+
+_NOTED_WAIT_S = 0.001  # a shorter one is nobody's loss
+
+
+def save(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    options: WriteOptions | None = None,
+) -> SaveReport:
+    """Saves a checkpoint; it is committed, and durable on every rank, when this returns.
+
+    Every rank of the group calls it. What lies in `checkpoint_id` stays as it was until the commit.
+    Saves of this process that go on in the background are waited for first.
+
+    Args:
+        state_dict: as for `torch.distributed.checkpoint.save`; `Stateful` objects are asked.
+        checkpoint_id: directory of the checkpoint. May be left out with a `storage_writer`, which
+            has one of its own.
+        storage_writer: a DcpxWriter, of a subclass for example. Default None: a new one.
+        planner: default None, a `DefaultSavePlanner`.
+        process_group: who saves. Default None: all ranks. Any backend: no collective is run.
+        no_dist: this process saves by itself. Default False.
+        options: of the new writer. Default None: `WriteOptions()`.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        DcpxError: nothing was committed; of any rank, on every rank, the first in time.
+        RankLostError: a rank did not come within `options.save_timeout_s` seconds.
+        OutcomeUnknownError: the coordinator was lost while it committed.
+        UnsupportedError: a `storage_writer` that is no DcpxWriter.
+        OptionError: arguments that contradict each other.
+        DcpxError of an earlier `async_save` that nobody has asked for.
+    """
+    begin = time.monotonic()
+    writer = _writer(storage_writer, checkpoint_id, options)
+    pending_saves.wait_for_room(1)
+    path = checkpoint_id or writer.path
+    with _begin(state_dict, path, writer, planner, process_group, no_dist) as run:
+        plan = run.plan(pending_saves.raise_uncollected)
+        committed = run.write_and_settle(plan, run.planner)
+    return report_of(run, committed, begin, time.monotonic() - begin)
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    options: WriteOptions | None = None,
+) -> SaveHandle:
+    """Saves a checkpoint in the background: returns as soon as `state_dict` may change.
+
+    The ranks agree on the plan and copy what they are to write before this returns; writing, vote
+    and commit come after it. What was copied is what is saved, whatever happens to the state.
+
+    Args:
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: as `save`. A
+            writer is in use until its save has ended.
+        options: also `max_in_flight` saves of this process at one time, beyond which `on_busy`
+            says what happens; `host_memory_bytes`, if given, bounds the copy: a larger state is
+            copied in waves while it is written, which takes longer to return.
+
+    Returns:
+        The save. An error that nobody asks it for is raised by the next save, by
+        `torch_dcpx.wait`, or logged when the interpreter ends.
+
+    Raises:
+        StagingError: not enough memory for the copy; on the other ranks the handle raises.
+        ConcurrentSaveError: with `on_busy="error"`, as many saves as may be are under way.
+        As `save`: what fails while the ranks plan, and an earlier save's error.
+    """
+    begin = time.monotonic()
+    writer = _writer(storage_writer, checkpoint_id, options)
+    limit, on_busy = writer.options.max_in_flight, writer.options.on_busy
+    if on_busy == "wait" and (waited_s := pending_saves.wait_for_room(limit)) >= _NOTED_WAIT_S:
+        logger.info("async_save waited %.3f s for a save under way", waited_s)
+    path = checkpoint_id or writer.path
+    run = _begin(state_dict, path, writer, planner, process_group, no_dist)
+    handle = SaveHandle(os.fspath(path), run.cancel)
+    try:
+        if on_busy != "wait" and _most_under_way(run) >= limit:
+            _refuse(handle.checkpoint_id, limit, is_error=on_busy == "error")
+            run.end()
+            handle.staged.set_result(None)
+            handle.durable.set_result(None)
+            return handle
+        plan = run.plan(pending_saves.raise_uncollected)
+        run.note_phase("staging")
+        items = _items(run, plan)
+        run.planner = None  # and with it the state, of a planner that nobody else has
+        background = BackgroundSave(run, plan, items, handle, begin)
+        background.start()
+    except BaseException as error:
+        run.end(error)
+        raise
+    pending_saves.add(handle)
+    background.wait_until_staged()
+    handle.staged.set_result(None)
+    return handle
+
+
+def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) -> None:
+    """Takes the memory that `async_save` of this state copies to, so that the first save has it.
+
+    Args:
+        state_dict: what will be saved; as large as this rank's part of it, nothing is copied.
+        options: `host_memory_bytes` bounds the memory, as it does in `async_save`.
+
+    Raises:
+        StagingError: there is not so much memory.
+    """
+    options = options or WriteOptions()
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(_asked(state_dict), is_coordinator=True)
+    plan = planner.create_local_plan()
+    window_bytes = _window_bytes(options)
+    if window_bytes is not None and sum(map(planned_bytes, plan.items)) > window_bytes:
+        return  # goes in waves, which take no arena
+    tensors: list[Any] = [
+        planner.resolve_data(item) for item in plan.items if item.type is not WriteItemType.BYTE_IO
+    ]
+    process_pool().prewarm(
+        StagePlan(tensors).nbytes, budget_bytes=window_bytes, workers=staging_workers()
+    )
+
+
+def close() -> None:
+    """Waits for saves under way, as `wait`, and gives the memory they copied to back.
+
+    Raises:
+        DcpxError: what failed and nobody had asked for.
+    """
+    try:
+        pending_saves.wait()
+    finally:
+        process_pool().close()
+
+
+def _asked(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state with what `Stateful` objects say of themselves."""
+    return {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in state_dict.items()
+    }
+
+
+def _begin(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    writer: DcpxWriter,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+) -> SaveRun:
+    asked = _asked(state_dict)
+    exchange = exchange_for(process_group, no_dist, writer.options.save_timeout_s)
+    return SaveRun(asked, path, writer, planner or DefaultSavePlanner(), exchange)
+
+
+def _writer(
+    storage_writer: StorageWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    options: WriteOptions | None,
+) -> DcpxWriter:
+    """Returns who writes."""
+    if storage_writer is None:
+        if checkpoint_id is None:
+            raise OptionError(
+                "a save needs a checkpoint_id, or a storage_writer that has a path",
+                option="checkpoint_id",
+                value=None,
+            )
+        return DcpxWriter(checkpoint_id, options=options)
+    if not isinstance(storage_writer, DcpxWriter):
+        raise UnsupportedError(
+            f"storage_writer={type(storage_writer).__name__}: torch_dcpx saves through a "
+            "DcpxWriter; use torch.distributed.checkpoint.save for others"
+        )
+    if options is not None:
+        raise OptionError(
+            "options and a storage_writer, which has options of its own; give one of them",
+            option="options",
+            value=options,
+        )
+    return storage_writer
+
+
+def _most_under_way(run: SaveRun) -> int:
+    """Returns how many saves are under way on the rank with the most: all decide alike."""
+
+    def most(counts: list[int]) -> int:
+        return max(counts)
+
+    return run.exchange.all_reduce("admit", pending_saves.count, most)
+
+
+def _refuse(path: str, limit: int, *, is_error: bool) -> None:
+    """Says that as many saves as may be are under way, on some rank."""
+    if is_error:
+        raise ConcurrentSaveError(
+            f"save to '{path}': max_in_flight={limit} saves are under way on some rank; "
+            "wait for them, or use on_busy='wait'",
+            errno=errno.EBUSY,
+            path=path,
+        )
+    logger.info("skipped the save to '%s': %s under way on some rank", path, limit)
+
+
+def _items(run: SaveRun, plan: SavePlan) -> StagedItems | ItemsInWaves:
+    """Returns the data of the plan's items: copied now, or in waves where memory is bounded."""
+    options = run.writer.options
+    window_bytes = _window_bytes(options)
+    if window_bytes is not None:
+        needed_bytes = sum(map(planned_bytes, plan.items))
+        if needed_bytes > window_bytes:
+            logger.warning(
+                "'%s': %s B do not fit host_memory_bytes=%s, so async_save copies them in waves "
+                "and returns when the last one is copied",
+                run.path,
+                needed_bytes,
+                options.host_memory_bytes,
+            )
+            return ItemsInWaves(plan, run.planner, window_bytes)
+
+    def stage(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
+        return stage_tensors(
+            tensors, names=names, budget_bytes=window_bytes, timeout_s=options.save_timeout_s
+        )
+
+    with paused_gc():
+        return stage_items(plan, run.planner, stage)
+
+
+def _window_bytes(options: WriteOptions) -> int | None:
+    """Returns how much may be copied at one time, which the slots leave of the budget."""
+    if options.host_memory_bytes is None:
+        return None
+    slots_bytes = options.resolved_workers() * options.slot_bytes
+    return max(options.host_memory_bytes - slots_bytes, options.slot_bytes)

@@ -1,0 +1,122 @@
+"""What `async_save` returns: when the state may change, when the checkpoint is there, what failed.
+
+An error that nobody asked for is not lost: `pending_saves` sees which futures were looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TypeVar
+
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.save_report import SaveReport
+
+__all__ = ["SaveHandle", "WatchedFuture"]
+
+T = TypeVar("T")
+
+
+class WatchedFuture(Future[T]):
+    """A future that knows whether somebody was told how it ended. Belongs to one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_collected = False
+        self._pid = os.getpid()
+
+    def result(self, timeout: float | None = None) -> T:
+        """As `Future.result`; UnsupportedError in a forked child."""
+        self.check_process()
+        try:
+            return super().result(timeout)
+        finally:
+            self.is_collected |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `Future.exception`; UnsupportedError in a forked child."""
+        self.check_process()
+        try:
+            return super().exception(timeout)
+        finally:
+            self.is_collected |= self.done()
+
+    def cancel(self) -> bool:
+        """False: the save is ended by `SaveHandle.cancel`, with all ranks, not by its future."""
+        return False
+
+    def check_process(self) -> None:
+        """Raises UnsupportedError where the save is that of the process we were forked from."""
+        if os.getpid() != self._pid:
+            raise UnsupportedError(
+                f"this save belongs to process {self._pid}, which process {os.getpid()} was forked "
+                "from: only the parent can wait for it, or cancel it"
+            )
+
+
+class SaveHandle:
+    """A save that goes on in the background.
+
+    As a context manager, the end of the block waits for the save and raises what failed, unless the
+    block raised already.
+
+    Attributes:
+        checkpoint_id: its directory.
+        staged: done when the state may change again: when `async_save` has returned.
+        durable: the SaveReport, once the checkpoint is committed and durable on every rank; None of
+            a save that was skipped (`on_busy="skip"`). Or what failed, on any rank.
+    """
+
+    def __init__(self, checkpoint_id: str, cancel: Callable[[], bool]) -> None:
+        self.checkpoint_id = checkpoint_id
+        self.staged: Future[None] = Future()
+        self.durable: WatchedFuture[SaveReport | None] = WatchedFuture()
+        self._cancel = cancel
+
+    def result(self, timeout: float | None = None) -> SaveReport | None:
+        """Waits until the checkpoint is there.
+
+        Args:
+            timeout: seconds; None (default) waits as long as the save, whose own waits have
+                deadlines, may take.
+
+        Raises:
+            TimeoutError: it is still under way.
+            DcpxError: it failed, on this rank or another; the previous checkpoint is as it was.
+            OutcomeUnknownError: the coordinator was lost, and nobody can say.
+        """
+        return self.durable.result(timeout)
+
+    def report(self) -> SaveReport | None:
+        """Returns the report of a save that ended well; None while it goes on, or failed."""
+        self.durable.check_process()
+        if not self.durable.done() or Future.exception(self.durable) is not None:
+            return None
+        return Future.result(self.durable)
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.durable.done()
+
+    def cancel(self) -> bool:
+        """Stops the save on every rank, unless the coordinator has begun to commit it.
+
+        Returns:
+            True: it will not be committed, and `durable` raises on every rank. False: too late.
+        """
+        self.durable.check_process()
+        return not self.durable.done() and self._cancel()
+
+    def __enter__(self) -> SaveHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.result()

@@ -1,0 +1,200 @@
+"""One save of `save` or `async_save` on this rank: DCP's hooks, called by us.
+
+plan                on the caller's thread, agreed with all ranks through the store
+write_and_settle    on any thread, no collective: this rank's files, the vote, the commit
+
+The hooks and their order are those of `torch.distributed.checkpoint.save`, so that planners and
+writers need not know who calls them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_dcpx._gc import paused_gc
+from torch_dcpx.ballot import Ballot
+from torch_dcpx.committed import committed_save_id
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.errors import OutcomeUnknownError
+from torch_dcpx.exchange_base import Exchange
+from torch_dcpx.running_save import RunningSave, driven
+from torch_dcpx.writer import DcpxWriter, abandon_save
+
+__all__ = ["Committed", "SaveRun"]
+
+
+class Committed(NamedTuple):
+    """What the coordinator tells all ranks of a checkpoint that is there."""
+
+    save_id: str
+    ranks: int
+    files: int
+    file_bytes: int  # of all ranks, framing and checksums included
+
+
+class _Planned(NamedTuple):
+    """A rank's piece of the global plan."""
+
+    save_id: str  # the coordinator's: what its `.metadata` will name
+    plan: SavePlan
+
+
+class SaveRun:
+    """One save, until `end`. As a context manager, the end of the block is its end."""
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        path: str | os.PathLike[str],
+        writer: DcpxWriter,
+        planner: SavePlanner,
+        exchange: Exchange,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.writer = writer
+        self.planner: Any = planner  # until nobody needs the state any more
+        self.exchange = exchange
+        self.save_id = ""
+        self._phase = "planning"
+        self._state_dict = state_dict
+        self._begun: list[RunningSave] = []  # one, once the writer knows of it
+        self._metadata: Any = None  # the coordinator's
+        self._ballot: Ballot | None = None  # once all ranks have a plan
+
+    def note_phase(self, phase: str) -> None:
+        """Says what this rank does from now on: others name it where this rank is lost."""
+        self._phase = phase
+        self.exchange.note_phase(phase)
+
+    def plan(self, check: Callable[[], None]) -> SavePlan:
+        """Plans with all ranks; what fails on one of them is raised on all.
+
+        Args:
+            check: called before anything else is done on this rank.
+
+        Returns:
+            What this rank is to write.
+        """
+
+        def local_step() -> SavePlan:
+            check()
+            return self._local_plan()
+
+        self.note_phase("planning")
+        with paused_gc():
+            piece: _Planned = self.exchange.reduce_scatter("plan", local_step, self._global_plan)
+            self._ballot = self._new_ballot()
+            self.save_id = piece.save_id
+            plan: SavePlan = self.planner.finish_plan(piece.plan)
+        self._state_dict = {}  # the planner has it for as long as it needs it
+        return plan
+
+    def _local_plan(self) -> SavePlan:
+        writer, planner, is_coordinator = self.writer, self.planner, self.exchange.is_coordinator
+        writer.reset(self.path)
+        storage_meta = writer.storage_meta()
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            planner.set_up_planner(
+                state_dict=self._state_dict,
+                storage_meta=storage_meta,
+                is_coordinator=is_coordinator,
+            )
+        else:
+            warnings.warn(
+                f"{type(planner).__name__}.set_up_planner takes no `storage_meta`, which DCP's "
+                "SavePlanner has had since torch 2.3",
+                stacklevel=2,
+            )
+            planner.set_up_planner(self._state_dict, is_coordinator)
+        with driven() as self._begun:
+            writer.set_up_storage_writer(
+                is_coordinator, rank=self.exchange.rank, use_collectives=True
+            )
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def _global_plan(self, plans: list[SavePlan]) -> list[_Planned]:
+        plans, self._metadata = self.planner.create_global_plan(plans)
+        plans = self.writer.prepare_global_plan(plans)
+        return [_Planned(self._begun[0].save_id, plan) for plan in plans]
+
+    def write_and_settle(self, plan: SavePlan, items: Any) -> Committed:
+        """Writes this rank's items, votes, and returns what the coordinator has committed.
+
+        Args:
+            plan: of `plan`.
+            items: gives the items' data, as a planner does.
+
+        Raises:
+            The first error of any rank, or OutcomeUnknownError.
+        """
+        ballot = self._ballot or self._new_ballot()
+        try:
+            self.note_phase("writing")
+            results = self._write(plan, items)
+        except Exception as error:  # noqa: BLE001  (settle raises it, or what failed before it)
+            ballot.fail(error, "writing")
+        else:
+            ballot.vote(results)
+        del plan, items
+        committed = ballot.settle(self._commit, self._was_committed)
+        return committed or Committed(self.save_id, self.exchange.world_size, 0, 0)
+
+    def _new_ballot(self) -> Ballot:
+        return Ballot(self.exchange, Deadline(self.exchange.deadline.timeout_s))
+
+    def _write(self, plan: SavePlan, items: Any) -> list[WriteResult]:
+        future = self.writer.write_data(plan, items)
+        future.wait()
+        return future.value()
+
+    def _commit(self, results: list[list[WriteResult]]) -> Committed:
+        self.note_phase("committing")
+        self.writer.finish(self._metadata, results)
+        sizes = [entry.nbytes for rank in results for entry in getattr(rank, "files", ())]
+        return Committed(self.save_id, len(results), len(sizes), sum(sizes))
+
+    def _was_committed(self) -> bool:
+        return committed_save_id(self.path) == self.save_id
+
+    def cancel(self) -> bool:
+        """Stops the save on all ranks, from any thread; False once it is decided to commit it."""
+        if self._ballot is None or not self._ballot.cancel():
+            return False
+        for save in self._begun:
+            save.stop()
+        return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Ends the save on this rank.
+
+        Args:
+            error: that ended it: the other ranks learn of it, and this rank's files go, unless they
+                may yet be published.
+        """
+        if error is not None:
+            if self._ballot is not None:
+                self._ballot.fail(error, self._phase)
+            else:
+                self.exchange.fail(error)
+            if self._begun:
+                abandon_save(self.writer, removes_files=not isinstance(error, OutcomeUnknownError))
+        self.exchange.close()
+
+    def __enter__(self) -> SaveRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end(error)
