@@ -91,7 +91,7 @@ class PlanningPause:
         if self._timer is None:
             return
         try:
-            self._plan = weakref.ref(plan, lambda _: self.end())
+            self._plan = weakref.ref(plan, lambda _: self._end_by_plan())
         except TypeError:  # a planner's own kind of plan: nothing would say when it is gone
             self.end()
 
@@ -117,6 +117,18 @@ class PlanningPause:
                 _begin()
         if before is not None:
             before.cancel()
+
+    def _end_by_plan(self) -> None:
+        """Ends the pause while the items of the plan go.
+
+        They are still there when the plan says that it is gone, and the collection that comes with
+        the next new object would walk all of them: 0.1 of 0.9 s with 20,000 tensors. Freezing and
+        thawing makes them old without a look at any; what others froze stays frozen.
+        """
+        if self._timer is not None and gc.get_freeze_count() == 0:
+            gc.freeze()
+            gc.unfreeze()
+        self.end()
 
     def end(self) -> None:
         """Ends the pause, if one is on."""

@@ -112,6 +112,35 @@ def test_pause_ends_at_once_with_a_plan_that_cannot_say_when_it_is_gone() -> Non
     assert not timers()
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_was_made_in_a_pause_is_not_walked_when_it_ends_with_its_plan(is_frozen: bool) -> None:
+    walked: list[int] = []  # young objects at the start of each collection
+
+    def note(phase: str, _about: object) -> None:
+        if phase == "start":
+            walked.append(len(gc.get_objects(generation=0)))
+
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        plan, pause = SavePlan([]), PlanningPause()
+        pause.begin(100_000)
+        made: list[list[int]] = [[] for _ in range(5000)]
+        pause.end_with(plan)
+        gc.callbacks.append(note)
+        del plan
+        made += [[] for _ in range(5000)]
+        assert gc.isenabled()
+        assert (gc.get_freeze_count() > 0) == (before > 0) == is_frozen
+        # Where others froze something nothing is thawed, so what was made is still young.
+        assert (max(walked) >= 5000) == is_frozen
+    finally:
+        gc.callbacks.remove(note)
+        gc.unfreeze()
+
+
 def test_bounded_pause_ends_with_its_block_or_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with bounded_pause(_gc._MANY_ITEMS):
         assert not gc.isenabled()
