@@ -77,7 +77,7 @@ def test_large_tensors_are_written_in_place_as_the_options_say(
         assert 0 <= report.payload_bytes - report.in_place_bytes <= 2 * 4096
     else:
         assert report.in_place_bytes == 0
-    assert report.slot_bytes <= WriteOptions().host_memory_bytes
+    assert report.slot_bytes <= WriteOptions().resolved_memory_bytes()
 
 
 def test_payload_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
