@@ -19,14 +19,13 @@ from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.load_checks import LoadRules
-from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree
+from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader import DcpxReader
@@ -166,7 +165,7 @@ class _Load:
         def apply_own() -> None:
             for key, value in self.own.loaded().items():
                 current = self._target.get(key)
-                if isinstance(current, Stateful):
+                if is_stateful(current):
                     current.load_state_dict(value)
                 else:
                     self._target[key] = value
@@ -210,9 +209,10 @@ class _Load:
         """Does this rank's part of a step, and waits for all other ranks'."""
 
         def part() -> None:
-            self._timed(step, local)()
-            # A rank that has done its part waits for others so long, however long that took.
-            self._exchange.deadline = Deadline(self._exchange.deadline.timeout_s)
+            try:
+                self._timed(step, local)()
+            finally:  # from here on it waits for others so long, however long its own part took
+                self._exchange.deadline = Deadline(self._exchange.deadline.timeout_s)
 
         self._exchange.all_reduce(step, part, lambda _: None)
 

@@ -13,7 +13,7 @@ import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -27,7 +27,7 @@ from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_err
 from torch_dcpx.planner_hooks import has_stock_hooks
 from torch_dcpx.reader import DcpxReader
 
-__all__ = ["Answer", "Offer", "RankPlan", "agree"]
+__all__ = ["Answer", "Offer", "RankPlan", "agree", "is_stateful"]
 
 
 class Offer(NamedTuple):
@@ -72,9 +72,9 @@ class RankPlan:
         has_stateful = False
         for key in sorted(target, key=str):  # `state_dict` may be collective: in one order
             value = target[key]
-            is_stateful = isinstance(value, Stateful)
-            has_stateful |= is_stateful
-            self.state[key] = value.state_dict() if is_stateful else value
+            if is_stateful(value):
+                has_stateful, value = True, value.state_dict()
+            self.state[key] = value
         metadata, is_of_all = _read_metadata(reader, rank)
         reader_args = {"rank": rank, "use_collectives": is_of_all}
         if "kwargs" not in inspect.signature(reader.set_up_storage_reader).parameters:
@@ -150,6 +150,11 @@ class RankPlan:
         asked = {item.storage_index.fqn for item in self.plan.items}
         asked.update(_state_of(self.planner))
         return zlib.compress(bytes(name not in asked for name in self._stored), 1)
+
+
+def is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Returns what `isinstance(value, Stateful)` does, which takes 8 us for what is not."""
+    return hasattr(value, "load_state_dict") and isinstance(value, Stateful)
 
 
 def agree(own: RankPlan, offers: Sequence[Offer]) -> list[Answer]:
