@@ -32,8 +32,9 @@ _EXIT_S = 1.0  # for calls in flight when the interpreter ends
 class _Call(Generic[T]):
     """A function on its way through the thread."""
 
-    def __init__(self, function: Callable[[Any], T]) -> None:
+    def __init__(self, function: Callable[[Any], T], is_waited_for: bool) -> None:
         self.function = function
+        self.is_waited_for = is_waited_for
         self.done = threading.Event()
         self.is_given_up = False
         self.value: T | None = None
@@ -43,15 +44,18 @@ class _Call(Generic[T]):
 def _serve(calls: queue.SimpleQueue[_Call[Any] | None], open_store: Callable[[], Any]) -> None:
     """The thread. It refers to no client, so that one that is forgotten can end it."""
     store: Any = None
+    has_failed = False
     while (call := calls.get()) is not None:
-        if not call.is_given_up:
+        # To open it again may take minutes: for nothing that nobody waits for.
+        is_idle = store is None and has_failed and not call.is_waited_for
+        if not call.is_given_up and not is_idle:
             try:
                 if store is None:
                     store = open_store()  # its timeout stays: a HashStore's clone is itself
                 call.value = call.function(store)
             except BaseException as error:  # noqa: BLE001 - raised by whoever asked
                 call.error = error
-                store = None
+                store, has_failed = None, True
         call.done.set()
         del call  # and what it holds
 
@@ -89,7 +93,7 @@ class StoreClient:
             StoreLostError: it did not, or the store raised.
             UnsupportedError: this process was forked from the one that made the client.
         """
-        call = self._submit(function)
+        call = self._submit(function, is_waited_for=True)
         patience = Deadline(max(deadline.remaining_s, _ANSWER_S))
         try:
             while not call.done.wait(min(patience.remaining_s, 3600.0)):  # it takes no infinity
@@ -119,14 +123,15 @@ class StoreClient:
         Raises:
             UnsupportedError: as `call`.
         """
-        self._submit(function)
+        self._submit(function, is_waited_for=False)
 
     def settle(self, deadline: Deadline) -> bool:
         """Waits until what was asked is done. Returns whether it is."""
         with self._guard:
             if self._thread is None or self._pid != os.getpid():
                 return True
-        return self._submit(lambda _: None).done.wait(deadline.remaining_s)
+        call = self._submit(lambda _: None, is_waited_for=False)
+        return call.done.wait(deadline.remaining_s)
 
     def close(self) -> None:
         """Ends the thread after what was asked before. Waits for nothing."""
@@ -135,8 +140,8 @@ class StoreClient:
                 self._calls.put(None)
                 self._thread = None
 
-    def _submit(self, function: Callable[[Any], T]) -> _Call[T]:
-        call = _Call(function)
+    def _submit(self, function: Callable[[Any], T], is_waited_for: bool) -> _Call[T]:
+        call = _Call(function, is_waited_for)
         if self._pid != os.getpid():
             raise UnsupportedError(
                 f"a forked process (pid {os.getpid()}) cannot go on with an operation of its "

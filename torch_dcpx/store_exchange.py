@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from torch_dcpx.deadline import Deadline
-from torch_dcpx.errors import StoreLostError
+from torch_dcpx.errors import RankLostError, StoreLostError
 from torch_dcpx.exchange_base import BALLOT, Exchange, check_pieces, host_name
 from torch_dcpx.rank_errors import RankFailure, error_of, from_rank, lost_error
 from torch_dcpx.store_client import StoreClient
@@ -38,6 +38,7 @@ logger = logging.getLogger("torch_dcpx")
 
 # A rank that fails wakes the others; who else is about to fail is waited for so long.
 _GATHER_S = 0.5
+_LINGER_S = 2.0  # of a coordinator whose operation failed
 _MAX_PHASES = 64  # of lost ranks that are looked up
 _OK, _ERROR = "ok", "error"
 
@@ -162,10 +163,20 @@ class StoreExchange(Exchange):
         soon = Deadline(0)
         try:
             self.keys.delete([f"p/{self.rank}"], soon)
+            if self.is_coordinator and self._error is not None:
+                self._linger(self._error)
             if self.keys.add("out", 1, soon) == self.world_size:
                 self._delete_all(soon)
         except StoreLostError as lost:
             logger.debug("keys are left in the store: %s", lost)
+
+    def _linger(self, error: BaseException) -> None:
+        """Stays until the others have read the error: the store may end with this process."""
+        lost = error.ranks if isinstance(error, RankLostError) else None
+        others = self.world_size - 1 - len(lost or ())
+        lingering, soon = Deadline(_LINGER_S), Deadline(0)
+        while self.keys.add("out", 0, soon) < others and not lingering.has_passed:
+            time.sleep(0.005)
 
     # ---- For the vote, too ---------------------------------------------------------------------
 
