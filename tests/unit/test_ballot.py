@@ -168,6 +168,27 @@ def test_cancelled_save_is_an_error_on_all(ranks: Ranks, storage: Storage, cance
     assert_no_key_is_left(ranks)
 
 
+def test_cancel_in_the_moment_before_the_decision_wins(ranks: Ranks, storage: Storage) -> None:
+    all_ballots = {}
+
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        all_ballots[exchange.rank] = ballot
+        claim = exchange.propose
+
+        def propose(*args: Any) -> str:
+            assert all_ballots[1].cancel() is True
+            return claim(*args)
+
+        if exchange.rank == 0:
+            exchange.propose = propose  # type: ignore[method-assign]
+        ballot.vote(1)
+        return ballot.settle(storage.commit, storage.was_committed)
+
+    assert [type(e) for e in ballots(ranks, body)] == [RankError] * 4
+    assert storage.committed == []
+    assert_no_key_is_left(ranks)
+
+
 def test_cancel_while_the_coordinator_commits_comes_too_late(
     ranks: Ranks, storage: Storage
 ) -> None:

@@ -10,7 +10,9 @@ import pytest
 from store_ranks import Killed, Ranks, assert_no_key_is_left, values_of
 from torch.distributed import HashStore, PrefixStore
 
+from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import RankError, RankLostError, StoreLostError
+from torch_dcpx.store_client import StoreClient
 
 
 @pytest.fixture
@@ -134,3 +136,21 @@ def test_store_that_raises_is_an_error_that_says_what_was_asked() -> None:
     with pytest.raises(StoreLostError, match=r"claim 'dcpx/1/p/0'.*failed: Broken pipe$"):
         ranks.exchange(0)
     ranks.close()
+
+
+def test_store_that_failed_is_opened_again_only_for_who_waits() -> None:
+    opened = []
+
+    def open_store() -> Any:
+        opened.append(1)
+        raise RuntimeError("Connection refused")
+
+    client = StoreClient(open_store)
+    soon = Deadline(30)
+    for count in (1, 2):
+        with pytest.raises(StoreLostError, match=r"get 'x': .*failed: Connection refused"):
+            client.call("get 'x'", lambda store: store, soon)
+        client.post(lambda store: store)
+        assert client.settle(soon)
+        assert len(opened) == count
+    client.close()
