@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .reader import DcpxReader
     from .save_handle import SaveHandle
     from .save_report import SaveReport
+    from .stager import DcpxStager
     from .writer import DcpxWriter
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "CorruptionError",
     "DcpxError",
     "DcpxReader",
+    "DcpxStager",
     "DcpxWriter",
     "LoadReport",
     "MismatchError",
@@ -89,6 +91,7 @@ __all__ = [
 
 _MODULE_OF = {
     "DcpxReader": "reader",
+    "DcpxStager": "stager",
     "DcpxWriter": "writer",
     "LoadReport": "load_report",
     "ReadOptions": "options",

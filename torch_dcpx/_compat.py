@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "CHUNK_ATTRIBUTES",
     "DTYPES",
     "HAS_STRIDES",
     "LAYOUTS",
@@ -53,6 +54,7 @@ __all__ = [
     "torch_lacks",
     "wanted_chunks",
     "wanted_sizes",
+    "with_local_tensor",
 ]
 
 _T = TypeVar("_T")
@@ -215,6 +217,17 @@ def is_load(frame: FrameType | None) -> bool:
 def saved_through(frame: FrameType) -> object | None:
     """Returns the storage writer of a frame of DCP's save; None for all other frames."""
     return frame.f_locals.get("storage_writer") if frame.f_code is _SAVE_CODE else None
+
+
+# What torch 2.14's CheckpointableTensor finds on a plain tensor.
+CHUNK_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def with_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Returns a DTensor as `tensor` over another local tensor, which requires no gradient."""
+    make: Any = DTensor
+    wrapped: DTensor = make(local, tensor._spec, requires_grad=False)
+    return wrapped
 
 
 def wanted_chunks(target: Any) -> list[ChunkStorageMetadata]:

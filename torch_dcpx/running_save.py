@@ -22,7 +22,7 @@ from torch_dcpx._compat import saved_through
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.progress import ProgressFunction
 
-__all__ = ["RunningSave", "StagedState", "WriterUse", "driven"]
+__all__ = ["RunningSave", "WriterUse", "driven"]
 
 _MAX_LOOKS = 1000
 
@@ -132,10 +132,6 @@ class RunningSave:
         return 0
 
 
-class StagedState(dict[str, Any]):
-    """A state dict that `stage` has copied into the writer's own buffers."""
-
-
 class WriterUse:
     """Which save uses a writer: one at a time. Thread-safe; belongs to one process.
 
@@ -152,7 +148,6 @@ class WriterUse:
             weakref.WeakKeyDictionary()
         )
         self._last_target = ""
-        self._staged: weakref.ref[StagedState] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WriterUse, ()
@@ -197,17 +192,6 @@ class WriterUse:
             )
         self._running, self._path = RunningSave(writer), path
         return self._running
-
-    def lend(self, state_dict: dict[str, Any]) -> StagedState:
-        """Returns `state_dict` as one whose end is seen by `is_lent`."""
-        staged = StagedState(state_dict)
-        self._staged = weakref.ref(staged)
-        return staged
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether somebody still holds what `lend` returned last."""
-        return self._staged is not None and self._staged() is not None
 
     def _in_use(self, running: RunningSave) -> ConcurrentSaveError:
         owner = f"thread {running.thread.name!r}"

@@ -6,8 +6,9 @@ tensor in one call, and makes one in another; everything between is C++.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class StagePlan:
 
     Args:
         tensors: of any device, dtype, layout and class, without DTensors and ShardedTensors.
-        names: of the tensors, for errors; None (default): their numbers.
+        name_of: gives the name of a tensor by its number, for errors; None (default): the number.
 
     Attributes:
         nbytes: bytes of an arena that holds the snapshot. Tensors that no address and strides
@@ -50,8 +51,10 @@ class StagePlan:
         UnsupportedError: a tensor has no memory, or it was freed or resized under it.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str] | None = None) -> None:
-        self._names = names
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], name_of: Callable[[int], str] | None = None
+    ) -> None:
+        self._name_of = name_of or "tensor {}".format
         self._raw: list[tuple[int, torch.dtype]] = []  # come back as bytes
         self._elsewhere: list[tuple[int, torch.Tensor]] = []  # to be copied by torch into its place
         self._cloned: dict[int, torch.Tensor] = {}
@@ -77,7 +80,7 @@ class StagePlan:
             self._table = _C.StageTable(entries)
         if self._table.nowhere >= 0:
             raise UnsupportedError(
-                f"'{self._name(self._table.nowhere)}' lies nowhere: torch has no memory for a "
+                f"'{self._name_of(self._table.nowhere)}' lies nowhere: torch has no memory for a "
                 "tensor that torch.func tracks or that is known to be zero; save `tensor.clone()`"
             )
         self.nbytes = self._table.nbytes
@@ -100,8 +103,19 @@ class StagePlan:
         for index, tensor in self._elsewhere:
             staged[index].copy_(tensor)
         for index, tensor in self._cloned.items():
-            staged[index] = tensor.clone()
+            staged[index] = self._clone(index, tensor)
         return staged
+
+    def _clone(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return tensor.clone() if tensor.is_cpu or tensor.is_meta else tensor.cpu()
+        except RuntimeError:  # some quantized ones have no clone
+            try:
+                return copy.deepcopy(tensor)
+            except RuntimeError as error:
+                raise UnsupportedError(
+                    f"'{self._name_of(index)}' cannot be copied for a snapshot: {error}"
+                ) from error
 
     def places(self) -> list[tuple[int, int] | None]:
         """Returns (offset in the arena, bytes) of each tensor; None of those outside of it."""
@@ -112,9 +126,6 @@ class StagePlan:
 
     def __len__(self) -> int:
         return len(self._table)
-
-    def _name(self, index: int) -> str:
-        return self._names[index] if self._names else f"tensor {index}"
 
     def _entry(self, index: int, tensor: torch.Tensor) -> Any:
         """Returns the table's entry of a tensor that takes longer, and notes what else it needs."""
@@ -127,7 +138,7 @@ class StagePlan:
             self._cloned[index] = tensor
             return (0, 1, (0,), (1,))
         if (tensor.is_cpu or tensor.is_cuda) and tensor.numel():
-            check_storage(tensor, self._name(index))
+            check_storage(tensor, self._name_of(index))
         if tensor.is_cpu and tensor.dtype in dlpack_dtypes():
             return to_dlpack(tensor)
         address = 0
@@ -169,7 +180,7 @@ def stage_tensors(
         StagingError: no memory within the budget, the machine or the time; a forked child.
         UnsupportedError: a tensor's memory was freed or resized under it.
     """
-    plan = StagePlan(tensors, names)
+    plan = StagePlan(tensors, names.__getitem__ if names else None)
     with (pool or process_pool()).lease(
         plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
     ) as arena:

@@ -54,6 +54,8 @@ from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.running_save import RunningSave, WriterUse
 from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.split import planned_bytes, split_items
+from torch_dcpx.staged_state import note_state_written
+from torch_dcpx.stager import DcpxStager
 from torch_dcpx.write_files import Written, write_files
 from torch_dcpx.write_table import WriteTable, check_plan, transform_by
 
@@ -95,7 +97,7 @@ class DcpxWriter(FileSystemWriter):
             thread_count: workers on the rank's file; None (default) chooses by cores.
             per_thread_copy_ahead: bytes per worker of device tensors that are copied to the host
                 before they are written. Default 10,000,000.
-            cache_staged_state_dict: as stock: keep the copy that `stage` made. Default False.
+            cache_staged_state_dict: no difference: staging memory is always used again.
             overwrite: False refuses a directory that holds a checkpoint. Default True.
             _extensions: stream extensions, applied item by item as stock does.
             serialization_format: only TORCH_SAVE.
@@ -136,14 +138,12 @@ class DcpxWriter(FileSystemWriter):
         refuse_changed(self, self.options)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Locks and the save under way stay with the process that has them; so do staging buffers,
-        # which would be sent along with the state that was staged into them.
+        # Locks and the save under way stay with the process that has them.
         own: dict[str, Any] = {
             "_DcpxWriter__locks": SaveLocks(),
             "_DcpxWriter__save": None,
             "_DcpxWriter__pause": PlanningPause(),
             "_DcpxWriter__use": WriterUse(),
-            "state_dict_cache": None,
         }
         return {**self.__dict__, **own}
 
@@ -164,19 +164,19 @@ class DcpxWriter(FileSystemWriter):
             super().reset(checkpoint_id)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies `state_dict` to the host for `dcp.async_save`, as stock.
-
-        With `cache_staged_state_dict` the copy's buffers serve the next call again, unless a save
-        still holds what the last one returned: then new ones are made.
+        """Copies `state_dict` to the host for `dcp.async_save`, as `DcpxStager` does.
 
         Raises:
             ConcurrentSaveError: a save through this writer is under way.
+            StagingError: no memory for it; a forked child.
         """
         self.__use.check()
-        if self.__use.is_lent:
-            self.state_dict_cache = None
-        staged = super().stage(state_dict)
-        return self.__use.lend(staged) if self.cache_staged_state_dict else staged
+        memory, timeout_s = self.options.host_memory_bytes, self.options.save_timeout_s
+        return DcpxStager(host_memory_bytes=memory, timeout_s=timeout_s).stage(state_dict)
+
+    def close(self) -> None:
+        """Gives the memory that `stage` uses back to the system; what a save still uses, later."""
+        DcpxStager().close()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank before anything else of a save.
@@ -240,6 +240,7 @@ class DcpxWriter(FileSystemWriter):
             except BaseException:
                 self.__remove_unpublished()
                 raise
+        note_state_written(getattr(planner, "state_dict", None))
         workers = self.options.resolved_workers()
         self.last_report = WriteReport.of_write(written, workers, self.__hooks_s)
         if not self.__is_coordinator and self.use_collectives:

@@ -68,7 +68,7 @@ py::object lend(const std::shared_ptr<Arena>& arena, std::byte* data, const Data
   PyObject* capsule = PyCapsule_New(&lent->managed, dlpack::kCapsuleName, &drop_capsule);
   if (capsule == nullptr) throw py::error_already_set();
   arena->lend();
-  static_cast<void>(lent.release());
+  [[maybe_unused]] const auto* const owned_by_capsule = lent.release();
   return py::reinterpret_steal<py::object>(capsule);
 }
 

@@ -39,6 +39,7 @@ MODULES_WITH_EXTENSION = {
     "read_bytes",
     "read_coverage",
     "reader",
+    "staged_state",
     "staging",
     "trust",
     "unpickle",

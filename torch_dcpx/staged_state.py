@@ -1,0 +1,311 @@
+"""A state dict with its tensors replaced by staged ones: what DCP saves in their place.
+
+Containers keep their kind, DTensors and ShardedTensors their wrapper, and everything that is no
+tensor is deep-copied, as stock's stagers do. To another process the whole goes as one descriptor
+and a table: torch's own way sends a descriptor, or a file, for each tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from multiprocessing import reduction
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.tensor import DTensor
+
+from torch_dcpx import _C
+from torch_dcpx._compat import CHUNK_ATTRIBUTES, from_dlpack, with_local_tensor
+from torch_dcpx.arena import ArenaPool, attach, note_written
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.staging import StagePlan
+
+__all__ = ["StagedState", "StateWalk", "note_state_written", "stage_state"]
+
+_PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor))
+_ATOMIC_CLASSES = frozenset((int, float, bool, complex, str, bytes, type(None)))
+_DICT_METHODS = ("__getitem__", "__iter__", "items", "keys", "values")
+
+
+class StagedState(dict[str, Any]):
+    """A staged state dict. Sent through a pipe of multiprocessing it maps the same memory there."""
+
+    arena: _C.Arena | None = None
+
+
+class StateWalk:
+    """Takes a state apart into its tensors and builds the same of others.
+
+    Attributes:
+        tensors: what holds values in memory: plain tensors, and the local ones of DTensors and
+            ShardedTensors.
+    """
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._prefixes: dict[int, str] = {}  # by the id of a container
+        self._slots: list[tuple[Any, Any]] = []  # (container, key) of each tensor
+        self._late: list[Callable[[], None]] = []  # what waits for the tensors in it
+        self._memo: dict[int, Any] = {}  # by id, what an object has become
+        self._seen: dict[int, Any] = {}  # by id, the objects that have become something, or will
+        self._state = StagedState()
+        self._fill(self._state, state_dict, "")
+
+    def rebuild(self, staged: list[torch.Tensor]) -> StagedState:
+        """Returns the state with `staged` in the place of `tensors`. Once only."""
+        for (container, key), tensor in zip(self._slots, staged, strict=True):
+            container[key] = tensor
+        if self._late:  # an object may refer to tensors that are staged
+            self._memo.update(zip(map(id, self.tensors), staged, strict=True))
+        for finish in self._late:
+            finish()
+        state = self._state
+        self._forget()
+        return state
+
+    def _forget(self) -> None:
+        """Drops all that would hold memory in a cycle until the garbage collector comes."""
+        self._late.clear()
+        self._slots.clear()
+        self._memo.clear()
+        self._seen.clear()
+        self._state = StagedState()
+
+    def name_of(self, index: int) -> str:
+        """Returns the name of a tensor, for errors."""
+        container, key = self._slots[index]
+        return f"{self._prefixes[id(container)]}{key}"
+
+    def _fill(self, out: dict[Any, Any], values: dict[Any, Any], prefix: str) -> None:
+        self._prefixes[id(out)] = prefix
+        add_tensor, add_slot = self.tensors.append, self._slots.append
+        for key, value in values.items():
+            out[key] = None  # in the order of the original
+            if type(value) in _PLAIN_CLASSES and not value.__dict__:
+                add_tensor(value)
+                add_slot((out, key))
+            else:
+                self._put(out, key, value, f"{prefix}{key}")
+
+    def _put(self, out: Any, key: Any, value: Any, name: str) -> None:
+        """Puts what `value` becomes into `out[key]`, now or once the tensors are there."""
+        if type(value) in _ATOMIC_CLASSES:
+            out[key] = value
+        elif id(value) in self._seen:
+            self._late.append(lambda: out.__setitem__(key, self._memo[id(value)]))
+        elif _is_in_memory(value):
+            local = self._tensors([value], name)
+            self._finish(out, key, value, lambda: _with_chunks(local[0], value))
+        elif isinstance(value, DTensor):
+            local = self._tensors([value._local_tensor], name)
+            self._finish(out, key, value, lambda: with_local_tensor(value, local[0]))
+        elif isinstance(value, ShardedTensor):
+            self._sharded(out, key, value, name)
+        elif isinstance(value, dict):
+            staged = _empty_like(value)
+            self._keep(value, staged)
+            out[key] = staged
+            self._fill(staged, value, f"{name}.")
+        elif type(value) is list:
+            items: list[Any] = [None] * len(value)
+            self._keep(value, items)
+            out[key] = items
+            self._put_all(items, value, name)
+        elif isinstance(value, tuple):
+            items = [None] * len(value)
+            self._put_all(items, value, name)
+            self._finish(out, key, value, lambda: _tuple_like(value, items))
+        else:
+            self._finish(out, key, value, lambda: _copied(value, name, self._memo))
+
+    def _put_all(self, out: list[Any], values: Iterable[Any], name: str) -> None:
+        for i, value in enumerate(values):
+            self._put(out, i, value, f"{name}.{i}")
+
+    def _tensors(self, values: list[torch.Tensor], name: str) -> list[Any]:
+        """Returns the list where the tensors staged for `values` will be."""
+        staged: list[Any] = [None] * len(values)
+        self._prefixes[id(staged)] = f"{name}, part "
+        self.tensors += values
+        self._slots += [(staged, i) for i in range(len(values))]
+        return staged
+
+    def _sharded(self, out: Any, key: Any, value: ShardedTensor, name: str) -> None:
+        if any(not shard.tensor.is_cpu for shard in value.local_shards()):
+            value = value.cpu()
+        shards = value.local_shards()
+        local = self._tensors([shard.tensor for shard in shards], name)
+
+        def wrap() -> ShardedTensor:
+            staged: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+                [Shard(t, shard.metadata) for t, shard in zip(local, shards, strict=True)],
+                copy.copy(value.metadata()),
+                process_group=value._process_group,
+                sharding_spec=value.sharding_spec(),
+            )
+            return staged
+
+        self._finish(out, key, value, wrap)
+
+    def _keep(self, value: Any, staged: Any) -> None:
+        """Notes what `value` has become, for those that refer to it as well."""
+        self._memo[id(value)] = staged
+        self._seen[id(value)] = value
+
+    def _finish(self, out: Any, key: Any, value: Any, make: Callable[[], Any]) -> None:
+        self._seen[id(value)] = value
+
+        def finish() -> None:
+            self._memo[id(value)] = out[key] = make()
+
+        self._late.append(finish)
+
+
+def _empty_like(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns a dict of the same class to fill; a plain one where the class looks things up."""
+    cls = type(value)
+    if cls is dict or any(getattr(cls, name) is not getattr(dict, name) for name in _DICT_METHODS):
+        return OrderedDict() if isinstance(value, OrderedDict) else {}
+    try:
+        staged = copy.copy(value)
+        staged.clear()
+    except TypeError:  # a class that is made with arguments of its own
+        return {}
+    return staged
+
+
+def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    if all(a is b for a, b in zip(value, items, strict=True)):
+        return value
+    if hasattr(value, "_make"):
+        named: tuple[Any, ...] = value._make(items)
+        return named
+    return tuple(items)
+
+
+def _is_in_memory(value: Any) -> bool:
+    """Returns whether a plain tensor says all of `value`. Of a Parameter's class nothing is saved,
+    and what hangs on it (hooks, loaders, gradients) is no part of the state."""
+    return type(value) in _PLAIN_CLASSES or (
+        isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value)
+    )
+
+
+def _with_chunks(staged: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns `staged` with what says of which tensor `value` holds chunks."""
+    for name in CHUNK_ATTRIBUTES:
+        if name in value.__dict__:
+            setattr(staged, name, copy.deepcopy(value.__dict__[name]))
+    return staged
+
+
+def _copied(value: Any, name: str, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy, of tensors as well that are of other classes.
+
+    Raises:
+        UnsupportedError: it cannot be copied.
+    """
+    try:
+        with torch.no_grad():
+            return copy.deepcopy(value, memo)
+    except Exception as error:  # anything: the class's own code ran
+        if isinstance(value, torch.Tensor):  # not a leaf of autograd's graph, or no copy of its own
+            with contextlib.suppress(NotImplementedError, RuntimeError, TypeError), torch.no_grad():
+                made = value.detach().clone()
+                made.__dict__.update(copy.deepcopy(value.__dict__, memo))
+                return made
+        raise UnsupportedError(
+            f"'{name}' cannot be staged: a copy of its {type(value).__name__} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def stage_state(
+    state_dict: dict[str, Any],
+    pool: ArenaPool,
+    *,
+    is_shared: bool,
+    budget_bytes: int | None,
+    workers: int,
+    timeout_s: float,
+) -> StagedState:
+    """Returns the state as it is now, on the host. Arguments and errors as of `stage_tensors`."""
+    walk = StateWalk(state_dict)
+    plan = StagePlan(walk.tensors, walk.name_of)
+    with pool.lease(
+        plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
+    ) as arena:
+        state = walk.rebuild(plan.copy_to(arena, workers))
+        state.arena = arena
+    return state
+
+
+def note_state_written(state: object) -> None:
+    """Says that a save has written `state`: whoever staged it may soon have its memory back."""
+    values = list(state.values()) if isinstance(state, dict) else []
+    for value in values:
+        tensor = value._local_tensor if isinstance(value, DTensor) else value
+        if type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and tensor.numel():
+            note_written(tensor.data_ptr())
+            return
+
+
+# ---- To another process -------------------------------------------------------------------------
+
+
+class _Pickler(reduction.ForkingPickler):
+    """Writes the place of each tensor that lies in the arena; all else as torch sends it."""
+
+    def __init__(self, file: io.BytesIO, arena: _C.Arena) -> None:
+        super().__init__(file)
+        self._begin, self._end = arena.address, arena.address + arena.nbytes
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout != torch.strided:
+            return None
+        address, nbytes = obj.data_ptr(), obj.nbytes
+        if not self._begin <= address < self._end or obj.untyped_storage().nbytes() != nbytes:
+            return None
+        return (address - self._begin, nbytes, obj.dtype, tuple(obj.shape), obj.stride())
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, arena: _C.Arena) -> None:
+        super().__init__(file)
+        self._arena = arena
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        offset, nbytes, dtype, shape, strides = pid
+        raw = from_dlpack(self._arena.lend(offset, nbytes))
+        return raw.view(dtype).as_strided(shape, strides)
+
+
+def _reduce(state: StagedState) -> tuple[Any, ...]:
+    arena = state.arena
+    if arena is None or arena.fd < 0:
+        return dict, (dict(state),)
+    file = io.BytesIO()
+    _Pickler(file, arena).dump(dict(state))
+    return _rebuild, (reduction.DupFd(arena.fd), arena.nbytes, file.getvalue())
+
+
+def _rebuild(descriptor: Any, nbytes: int, pickled: bytes) -> dict[str, Any]:
+    fd = descriptor.detach()
+    try:
+        arena = attach(fd, nbytes)
+    finally:
+        os.close(fd)
+    state: dict[str, Any] = _Unpickler(io.BytesIO(pickled), arena).load()
+    return state
+
+
+reduction.ForkingPickler.register(StagedState, _reduce)
