@@ -24,6 +24,9 @@ SAMPLES: dict[str, Any] = {
     "option": "workers", "value": 7, "fqn": "layer.weight", "errno": 28, "path": "/a/b",
     "offset": 1 << 40, "nbytes": 4096, "touched": ("a", "b.c"), "expected": "x", "found": "y",
     "global_name": "os.system", "owner": "host 1",
+    "missing": ("a",), "shapes": {"b": ((1,), (2,))}, "dtypes": {"c": ("x", "y")},
+    "kinds": {"d": "e"}, "nearest": {"a": "aa"}, "ranks": (1, 2), "phases": ("writing", "planning"), "waited_s": 2.5,
+    "rank": 1, "host": "node1", "phase": "writing", "original": "builtins.KeyError",
 }  # fmt: skip
 
 

@@ -102,9 +102,9 @@ def test_scalars_are_written_in_windows_of_bounded_memory(
             return write(self, rows, types, **kwargs)
 
     monkeypatch.setattr("torch_dcpx.write_files._C.WriteJob", Job)
-    state = {f"v{i}": i for i in range(6000)}
-    writer_options = {"per_thread_copy_ahead": 1 << 20, "thread_count": 1}
+    state = {f"v{i}": i for i in range(12_000)}
+    writer_options = {"per_thread_copy_ahead": 2 << 20, "thread_count": 1}
     save(state, tmp_path, **writer_options)
     assert len(calls) > 2
-    assert max(calls) <= 1 << 20
+    assert max(calls) <= 2 << 20
     assert load(state, tmp_path) == state

@@ -28,6 +28,7 @@ OF_A_SAVE = [
     ("DCPX_SAVE_TIMEOUT_S", "90", 90.0),
     ("DCPX_MAX_IN_FLIGHT", "2", 2),
     ("DCPX_ON_BUSY", "skip", "skip"),
+    ("DCPX_IN_PLACE", "never", "never"),
 ]
 OF_A_LOAD = [
     ("DCPX_VERIFY", "none", "none"),
