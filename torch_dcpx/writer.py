@@ -250,7 +250,8 @@ class DcpxWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the checkpoint: after this it is there, whole and durable.
+        """Commits the checkpoint: after this it is there, whole and durable. `metadata.dcpx_report`
+        is then the coordinator's `WriteReport`; no file holds it.
 
         Raises:
             PlanError: results and metadata contradict each other; nothing was published.
@@ -263,9 +264,8 @@ class DcpxWriter(FileSystemWriter):
             except BaseException:
                 self.__remove_unpublished()
                 raise
-        report = self.last_report
-        if report is not None:
-            report = self.last_report = report.committed(self.__hooks_s)
+        report = self.last_report and self.last_report.committed(self.__hooks_s)
+        self.last_report = metadata.dcpx_report = report  # type: ignore[attr-defined]
         line = saved_line(report, str(self.path), len(results), files) if report else ""
         self.__release(has_ended_well=True)  # the next save may begin in another thread
         if line:

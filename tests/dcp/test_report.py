@@ -201,3 +201,28 @@ def test_a_failed_save_logs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFix
 @pytest.mark.timeout(300)
 def test_each_of_two_ranks_reports_its_own_part(tmp_path: Path) -> None:
     run_ranks(WORKER, 2, str(tmp_path))
+
+
+class KeepingPlanner(DefaultSavePlanner):
+    """Brings the same metadata for every save, with planner data that are pickled as they are."""
+
+    kept: Any = None
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        if self.kept is None:
+            self.kept = dataclasses.replace(metadata, planner_data={"a": complex(1, 2)})
+        return plans, self.kept
+
+
+def test_report_rides_on_the_metadata_of_an_asynchronous_save_and_in_no_file(
+    tmp_path: Path,
+) -> None:
+    planner = KeepingPlanner()
+    for _ in range(2):
+        writer = DcpxWriter(tmp_path)
+        state = {"w": torch.arange(1000.0)}
+        metadata = dcp.async_save(state, storage_writer=writer, planner=planner).result()
+        assert metadata.dcpx_report == writer.last_report
+        assert metadata.dcpx_report.commit_s > 0
+        assert b"dcpx_report" not in (tmp_path / ".metadata").read_bytes()
