@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torch_dcpx import pending_saves
 from torch_dcpx.errors import StagingError
 from torch_dcpx.item_staging import ItemsInWaves
 from torch_dcpx.save_handle import SaveHandle
@@ -42,8 +43,7 @@ class BackgroundSave:
         self._work: list[Any] = [plan, items]  # taken by the thread, so that nobody holds them
         self._handle = handle
         self._begin = begin
-        self._returned = threading.Event()
-        self._blocked_s = 0.0
+        self._blocked_s: float | None = None  # until the caller goes on
 
     def start(self) -> None:
         """Starts the thread.
@@ -59,18 +59,17 @@ class BackgroundSave:
             raise StagingError(f"start the thread that writes: {error}") from error
 
     def wait_until_staged(self) -> None:
-        """Waits until the caller's state may change; the save ends well only after that."""
+        """Waits until the caller's state may change."""
         try:
             if self._waves is not None:
                 self._waves.wait()
         except BaseException:  # Ctrl-C: the state may change from here on
             self._handle.cancel()
             raise
-        finally:
-            self._blocked_s = time.monotonic() - self._begin
-            self._returned.set()
+        self._blocked_s = time.monotonic() - self._begin
 
     def _finish(self) -> None:
+        pending_saves.set_own(self._handle)
         try:
             committed = self._run.write_and_settle(*self._take_work())
         except BaseException as error:  # noqa: BLE001  (raised by whoever asks the handle)
@@ -82,8 +81,11 @@ class BackgroundSave:
             if self._waves is not None:
                 self._waves.end()
         self._run.end()
-        self._returned.wait()
-        report = report_of(self._run, committed, self._begin, self._blocked_s)
+        # Not waited for: where a signal handler drains, the caller does not go on before this ends.
+        blocked_s = self._blocked_s
+        if blocked_s is None:
+            blocked_s = time.monotonic() - self._begin
+        report = report_of(self._run, committed, self._begin, blocked_s)
         self._handle.durable.set_result(report)
 
     def _take_work(self) -> list[Any]:

@@ -57,6 +57,8 @@ class Ballot:
         self._own_error: BaseException | None = None
         self._own_failure: RankFailure | None = None
         self._has_voted = False
+        # Whether this rank's files may still be published after an interrupt.
+        self.may_be_committed = False
         self._has_ended = False
         self._guard = threading.Lock()  # of _has_ended: then the keys may be gone
 
@@ -72,7 +74,7 @@ class Ballot:
         exchange = self._exchange
         packed = b"" if exchange.is_coordinator else pickle.dumps(payload)
         self._payload = payload
-        self._has_voted = True
+        self._has_voted = self.may_be_committed = True
         self._deadline = Deadline(self._deadline.timeout_s)
         try:
             self._keys.set(f"{_VOTES}/{exchange.rank}", packed, self._deadline)
@@ -88,11 +90,13 @@ class Ballot:
             error: what happened.
             phase: in which phase; the exchange's by default.
         """
+        if self._has_ended:
+            return  # the others know
         failure = self._exchange.failure_of(error, phase)
         self._own_error, self._own_failure = error, failure
         self._deadline = Deadline(self._deadline.timeout_s)
         try:
-            self._abort(failure)
+            self.may_be_committed &= not self._abort(failure).startswith(_ERROR)
         except StoreLostError as lost:
             logger.warning("%s; the other ranks are not told of: %s", lost, failure.text)
 
@@ -154,11 +158,14 @@ class Ballot:
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt: the others need not wait
                 self.fail(error)
+            elif not isinstance(error, OutcomeUnknownError):
+                self.may_be_committed = False
             self._exchange.note_failure(error)
             raise
         finally:
             with self._guard:
                 self._has_ended = True
+                self._own_error = None  # its traceback holds what was to be written
             self._keys.post_delete([f"{_VOTES}/{self._exchange.rank}"])
 
     # ---- The coordinator -----------------------------------------------------------------------
@@ -167,16 +174,20 @@ class Ballot:
         try:
             payloads = self._all_votes()
             standing = self._exchange.propose(BALLOT, _COMMITTING, [], self._deadline)
-        except StoreLostError as lost:
+        except BaseException as lost:
+            if isinstance(lost, Exception) and not isinstance(lost, StoreLostError):
+                raise  # of the decision
             # The claim may still arrive: whoever finds it is not to wait for an outcome.
             self._keys.post(_OUTCOME, _FAILED + pickle.dumps([self._exchange.failure_of(lost)]))
+            if not isinstance(lost, Exception):
+                raise
             if self._own_error is not None and self._own_failure is not None:
                 raise error_of([self._own_failure], self._own_error) from lost
             raise
         if standing.startswith(_ERROR):
             raise self._exchange.error_in(BALLOT, standing, self._own_error)
-        self._exchange.note_phase("committing")
         try:
+            self._exchange.note_phase("committing")
             result = commit(payloads)
         except BaseException as error:
             failure = self._exchange.failure_of(error)

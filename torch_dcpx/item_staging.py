@@ -25,13 +25,16 @@ __all__ = ["ItemsInWaves", "stage_items"]
 StageFunction = Callable[[Sequence[torch.Tensor], Sequence[str]], list[torch.Tensor]]
 
 
-def stage_items(plan: SavePlan, planner: SavePlanner, stage: StageFunction) -> StagedItems:
+def stage_items(
+    plan: SavePlan, planner: SavePlanner, stage: StageFunction, *, is_transformed: bool = False
+) -> StagedItems:
     """Returns the data of the plan's items as they are now.
 
     Args:
         plan: this rank's final one.
         planner: gives the data.
         stage: copies tensors, with their names, to the host.
+        is_transformed: the writer's extensions will ask for bytes of every bytes item.
 
     Raises:
         AssertionError: the planner gave a wrong type (stock's texts).
@@ -46,7 +49,7 @@ def stage_items(plan: SavePlan, planner: SavePlanner, stage: StageFunction) -> S
     for item in plan.items:
         if item.type is WriteItemType.BYTE_IO:
             value = state.get(item.index.fqn, staged)
-            if not is_kept_as_it_is(value):
+            if is_transformed or not is_kept_as_it_is(value):
                 value = _own_bytes(planner.resolve_data(item))
             staged.keep(item, value)
             continue
@@ -60,9 +63,11 @@ def stage_items(plan: SavePlan, planner: SavePlanner, stage: StageFunction) -> S
     return staged
 
 
-def _own_bytes(data: Any) -> Any:
-    """Returns a stream of its own; what is none is for `write_data` to refuse."""
-    return io.BytesIO(data.getvalue()) if isinstance(data, io.BytesIO) else data
+def _own_bytes(data: Any) -> io.BytesIO:
+    """Returns a stream of its own."""
+    if not isinstance(data, io.BytesIO):
+        raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")
+    return io.BytesIO(data.getvalue())
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,15 @@ from typing import Any
 from torch_dcpx.errors import OptionError
 from torch_dcpx.save_handle import SaveHandle
 
-__all__ = ["add", "count", "drain_on_sigterm", "raise_uncollected", "wait", "wait_for_room"]
+__all__ = [
+    "add",
+    "count",
+    "drain_on_sigterm",
+    "raise_uncollected",
+    "set_own",
+    "wait",
+    "wait_for_room",
+]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -28,6 +36,7 @@ _EXIT_TIMEOUT_S = 600.0
 
 _guard = threading.RLock()  # a signal handler may wait while its thread holds it
 _handles: list[SaveHandle] = []  # under way, or failed and not asked for
+_own = threading.local()  # .handle: the save that the current thread makes
 
 
 def add(handle: SaveHandle) -> None:
@@ -35,6 +44,11 @@ def add(handle: SaveHandle) -> None:
     with _guard:
         _sweep()
         _handles.append(handle)
+
+
+def set_own(handle: SaveHandle) -> None:
+    """Notes which save this thread makes: hooks of users that save or wait wait for the others."""
+    _own.handle = handle
 
 
 def _sweep() -> None:
@@ -54,7 +68,8 @@ def _is_uncollected(handle: SaveHandle) -> bool:
 def _under_way() -> list[SaveHandle]:
     with _guard:
         _sweep()
-        return [handle for handle in _handles if not handle.done()]
+        own = getattr(_own, "handle", None)
+        return [handle for handle in _handles if not handle.done() and handle is not own]
 
 
 def count() -> int:

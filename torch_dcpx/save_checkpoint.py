@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from torch_dcpx import pending_saves
@@ -31,7 +30,7 @@ from torch_dcpx.item_staging import ItemsInWaves, stage_items
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_report import SaveReport
-from torch_dcpx.save_run import SaveRun
+from torch_dcpx.save_run import SaveRun, asked
 from torch_dcpx.split import planned_bytes
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import StagePlan, stage_tensors, staging_workers
@@ -163,10 +162,10 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
     """
     options = options or WriteOptions()
     planner = DefaultSavePlanner()
-    planner.set_up_planner(_asked(state_dict), is_coordinator=True)
+    planner.set_up_planner(asked(state_dict), is_coordinator=True)
     plan = planner.create_local_plan()
     window_bytes = _window_bytes(options)
-    if window_bytes is not None and sum(map(planned_bytes, plan.items)) > window_bytes:
+    if window_bytes is not None and _staged_bytes(plan) > window_bytes:
         return  # goes in waves, which take no arena
     tensors: list[Any] = [
         planner.resolve_data(item) for item in plan.items if item.type is not WriteItemType.BYTE_IO
@@ -188,14 +187,6 @@ def close() -> None:
         process_pool().close()
 
 
-def _asked(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state with what `Stateful` objects say of themselves."""
-    return {
-        key: value.state_dict() if isinstance(value, Stateful) else value
-        for key, value in state_dict.items()
-    }
-
-
 def _begin(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str],
@@ -204,9 +195,8 @@ def _begin(
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
 ) -> SaveRun:
-    asked = _asked(state_dict)
     exchange = exchange_for(process_group, no_dist, writer.options.save_timeout_s)
-    return SaveRun(asked, path, writer, planner or DefaultSavePlanner(), exchange)
+    return SaveRun(state_dict, path, writer, planner or DefaultSavePlanner(), exchange)
 
 
 def _writer(
@@ -263,7 +253,7 @@ def _items(run: SaveRun, plan: SavePlan) -> StagedItems | ItemsInWaves:
     options = run.writer.options
     window_bytes = _window_bytes(options)
     if window_bytes is not None:
-        needed_bytes = sum(map(planned_bytes, plan.items))
+        needed_bytes = _staged_bytes(plan)
         if needed_bytes > window_bytes:
             logger.warning(
                 "'%s': %s B do not fit host_memory_bytes=%s, so async_save copies them in waves "
@@ -280,7 +270,14 @@ def _items(run: SaveRun, plan: SavePlan) -> StagedItems | ItemsInWaves:
         )
 
     with paused_gc():
-        return stage_items(plan, run.planner, stage)
+        has_extensions = bool(run.writer.transforms.extensions)
+        return stage_items(plan, run.planner, stage, is_transformed=has_extensions)
+
+
+def _staged_bytes(plan: SavePlan) -> int:
+    """Returns what an arena of the plan's tensors takes at most: large ones begin on a page."""
+    sizes = map(planned_bytes, plan.items)
+    return sum(size + (4096 if size >= 64 << 10 else 64) for size in sizes if size)
 
 
 def _window_bytes(options: WriteOptions) -> int | None:

@@ -29,19 +29,20 @@ class WatchedFuture(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """As `Future.result`; UnsupportedError in a forked child."""
-        self.check_process()
+        error = self.exception(timeout)
         try:
-            return super().result(timeout)
+            if error is not None:
+                raise error
+            return super().result(0)
         finally:
-            self.is_collected |= self.done()
+            del error  # whose traceback holds this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `Future.exception`; UnsupportedError in a forked child."""
         self.check_process()
-        try:
-            return super().exception(timeout)
-        finally:
-            self.is_collected |= self.done()
+        error = super().exception(timeout)
+        self.is_collected = True  # not where the wait ended otherwise, as the save ended just then
+        return error
 
     def cancel(self) -> bool:
         """False: the save is ended by `SaveHandle.cancel`, with all ranks, not by its future."""

@@ -17,18 +17,26 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.ballot import Ballot
 from torch_dcpx.committed import committed_save_id
 from torch_dcpx.deadline import Deadline
-from torch_dcpx.errors import OutcomeUnknownError
 from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.running_save import RunningSave, driven
 from torch_dcpx.writer import DcpxWriter, abandon_save
 
-__all__ = ["Committed", "SaveRun"]
+__all__ = ["Committed", "SaveRun", "asked"]
+
+
+def asked(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state with what `Stateful` objects say of themselves."""
+    return {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in state_dict.items()
+    }
 
 
 class Committed(NamedTuple):
@@ -86,6 +94,9 @@ class SaveRun:
 
         def local_step() -> SavePlan:
             check()
+            # Not before: an error that the others are not told of leaves them waiting for this
+            # rank, and the numbers of later operations out of step.
+            self._state_dict = asked(self._state_dict)
             return self._local_plan()
 
         self.note_phase("planning")
@@ -114,10 +125,11 @@ class SaveRun:
                 stacklevel=2,
             )
             planner.set_up_planner(self._state_dict, is_coordinator)
+        more = {"rank": self.exchange.rank, "use_collectives": True}
+        if "kwargs" not in inspect.signature(writer.set_up_storage_writer).parameters:
+            more = {}  # as DCP asks: subclasses may have the signature of before
         with driven() as self._begun:
-            writer.set_up_storage_writer(
-                is_coordinator, rank=self.exchange.rank, use_collectives=True
-            )
+            writer.set_up_storage_writer(is_coordinator, **more)
         return writer.prepare_local_plan(planner.create_local_plan())
 
     def _global_plan(self, plans: list[SavePlan]) -> list[_Planned]:
@@ -185,7 +197,8 @@ class SaveRun:
             else:
                 self.exchange.fail(error)
             if self._begun:
-                abandon_save(self.writer, removes_files=not isinstance(error, OutcomeUnknownError))
+                may_be_published = self._ballot is not None and self._ballot.may_be_committed
+                abandon_save(self.writer, self._begun[0], removes_files=not may_be_published)
         self.exchange.close()
 
     def __enter__(self) -> SaveRun:

@@ -388,13 +388,13 @@ class DcpxWriter(FileSystemWriter):
         self.__hooks_s += time.perf_counter() - begin
 
 
-def abandon_save(writer: DcpxWriter, *, removes_files: bool) -> None:
-    """Ends a save that is not committed: its locks are free, and so is the writer.
-
-    Args:
-        removes_files: this rank's files of it go, unless the directory's metadata names them. False
-            where nobody can say whether the coordinator will still publish them.
+def abandon_save(writer: DcpxWriter, save: RunningSave, *, removes_files: bool) -> None:
+    """Ends `save`, not committed: its locks are free, and so is the writer, unless it has begun
+    another one. With `removes_files` this rank's go that no metadata names: not to be said where
+    the coordinator may still publish them.
     """
-    if removes_files:
-        writer._DcpxWriter__remove_unpublished()  # type: ignore[attr-defined]
-    writer._DcpxWriter__release()  # type: ignore[attr-defined]
+    own: Any = writer
+    if own._DcpxWriter__save in (None, save):
+        if removes_files:
+            own._DcpxWriter__remove_unpublished()
+        own._DcpxWriter__release()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from async_saves import assert_saved, copy_of, failing_options, gated, no_save_is_left, state_of
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -228,3 +229,36 @@ def test_threads_and_descriptors_are_as_before(tmp_path: Path) -> None:
         if thread.name == "dcpx-save":
             thread.join(60)
     assert now() == before
+
+
+def test_small_tensors_that_an_arena_pads_beyond_the_budget_go_in_waves(tmp_path: Path) -> None:
+    state = {f"w{i}": torch.tensor([float(i)]) for i in range(10_000)}
+    options = WriteOptions(host_memory_bytes=1 << 19, workers=1, slot_bytes=1 << 18)
+    prewarm(state, options=options)
+    async_save(state, tmp_path, options=options).result(60)
+    assert_saved(tmp_path, state)
+
+
+def test_scalars_go_through_the_writers_extensions(tmp_path: Path) -> None:
+    writer = DcpxWriter(tmp_path, _extensions=[ZStandard()])
+    state = {"w": torch.rand(10), "step": 5, "name": "run"}
+    async_save(state, storage_writer=writer).result(60)
+    assert_saved(tmp_path, state)
+
+
+def test_bytes_item_that_is_none_is_refused(tmp_path: Path) -> None:
+    class BadPlanner(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            return 5
+
+    with pytest.raises(AssertionError, match="BytesIO"):
+        async_save({"x": {"no", "plain"}}, tmp_path, planner=BadPlanner())
+
+
+def test_subclass_with_the_signature_of_before_saves(tmp_path: Path) -> None:
+    class OldWriter(DcpxWriter):
+        def set_up_storage_writer(self, is_coordinator: bool) -> None:  # type: ignore[override]
+            super().set_up_storage_writer(is_coordinator)
+
+    save(state_of(1), storage_writer=OldWriter(tmp_path))
+    assert_saved(tmp_path, state_of(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch_dcpx import (
     pending_saves,
     save,
 )
+from torch_dcpx.save_handle import WatchedFuture
 
 __all__ = ["no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
@@ -217,3 +219,60 @@ def test_error_while_staging_is_raised_at_the_call(tmp_path: Path) -> None:
 def assert_saved_nothing(path: Path) -> None:
     names = {entry.name for entry in path.iterdir()} if path.exists() else set()
     assert names <= {".dcpx.lock"}
+
+
+def test_hook_that_saves_in_the_background_does_not_wait_for_its_own_save(tmp_path: Path) -> None:
+    class SavingWriter(DcpxWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            save(state_of(2), tmp_path / "side")
+            pending_saves.wait()
+            super().finish(metadata, results)
+
+    async_save(state_of(1), storage_writer=SavingWriter(tmp_path / "main")).result(30)
+    assert_saved(tmp_path / "side", state_of(2))
+
+
+def test_handler_that_drains_while_a_save_copies_waves_sees_its_end(tmp_path: Path) -> None:
+    late: list[str] = []
+
+    def drain(_number: int, _frame: object) -> None:
+        try:
+            pending_saves.wait(20)
+        except TimeoutError as error:
+            late.append(str(error))
+
+    def interrupt(done: int, _total: int) -> None:
+        if done == 0:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, drain)
+    try:
+        state = {f"w{i}": torch.rand(100_000) for i in range(30)}
+        options = WriteOptions(
+            host_memory_bytes=1 << 19, workers=1, slot_bytes=1 << 18, progress=interrupt
+        )
+        async_save(state, tmp_path, options=options).result(60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert late == []
+
+
+def test_error_of_a_save_that_ends_as_a_wait_for_it_is_interrupted_is_not_lost() -> None:
+    future: WatchedFuture[None] = WatchedFuture()
+
+    class InterruptError(Exception):
+        pass
+
+    def interrupt(_timeout: float | None = None) -> None:
+        future._condition.wait = wait  # type: ignore[method-assign]
+        future.set_exception(StorageError("no room"))
+        raise InterruptError
+
+    wait = future._condition.wait
+    future._condition.wait = interrupt  # type: ignore[method-assign, assignment]
+    with pytest.raises(InterruptError):
+        future.result(60)
+    assert not future.is_collected
+    with pytest.raises(StorageError):
+        future.result(0)
+    assert future.is_collected

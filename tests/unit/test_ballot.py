@@ -13,6 +13,7 @@ from store_ranks import FULL, Ranks, Storage, assert_no_key_is_left, ballots
 from torch.distributed import HashStore, PrefixStore
 
 from torch_dcpx.ballot import Ballot
+from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import RankError, StorageError
 from torch_dcpx.exchange import Exchange, LocalExchange
 from torch_dcpx.store_exchange import StoreExchange
@@ -244,3 +245,69 @@ def test_interrupted_rank_raises_it_and_the_others_an_error(
     }
     assert storage.committed == []
     assert_no_key_is_left(ranks)
+
+
+# ---- Interrupts ---------------------------------------------------------------------------------
+
+
+def test_rank_that_is_interrupted_while_the_coordinator_commits_may_be_published(
+    ranks: Ranks, storage: Storage
+) -> None:
+    interrupted = threading.Event()
+
+    def commit(payloads: list[Any]) -> str:
+        assert interrupted.wait(60)
+        return storage.commit(payloads)
+
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        ballot.vote(exchange.rank)
+        if exchange.rank != 2:
+            return ballot.settle(commit, storage.was_committed)
+        assert exchange.keys.wait_for("ballot/a", Deadline(60))
+        ballot._outcome = raise_interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            ballot.settle(commit, storage.was_committed)
+        interrupted.set()
+        return ballot.may_be_committed
+
+    assert ballots(ranks, body) == ["result", "result", True, "result"]
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_coordinator_interrupted_as_it_decides_leaves_nobody_waiting(
+    ranks: Ranks, storage: Storage
+) -> None:
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        ballot.vote(exchange.rank)
+        if exchange.rank == 0:
+            claim = exchange.propose
+
+            def propose(*args: Any) -> str:
+                exchange.propose = claim  # type: ignore[method-assign]
+                claim(*args)
+                raise KeyboardInterrupt
+
+            exchange.propose = propose  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                ballot.settle(storage.commit, storage.was_committed)
+            return None
+        with pytest.raises(RankError, match="KeyboardInterrupt"):
+            ballot.settle(storage.commit, storage.was_committed)
+        return None
+
+    assert ballots(ranks, body) == [None] * 4
+    assert storage.committed == []
+
+
+def test_settled_ballot_holds_no_error_and_tells_none_again(ranks: Ranks, storage: Storage) -> None:
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        ballot.fail(FULL)
+        with pytest.raises(StorageError) as caught:
+            ballot.settle(storage.commit, storage.was_committed)
+        ballot.fail(caught.value)
+        return ballot._own_error
+
+    assert ballots(ranks, body) == [None] * 4

@@ -56,18 +56,20 @@ def test_driven_save_keeps_its_writer_and_its_directory_until_it_is_abandoned(
         writer.reset()
     with pytest.raises(ConcurrentSaveError, match="another save is writing"):
         begin(DcpxWriter(tmp_path))
-    abandon_save(writer, removes_files=True)
+    abandon_save(writer, save, removes_files=True)
     assert not save.is_under_way()
     assert not list(tmp_path.glob("*.distcp"))
-    begin(writer)
-    abandon_save(writer, removes_files=True)
+    following, *_ = begin(writer)
+    abandon_save(writer, save, removes_files=True)
+    assert following.is_under_way()
+    abandon_save(writer, following, removes_files=True)
 
 
 def test_abandoned_save_that_may_yet_be_published_keeps_its_files(tmp_path: Path) -> None:
     writer = DcpxWriter(tmp_path)
-    _, plan, planner = begin(writer)
+    save, plan, planner = begin(writer)
     writer.write_data(plan, planner)
-    abandon_save(writer, removes_files=False)
+    abandon_save(writer, save, removes_files=False)
     assert len(list(tmp_path.glob("*.distcp"))) == 1
 
 
@@ -83,8 +85,8 @@ def test_stopped_save_fails_while_it_writes_and_leaves_nothing(tmp_path: Path) -
 
 def test_save_outside_of_driven_ends_as_before_when_its_thread_asks(tmp_path: Path) -> None:
     writer = DcpxWriter(tmp_path)
-    begin(writer)
-    abandon_save(writer, removes_files=True)
+    save, *_ = begin(writer)
+    abandon_save(writer, save, removes_files=True)
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     writer.reset()
 
