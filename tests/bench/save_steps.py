@@ -31,7 +31,7 @@ STEPS = (
     Step("- C++: decode, copy, write, fsync", write_files._Window, "flush"),
     Step("finish", DcpxWriter, "finish"),
     Step("- check the results", writer, "verify_results"),
-    Step("- encode and publish", writer, "publish"),
+    Step("- encode and publish", commit, "publish"),
     Step("-- encode the metadata", commit, "encode_pieces"),
     Step("the whole save", dcp, "save"),
 )
