@@ -7,6 +7,7 @@ overwritten.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -149,7 +150,7 @@ class ArenaPool:
             raise StagingError(
                 f"cannot stage {nbytes} B: more than the budget of {budget} B for staging memory"
             )
-        begin = time.monotonic()
+        begin, has_collected = time.monotonic(), False
         while True:
             with self._held():
                 waited_s = time.monotonic() - begin
@@ -165,6 +166,9 @@ class ArenaPool:
                     "staged state (a planner, an exception, a variable)"
                 )
             check()
+            if not has_collected and waited_s > _COMING_BACK_S:
+                has_collected = True
+                gc.collect()  # what holds an arena may be a cycle, and collections are off
             with self._guard:
                 self._guard.wait(min(_MAX_POLL_S, _POLL_S + waited_s / 10))
 
@@ -253,3 +257,7 @@ def note_written(address: int) -> None:
     for arena in list(_arenas):
         if arena.address <= address < arena.address + arena.nbytes:
             arena.add_written()
+
+
+# A child has none of these mappings, and other memory may lie at their addresses.
+os.register_at_fork(after_in_child=_arenas.clear)

@@ -40,13 +40,13 @@ class BackgroundSave:
         """
         self._waves = items if isinstance(items, ItemsInWaves) else None
         self._run = run
-        self._work: list[Any] = [plan, items]  # taken by the thread, so that nobody holds them
+        self._work: list[tuple[SavePlan, Any]] = [(plan, items)]  # whoever pops it has the save
         self._handle = handle
         self._begin = begin
         self._blocked_s: float | None = None  # until the caller goes on
 
     def start(self) -> None:
-        """Starts the thread.
+        """Starts the thread, and notes the save as one under way.
 
         Raises:
             StagingError: there is no thread to be had.
@@ -57,39 +57,56 @@ class BackgroundSave:
             thread.start()
         except RuntimeError as error:
             raise StagingError(f"start the thread that writes: {error}") from error
+        pending_saves.add(self._handle)
+
+    def withdraw(self) -> bool:
+        """Takes the save from the thread; False if that has it already, and will end it."""
+        if not self._work_or_none():
+            return False
+        self._handle.durable.is_collected = True  # nobody has the handle: the caller raises
+        return True
 
     def wait_until_staged(self) -> None:
         """Waits until the caller's state may change."""
-        try:
-            if self._waves is not None:
-                self._waves.wait()
-        except BaseException:  # Ctrl-C: the state may change from here on
-            self._handle.cancel()
-            raise
+        if self._waves is not None:
+            self._waves.wait()
         self._blocked_s = time.monotonic() - self._begin
 
     def _finish(self) -> None:
         pending_saves.set_own(self._handle)
+        run, handle = self._run, self._handle
         try:
-            committed = self._run.write_and_settle(*self._take_work())
+            try:
+                committed = run.write_and_settle(self._take_work)
+            finally:
+                if self._waves is not None:
+                    self._waves.end()
         except BaseException as error:  # noqa: BLE001  (raised by whoever asks the handle)
-            self._run.end(error)
-            _forget_locals(error)
-            self._handle.durable.set_exception(error)
+            try:
+                run.end(error)
+            finally:
+                _forget_locals(error)
+                handle.durable.set_exception(error)
             return
+        try:
+            run.end()
         finally:
-            if self._waves is not None:
-                self._waves.end()
-        self._run.end()
-        # Not waited for: where a signal handler drains, the caller does not go on before this ends.
-        blocked_s = self._blocked_s
-        if blocked_s is None:
-            blocked_s = time.monotonic() - self._begin
-        report = report_of(self._run, committed, self._begin, blocked_s)
-        self._handle.durable.set_result(report)
+            # Not waited for: where a signal handler drains, the caller does not go on before this.
+            blocked_s = self._blocked_s
+            if blocked_s is None:
+                blocked_s = time.monotonic() - self._begin
+            handle.durable.set_result(report_of(run, committed, self._begin, blocked_s))
 
-    def _take_work(self) -> list[Any]:
-        work, self._work = self._work, []
+    def _work_or_none(self) -> tuple[SavePlan, Any] | None:
+        try:
+            return self._work.pop()
+        except IndexError:
+            return None
+
+    def _take_work(self) -> tuple[SavePlan, Any]:
+        work = self._work_or_none()
+        if work is None:
+            raise StagingError("the call was interrupted before its save began")
         return work
 
 

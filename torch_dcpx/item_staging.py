@@ -75,13 +75,13 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ItemsInWaves:
-    """A planner's data, copied when they are asked for. `window_bytes` may be copied at one time.
+    """A planner's data, copied when they are asked for, `dcpx_window_bytes` at one time.
 
     Asked by the thread that writes, while the thread that called waits in `wait`.
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, window_bytes: int) -> None:
-        self.window_bytes = window_bytes
+        self.dcpx_window_bytes = window_bytes
         self._planner: Any = planner
         self._left = len(plan.items)
         self._ended = threading.Event()

@@ -186,8 +186,8 @@ atexit.register(_at_exit)
 def drain_on_sigterm() -> Callable[[], None]:
     """Makes SIGTERM wait for pending saves, up to DCPX_EXIT_TIMEOUT_S, before it does what it did.
 
-    The handler that was there is called afterwards; without one the process ends by the signal.
-    To be called on the main thread.
+    The handler that was there is called afterwards, if Python knows it; without one the process
+    ends by the signal. To be called on the main thread.
 
     Returns:
         A function that puts the handler that was there back.
@@ -198,6 +198,8 @@ def drain_on_sigterm() -> Callable[[], None]:
     """
     timeout_s = exit_timeout_s()
     before: Any = signal.getsignal(signal.SIGTERM)
+    if before is None:  # of C, which Python can neither call nor put back
+        before = signal.SIG_DFL
 
     def handle(number: int, frame: FrameType | None) -> None:
         logger.warning("SIGTERM: waiting up to %s s for saves under way", timeout_s)

@@ -11,9 +11,10 @@ import errno
 import os
 import sys
 import threading
+import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -25,6 +26,7 @@ from torch_dcpx.progress import ProgressFunction
 __all__ = ["RunningSave", "WriterUse", "driven"]
 
 _MAX_LOOKS = 1000
+_CHECK_S = 1.0
 
 _driving = threading.local()  # .begun: where saves of this thread are noted that somebody drives
 
@@ -70,6 +72,8 @@ class RunningSave:
         self._pid = os.getpid()
         self._is_ended = False
         self._is_stopped = False
+        # Asked while it writes, once a second: raises where another rank has ended the save.
+        self.check: Callable[[], None] | None = None
         frames = list(_callers(sys._getframe(1)))
         self._outermost = frames[-1].f_code
         # What DCP saves through: the writer, or one that passes its calls on to the writer.
@@ -94,9 +98,15 @@ class RunningSave:
         if not self.is_driven:
             return report
 
+        next_check = time.monotonic() + _CHECK_S
+
         def tell(done_bytes: int, total_bytes: int) -> None:
+            nonlocal next_check
             if self._is_stopped:
                 raise StorageError("cancelled while it wrote", errno=errno.ECANCELED)
+            if self.check is not None and time.monotonic() >= next_check:
+                self.check()
+                next_check = time.monotonic() + _CHECK_S
             if report is not None:
                 report(done_bytes, total_bytes)
 

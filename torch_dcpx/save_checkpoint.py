@@ -24,6 +24,7 @@ from torch_dcpx import pending_saves
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.arena import process_pool
 from torch_dcpx.background_save import BackgroundSave, report_of
+from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import ConcurrentSaveError, OptionError, UnsupportedError
 from torch_dcpx.exchange import exchange_for
 from torch_dcpx.item_staging import ItemsInWaves, stage_items
@@ -80,12 +81,13 @@ def save(
         DcpxError of an earlier `async_save` that nobody has asked for.
     """
     begin = time.monotonic()
-    writer = _writer(storage_writer, checkpoint_id, options)
-    pending_saves.wait_for_room(1)
-    path = checkpoint_id or writer.path
-    with _begin(state_dict, path, writer, planner, process_group, no_dist) as run:
+    with _begin(
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
+    ) as run:
+        pending_saves.wait_for_room(1)
+        run.exchange.deadline = Deadline(run.writer.options.save_timeout_s)
         plan = run.plan(pending_saves.raise_uncollected)
-        committed = run.write_and_settle(plan, run.planner)
+        committed = run.write_and_settle(lambda: (plan, run.planner))
     return report_of(run, committed, begin, time.monotonic() - begin)
 
 
@@ -121,16 +123,13 @@ def async_save(
         As `save`: what fails while the ranks plan, and an earlier save's error.
     """
     begin = time.monotonic()
-    writer = _writer(storage_writer, checkpoint_id, options)
-    limit, on_busy = writer.options.max_in_flight, writer.options.on_busy
-    if on_busy == "wait" and (waited_s := pending_saves.wait_for_room(limit)) >= _NOTED_WAIT_S:
-        logger.info("async_save waited %.3f s for a save under way", waited_s)
-    path = checkpoint_id or writer.path
-    run = _begin(state_dict, path, writer, planner, process_group, no_dist)
-    handle = SaveHandle(os.fspath(path), run.cancel)
+    run = _begin(
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
+    )
+    handle = SaveHandle(run.path, run.cancel)
+    background: BackgroundSave | None = None
     try:
-        if on_busy != "wait" and _most_under_way(run) >= limit:
-            _refuse(handle.checkpoint_id, limit, is_error=on_busy == "error")
+        if not _is_admitted(run):
             run.end()
             handle.staged.set_result(None)
             handle.durable.set_result(None)
@@ -141,11 +140,13 @@ def async_save(
         run.planner = None  # and with it the state, of a planner that nobody else has
         background = BackgroundSave(run, plan, items, handle, begin)
         background.start()
-    except BaseException as error:
-        run.end(error)
+        background.wait_until_staged()
+    except BaseException as error:  # Ctrl-C as well: the state may change from here on
+        if background is None or background.withdraw():
+            run.end(error)
+        else:
+            handle.cancel()
         raise
-    pending_saves.add(handle)
-    background.wait_until_staged()
     handle.staged.set_result(None)
     return handle
 
@@ -189,14 +190,50 @@ def close() -> None:
 
 def _begin(
     state_dict: dict[str, Any],
-    path: str | os.PathLike[str],
-    writer: DcpxWriter,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
+    options: WriteOptions | None,
 ) -> SaveRun:
+    """Begins a save with all ranks: whatever fails from here on they are told, or tell."""
+    try:
+        writer = _writer(storage_writer, checkpoint_id, options)
+    except Exception:
+        # This rank takes its number all the same, or its later saves would meet under others.
+        with exchange_for(process_group, no_dist, WriteOptions.save_timeout_s):
+            raise
     exchange = exchange_for(process_group, no_dist, writer.options.save_timeout_s)
+    path = checkpoint_id or writer.path
     return SaveRun(state_dict, path, writer, planner or DefaultSavePlanner(), exchange)
+
+
+def _is_admitted(run: SaveRun) -> bool:
+    """Waits, or decides with all ranks, whether there may be one save more.
+
+    Raises:
+        ConcurrentSaveError: no, and `on_busy` is "error".
+    """
+    options = run.writer.options
+    limit = options.max_in_flight
+    if options.on_busy == "wait":
+        waited_s = pending_saves.wait_for_room(limit)
+        run.exchange.deadline = Deadline(options.save_timeout_s)
+        if waited_s >= _NOTED_WAIT_S:
+            logger.info("async_save waited %.3f s for a save under way", waited_s)
+        return True
+    if _most_under_way(run) < limit:
+        return True
+    if options.on_busy == "error":
+        raise ConcurrentSaveError(
+            f"save to '{run.path}': max_in_flight={limit} saves are under way on some rank; "
+            "wait for them, or use on_busy='wait'",
+            errno=errno.EBUSY,
+            path=run.path,
+        )
+    logger.info("skipped the save to '%s': %s under way on some rank", run.path, limit)
+    return False
 
 
 def _writer(
@@ -234,18 +271,6 @@ def _most_under_way(run: SaveRun) -> int:
         return max(counts)
 
     return run.exchange.all_reduce("admit", pending_saves.count, most)
-
-
-def _refuse(path: str, limit: int, *, is_error: bool) -> None:
-    """Says that as many saves as may be are under way, on some rank."""
-    if is_error:
-        raise ConcurrentSaveError(
-            f"save to '{path}': max_in_flight={limit} saves are under way on some rank; "
-            "wait for them, or use on_busy='wait'",
-            errno=errno.EBUSY,
-            path=path,
-        )
-    logger.info("skipped the save to '%s': %s under way on some rank", path, limit)
 
 
 def _items(run: SaveRun, plan: SavePlan) -> StagedItems | ItemsInWaves:

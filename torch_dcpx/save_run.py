@@ -25,6 +25,7 @@ from torch_dcpx.ballot import Ballot
 from torch_dcpx.committed import committed_save_id
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.exchange_base import Exchange
+from torch_dcpx.reports import WriteReport
 from torch_dcpx.running_save import RunningSave, driven
 from torch_dcpx.writer import DcpxWriter, abandon_save
 
@@ -71,6 +72,7 @@ class SaveRun:
         self.planner: Any = planner  # until nobody needs the state any more
         self.exchange = exchange
         self.save_id = ""
+        self.report: WriteReport | None = None  # of this rank, once it has written
         self._phase = "planning"
         self._state_dict = state_dict
         self._begun: list[RunningSave] = []  # one, once the writer knows of it
@@ -103,6 +105,7 @@ class SaveRun:
         with paused_gc():
             piece: _Planned = self.exchange.reduce_scatter("plan", local_step, self._global_plan)
             self._ballot = self._new_ballot()
+            self._begun[0].check = self._ballot.check
             self.save_id = piece.save_id
             plan: SavePlan = self.planner.finish_plan(piece.plan)
         self._state_dict = {}  # the planner has it for as long as it needs it
@@ -137,12 +140,12 @@ class SaveRun:
         plans = self.writer.prepare_global_plan(plans)
         return [_Planned(self._begun[0].save_id, plan) for plan in plans]
 
-    def write_and_settle(self, plan: SavePlan, items: Any) -> Committed:
+    def write_and_settle(self, take: Callable[[], tuple[SavePlan, Any]]) -> Committed:
         """Writes this rank's items, votes, and returns what the coordinator has committed.
 
         Args:
-            plan: of `plan`.
-            items: gives the items' data, as a planner does.
+            take: gives the plan of `plan`, and what gives its items' data as a planner does. Called
+                once, so that nobody else need hold them until they are written.
 
         Raises:
             The first error of any rank, or OutcomeUnknownError.
@@ -150,12 +153,11 @@ class SaveRun:
         ballot = self._ballot or self._new_ballot()
         try:
             self.note_phase("writing")
-            results = self._write(plan, items)
+            results = self._write(*take())
         except Exception as error:  # noqa: BLE001  (settle raises it, or what failed before it)
             ballot.fail(error, "writing")
         else:
             ballot.vote(results)
-        del plan, items
         committed = ballot.settle(self._commit, self._was_committed)
         return committed or Committed(self.save_id, self.exchange.world_size, 0, 0)
 
@@ -165,11 +167,13 @@ class SaveRun:
     def _write(self, plan: SavePlan, items: Any) -> list[WriteResult]:
         future = self.writer.write_data(plan, items)
         future.wait()
+        self.report = self.writer.last_report  # a follower's writer is free from here on
         return future.value()
 
     def _commit(self, results: list[list[WriteResult]]) -> Committed:
         self.note_phase("committing")
         self.writer.finish(self._metadata, results)
+        self.report = self.writer.last_report
         sizes = [entry.nbytes for rank in results for entry in getattr(rank, "files", ())]
         return Committed(self.save_id, len(results), len(sizes), sum(sizes))
 

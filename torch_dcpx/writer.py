@@ -294,7 +294,7 @@ class DcpxWriter(FileSystemWriter):
                 prefix=plan.storage_data.prefix,
                 rank=self.rank or 0,
                 is_fresh=not any(map(is_metadata_name, directory.names())),
-                window_bytes=getattr(planner, "window_bytes", None) or self.__window_bytes(),
+                window_bytes=getattr(planner, "dcpx_window_bytes", None) or self.__window_bytes(),
             )
             self.__own_files = [file.path for file in written.files]
         return written, WriteResults(written.results, written.files)

@@ -25,6 +25,7 @@ from torch_dcpx import (
     DcpxError,
     RankError,
     StorageError,
+    UnsupportedError,
     WriteOptions,
     async_save,
     pending_saves,
@@ -230,6 +231,23 @@ def earlier_error_stops_the_next_save_of_all(folder: Path) -> None:
     pending_saves.wait()
 
 
+def rank_that_cannot_begin_fails_all_and_the_next_save_works(folder: Path) -> None:
+    class Raises:
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("no state")
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    path = folder / "begins"
+    for name in SAVES:
+        stock = dcp.FileSystemWriter(path) if dist.get_rank() == 1 else None
+        caught(UnsupportedError, name, state_of(1), path, storage_writer=stock)
+        state = {**state_of(1), "x": Raises()} if dist.get_rank() == 1 else state_of(1)
+        assert caught(RankError, name, state, path).rank == 1
+        SAVES[name](state_of(2), path)
+        check_saved(path, 2)
+
+
 def many_saves_beside_collectives(folder: Path) -> None:
     state = {"w": torch.rand(100), "rank": dist.get_rank()}
     total = torch.ones(1)
@@ -252,6 +270,7 @@ TESTS = (
     busy_rank_decides_for_all,
     cancelled_save_fails_on_every_rank,
     earlier_error_stops_the_next_save_of_all,
+    rank_that_cannot_begin_fails_all_and_the_next_save_works,
 )
 
 

@@ -18,12 +18,14 @@ from torch_dcpx import (
     ConcurrentSaveError,
     DcpxError,
     DcpxWriter,
+    StagingError,
     StorageError,
     WriteOptions,
     async_save,
     pending_saves,
     save,
 )
+from torch_dcpx.background_save import BackgroundSave
 from torch_dcpx.save_handle import WatchedFuture
 
 __all__ = ["no_save_is_left"]
@@ -276,3 +278,53 @@ def test_error_of_a_save_that_ends_as_a_wait_for_it_is_interrupted_is_not_lost()
     with pytest.raises(StorageError):
         future.result(0)
     assert future.is_collected
+
+
+def test_interrupt_while_the_thread_starts_ends_the_save_and_frees_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    writer = DcpxWriter(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            async_save(state_of(1), storage_writer=writer)
+    assert pending_saves.count() == 0
+    async_save(state_of(2), storage_writer=writer).result(60)
+    assert_saved(tmp_path, state_of(2))
+
+
+def test_interrupt_once_the_thread_writes_cancels_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, options = gated()
+
+    def interrupted(_background: BackgroundSave) -> None:
+        assert gate.reached.wait(60)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BackgroundSave, "wait_until_staged", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            async_save(state_of(1), tmp_path, options=options)
+    gate.open()
+    with pytest.raises(DcpxError, match="cancel"):
+        pending_saves.wait()
+    assert not list(tmp_path.glob("*.distcp"))
+    save(state_of(2), tmp_path)
+
+
+def test_thread_that_cannot_be_had_is_a_staging_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(StagingError, match="can't start new thread"):
+            async_save(state_of(1), tmp_path)
+    save(state_of(2), tmp_path)
+    assert_saved(tmp_path, state_of(2))

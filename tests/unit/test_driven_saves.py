@@ -83,6 +83,21 @@ def test_stopped_save_fails_while_it_writes_and_leaves_nothing(tmp_path: Path) -
     assert not save.is_under_way()
 
 
+def test_save_that_another_rank_has_ended_fails_while_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended() -> None:
+        raise StorageError("rank 1 (here), writing: no room")
+
+    monkeypatch.setattr("torch_dcpx.running_save._CHECK_S", 0.0)
+    writer = DcpxWriter(tmp_path)
+    save, plan, planner = begin(writer)
+    save.check = ended
+    with pytest.raises(StorageError, match="rank 1"):
+        writer.write_data(plan, planner)
+    assert not list(tmp_path.glob("*.distcp"))
+
+
 def test_save_outside_of_driven_ends_as_before_when_its_thread_asks(tmp_path: Path) -> None:
     writer = DcpxWriter(tmp_path)
     save, *_ = begin(writer)
