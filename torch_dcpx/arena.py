@@ -23,6 +23,7 @@ __all__ = ["ArenaPool", "attach", "note_written", "process_pool"]
 
 _POLL_S = 0.0002
 _MAX_POLL_S = 0.02
+_COLLECT_S = 0.02  # from here on a cycle may be what holds an arena (torch 2.9 makes one a save)
 _COMING_BACK_S = 0.25  # how long a save that has written all may still hold what it wrote
 _ROUND_BYTES = 2 << 20
 _RESERVE_BYTES = 64 << 20  # of available memory, left to everything else
@@ -152,8 +153,11 @@ class ArenaPool:
             )
         begin, has_collected = time.monotonic(), False
         while True:
+            waited_s = time.monotonic() - begin
+            if not has_collected and waited_s > _COLLECT_S:
+                has_collected = True
+                gc.collect()
             with self._held():
-                waited_s = time.monotonic() - begin
                 arena = self._try_acquire(nbytes, is_shared, budget, waited_s)
                 if arena is not None:
                     self._taken.add(id(arena))
@@ -166,9 +170,6 @@ class ArenaPool:
                     "staged state (a planner, an exception, a variable)"
                 )
             check()
-            if not has_collected and waited_s > _COMING_BACK_S:
-                has_collected = True
-                gc.collect()  # what holds an arena may be a cycle, and collections are off
             with self._guard:
                 self._guard.wait(min(_MAX_POLL_S, _POLL_S + waited_s / 10))
 

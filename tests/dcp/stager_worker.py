@@ -51,7 +51,12 @@ def check_case(name: str, value: Any) -> None:
     if name not in LOSES_CLASS:
         assert comparable(name, staged["case"]) == comparable(name, value), name
     if name in REGULAR and name not in STOCK_IS_WRONG:
-        stock: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+        try:
+            stock: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+        except RuntimeError as error:
+            if "graph leaves" not in str(error):
+                raise
+            return  # stock 2.9 stages no tensor that autograd has made
         assert bits(staged["case"]) == bits(stock["case"]), f"{name}: not as stock"
 
 
