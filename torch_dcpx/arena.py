@@ -19,7 +19,7 @@ from torch_dcpx import _C
 from torch_dcpx.errors import StagingError, StorageError
 from torch_dcpx.host_memory import available_memory
 
-__all__ = ["ArenaPool", "attach", "note_written", "process_pool"]
+__all__ = ["ArenaPool", "attach", "has_arenas", "note_written", "process_pool"]
 
 _POLL_S = 0.0002
 _MAX_POLL_S = 0.02
@@ -248,6 +248,11 @@ def attach(fd: int, nbytes: int) -> _C.Arena:
     _attached.append(arena)
     _arenas.add(arena)
     return arena
+
+
+def has_arenas() -> bool:
+    """Returns whether this process has arenas, of its own or of another one."""
+    return bool(_arenas)
 
 
 def note_written(address: int) -> None:

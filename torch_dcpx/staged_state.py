@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from torch_dcpx import _C
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, from_dlpack, with_local_tensor
-from torch_dcpx.arena import ArenaPool, attach, note_written
+from torch_dcpx.arena import ArenaPool, attach, has_arenas, note_written
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.staging import StagePlan
+from torch_dcpx.tensor_memory import is_plain
 
 __all__ = ["StagedState", "StateWalk", "note_state_written", "stage_state"]
 
@@ -251,10 +252,11 @@ def stage_state(
 
 def note_state_written(state: object) -> None:
     """Says that a save has written `state`: whoever staged it may soon have its memory back."""
-    values = list(state.values()) if isinstance(state, dict) else []
-    for value in values:
+    if not isinstance(state, dict) or not has_arenas():
+        return
+    for value in list(state.values()):
         tensor = value._local_tensor if isinstance(value, DTensor) else value
-        if type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and tensor.numel():
+        if type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and is_plain(tensor) and tensor.numel():
             note_written(tensor.data_ptr())
             return
 

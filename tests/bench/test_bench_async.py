@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from async_save import METERED, SIDES
 from conftest import ROOT
 
 ASYNC_SAVE = ROOT / "tests" / "bench" / "async_save.py"
 
 
+@pytest.mark.slow
 def test_async_bench_measures_every_side_and_leaves_nothing(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [

@@ -10,7 +10,7 @@ from ranks import run_ranks
 WORKER = Path(__file__).with_name("save_worker.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_saves_of_several_ranks_are_whole_or_fail_on_all(tmp_path: Path, ranks: int) -> None:
     run_ranks(WORKER, ranks, str(tmp_path), "all")
 

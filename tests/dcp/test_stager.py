@@ -258,3 +258,12 @@ def test_stage_tensors_names_what_has_lost_its_memory() -> None:
     freed.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedError, match=r"'w' needs 36 B of a storage that holds 0 B"):
         stage_tensors([torch.ones(2), freed], names=["v", "w"])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_save_of_what_has_no_address_takes_no_notice_of_arenas(tmp_path: Path) -> None:
+    process_pool().prewarm(MIB)
+    state = {"sparse": torch.eye(3).to_sparse_csr(), "w": torch.ones(3)}
+    dcp.save(state, storage_writer=DcpxWriter(tmp_path), no_dist=True)
+    assert len(list(tmp_path.glob("*.distcp"))) == 1
+    process_pool().close()

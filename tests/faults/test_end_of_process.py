@@ -77,7 +77,13 @@ def value_in(path: Path) -> float:
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [("normal", 0), ("sys.exit", 3), ("unhandled", 1), ("signal", -signal.SIGTERM), ("chained", 5)],
+    [
+        ("normal", 0),
+        pytest.param("sys.exit", 3, marks=pytest.mark.slow),
+        pytest.param("unhandled", 1, marks=pytest.mark.slow),
+        pytest.param("signal", -signal.SIGTERM, marks=pytest.mark.slow),
+        ("chained", 5),
+    ],
 )
 def test_end_of_a_process_waits_for_its_saves(tmp_path: Path, ending: str, code: int) -> None:
     save({"w": torch.ones(1000)}, tmp_path)
@@ -87,6 +93,7 @@ def test_end_of_a_process_waits_for_its_saves(tmp_path: Path, ending: str, code:
     assert ("handler" in output) == (ending == "chained")
 
 
+@pytest.mark.slow
 def test_handler_that_is_put_back_no_longer_waits(tmp_path: Path) -> None:
     save({"w": torch.ones(1000)}, tmp_path)
     returncode, output = run(tmp_path, "put_back")
@@ -109,6 +116,7 @@ def test_save_that_takes_too_long_at_the_end_leaves_the_previous_checkpoint(
     assert value_in(tmp_path) == 3.0
 
 
+@pytest.mark.slow
 def test_bad_exit_timeout_is_said_and_the_default_taken(tmp_path: Path) -> None:
     returncode, output = run(tmp_path, "normal", DCPX_EXIT_TIMEOUT_S="soon")
     assert returncode == 0, output

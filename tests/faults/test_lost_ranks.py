@@ -89,10 +89,8 @@ LOSSES = [
 ]
 # Of all combinations, those that every run of the suite looks at.
 ALWAYS = {
-    (1, "planning", "save", signal.SIGSTOP),
     (2, "writing", "async_save", signal.SIGKILL),
     (0, "before the commit", "async_save", signal.SIGSTOP),
-    (0, "after the commit", "async_save", signal.SIGKILL),
 }
 CASES = [
     pytest.param(
