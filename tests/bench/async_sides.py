@@ -17,7 +17,7 @@ from save_sides import check_dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from torch_dcpx import DcpxStager, DcpxWriter, async_save, save
+from torch_dcpx import DcpxStager, DcpxWriter, WriteOptions, async_save, save
 
 State = dict[str, Any]
 Begin = Callable[[State, Path], Callable[[], Any]]  # saves; returns what waits for the end
@@ -26,6 +26,15 @@ PIECE_BYTES = 4 << 20
 
 def _ours(state: State, path: Path) -> Callable[[], Any]:
     return async_save({"model": state}, path).result
+
+
+def _one_worker(state: State, path: Path) -> Callable[[], Any]:
+    return async_save({"model": state}, path, options=WriteOptions(workers=1)).result
+
+
+def _none(_state: State, path: Path) -> Callable[[], Any]:
+    path.mkdir()
+    return dict  # what the states alone cost
 
 
 def _ours_sync(state: State, path: Path) -> Callable[[], Any]:
@@ -62,7 +71,9 @@ def sides_by_name() -> dict[str, Begin]:
     )  # fmt: skip
     return {
         "ours": _ours,
+        "ours_one_worker": _one_worker,
         "ours_sync": _ours_sync,
+        "none": _none,
         "stager": _through_dcp(DcpxWriter, DcpxStager(), THREAD),
         "stage": _through_dcp(DcpxWriter, None, THREAD),
         "stager_process": _through_dcp(DcpxWriter, DcpxStager(), PROCESS),

@@ -22,17 +22,27 @@ ROOT = FOLDER.parents[1]
 Results = list[dict[str, Any]]
 
 
-def run_worker(script: str, arguments: Sequence[str], scratch: Path, ranks: int = 1) -> Any:
-    """Runs a worker of this folder on `ranks` ranks and returns its JSON result."""
+def run_worker(
+    script: str,
+    arguments: Sequence[str],
+    scratch: Path,
+    ranks: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> Any:
+    """Runs a worker of this folder on `ranks` ranks and returns its JSON result.
+
+    Args:
+        environment: variables of the worker, beside those of this process.
+    """
     result = scratch / "result.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [
         sys.executable, *(launcher if ranks > 1 else []), str(FOLDER / script),
         *arguments, "--folder", str(scratch), "--result", str(result),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("WORLD_SIZE", None)
-    subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    variables.pop("WORLD_SIZE", None)
+    subprocess.run(command, check=True, env=variables, stdout=sys.stderr)
     found = json.loads(result.read_text())
     result.unlink()
     return found
