@@ -71,15 +71,16 @@ def _check_memory(host_memory_bytes: Any, slot_bytes: Any, workers: Any) -> None
         )
 
 
-def _usable_workers(
-    workers: int | None, per_core: int, host_memory_bytes: int, slot_bytes: int
-) -> int:
-    """Returns `workers`, or `per_core` for this rank's share of the cores, within the budget."""
+_WORKERS_A_CORE = 4  # they wait for the disk more than for a core
+
+
+def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int) -> int:
+    """Returns `workers`, or several for each of this rank's cores, within the budget."""
     if workers is not None:
         return workers
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     ranks = max(1, int(local_ranks) if local_ranks.isdigit() else 1)
-    share = per_core * len(os.sched_getaffinity(0)) // ranks
+    share = _WORKERS_A_CORE * len(os.sched_getaffinity(0)) // ranks
     return max(1, min(max(2, share), 16, host_memory_bytes // slot_bytes))
 
 
@@ -161,7 +162,7 @@ class WriteOptions:
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a save starts."""
-        return _usable_workers(self.workers, 4, self.resolved_memory_bytes(), self.slot_bytes)
+        return _usable_workers(self.workers, self.resolved_memory_bytes(), self.slot_bytes)
 
 
 @options_from_environment
@@ -185,10 +186,9 @@ class ReadOptions:
         host_memory_bytes: bound, in bytes, on the host memory a load takes besides the tensors it
             fills: all slots together, and separately what is converted, decoded or copied to a
             device at one time. One item that is larger still passes, alone. Default 64 MiB.
-        workers: threads that read. Default None: twice this rank's share of the usable cores, else
-            as in `WriteOptions`.
+        workers: threads that read. Default None: as in `WriteOptions`.
         slot_bytes: memory of one worker and the most it reads at once, in bytes; a multiple of
-            64 KiB, at least 256 KiB. Default 1 MiB.
+            64 KiB, at least 256 KiB. Default 2 MiB.
         direct_io: read files with O_DIRECT that are not in the page cache, where the file system
             takes it. Default True.
         load_timeout_s: deadline, in seconds, of everything that one load waits for from other
@@ -203,7 +203,7 @@ class ReadOptions:
     safe_globals: tuple[type | Callable[..., Any], ...] = ()
     host_memory_bytes: int = _DEFAULT_MEMORY_BYTES
     workers: int | None = None
-    slot_bytes: int = 1 * MIB
+    slot_bytes: int = 2 * MIB
     direct_io: bool = True
     load_timeout_s: float = 1800.0
 
@@ -224,7 +224,7 @@ class ReadOptions:
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a load starts."""
-        return _usable_workers(self.workers, 2, self.host_memory_bytes, self.slot_bytes)
+        return _usable_workers(self.workers, self.host_memory_bytes, self.slot_bytes)
 
 
 def merge_write_options(

@@ -148,7 +148,7 @@ def test_large_tensor_is_written_a_segment_a_call(tmp_path: Path) -> None:
     assert 20 <= counts["pwrite"] <= 24
     with CallCounts() as counts:
         assert_same(state, load(state, tmp_path))
-    assert 20 <= counts["pread"] <= 27
+    assert 10 <= counts["pread"] <= 17  # slots of 2 MiB, footer, metadata
 
 
 @pytest.mark.parametrize("durability", ["full", "none"])

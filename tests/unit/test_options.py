@@ -69,31 +69,26 @@ def test_options_are_frozen_picklable_and_documented(cls: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "local_ranks", "budget", "writers", "readers"),
+    ("cores", "local_ranks", "budget", "workers"),
     [
-        (2, "1", 64 * MIB, 8, 4),
-        (64, "1", 64 * MIB, 16, 16),
-        (64, "8", 64 * MIB, 16, 16),
-        (64, "16", 64 * MIB, 16, 8),
-        (64, "64", 64 * MIB, 4, 2),
-        (64, "256", 64 * MIB, 2, 2),
-        (1, "nonsense", 64 * MIB, 4, 2),
-        (64, "1", 6 * MIB, 3, 6),
-        (64, "1", 2 * MIB, 1, 2),
+        (2, "1", 64 * MIB, 8),
+        (64, "1", 64 * MIB, 16),
+        (64, "8", 64 * MIB, 16),
+        (64, "16", 64 * MIB, 16),
+        (64, "64", 64 * MIB, 4),
+        (64, "256", 64 * MIB, 2),
+        (1, "nonsense", 64 * MIB, 4),
+        (64, "1", 6 * MIB, 3),
+        (64, "1", 2 * MIB, 1),
     ],
 )
 def test_automatic_workers_share_the_cores_and_fit_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-    cores: int,
-    local_ranks: str,
-    budget: int,
-    writers: int,
-    readers: int,
+    monkeypatch: pytest.MonkeyPatch, cores: int, local_ranks: str, budget: int, workers: int
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
-    assert WriteOptions(host_memory_bytes=budget).resolved_workers() == writers
-    assert ReadOptions(host_memory_bytes=budget).resolved_workers() == readers
+    assert WriteOptions(host_memory_bytes=budget).resolved_workers() == workers
+    assert ReadOptions(host_memory_bytes=budget).resolved_workers() == workers
 
 
 def test_a_budget_that_is_not_given_bounds_slots_and_temporaries_only() -> None:
