@@ -7,7 +7,7 @@
 #   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"
 #   BENCH_ARGS  more arguments for save.py, for example BENCH_ARGS="--cases 64mib --ranks 1 2"
 #   LOAD_ARGS   more arguments for load.py, for example LOAD_ARGS="--cases rows columns"
-#   DCPX_WERROR=1, DCPX_SANITIZE=address|thread, MAX_JOBS=N: see setup.py
+#   DCPX_WERROR=1, DCPX_SANITIZE=address|thread, DCPX_CUDA=auto|0|1, MAX_JOBS=N: see setup.py
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv
@@ -35,16 +35,18 @@ ENVIRONMENT := $(S)/torch-$(TORCH)
 endif
 
 CSRC := $(shell find csrc -type f -not -name '.*')
-CPP_LINT := $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h')
+CPP_LINT := $(shell find csrc tests/cpp tests/fake_cuda -name '*.cpp' -o -name '*.h')
 HEADERS := $(filter %.h,$(CSRC))
 PACKAGE_FILES := $(wildcard torch_dcpx/*.py torch_dcpx/*.pyi torch_dcpx/py.typed)
-FLAGS := werror=$(DCPX_WERROR) sanitize=$(DCPX_SANITIZE)
+FLAGS := werror=$(DCPX_WERROR) sanitize=$(DCPX_SANITIZE) cuda=$(DCPX_CUDA)
 
 # A sanitized module needs its runtime loaded before Python.
 RUNTIME_address := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0
 RUNTIME_thread := LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)"
 PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest
+
+FAKE_CUDA := build/fake_cuda/libfakecuda.so
 
 .PHONY: help demo test test-all test-cpp test-torch lint lint-python lint-cpp tidy wheel build bench clean
 
@@ -60,10 +62,10 @@ help:
 demo: build
 	$(PY) examples/train_resume.py
 
-test: build
+test: build $(FAKE_CUDA)
 	$(PYTEST) --session-timeout=900 $(PYTEST_ARGS)
 
-test-all: build test-cpp
+test-all: build $(FAKE_CUDA) test-cpp
 	DCPX_STRICT=1 $(PYTEST) --everything --session-timeout=2400 $(PYTEST_ARGS)
 
 bench: build $(S)/bench
@@ -138,6 +140,10 @@ $(S)/extension: $(S)/package $(CSRC)
 	@touch $@
 
 build: $(S)/extension
+
+# The CUDA driver that tests run on (tests/fake_cuda): a C++ compiler is all it needs.
+$(FAKE_CUDA): FORCE
+	@$(MAKE) --no-print-directory -s -j$(JOBS) -C tests/fake_cuda
 
 # One wheel for every torch: made from the sdist, in isolation, in an environment without torch.
 wheel: dist/wheel.stamp

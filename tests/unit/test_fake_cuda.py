@@ -1,0 +1,320 @@
+"""The fake CUDA driver: a missing wait shows, for some seeds, and a wait that is there helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from fake_cuda.driver_calls import CudaError, DriverCalls, Memcpy2D
+from fake_cuda.fake import EAGER, HELD, INVALID_VALUE, LATE, FakeCuda
+
+SEEDS = range(24)
+N = 1024  # bytes
+OLD = torch.full((N,), 1, dtype=torch.uint8)
+NEW = torch.full((N,), 2, dtype=torch.uint8)
+
+
+@pytest.fixture
+def pinned(driver: DriverCalls) -> Iterator[torch.Tensor]:
+    """Registered host memory, full of zeros."""
+    memory = torch.zeros(N, dtype=torch.uint8)
+    driver.register(memory)
+    yield memory
+    driver.fake.sync()
+    driver.unregister(memory)
+
+
+def outcomes(fake: FakeCuda, once: Callable[[], torch.Tensor]) -> list[int]:
+    """Returns the byte that `once` sees under each seed."""
+    seen = []
+    for seed in SEEDS:
+        fake.reset(seed)
+        result = once()
+        assert bool((result == result[0]).all())
+        seen.append(int(result[0]))
+        fake.sync()
+    return seen
+
+
+# ---- What a missing wait does -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_wait", [False, True])
+def test_copy_sees_what_the_callers_stream_writes_only_behind_its_event(
+    driver: DriverCalls, pinned: torch.Tensor, has_wait: bool
+) -> None:
+    fake = driver.fake
+    own, source_event, done = driver.stream(), driver.event(), driver.event()
+
+    def copy_once() -> torch.Tensor:
+        source = fake.device_tensor(OLD)
+        caller = fake.make_stream()
+        fake.stream_write(source, NEW, caller)
+        driver.record(source_event, caller)
+        if has_wait:
+            driver.stream_wait(own, source_event)
+        driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
+        driver.record(done, own)
+        driver.event_wait(done)
+        seen = pinned.clone()
+        fake.sync()
+        return seen
+
+    seen = outcomes(fake, copy_once)
+    assert set(seen) == {2} if has_wait else seen.count(1) >= len(SEEDS) // 3
+    driver.destroy_stream(own)
+    driver.destroy_event(source_event)
+    driver.destroy_event(done)
+
+
+@pytest.mark.parametrize("wait", ["none", "event", "query", "stream"])
+def test_host_sees_what_was_copied_only_after_it_has_waited(
+    driver: DriverCalls, pinned: torch.Tensor, wait: str
+) -> None:
+    own, done = driver.stream(), driver.event()
+
+    def copy_once() -> torch.Tensor:
+        pinned.fill_(0)
+        source = driver.fake.device_tensor(NEW)
+        driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
+        driver.record(done, own)
+        if wait == "event":
+            driver.event_wait(done)
+        elif wait == "stream":
+            driver.synchronize(own)
+        elif wait == "query":
+            while not driver.is_done(done):
+                pass
+        seen = pinned.clone()
+        driver.fake.sync()
+        return seen
+
+    seen = outcomes(driver.fake, copy_once)
+    assert set(seen) == {2} if wait != "none" else seen.count(0) >= len(SEEDS) // 3
+    driver.destroy_stream(own)
+    driver.destroy_event(done)
+
+
+@pytest.mark.parametrize("has_wait", [False, True])
+def test_pinned_source_may_be_overwritten_only_after_its_copy_has_run(
+    driver: DriverCalls, pinned: torch.Tensor, has_wait: bool
+) -> None:
+    own = driver.stream()
+
+    def copy_once() -> torch.Tensor:
+        target = driver.fake.device_tensor(OLD)
+        pinned.fill_(3)
+        driver.to_device(target.data_ptr(), pinned.data_ptr(), N, own)
+        if has_wait:
+            driver.synchronize(own)
+        pinned.fill_(4)
+        driver.fake.sync()
+        return driver.fake.read_back(target)
+
+    seen = outcomes(driver.fake, copy_once)
+    assert set(seen) == {3} if has_wait else 4 in seen
+    driver.destroy_stream(own)
+
+
+def test_wait_is_for_what_was_recorded_when_it_was_asked_for(
+    driver: DriverCalls, pinned: torch.Tensor
+) -> None:
+    fake = driver.fake
+    source, caller, own = fake.device_tensor(OLD), fake.make_stream(), driver.stream()
+    event = driver.event()
+    driver.record(event, caller)
+    driver.stream_wait(own, event)
+    fake.set_pace(HELD, caller)
+    fake.stream_write(source, NEW, caller)
+    driver.record(event, caller)  # later than the wait: does not hold the copy back
+    driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
+    driver.synchronize(own)
+    assert torch.equal(pinned, OLD)
+    driver.destroy_stream(own)
+    driver.destroy_event(event)
+
+
+def test_event_that_was_never_recorded_is_done(driver: DriverCalls) -> None:
+    event = driver.event()
+    assert driver.is_done(event)
+    driver.event_wait(event)
+    driver.destroy_event(event)
+
+
+def test_held_work_runs_when_somebody_waits_for_what_is_behind_it(
+    driver: DriverCalls, pinned: torch.Tensor
+) -> None:
+    fake = driver.fake
+    fake.set_pace(HELD)
+    source, caller, own = fake.device_tensor(OLD), fake.make_stream(), driver.stream()
+    event = driver.event()
+    fake.stream_write(source, NEW, caller)
+    driver.record(event, caller)
+    driver.stream_wait(own, event)
+    driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
+    assert fake.count("works_run") == 0
+    driver.synchronize(own)
+    assert fake.count("works_run") == 2
+    assert torch.equal(pinned, NEW)
+    driver.destroy_stream(own)
+    driver.destroy_event(event)
+
+
+def test_stream_that_is_destroyed_still_runs_what_it_holds(
+    driver: DriverCalls, pinned: torch.Tensor
+) -> None:
+    driver.fake.set_pace(LATE)
+    source, own, event = driver.fake.device_tensor(NEW), driver.stream(), driver.event()
+    driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
+    driver.record(event, own)
+    driver.destroy_stream(own)
+    driver.event_wait(event)
+    assert torch.equal(pinned, NEW)
+    driver.destroy_event(event)
+
+
+# ---- The default stream -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_blocking_streams_alone_run_behind_the_default_stream(
+    driver: DriverCalls, pinned: torch.Tensor, is_blocking: bool
+) -> None:
+    driver.fake.set_pace(HELD)
+    source, own = driver.fake.device_tensor(OLD), driver.stream(is_blocking)
+    driver.fake.stream_write(source, NEW, stream=0)
+    driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
+    driver.synchronize(own)
+    assert torch.equal(pinned, NEW if is_blocking else OLD)
+    driver.destroy_stream(own)
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+def test_default_stream_runs_behind_blocking_streams_alone(
+    driver: DriverCalls, pinned: torch.Tensor, is_blocking: bool
+) -> None:
+    driver.fake.set_pace(HELD)
+    source, own = driver.fake.device_tensor(OLD), driver.stream(is_blocking)
+    driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
+    driver.fake.stream_write(source, NEW, stream=0)
+    driver.fake.stream_sync(0)
+    assert driver.fake.count("works_run") == (2 if is_blocking else 1)
+    driver.fake.sync()
+    driver.destroy_stream(own)
+
+
+# ---- Host memory that is not pinned -------------------------------------------------------------
+
+
+def test_copy_to_pageable_memory_has_run_when_it_returns(driver: DriverCalls) -> None:
+    driver.fake.set_pace(HELD)
+    source, host, own = driver.fake.device_tensor(NEW), torch.zeros_like(NEW), driver.stream()
+    driver.to_host(host.data_ptr(), source.data_ptr(), N, own)
+    assert torch.equal(host, NEW)
+    assert driver.fake.notes() == [
+        f"cuMemcpyDtoHAsync of {N} B: host memory that is not registered"
+    ]
+    assert driver.fake.count("unpinned_copies") == 1
+    driver.destroy_stream(own)
+
+
+def test_pageable_source_may_be_overwritten_when_its_copy_returns(driver: DriverCalls) -> None:
+    driver.fake.set_pace(HELD)
+    target, host, own = driver.fake.device_tensor(OLD), NEW.clone(), driver.stream()
+    driver.to_device(target.data_ptr(), host.data_ptr(), N, own)
+    host.fill_(0)
+    assert driver.fake.count("works_run") == 0
+    driver.fake.sync()
+    assert torch.equal(driver.fake.read_back(target), NEW)
+    driver.destroy_stream(own)
+
+
+def test_memory_registered_for_one_context_is_pageable_in_another(fake_cuda: FakeCuda) -> None:
+    memory = torch.zeros(N, dtype=torch.uint8)
+    with DriverCalls(fake_cuda, device=1) as other:
+        other.register(memory, is_portable=False)
+        with DriverCalls(fake_cuda) as driver:
+            source, own = fake_cuda.device_tensor(NEW), driver.stream()
+            driver.to_host(memory.data_ptr(), source.data_ptr(), N, own)
+            assert fake_cuda.count("unpinned_copies") == 1
+            driver.destroy_stream(own)
+        other.unregister(memory)
+
+
+# ---- Batches and boxes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_batch_copies_all_and_counts_them(
+    driver: DriverCalls, pinned: torch.Tensor, version: int
+) -> None:
+    data = torch.arange(N, dtype=torch.int64).to(torch.uint8)
+    source, own = driver.fake.device_tensor(data), driver.stream()
+    copies = [
+        (pinned.data_ptr() + at, source.data_ptr() + at, min(100, N - at))
+        for at in range(0, N, 100)
+    ]
+    driver.copy_batch(copies, own, version)
+    driver.synchronize(own)
+    assert torch.equal(pinned, data)
+    name = "cuMemcpyBatchAsync" + ("_v2" if version >= 13000 else "")
+    counts = driver.fake.counts()
+    assert (counts[name], counts["batch_pieces"], counts["bytes_to_host"]) == (1, len(copies), N)
+    driver.destroy_stream(own)
+
+
+def test_copies_of_one_batch_run_in_any_order(driver: DriverCalls, pinned: torch.Tensor) -> None:
+    own = driver.stream()
+
+    def copy_once() -> torch.Tensor:
+        sources = [driver.fake.device_tensor(data) for data in (OLD, NEW)]
+        driver.copy_batch([(pinned.data_ptr(), s.data_ptr(), N) for s in sources], own)
+        driver.synchronize(own)
+        return pinned
+
+    assert set(outcomes(driver.fake, copy_once)) == {1, 2}
+    driver.destroy_stream(own)
+
+
+def test_batch_with_a_bad_copy_says_which_and_copies_nothing(
+    driver: DriverCalls, pinned: torch.Tensor
+) -> None:
+    source, own = driver.fake.device_tensor(NEW), driver.stream()
+    good = (pinned.data_ptr(), source.data_ptr(), 10)
+    with pytest.raises(CudaError) as caught:
+        driver.copy_batch([good, good, (pinned.data_ptr(), source.data_ptr() + N, 1)], own, 12080)
+    assert caught.value.args == (INVALID_VALUE, "cuMemcpyBatchAsync", 2)
+    driver.fake.sync()
+    assert not pinned.any()
+    assert len(driver.fake.take_reports()) == 1
+    driver.destroy_stream(own)
+
+
+def test_batch_on_the_default_stream_is_refused(driver: DriverCalls, pinned: torch.Tensor) -> None:
+    source = driver.fake.device_tensor(NEW)
+    with pytest.raises(CudaError):
+        driver.copy_batch([(pinned.data_ptr(), source.data_ptr(), N)], 0)
+    assert driver.fake.take_reports() == ["cuMemcpyBatchAsync_v2: a batch on the default stream"]
+
+
+def test_box_goes_where_the_pitches_say(
+    driver: DriverCalls, pinned: torch.Tensor, seed: int
+) -> None:
+    driver.fake.set_pace(EAGER)
+    generator = torch.Generator().manual_seed(seed % (1 << 31))
+    data = torch.randint(0, 256, (N,), dtype=torch.uint8, generator=generator)
+    source, own = driver.fake.device_tensor(data), driver.stream()
+    box = Memcpy2D(src_type=2, src_device=source.data_ptr(), src_pitch=32, src_x=3, src_y=2)
+    box.dst_type, box.dst_host, box.dst_pitch = 1, pinned.data_ptr(), 17
+    box.width, box.height = 11, 5
+    driver.copy_2d(box, own)
+    driver.synchronize(own)
+    expected = torch.zeros(N, dtype=torch.uint8)
+    expected[: 17 * 5].view(5, 17)[:, :11] = data.view(-1, 32)[2:7, 3:14]
+    assert torch.equal(pinned, expected)
+    box.src_pitch = 13  # x and width need 14
+    with pytest.raises(CudaError):
+        driver.copy_2d(box, own)
+    assert driver.fake.take_reports() == ["cuMemcpy2DAsync: a pitch below the width"]
+    driver.destroy_stream(own)
