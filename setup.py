@@ -7,15 +7,19 @@ incremental) runs the compiler, elsewhere setuptools does, with the same flags.
 Environment:
     DCPX_WERROR=1                 warnings are errors (CI)
     DCPX_SANITIZE=address|thread  build with AddressSanitizer + UBSan, or with ThreadSanitizer
+    DCPX_CUDA=auto|0|1            the pack kernel: where an nvcc that works is found (CUDA_HOME,
+                                  PATH), never, or always (else the build fails). No GPU is needed
     MAX_JOBS=N                    compiler processes at once (default: cores, at least 2)
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +49,10 @@ SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-fsanitize=thread"],
 }
+KERNEL = "csrc/device/pack.cu"
+ABI_CHECK = "csrc/device/cuda_abi_check.cpp"  # compares own declarations with the toolkit's
+# Of these, those that nvcc knows; PTX of the oldest serves what comes after them.
+KERNEL_ARCHS = (75, 80, 86, 89, 90, 100, 103, 110, 120)
 
 
 def check_platform() -> None:
@@ -99,6 +107,98 @@ def pybind11_include(build_temp: str) -> str:
     )
 
 
+def find_nvcc() -> str | None:
+    """Returns the nvcc that DCPX_CUDA asks for: of CUDA_HOME or CUDA_PATH, else of PATH."""
+    wanted = os.environ.get("DCPX_CUDA") or "auto"
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"DCPX_CUDA={wanted}: expected auto, 0 or 1")
+    if wanted == "0":
+        return None
+    homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    for home in homes:
+        if (nvcc := Path(home) / "bin" / "nvcc").is_file():
+            return str(nvcc)
+    if (found := shutil.which("nvcc")) is not None:
+        return found
+    if wanted == "1":
+        places = ", ".join([*(f"{home}/bin" for home in homes), "PATH"])
+        raise SystemExit(
+            f"DCPX_CUDA=1 asks for the CUDA kernel, and no nvcc was found in {places}: install the "
+            "CUDA toolkit, set CUDA_HOME, or build without the kernel (DCPX_CUDA=0)"
+        )
+    return None
+
+
+class NvccError(Exception):
+    """This nvcc makes no kernel."""
+
+
+def run_nvcc(command: list[str]) -> str:
+    """Returns nvcc's output; raises NvccError with all it said where it fails."""
+    try:
+        done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    except OSError as error:
+        raise NvccError(f"{command[0]} does not run: {error}") from error
+    if done.returncode != 0:
+        said = f"{done.stdout}{done.stderr}".strip()
+        raise NvccError(f"{' '.join(command)} failed ({done.returncode}):\n{said}")
+    return done.stdout
+
+
+def optional_kernel(build_temp: str) -> list[str]:
+    """Returns the kernel's C++ file; nothing where there is to be none, or none could be made.
+
+    A kernel that could not be made stops the build where DCPX_CUDA=1 asks for it; else it is a
+    warning, as copies do all its work, only in more calls.
+    """
+    if (nvcc := find_nvcc()) is None:
+        return []
+    try:
+        return [kernel_source(nvcc, build_temp)]
+    except NvccError as error:
+        if os.environ.get("DCPX_CUDA") == "1":
+            raise SystemExit(f"{error}\nDCPX_CUDA=0 builds without the CUDA kernel") from error
+        print(f"warning: {error}\nbuilding without the CUDA kernel", file=sys.stderr)
+        return []
+
+
+def kernel_source(nvcc: str, build_temp: str) -> str:
+    """Compiles the pack kernel and returns the C++ file that holds it, made anew where it must be.
+
+    Not compressed: older drivers cannot unpack what a newer nvcc packs.
+    """
+    target = Path(build_temp) / "pack_fatbin.cpp"
+    known = set(run_nvcc([nvcc, "--list-gpu-code"]).split())
+    archs = [arch for arch in KERNEL_ARCHS if f"sm_{arch}" in known]
+    if not archs:
+        raise NvccError(f"{nvcc} serves none of sm_{KERNEL_ARCHS}")
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    codes.append(f"-gencode=arch=compute_{archs[0]},code=compute_{archs[0]}")
+    command = ["-fatbin", "-std=c++17", "-O3", "-no-compress", "-Icsrc", *codes, KERNEL]
+    inputs = hashlib.sha256(run_nvcc([nvcc, "--version"]).encode())
+    inputs.update(" ".join(command).encode())
+    for path in (KERNEL, "csrc/device/pack_index.h", ABI_CHECK, "csrc/device/cuda_abi.h"):
+        inputs.update((ROOT / path).read_bytes())
+    stamp = f"// Made by setup.py from {KERNEL}, {inputs.hexdigest()}\n"
+    if target.is_file() and target.read_text().startswith(stamp):
+        return os.path.relpath(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fatbin = target.with_suffix(".fatbin").resolve()
+    checked = str(fatbin.with_name("cuda_abi_check.o"))
+    run_nvcc([nvcc, "-c", "-std=c++17", "-DDCPX_CHECK_ABI", "-Icsrc", ABI_CHECK, "-o", checked])
+    run_nvcc([nvcc, *command, "-o", str(fatbin)])
+    data = fatbin.read_bytes()
+    data += bytes(-len(data) % 8)
+    words = [f"0x{int.from_bytes(data[i : i + 8], 'little'):x}" for i in range(0, len(data), 8)]
+    lines = [",".join(words[i : i + 8]) for i in range(0, len(words), 8)]
+    name = "alignas(64) const unsigned long long dcpx_pack_fatbin[]"
+    target.write_text(
+        f"{stamp}extern const unsigned long long dcpx_pack_fatbin[];\n"
+        f"{name} = {{\n" + ",\n".join(lines) + "};\n"
+    )
+    return os.path.relpath(target)
+
+
 def jobs() -> int:
     return int(os.environ.get("MAX_JOBS") or max(2, len(os.sched_getaffinity(0))))
 
@@ -127,6 +227,7 @@ class BuildExt(base_build_ext()):
         # -isystem, also over build_ext's own -I: our warnings are not for foreign headers.
         for root in (pybind11_include(self.build_temp), sysconfig.get_path("include")):
             ext.extra_compile_args += ["-isystem", root]
+        ext.sources += optional_kernel(self.build_temp)
         if not getattr(self, "use_ninja", False):
             self._compile_in_parallel()
         super().build_extension(ext)

@@ -30,6 +30,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["fake_cuda.fixture", "device_fixture"]
+
 hypothesis.settings.register_profile(
     "dcpx",
     deadline=None,  # two busy cores: time says nothing about correctness

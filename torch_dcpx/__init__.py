@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         save,
         wait,
     )
+    from .copy_guard import CopyGuard, guard_optimizer
     from .errors import (
         ConcurrentSaveError,
         CorruptionError,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConcurrentSaveError",
+    "CopyGuard",
     "CorruptionError",
     "DcpxError",
     "DcpxReader",
@@ -83,6 +85,7 @@ __all__ = [
     "async_save",
     "close",
     "drain_on_sigterm",
+    "guard_optimizer",
     "load",
     "prewarm",
     "save",
@@ -90,6 +93,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "CopyGuard": "copy_guard",
     "DcpxReader": "reader",
     "DcpxStager": "stager",
     "DcpxWriter": "writer",
@@ -98,6 +102,7 @@ _MODULE_OF = {
     "SaveHandle": "save_handle",
     "SaveReport": "save_report",
     "WriteOptions": "options",
+    "guard_optimizer": "copy_guard",
     **dict.fromkeys(
         ("async_save", "close", "drain_on_sigterm", "load", "prewarm", "save", "wait"),
         "checkpoint",

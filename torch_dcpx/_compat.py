@@ -44,6 +44,7 @@ __all__ = [
     "group_store",
     "increment_version",
     "is_load",
+    "is_rocm",
     "is_saved_dtype",
     "planned_entries",
     "process_groups",
@@ -282,3 +283,8 @@ def flattened_before_2_4(state: dict[str, Any]) -> dict[str, Any]:
         return flatten_state_dict(state)[0]
     finally:
         _version._derived_version = before
+
+
+def is_rocm() -> bool:
+    """Returns whether this torch's CUDA tensors lie on AMD's devices, where is no CUDA driver."""
+    return torch.version.hip is not None

@@ -19,7 +19,7 @@ from torch_dcpx import _C
 from torch_dcpx.errors import StagingError, StorageError
 from torch_dcpx.host_memory import available_memory
 
-__all__ = ["ArenaPool", "attach", "has_arenas", "note_written", "process_pool"]
+__all__ = ["ArenaPool", "attach", "has_arenas", "make_ready", "note_written", "process_pool"]
 
 _POLL_S = 0.0002
 _MAX_POLL_S = 0.02
@@ -104,11 +104,13 @@ class ArenaPool:
         budget_bytes: int | None = None,
         workers: int = 2,
         timeout_s: float = 1800.0,
+        device: int = -1,
     ) -> None:
         """Takes memory for a state of `nbytes` from the system now. Arguments as of `lease`.
 
         Args:
             workers: threads that take it. Default 2.
+            device: CUDA ordinal that will copy to it: as `make_ready`. Default -1: none.
 
         Raises:
             StagingError: as `lease`, or the system has less memory than it said.
@@ -116,10 +118,10 @@ class ArenaPool:
         with self.lease(
             nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
         ) as arena:
-            try:
-                arena.prefault(workers)
-            except StorageError as error:
-                raise StagingError(f"cannot prewarm {nbytes} B of memory: {error}") from error
+            if device >= 0:
+                make_ready(arena, device, workers)
+            else:
+                _prefault(arena, workers)
 
     def close(self) -> None:
         """Gives all memory back to the system; of arenas in use, when they are free. Reusable."""
@@ -222,6 +224,33 @@ class ArenaPool:
         del self._seen_written[id(arena)]
         _arenas.discard(arena)
         arena.release()
+
+
+def _prefault(arena: _C.Arena, workers: int) -> None:
+    try:
+        arena.prefault(workers)
+    except StorageError as error:
+        raise StagingError(f"cannot take {arena.nbytes} B of memory: {error}") from error
+
+
+def make_ready(arena: _C.Arena, device: int, workers: int) -> None:
+    """Begins to register an arena with the driver, so that devices copy to it at full rate.
+
+    That goes on in the background; a copy waits for it. Nothing for an arena that was registered
+    before, or that the driver has refused, which a warning says once a process.
+
+    Args:
+        arena: that nobody else fills.
+        device: CUDA ordinal near which its memory is to lie, where nobody has touched it yet.
+        workers: threads that take the memory from the system.
+
+    Raises:
+        StagingError: the system has less memory than it said.
+    """
+    if not arena.is_pin_begun:
+        arena.place_near(device)
+        _prefault(arena, workers)  # by many threads: the driver takes it by one
+        arena.pin(device)
 
 
 _pool = ArenaPool()

@@ -44,6 +44,7 @@ class BackgroundSave:
         self._handle = handle
         self._begin = begin
         self._blocked_s: float | None = None  # until the caller goes on
+        self._is_overlapped = not handle.guard.is_finished
 
     def start(self) -> None:
         """Starts the thread, and notes the save as one under way.
@@ -67,10 +68,12 @@ class BackgroundSave:
         return True
 
     def wait_until_staged(self) -> None:
-        """Waits until the caller's state may change."""
+        """Waits until the caller's state may change, or may as far as the guard says."""
         if self._waves is not None:
             self._waves.wait()
         self._blocked_s = time.monotonic() - self._begin
+        if not self._is_overlapped:
+            self._handle.staged.set_result(None)
 
     def _finish(self) -> None:
         pending_saves.set_own(self._handle)
@@ -86,6 +89,8 @@ class BackgroundSave:
                 run.end(error)
             finally:
                 _forget_locals(error)
+                if self._is_overlapped and not handle.staged.done():
+                    handle.staged.set_exception(error)
                 handle.durable.set_exception(error)
             return
         try:
@@ -107,6 +112,9 @@ class BackgroundSave:
         work = self._work_or_none()
         if work is None:
             raise StagingError("the call was interrupted before its save began")
+        if self._is_overlapped:
+            self._handle.guard.finish()
+            self._handle.staged.set_result(None)
         return work
 
 

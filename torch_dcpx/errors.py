@@ -4,7 +4,7 @@
     +-- OptionError(ValueError)             an option or argument that cannot work
     +-- PlanError(ValueError)               items, regions or results that contradict each other
     |   +-- MismatchError                   a state asks for what the checkpoint does not hold
-    +-- StagingError(RuntimeError)          a snapshot could not be taken
+    +-- StagingError(RuntimeError)          no snapshot, or a copy from or to a device failed: fqn
     +-- StorageError(OSError)               a system call failed: errno, path, offset, nbytes
     |   +-- ShortReadError(EOFError)        the file ended before the range did
     |   +-- NotCommittedError(FileNotFoundError)  the directory holds no committed checkpoint
@@ -116,7 +116,15 @@ class MismatchError(PlanError):
 
 
 class StagingError(DcpxError, RuntimeError):
-    """A snapshot of the state could not be taken."""
+    """A snapshot of the state could not be taken, or a copy between host and device failed.
+
+    `fqn` names a tensor of the copies that failed; one call of the driver may move several.
+    Of a load, `touched` lists the fully qualified names whose tensors may already hold new bytes.
+    """
+
+    FIELDS: tuple[str, ...] = ("fqn", "touched")
+    fqn: str | None
+    touched: tuple[str, ...] | None
 
 
 class StorageError(DcpxError, OSError):

@@ -41,7 +41,7 @@ class WriteRow(NamedTuple):
     file: int
     kind: int
     type: int  # index into WriteTable.types
-    source: Any  # address of host memory, or an object with a buffer
+    source: Any  # address in memory of `device`, or an object with a buffer
     payload_bytes: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]  # of the source
@@ -50,6 +50,7 @@ class WriteRow(NamedTuple):
     global_sizes: tuple[int, ...]
     offsets: tuple[int, ...]
     path: tuple[str | int, ...] | None  # flatten's; anything else counts as None
+    device: int = -1  # CUDA ordinal; -1 for host memory
 
 
 class Resolved(NamedTuple):
@@ -61,7 +62,7 @@ class Resolved(NamedTuple):
 
 
 class InPlace(NamedTuple):
-    """Rows that cost no memory, None for every item that needs some, and the rows' tensors."""
+    """Rows that cost no host memory, None for every item that needs some, and the rows' tensors."""
 
     rows: list[WriteRow | None]
     owners: list[torch.Tensor]

@@ -17,10 +17,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from torch_dcpx import device_memory
+from torch_dcpx.arena import ArenaPool
 from torch_dcpx.staged_items import StagedItems
+from torch_dcpx.staging import stage_guarded
 from torch_dcpx.write_table import has_stock_hooks, is_kept_as_it_is, looked_up, vetted
 
 __all__ = ["ItemsInWaves", "stage_items"]
+
+_ARENA_BYTES = 2 << 20  # the least of an arena
 
 StageFunction = Callable[[Sequence[torch.Tensor], Sequence[str]], list[torch.Tensor]]
 
@@ -70,18 +75,19 @@ def _own_bytes(data: Any) -> io.BytesIO:
     return io.BytesIO(data.getvalue())
 
 
-def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.is_cpu else tensor.cpu()
-
-
 class ItemsInWaves:
     """A planner's data, copied when they are asked for, `dcpx_window_bytes` at one time.
 
-    Asked by the thread that writes, while the thread that called waits in `wait`.
+    Made by the thread that called, which then waits in `wait` while the thread that writes asks.
+    What the former has queued on devices is waited for.
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, window_bytes: int) -> None:
-        self.dcpx_window_bytes = window_bytes
+        self._streams = device_memory.streams_in_use()
+        self._pool = ArenaPool()
+        # Small ones pass through an arena that is none of the window's copies.
+        taken_bytes = min(_ARENA_BYTES, window_bytes // 2) if self._streams else 0
+        self.dcpx_window_bytes = window_bytes - taken_bytes
         self._planner: Any = planner
         self._left = len(plan.items)
         self._ended = threading.Event()
@@ -92,16 +98,26 @@ class ItemsInWaves:
         if item.type is WriteItemType.BYTE_IO:
             data = _own_bytes(data)
         else:
-            data = _own_copy(vetted(item, data)[0].detach())
+            data = self._copy(vetted(item, data)[0].detach())
         self._left -= 1
         if self._left == 0:
             self._planner = None  # and with it the caller's state
             self._ended.set()
         return data
 
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if device_memory.is_host(tensor):
+            return tensor.clone()
+        if device_memory.ordinal_of(tensor) < 0:
+            return tensor.cpu()
+        copies, _ = stage_guarded([tensor], pool=self._pool, overlap=False, streams=self._streams)
+        # An arena is of 2 MiB at least, and lent as long as there is something over it.
+        return copies[0] if copies[0].nbytes >= _ARENA_BYTES else copies[0].clone()
+
     def end(self) -> None:
         """Says that nobody will ask any more."""
         self._planner = None
+        self._pool.close()
         self._ended.set()
 
     def wait(self) -> None:

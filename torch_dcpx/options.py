@@ -123,6 +123,11 @@ class WriteOptions:
         on_busy: what `dcpx.async_save` does while `max_in_flight` saves are under way: "wait"
             (default) for one of them to end, "skip" this save, or raise an "error". For
             `dcpx.async_save` only.
+        overlap: `dcpx.async_save` returns once the copies from devices are queued there, and they
+            run beside what the caller queues next. What overwrites saved tensors must then come
+            after `handle.guard.wait()`; `guard_optimizer` does that for an optimizer's steps, but
+            not for those that a CUDA graph replays: wait before each `replay`. Default False: it
+            returns when all is copied. For `dcpx.async_save` only.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -139,6 +144,7 @@ class WriteOptions:
     save_timeout_s: float = 1800.0
     max_in_flight: int = 1
     on_busy: Literal["wait", "skip", "error"] = "wait"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("durability", self.durability, ("full", "none"))
@@ -155,6 +161,7 @@ class WriteOptions:
         _check_seconds("save_timeout_s", self.save_timeout_s)
         _check_int("max_in_flight", self.max_in_flight, 1, 16)
         _check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
+        _check_bool("overlap", self.overlap)
 
     def resolved_memory_bytes(self) -> int:
         """Returns the bound on slots, and on temporaries, in bytes."""

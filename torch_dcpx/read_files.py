@@ -1,8 +1,9 @@
 """One rank's reads: windows of regions through one ReadJob.
 
-Where every target exists already (stock's planner hooks, host tensors of the stored dtype) there is
-one window, and one call to C++. What must be staged, decoded, or is made by a user's planner on the
-fly counts against a budget: when it is used up, the window is read, handed over and dropped.
+Where every target exists already (stock's planner hooks, tensors of the stored dtype on the host or
+a CUDA device) there is one window, and one call to C++. What must be staged, decoded, or is made by
+a user's planner on the fly counts against a budget: when it is used up, the window is read, handed
+over and dropped.
 
 A planner that overrides both how targets are found and what happens to what was read may count on
 stock's order, one item after the other: such planners give the same buffer for every item, or
@@ -22,19 +23,21 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from torch_dcpx import device_memory
 from torch_dcpx._compat import increment_version
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx.claims import Claim, disjoint_groups
-from torch_dcpx.errors import CorruptionError, StorageError
+from torch_dcpx.errors import CorruptionError, StagingError, StorageError
 from torch_dcpx.locate import Found, Located
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planner_hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks
 from torch_dcpx.read_bytes import BytesFinisher, BytesRead
 from torch_dcpx.read_table import (
+    ON_HOST,
     ReadRow,
     TensorRead,
     finish_tensor_read,
-    is_direct_target,
+    place_of,
     plan_tensor_read,
     stored_dtype,
 )
@@ -43,6 +46,7 @@ from torch_dcpx.tensor_memory import has_strides
 __all__ = ["ReadCounts", "read_items"]
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+_DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for what is converted there at one time
 
 
 class ReadCounts(NamedTuple):
@@ -87,6 +91,8 @@ class _Window:
         self.is_lean = has_state and not (self._makes_targets or self._wants_commits)
         self._reads: list[_Read] = []
         self._used_bytes = 0
+        self._device_bytes = 0  # staged in the memory of devices
+        self._devices: set[int] = set()  # that the prepared reads go to
         self._touched: list[str] = []  # over all windows
         self.torch_items = 0
         self.engine_s = self.finish_s = 0.0
@@ -105,6 +111,7 @@ class _Window:
             order = sorted(order, key=found.files.__getitem__)
         lookup = self._planner.state_dict.get if self.is_lean else None  # type: ignore[attr-defined]
         add, forms, byte_io = self._reads.append, found.forms, LoadItemType.BYTE_IO
+        is_host, ordinal_of = device_memory.is_host, device_memory.ordinal_of
         for number in order:
             item = found.items[number]
             form_number, payload_offset, payload_bytes, storage_offset = found.places[number]
@@ -118,7 +125,7 @@ class _Window:
                     type(target) in _PLAIN_CLASSES
                     and target.dtype is form.dtype
                     and target.shape == form.sizes == item.lengths
-                    and target.is_cpu
+                    and ((on_host := is_host(target)) or ordinal_of(target) >= 0)
                     and not target.is_nested
                     and target.layout == torch.strided
                     and target.is_contiguous()
@@ -134,9 +141,13 @@ class _Window:
                         and target.storage_offset() * itemsize + nbytes
                         <= target.untyped_storage().nbytes()
                     ):
+                        device = -1
+                        if not on_host:
+                            device = ordinal_of(target)
+                            self._devices.add(device)
                         row = (
                             found.files[number], payload_offset + skipped, nbytes, (), (), (),
-                            address, nbytes, dest.fqn,
+                            address, nbytes, dest.fqn, device,
                         )  # fmt: skip
                         claim = Claim(address, address + nbytes, dest)
                         add(_Read(row, claim, target, None))
@@ -164,9 +175,14 @@ class _Window:
         owner = item.dest_index if item.dest_index not in self._meeting else object()
         return Claim(begin, begin + (last + 1) * target.element_size(), owner)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Reads what is prepared when `nbytes` more would exceed the budget."""
-        if self._reads and nbytes and self._used_bytes + nbytes > self._budget_bytes:
+    def _make_room(self, nbytes: int, device_bytes: int = 0) -> None:
+        """Reads what is prepared when so much more, of the host's or devices' memory, would exceed
+        a budget.
+        """
+        exceeds = (nbytes and self._used_bytes + nbytes > self._budget_bytes) or (
+            device_bytes and self._device_bytes + device_bytes > _DEVICE_STAGING_BYTES
+        )
+        if self._reads and exceeds:
             self.flush()
 
     def _add_tensor(self, item: ReadItem, located: Located) -> None:
@@ -174,13 +190,19 @@ class _Window:
         dtype = stored_dtype(located, item.storage_index.fqn)
         is_big_endian = located.form.is_big_endian
         target = self._planner.resolve_tensor(item)
-        is_staged = not is_direct_target(target.detach(), dtype, is_big_endian)
-        cost = math.prod(item.lengths) * dtype.itemsize if is_staged else 0
+        place = place_of(target.detach(), dtype, is_big_endian)
+        staged_bytes = 0 if place.is_direct else math.prod(item.lengths) * dtype.itemsize
+        if place.device >= 0 and staged_bytes > _DEVICE_STAGING_BYTES:
+            place = ON_HOST  # a device that is nearly full has no room for one more such tensor
+        cost, device_bytes = (0, staged_bytes) if place.device >= 0 else (staged_bytes, 0)
         if self._makes_targets:
             cost += target.numel() * target.element_size()
-        self._make_room(cost)
+        self._make_room(cost, device_bytes)
         claim = self._claim(item, target.detach())
-        read = plan_tensor_read(item, located, target, dtype)
+        read = plan_tensor_read(item, located, target, dtype, place)
+        if read.row is not None and place.device >= 0:
+            self._devices.add(place.device)
+        self._device_bytes += device_bytes
         self._add(_Read(read.row, claim, None, (read, is_big_endian)), cost)
 
     def _add_bytes(self, item: ReadItem, located: Located, descriptors: Sequence[str]) -> None:
@@ -208,16 +230,18 @@ class _Window:
     def flush(self) -> None:
         """Reads everything prepared and hands it to the planner."""
         reads, self._reads, self._used_bytes = self._reads, [], 0
+        devices, self._devices, self._device_bytes = self._devices, set(), 0
         begin = 0
         for end in disjoint_groups([read.claim for read in reads]):
-            self._read(reads[begin:end])
+            self._read(reads[begin:end], devices)
             begin = end
+        reads.clear()  # prepare() has the list until it asks for the new one
 
     def _note(self, filled: Sequence[_Read]) -> None:
         """Notes which reads put bytes where they belong; autograd hears of it even if what follows
         fails.
         """
-        self._touched += [read.row[-1] for read in filled if read.row is not None]
+        self._touched += [read.row[8] for read in filled if read.row is not None]
         written = [read.direct for read in filled if read.direct is not None]
         written += [
             read.rest[0].target
@@ -228,15 +252,19 @@ class _Window:
         ]
         increment_version(written)
 
-    def _read(self, reads: list[_Read]) -> None:
+    def _read(self, reads: list[_Read], devices: set[int]) -> None:
         filled = [read for read in reads if read.row is not None]
         rows = [read.row for read in filled if read.row is not None]
         began = time.perf_counter()
+        # Marked at each call: what is queued may still use the targets, or memory staged for them.
+        after = device_memory.source_events(devices)
         try:
-            self._found.job.read(rows)
+            self._found.job.read(rows, after)
         except BaseException:
             self._note(list(itertools.compress(filled, self._found.job.touched())))
             raise
+        if after is not None:
+            device_memory.log_warning()
         self._note(filled)
         read_at = time.perf_counter()
         whole = [read.rest for read in reads if type(read.rest) is BytesRead]
@@ -280,7 +308,8 @@ def read_items(
         meeting: targets of which two items may fill the same element.
 
     Raises:
-        CorruptionError, StorageError: `touched` names the items whose targets may hold new bytes.
+        CorruptionError, StagingError, StorageError: `touched` names the items whose targets may
+            hold new bytes.
     """
     window = _Window(found, planner, transforms, options, meeting)
     try:
@@ -288,7 +317,7 @@ def read_items(
         runs_own_code = not (window.is_lean and has_stock_hooks(planner, TAKING_HOOKS))
         with nullcontext() if runs_own_code else bounded_pause(len(found.items)):
             window.prepare()
-    except (CorruptionError, StorageError) as error:
+    except (CorruptionError, StagingError, StorageError) as error:
         error.touched = window.touched
         raise
     except BaseException as error:  # an interruption, or a planner's own error

@@ -1,8 +1,9 @@
 """From a LoadPlan to the rows that the C++ side reads, and to what is left for torch.
 
-A read item goes straight into its target where that is plain host memory of the stored dtype. Else
-it is staged: read into a host tensor of its own, then handed to torch's `copy_`, which converts,
-moves to a device, and refuses as stock does.
+A read item goes straight into its target where that is plain memory, of the host or of a device
+that C++ copies to, of the stored dtype. Else it is staged: read into a tensor of its own, on such a
+device where the target is on one, then handed to torch's `copy_`, which converts, moves to other
+devices, and refuses as stock does.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from torch_dcpx import device_memory
 from torch_dcpx.errors import CorruptionError, UnsafePickleError, UnsupportedError
 from torch_dcpx.locate import Located
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.tensor_memory import check_storage, is_disjoint, is_plain
+from torch_dcpx.tensor_memory import check_storage, has_strides, is_disjoint, is_plain
 from torch_dcpx.unpickle import malformed_is_corruption
 
 __all__ = [
+    "ON_HOST",
     "ReadRow",
     "TensorRead",
     "finish_tensor_read",
-    "is_direct_target",
     "load_by_torch",
+    "place_of",
     "plan_tensor_read",
     "stored_dtype",
 ]
@@ -47,6 +50,17 @@ class ReadRow(NamedTuple):
     dest: Any  # address, or an object with a writable buffer
     dest_bytes: int  # from that address on
     fqn: str
+    device: int = -1  # CUDA ordinal of `dest`; -1 for host memory
+
+
+class Place(NamedTuple):
+    """Where the bytes of a tensor read go."""
+
+    is_direct: bool  # to the target itself; else to a tensor that is made for them
+    device: int  # CUDA ordinal; -1 for host memory
+
+
+ON_HOST = Place(is_direct=False, device=-1)
 
 
 class TensorRead(NamedTuple):
@@ -56,11 +70,6 @@ class TensorRead(NamedTuple):
     target: torch.Tensor
     staged: torch.Tensor | None  # else the bytes went straight into `target`
     row: ReadRow | None  # None: no byte to read
-
-    @property
-    def staged_bytes(self) -> int:
-        """Host memory that exists for this read alone."""
-        return 0 if self.staged is None else self.staged.numel() * self.staged.element_size()
 
 
 def stored_dtype(located: Located, fqn: str) -> torch.dtype:
@@ -74,16 +83,23 @@ def stored_dtype(located: Located, fqn: str) -> torch.dtype:
     return form.dtype
 
 
-def is_direct_target(target: torch.Tensor, dtype: torch.dtype, is_big_endian: bool) -> bool:
-    """Returns whether bytes of `dtype` may be written to the target's memory as they are."""
-    return (
-        not is_big_endian
-        and target.dtype == dtype
-        and target.device.type == "cpu"
+def place_of(target: torch.Tensor, dtype: torch.dtype, is_big_endian: bool) -> Place:
+    """Returns where bytes of `dtype` for the target are to go.
+
+    Straight into its memory where they may be written there as they are. What must be converted
+    goes to memory of the same device, but for what only the host can turn round or take apart.
+    """
+    is_host = device_memory.is_host(target)
+    device = -1 if is_host else device_memory.ordinal_of(target)
+    if is_big_endian or not (is_host or device >= 0):
+        return ON_HOST
+    is_direct = (
+        target.dtype == dtype
         and is_plain(target)
         and is_disjoint(target)  # else checksums would be taken of bytes that others overwrite
         and target.data_ptr() != 0  # torch.func's wrappers and zero tensors look plain
     )
+    return Place(is_direct, device if is_direct or has_strides(target) else -1)
 
 
 def _region(item: ReadItem, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -107,9 +123,9 @@ def _region(item: ReadItem, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tu
 
 
 def plan_tensor_read(
-    item: ReadItem, located: Located, target: torch.Tensor, dtype: torch.dtype
+    item: ReadItem, located: Located, target: torch.Tensor, dtype: torch.dtype, place: Place
 ) -> TensorRead:
-    """Describes how the region of `item` gets from its payload into `target`.
+    """Describes how the region of `item` gets from its payload to `place`, that of `target`.
 
     Raises:
         AssertionError: the target's size is not the region's (stock's text).
@@ -149,12 +165,15 @@ def plan_tensor_read(
             fqn=fqn,
             path=located.path,
         )
-    if target.device.type == "cpu" and is_plain(target):
+    if (place.device >= 0 or device_memory.is_host(target)) and is_plain(target):
         check_storage(target, fqn)
     staged = None
     into = target
-    if not is_direct_target(target, dtype, form.is_big_endian):
-        staged = into = torch.empty(lengths, dtype=dtype)
+    if not place.is_direct:
+        if place.device >= 0:
+            staged = into = device_memory.empty(lengths, dtype, target)
+        else:
+            staged = into = torch.empty(lengths, dtype=dtype)
     reach = sum(
         (length - 1) * stride for length, stride in zip(lengths, into.stride(), strict=True)
     )
@@ -168,6 +187,7 @@ def plan_tensor_read(
         into.data_ptr(),
         (reach + 1) * elem_bytes,
         fqn,
+        place.device,
     )
     return TensorRead(item, target, staged, row)
 

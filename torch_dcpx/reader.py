@@ -249,6 +249,7 @@ class DcpxReader(FileSystemReader):
                 use_direct=self.options.direct_io,
                 verify=self.options.verify == "blocks",
                 max_open_files=_max_open_files(),
+                max_slots=self.options.host_memory_bytes // self.options.slot_bytes,
             )
             try:
                 path = str(directory.path)

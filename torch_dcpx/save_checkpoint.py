@@ -7,6 +7,7 @@ collectives of the training that goes on meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -25,7 +26,12 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx.arena import process_pool
 from torch_dcpx.background_save import BackgroundSave, report_of
 from torch_dcpx.deadline import Deadline
-from torch_dcpx.errors import ConcurrentSaveError, OptionError, UnsupportedError
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    OptionError,
+    StagingError,
+    UnsupportedError,
+)
 from torch_dcpx.exchange import exchange_for
 from torch_dcpx.item_staging import ItemsInWaves, stage_items
 from torch_dcpx.options import WriteOptions
@@ -34,7 +40,7 @@ from torch_dcpx.save_report import SaveReport
 from torch_dcpx.save_run import SaveRun, asked
 from torch_dcpx.split import planned_bytes
 from torch_dcpx.staged_items import StagedItems
-from torch_dcpx.staging import StagePlan, stage_tensors, staging_workers
+from torch_dcpx.staging import StagePlan, stage_guarded, staging_workers
 from torch_dcpx.writer import DcpxWriter
 
 __all__ = ["async_save", "close", "prewarm", "save"]
@@ -104,7 +110,9 @@ def async_save(
     """Saves a checkpoint in the background: returns as soon as `state_dict` may change.
 
     The ranks agree on the plan and copy what they are to write before this returns; writing, vote
-    and commit come after it. What was copied is what is saved, whatever happens to the state.
+    and commit come after it. What was copied is what is saved, whatever happens to the state. With
+    `WriteOptions(overlap=True)` copies from devices go on after it, and `handle.guard` says what
+    waits for them.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: as `save`. A
@@ -118,7 +126,8 @@ def async_save(
         `torch_dcpx.wait`, or logged when the interpreter ends.
 
     Raises:
-        StagingError: not enough memory for the copy; on the other ranks the handle raises.
+        StagingError: not enough memory for the copy, a device failed, or a current stream is
+            capturing a graph; on the other ranks the handle raises.
         ConcurrentSaveError: with `on_busy="error"`, as many saves as may be are under way.
         As `save`: what fails while the ranks plan, and an earlier save's error.
     """
@@ -136,18 +145,21 @@ def async_save(
             return handle
         plan = run.plan(pending_saves.raise_uncollected)
         run.note_phase("staging")
-        items = _items(run, plan)
+        items = _items(run, plan, handle)
         run.planner = None  # and with it the state, of a planner that nobody else has
         background = BackgroundSave(run, plan, items, handle, begin)
         background.start()
         background.wait_until_staged()
     except BaseException as error:  # Ctrl-C as well: the state may change from here on
-        if background is None or background.withdraw():
-            run.end(error)
-        else:
-            handle.cancel()
+        try:
+            with contextlib.suppress(StagingError):
+                handle.guard.finish()
+        finally:
+            if background is None or background.withdraw():
+                run.end(error)
+            else:
+                handle.cancel()
         raise
-    handle.staged.set_result(None)
     return handle
 
 
@@ -171,8 +183,12 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
     tensors: list[Any] = [
         planner.resolve_data(item) for item in plan.items if item.type is not WriteItemType.BYTE_IO
     ]
+    needs = StagePlan(tensors)
     process_pool().prewarm(
-        StagePlan(tensors).nbytes, budget_bytes=window_bytes, workers=staging_workers()
+        needs.nbytes,
+        budget_bytes=window_bytes,
+        workers=staging_workers(),
+        device=min(needs.devices, default=-1),
     )
 
 
@@ -273,8 +289,11 @@ def _most_under_way(run: SaveRun) -> int:
     return run.exchange.all_reduce("admit", pending_saves.count, most)
 
 
-def _items(run: SaveRun, plan: SavePlan) -> StagedItems | ItemsInWaves:
-    """Returns the data of the plan's items: copied now, or in waves where memory is bounded."""
+def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | ItemsInWaves:
+    """Returns the data of the plan's items: copied now, or in waves where memory is bounded.
+
+    With `overlap` the handle's guard says when they are there.
+    """
     options = run.writer.options
     window_bytes = _window_bytes(options)
     if window_bytes is not None:
@@ -290,9 +309,14 @@ def _items(run: SaveRun, plan: SavePlan) -> StagedItems | ItemsInWaves:
             return ItemsInWaves(plan, run.planner, window_bytes)
 
     def stage(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
-        return stage_tensors(
-            tensors, names=names, budget_bytes=window_bytes, timeout_s=options.save_timeout_s
+        staged, handle.guard = stage_guarded(
+            tensors,
+            names=names,
+            budget_bytes=window_bytes,
+            timeout_s=options.save_timeout_s,
+            overlap=options.overlap,
         )
+        return staged
 
     with paused_gc():
         has_extensions = bool(run.writer.transforms.extensions)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
 
+from torch_dcpx.copy_guard import CopyGuard
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.save_report import SaveReport
 
@@ -65,7 +66,9 @@ class SaveHandle:
 
     Attributes:
         checkpoint_id: its directory.
-        staged: done when the state may change again: when `async_save` has returned.
+        staged: done when the state may change in any way: when `async_save` has returned, with
+            `overlap=True` later, when the last copy is done; or what failed before.
+        guard: lets streams go on behind the copies that `overlap=True` leaves under way.
         durable: the SaveReport, once the checkpoint is committed and durable on every rank; None of
             a save that was skipped (`on_busy="skip"`). Or what failed, on any rank.
     """
@@ -73,6 +76,8 @@ class SaveHandle:
     def __init__(self, checkpoint_id: str, cancel: Callable[[], bool]) -> None:
         self.checkpoint_id = checkpoint_id
         self.staged: Future[None] = Future()
+        self.staged.set_running_or_notify_cancel()  # nobody but the save ends it
+        self.guard = CopyGuard()
         self.durable: WatchedFuture[SaveReport | None] = WatchedFuture()
         self._cancel = cancel
 

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch_dcpx import _C
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, from_dlpack, with_local_tensor
 from torch_dcpx.arena import ArenaPool, attach, has_arenas, note_written
-from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.copy_guard import CopyGuard
+from torch_dcpx.errors import StagingError, UnsupportedError
 from torch_dcpx.staging import StagePlan
 from torch_dcpx.tensor_memory import is_plain
 
@@ -238,16 +239,26 @@ def stage_state(
     budget_bytes: int | None,
     workers: int,
     timeout_s: float,
-) -> StagedState:
-    """Returns the state as it is now, on the host. Arguments and errors as of `stage_tensors`."""
+    overlap: bool = False,
+) -> tuple[StagedState, CopyGuard]:
+    """Returns the state as it is now, on the host, and with `overlap` when it is there.
+
+    Arguments and errors as of `stage_guarded`.
+    """
     walk = StateWalk(state_dict)
     plan = StagePlan(walk.tensors, walk.name_of)
     with pool.lease(
         plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
     ) as arena:
-        state = walk.rebuild(plan.copy_to(arena, workers))
+        staged, guard = plan.copy_to(arena, workers, overlap=overlap)
+        try:
+            state = walk.rebuild(staged)
+        except BaseException:
+            with contextlib.suppress(StagingError):
+                guard.finish()  # the state may change from here on
+            raise
         state.arena = arena
-    return state
+    return state, guard
 
 
 def note_state_written(state: object) -> None:

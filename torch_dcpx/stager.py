@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from torch_dcpx.arena import process_pool
+from torch_dcpx.copy_guard import CopyGuard
+from torch_dcpx.errors import StagingError
 from torch_dcpx.staged_state import StagedState, StateWalk, stage_state
 from torch_dcpx.staging import StagePlan, staging_workers
 
@@ -19,9 +23,12 @@ class DcpxStager(AsyncStager):
     The memory belongs to the process and is used again, by any stager, once a save has let go of
     what was staged: it is never overwritten before. In process mode the saving process maps it by
     one descriptor. Thread-safe; picklable.
+
+    Attributes:
+        guard: of the last `stage` with `overlap=True`: lets streams go on behind its copies.
     """
 
-    _synchronize_after_execute = False  # stage() returns when all is copied
+    _synchronize_after_execute = False  # stage() returns when all is copied, or a future says when
 
     def __init__(
         self,
@@ -30,6 +37,7 @@ class DcpxStager(AsyncStager):
         host_memory_bytes: int | None = None,
         workers: int | None = None,
         timeout_s: float = 1800.0,
+        overlap: bool = False,
     ) -> None:
         """Takes no memory yet.
 
@@ -40,22 +48,40 @@ class DcpxStager(AsyncStager):
                 is refused. None (default): the memory that is available.
             workers: threads that copy. None (default): this rank's share of the cores, 2 to 8.
             timeout_s: seconds to wait for memory that a save still uses. Default 1800.
+            overlap: `stage` returns once the copies from devices are queued there, and gives a
+                future. What overwrites saved tensors must then come after `guard.wait()`;
+                `guard_optimizer` does that for an optimizer's steps. Default False.
         """
         self.is_shared = is_shared
         self.host_memory_bytes = host_memory_bytes
         self.workers = workers
         self.timeout_s = timeout_s
+        self.overlap = overlap
+        self.guard = CopyGuard()
 
-    def stage(self, state_dict: dict[str, Any]) -> StagedState:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "guard": CopyGuard()}  # copies stay with the process they are of
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
         """Returns the state as it is now; later changes do not show.
 
         Tensors become plain host tensors that require no gradient, in a DTensor or ShardedTensor
-        where they were; all else is deep-copied.
+        where they were; all else is deep-copied. With `overlap=True` a future of that state,
+        which is done when the last copy is: `dcp.async_save` then returns its `AsyncSaveResponse`.
 
         Raises:
-            StagingError: no memory within the budget, the machine or the time; a forked child.
+            StagingError: no memory within the budget, the machine or the time; a forked child; a
+                device failed, or a current stream is capturing a graph. What fails after the call
+                is the future's.
             UnsupportedError: a tensor has no memory, or it was freed or resized under it.
         """
+        state, guard = self._staged(state_dict)
+        if not self.overlap:
+            return state
+        self.guard = guard
+        return _when_copied(state, guard)
+
+    def _staged(self, state_dict: dict[str, Any]) -> tuple[StagedState, CopyGuard]:
         return stage_state(
             state_dict,
             process_pool(),
@@ -63,6 +89,7 @@ class DcpxStager(AsyncStager):
             budget_bytes=self.host_memory_bytes,
             workers=self.workers or staging_workers(),
             timeout_s=self.timeout_s,
+            overlap=self.overlap,
         )
 
     def prewarm(self, state_dict: dict[str, Any]) -> None:
@@ -73,18 +100,45 @@ class DcpxStager(AsyncStager):
             StagingError: as `stage`.
         """
         walk = StateWalk(state_dict)
+        needs = StagePlan(walk.tensors, walk.name_of)
         process_pool().prewarm(
-            StagePlan(walk.tensors, walk.name_of).nbytes,
+            needs.nbytes,
             is_shared=self.is_shared,
             budget_bytes=self.host_memory_bytes,
             workers=self.workers or staging_workers(),
             timeout_s=self.timeout_s,
+            device=min(needs.devices, default=-1),
         )
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: `stage` returns when all is copied."""
+        """Nothing to wait for: `stage` returns when all is copied, or a future."""
 
     def close(self) -> None:
         """Gives the process's staging memory back to the system; what a save still uses, when it
         ends. The stager stays usable."""
         process_pool().close()
+
+
+def _when_copied(state: StagedState, guard: CopyGuard) -> Future[StagedState]:
+    """Returns the future of a state whose copies go on."""
+    staged: Future[StagedState] = Future()
+    staged.set_running_or_notify_cancel()
+    if guard.is_finished:
+        staged.set_result(state)
+        return staged
+
+    def wait() -> None:
+        try:
+            guard.finish()
+        except BaseException as error:  # noqa: BLE001  (raised by whoever asks the future)
+            staged.set_exception(error)
+        else:
+            staged.set_result(state)
+
+    try:
+        # No daemon: the interpreter's end joins it, as it is in C++ for most of its time.
+        threading.Thread(target=wait, name="dcpx-stage", daemon=False).start()
+    except RuntimeError as error:
+        guard.finish()
+        raise StagingError(f"start the thread that waits for copies: {error}") from error
+    return staged

@@ -1,27 +1,30 @@
 """The bytes of many tensors at one moment: copied into an arena, and tensors over the copies.
 
 What costs per tensor is kept small, as a state may have 100,000: a capsule of DLPack says all of a
-tensor in one call, and makes one in another; everything between is C++.
+tensor in one call, and makes one in another; everything between is C++. Memory of CUDA devices goes
+the same way, by copies that C++ queues there; the arena is then registered with the driver.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from torch_dcpx import _C
+from torch_dcpx import _C, device_memory
 from torch_dcpx._compat import dlpack_dtypes, from_dlpack, to_dlpack
 from torch_dcpx._gc import bounded_pause
-from torch_dcpx.arena import ArenaPool, process_pool
+from torch_dcpx.arena import ArenaPool, make_ready, process_pool
+from torch_dcpx.copy_guard import CopyGuard
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.tensor_memory import check_storage, has_strides
 
-__all__ = ["StagePlan", "stage_tensors", "staging_workers"]
+__all__ = ["StagePlan", "stage_guarded", "stage_tensors", "staging_workers"]
+
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 
@@ -46,6 +49,7 @@ class StagePlan:
     Attributes:
         nbytes: bytes of an arena that holds the snapshot. Tensors that no address and strides
             describe (sparse, quantized, of other classes) are cloned outside of it.
+        devices: ordinals of the CUDA devices that C++ copies from.
 
     Raises:
         UnsupportedError: a tensor has no memory, or it was freed or resized under it.
@@ -58,15 +62,17 @@ class StagePlan:
         self._raw: list[tuple[int, torch.dtype]] = []  # come back as bytes
         self._elsewhere: list[tuple[int, torch.Tensor]] = []  # to be copied by torch into its place
         self._cloned: dict[int, torch.Tensor] = {}
-        self._kept: list[torch.Tensor] = []  # whose addresses the table holds
         entries: list[Any] = []
-        has_conj = dlpack_dtypes().get
+        has_conj, is_host = dlpack_dtypes().get, device_memory.is_host
+        ordinal_of = device_memory.ordinal_of
         with bounded_pause(len(tensors)):
             for tensor in tensors:
                 # Nearly all are like this: each question is asked once.
+                on_host = is_host(tensor)
+                device = -1 if on_host else ordinal_of(tensor)
                 if (
                     type(tensor) in _PLAIN_CLASSES
-                    and tensor.is_cpu
+                    and (on_host or device >= 0)
                     and has_conj(tensor.dtype) is False
                     and not tensor.is_neg()
                     and tensor.layout == torch.strided
@@ -74,7 +80,8 @@ class StagePlan:
                     and tensor.nbytes == tensor.untyped_storage().nbytes()
                     and not tensor.storage_offset()
                 ):
-                    entries.append(to_dlpack(tensor))
+                    capsule = to_dlpack(tensor)
+                    entries.append(capsule if on_host else (capsule, device))
                 else:
                     entries.append(self._entry(len(entries), tensor))
             self._table = _C.StageTable(entries)
@@ -84,17 +91,30 @@ class StagePlan:
                 "tensor that torch.func tracks or that is known to be zero; save `tensor.clone()`"
             )
         self.nbytes = self._table.nbytes
+        self.devices = self._table.devices
 
-    def copy_to(self, arena: _C.Arena, workers: int) -> list[torch.Tensor]:
+    def copy_to(
+        self,
+        arena: _C.Arena,
+        workers: int,
+        *,
+        overlap: bool = False,
+        streams: Mapping[int, int] | None = None,
+    ) -> tuple[list[torch.Tensor], CopyGuard]:
         """Returns the tensors over `arena`, with the bytes they have now; blocks until these are
         copied. Each has a storage of its own, of exactly its size, and requires no gradient.
 
         Args:
             arena: of `nbytes` at least, which nobody else fills; lent until the tensors are gone.
             workers: threads that copy.
+            overlap: copies from devices are queued and go on; the guard says how far they are, and
+                keeps what they read. Default False: the guard has nothing to say.
+            streams: by ordinal, to wait for besides this thread's current ones. Default None.
+
+        Raises:
+            StagingError: the driver failed, or a current stream is capturing a graph.
         """
         table = self._table
-        _C.snapshot(arena, table, workers)
         with bounded_pause(len(self)):
             staged = list(map(from_dlpack, table.capsules(arena)))
         for index, dtype in self._raw:
@@ -104,7 +124,15 @@ class StagePlan:
             staged[index].copy_(tensor)
         for index, tensor in self._cloned.items():
             staged[index] = self._clone(index, tensor)
-        return staged
+        if not self.devices:
+            _C.snapshot(arena, table, workers)
+            return staged, CopyGuard()
+        make_ready(arena, self.devices[0], workers)
+        # Behind all that the caller and this plan have queued so far.
+        after = device_memory.source_events(self.devices, streams)
+        copies = _C.snapshot(arena, table, workers, after, overlap)
+        device_memory.log_warning()
+        return staged, CopyGuard(copies, self.devices)
 
     def _clone(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         try:
@@ -136,19 +164,53 @@ class StagePlan:
             tensor = tensor.resolve_conj().resolve_neg()
         if not has_strides(tensor) or tensor.is_meta:
             self._cloned[index] = tensor
-            return (0, 1, (0,), (1,))
-        if (tensor.is_cpu or tensor.is_cuda) and tensor.numel():
+            return (0, 1, (0,), (1,), -1, None)
+        is_host = device_memory.is_host(tensor)
+        device = -1 if is_host else device_memory.ordinal_of(tensor)
+        is_copied_here = is_host or device >= 0
+        if (is_copied_here or tensor.is_cuda) and tensor.numel():
             check_storage(tensor, self._name_of(index))
-        if tensor.is_cpu and tensor.dtype in dlpack_dtypes():
-            return to_dlpack(tensor)
+        if is_copied_here and tensor.dtype in dlpack_dtypes():
+            return to_dlpack(tensor) if is_host else (to_dlpack(tensor), device)
         address = 0
         self._raw.append((index, tensor.dtype))
-        if tensor.is_cpu:
-            self._kept.append(tensor)
+        if is_copied_here:
             address = tensor.data_ptr() if tensor.numel() else 0
         else:
             self._elsewhere.append((index, tensor))
-        return (address, tensor.element_size(), tuple(tensor.shape), tensor.stride())
+        # With the tensor, whose memory the address is of.
+        return (
+            address, tensor.element_size(), tuple(tensor.shape), tensor.stride(), device, tensor
+        )  # fmt: skip
+
+
+def stage_guarded(
+    tensors: Sequence[torch.Tensor],
+    *,
+    names: Sequence[str] | None = None,
+    pool: ArenaPool | None = None,
+    is_shared: bool = False,
+    budget_bytes: int | None = None,
+    workers: int | None = None,
+    timeout_s: float = 1800.0,
+    overlap: bool = True,
+    streams: Mapping[int, int] | None = None,
+) -> tuple[list[torch.Tensor], CopyGuard]:
+    """Returns host tensors that will hold what `tensors` hold at this moment, and when they do.
+
+    Args:
+        tensors, names, pool, is_shared, budget_bytes, workers, timeout_s: as `stage_tensors`.
+        overlap: copies from devices go on, guarded; False waits for them. Default True.
+        streams: by ordinal, to wait for besides this thread's current ones. Default None.
+
+    Raises:
+        As `stage_tensors`.
+    """
+    plan = StagePlan(tensors, names.__getitem__ if names else None)
+    with (pool or process_pool()).lease(
+        plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
+    ) as arena:
+        return plan.copy_to(arena, workers or staging_workers(), overlap=overlap, streams=streams)
 
 
 def stage_tensors(
@@ -177,11 +239,17 @@ def stage_tensors(
         timeout_s: seconds to wait for an arena that a save still uses. Default 1800.
 
     Raises:
-        StagingError: no memory within the budget, the machine or the time; a forked child.
+        StagingError: no memory within the budget, the machine or the time; a forked child; a copy
+            from a device failed, or a current stream is capturing a graph.
         UnsupportedError: a tensor's memory was freed or resized under it.
     """
-    plan = StagePlan(tensors, names.__getitem__ if names else None)
-    with (pool or process_pool()).lease(
-        plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
-    ) as arena:
-        return plan.copy_to(arena, workers or staging_workers())
+    return stage_guarded(
+        tensors,
+        names=names,
+        pool=pool,
+        is_shared=is_shared,
+        budget_bytes=budget_bytes,
+        workers=workers,
+        timeout_s=timeout_s,
+        overlap=False,
+    )[0]

@@ -1,8 +1,9 @@
 """One rank's files: windows of rows through one WriteJob.
 
-Where nothing is made for the save alone (CPU tensors with stock's planner hooks) there is one
-window, and one call to C++. Bytes items, device tensors and what a user's planner makes on the fly
-count against a budget: when it is used up, the window is written and its temporaries are dropped.
+Where nothing is made for the save alone (tensors on the host or on a CUDA device, with stock's
+planner hooks) there is one window, and one call to C++. Bytes items, what torch must copy from
+other devices, and what a user's planner makes on the fly count against a budget: when it is used
+up, the window is written and its temporaries are dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx import _C
+from torch_dcpx import _C, device_memory
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import StorageError
@@ -66,6 +67,7 @@ def write_files(
 
     Raises:
         StorageError: a write failed; the files made here are removed.
+        StagingError: so for a copy from a device.
     """
     job = _C.WriteJob(
         dir_fd=directory.fd,
@@ -120,6 +122,7 @@ class _Window:
         self._made_ratio = 1.0  # bytes that the planner made to bytes planned: the most so far
         self._rows: list[WriteRow] = []
         self._owners: list[object] = []
+        self._devices: set[int] = set()
         self._used_bytes = 0
 
     def add_row(self, row: WriteRow) -> None:
@@ -127,6 +130,8 @@ class _Window:
         if len(self._rows) >= _MAX_ROWS:
             self.flush(is_final=False)
         self._rows.append(row)
+        if row.device >= 0:
+            self._devices.add(row.device)
 
     def add(self, item: WriteItem, file: int) -> None:
         """Asks for the item's data; writes what is there already when both exceed the budget."""
@@ -140,6 +145,8 @@ class _Window:
             self._made_ratio = max(self._made_ratio, cost / announced_bytes)
         self._make_room(cost)
         self._rows.append(resolved.row)
+        if resolved.row.device >= 0:
+            self._devices.add(resolved.row.device)
         self._owners.append(resolved.owner)
         self._used_bytes += cost
 
@@ -149,13 +156,18 @@ class _Window:
 
     def flush(self, *, is_final: bool) -> None:
         """Writes the rows and drops what they point to."""
+        # Marked at each call: what a planner has just made, a device may still be computing.
+        after = device_memory.source_events(self._devices)
         with self._progress.window(list(map(_payload_bytes, self._rows))) as tell:
             offsets, lengths = self._job.write(
-                self._rows, self._table.types, is_final=is_final, progress=tell
+                self._rows, self._table.types, is_final=is_final, progress=tell, after=after
             )
+        if after is not None:
+            device_memory.log_warning()
         self.placed[0].extend(offsets)
         self.placed[1].extend(lengths)
         self._rows, self._owners, self._used_bytes = [], [], 0
+        self._devices = set()
 
 
 def _payload_bytes(row: WriteRow) -> int:

@@ -1,7 +1,8 @@
 """From a SavePlan to the rows that the C++ side writes.
 
-What `resolve_data` gives is turned into one row per item: an address and strides for plain CPU
-tensors, bytes for everything else. Nothing is copied here that lies in host memory already.
+What `resolve_data` gives is turned into one row per item: an address and strides for plain tensors
+on the host or on a device that C++ copies from, bytes for everything else. Nothing is copied here
+that lies in such memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_dcpx import _C
+from torch_dcpx import _C, device_memory
 from torch_dcpx._compat import dtype_name, is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.item_rows import (
@@ -193,7 +194,7 @@ class WriteTable:
         return self._tensor(item, file, data)
 
     def resolve_in_place(self, items: Iterable[WriteItem], files: Iterable[int]) -> InPlace:
-        """Describes the items that lie in host memory as they are written.
+        """Describes the items that lie in memory, of the host or a device, as they are written.
 
         Makes no temporary, so that all items can be asked before the first byte is written.
         REQUIRES: has_stock_hooks.
@@ -206,6 +207,7 @@ class WriteTable:
         owners: list[torch.Tensor] = []
         lookup, path_of, type_of = self._state.get, self._paths.get, self._known.get
         byte_io, is_raw = WriteItemType.BYTE_IO, self._transform is None
+        is_host, ordinal_of = device_memory.is_host, device_memory.ordinal_of
         for item, file in zip(items, files, strict=True):
             if item.type is byte_io:
                 rows.append(None)
@@ -218,7 +220,7 @@ class WriteTable:
                 type(tensor) in _PLAIN_CLASSES
                 and is_raw
                 and about is not None
-                and tensor.is_cpu
+                and ((on_host := is_host(tensor)) or ordinal_of(tensor) >= 0)
                 and not tensor.is_nested
                 and tensor.layout == torch.strided
                 and tensor.is_contiguous()
@@ -238,13 +240,13 @@ class WriteTable:
                         WriteRow(
                             file, TENSOR, type_index, address, nbytes, tensor.shape,
                             tensor.stride(), True, index.fqn, about.size, chunk.offsets,
-                            path_of(index.fqn),
+                            path_of(index.fqn), -1 if on_host else ordinal_of(tensor),
                         )
                     )  # fmt: skip
                     owners.append(tensor)
                     continue
             tensor, about = vetted(item, self._lookup(item))
-            rows.append(self._row_in_place(item, file, tensor, about) if tensor.is_cpu else None)
+            rows.append(self._row_in_place(item, file, tensor, about))
             owners.append(tensor)
         return InPlace(rows, owners)
 
@@ -271,10 +273,10 @@ class WriteTable:
     def _tensor(self, item: WriteItem, file: int, data: Any) -> Resolved:
         tensor, about = vetted(item, data)
         tensor = tensor.detach()
-        is_copy = not tensor.is_cpu
-        if is_copy:
-            tensor = tensor.cpu()
-        row = self._row_in_place(item, file, tensor, about)
+        row, is_copy = self._row_in_place(item, file, tensor, about), False
+        if row is None and not device_memory.is_host(tensor):
+            tensor, is_copy = tensor.cpu(), True
+            row = self._row_in_place(item, file, tensor, about)
         if row is not None:
             return Resolved(row, tensor, row.payload_bytes if is_copy else 0)
         # Stored in torch's own serialisation: addresses and strides do not say it all.
@@ -293,10 +295,15 @@ class WriteTable:
     def _row_in_place(
         self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
     ) -> WriteRow | None:
-        """Returns the row of a host tensor, None where address and strides do not say it all."""
+        """Returns the row of a tensor, None where address and strides do not say it all."""
         fqn, shape, offsets = item.index.fqn, tensor.shape, about.chunk.offsets
         if self._transform is not None or not is_plain(tensor) or len(offsets) != len(shape):
             return None
+        device = -1
+        if not device_memory.is_host(tensor):
+            device = device_memory.ordinal_of(tensor)
+            if device < 0:
+                return None
         nbytes = tensor.nbytes
         address = tensor.data_ptr() if nbytes else 0
         if nbytes and not address:  # torch.func's wrappers and zero tensors look plain
@@ -317,6 +324,7 @@ class WriteTable:
             about.size,
             offsets,
             self._paths.get(fqn),
+            device if nbytes else -1,
         )
 
     def _serialised(

@@ -172,7 +172,7 @@ class DcpxWriter(FileSystemWriter):
         """
         self.__use.check()
         memory, timeout_s = self.options.host_memory_bytes, self.options.save_timeout_s
-        return DcpxStager(host_memory_bytes=memory, timeout_s=timeout_s).stage(state_dict)
+        return DcpxStager(host_memory_bytes=memory, timeout_s=timeout_s)._staged(state_dict)[0]
 
     def close(self) -> None:
         """Gives the memory that `stage` uses back to the system; what a save still uses, later."""

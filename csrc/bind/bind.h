@@ -21,6 +21,7 @@ void bind_plan(pybind11::module_& m);
 void bind_write(pybind11::module_& m);
 void bind_read(pybind11::module_& m);
 void bind_stage(pybind11::module_& m);
+void bind_device(pybind11::module_& m);
 
 // For the thread that waits while workers run without the GIL: lets Python see its signals, and
 // throws what a handler raised (KeyboardInterrupt). REQUIRES: the GIL is not held.

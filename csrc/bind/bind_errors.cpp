@@ -23,6 +23,8 @@ const char* class_name(ErrorCode code) {
       return "CorruptionError";
     case ErrorCode::kUnsupported:
       return "UnsupportedError";
+    case ErrorCode::kStaging:
+      return "StagingError";
   }
   return "DcpxError";
 }

@@ -106,7 +106,7 @@ engine::WantedItem to_wanted(const py::handle& row) {
 
 // The order of fields is that of torch_dcpx.read_table.ReadRow.
 ReadRegion to_region(const py::handle& row, PinnedBuffers& buffers) {
-  check_tuple(row, 9, "a read row has 9 fields");
+  check_tuple(row, 10, "a read row has 10 fields");
   ReadRegion region;
   region.file = to_u32(field(row, 0));
   region.src_offset = to_u64(field(row, 1));
@@ -124,6 +124,9 @@ ReadRegion to_region(const py::handle& row, PinnedBuffers& buffers) {
   DCPX_CHECK(plan::dst_span_bytes(region.region) <= std::min(available, dest_bytes),
              "a region reaches behind its destination");
   region.fqn = to_string(field(row, 8));
+  region.device = to_device(field(row, 9));
+  DCPX_CHECK(region.device < 0 || PyLong_Check(field(row, 6).ptr()) != 0,
+             "device memory has an address");
   return region;
 }
 
@@ -132,14 +135,16 @@ ReadRegion to_region(const py::handle& row, PinnedBuffers& buffers) {
 void bind_read(py::module_& m) {
   py::class_<ReadJob>(m, "ReadJob")
       .def(py::init([](int dir_fd, std::string dir_path, unsigned workers, std::uint64_t slot_bytes,
-                       bool use_direct, bool verify, std::uint32_t max_open_files) {
+                       bool use_direct, bool verify, std::uint32_t max_open_files,
+                       unsigned max_slots) {
              return std::make_unique<ReadJob>(
                  dir_fd, std::move(dir_path),
-                 engine::ReadOptions{workers, slot_bytes, use_direct, verify, max_open_files});
+                 engine::ReadOptions{workers, slot_bytes, use_direct, verify, max_open_files,
+                                     max_slots});
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
            py::arg("slot_bytes"), py::arg("use_direct"), py::arg("verify"),
-           py::arg("max_open_files"))
+           py::arg("max_open_files"), py::arg("max_slots") = 0)
       .def(
           "locate",
           [](ReadJob& job, const py::list& file_rows, const py::list& wanted_rows) {
@@ -165,16 +170,16 @@ void bind_read(py::module_& m) {
           py::arg("files"), py::arg("wanted"))
       .def(
           "read",
-          [](ReadJob& job, const py::list& rows) {
+          [](ReadJob& job, const py::list& rows, const device::SourceEvents* after) {
             PinnedBuffers buffers;
             std::vector<ReadRegion> regions;
             regions.reserve(rows.size());
             for (const py::handle& row : py::tuple(rows))
               regions.push_back(to_region(row, buffers));
             const py::gil_scoped_release no_gil;
-            job.read(regions, signal_poll());
+            job.read(regions, signal_poll(), after);
           },
-          py::arg("rows"))
+          py::arg("rows"), py::arg("after") = py::none())
       .def("close", &ReadJob::close)
       .def("touched", &ReadJob::touched)
       .def("report", [](const ReadJob& job) {

@@ -2,14 +2,23 @@
 // costs more than the copy of a small tensor.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <memory>
+#include <new>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "bind/dlpack.h"
 #include "bind/fields.h"
 #include "common/arena.h"
 #include "common/bytes.h"
+#include "device/numa.h"
+#include "device/pinned.h"
+#include "device/source_events.h"
+#include "engine/device_copies.h"
 #include "engine/snapshot.h"
 
 namespace dcpx {
@@ -28,6 +37,22 @@ struct ArenaHandle {
   Arena& get() const {
     if (arena == nullptr) throw py::value_error("the arena was released");
     return *arena;
+  }
+  // What pin() has begun; null: nothing.
+  device::Pinned* pinned() const { return static_cast<device::Pinned*>(get().kept()); }
+
+  // Where memory that nobody has touched is to lie.
+  void place_near(int device) const {
+    Arena& memory = get();
+    device::prefer_node(memory.data(), memory.size_bytes(), device::numa_node_of(device));
+  }
+
+  // Once an arena: what a driver has refused it refuses again.
+  void pin(int device) const {
+    Arena& memory = get();
+    if (memory.kept() != nullptr) return;
+    memory.keep(std::make_shared<device::Pinned>(
+        device::Pinned::start(memory.data(), memory.size_bytes(), device)));
   }
 };
 
@@ -72,9 +97,10 @@ py::object lend(const std::shared_ptr<Arena>& arena, std::byte* data, const Data
   return py::reinterpret_steal<py::object>(capsule);
 }
 
-// What is to be staged, laid out. An entry is the capsule of a host tensor, or the fields
-// (address, elem_bytes, sizes, strides) of one whose dtype DLPack does not know; at address 0 only
-// its place is wanted. Such an entry comes back as plain bytes.
+// What is to be staged, laid out. An entry is the capsule of a host tensor, or (capsule, device) of
+// one on a CUDA device, or the fields (address, elem_bytes, sizes, strides, device, owner) of one
+// whose dtype DLPack does not know; at address 0 only its place is wanted. The latter come back as
+// plain bytes.
 class StageTable {
  public:
   explicit StageTable(const py::list& entries) : entries_(entries) {
@@ -90,6 +116,16 @@ class StageTable {
   // The last tensor that has elements but no memory; -1: none.
   std::int64_t nowhere() const { return nowhere_; }
 
+  // The devices that some of it lies on, ascending.
+  std::vector<int> devices() const {
+    std::set<int> found;
+    for (const SnapshotRow& row : rows_) {
+      if (row.device >= 0 && row.nbytes > 0) found.insert(row.device);
+    }
+    return {found.begin(), found.end()};
+  }
+  const std::vector<SnapshotRow>& rows() const { return rows_; }
+
   // (offset, bytes) of each.
   py::list places() const {
     py::list out(rows_.size());
@@ -101,7 +137,8 @@ class StageTable {
 
   // A tensor over `handle` for each; what was staged need not be there yet.
   py::list capsules(const ArenaHandle& handle) const {
-    const std::shared_ptr<Arena> arena = checked(handle);
+    DCPX_CHECK(nbytes_ <= handle.get().size_bytes(), "an arena too small for what is staged");
+    const std::shared_ptr<Arena> arena = handle.arena;
     py::list out(rows_.size());
     for (std::size_t i = 0; i < rows_.size(); ++i) {
       const SnapshotRow& row = rows_[i];
@@ -120,56 +157,62 @@ class StageTable {
                           py::tuple(py::cast(rows_[index].strides)));
   }
 
-  void snapshot(const ArenaHandle& handle, unsigned workers) const {
-    const std::shared_ptr<Arena> arena = checked(handle);
-    const py::gil_scoped_release no_gil;
-    engine::take_snapshot(rows_, arena->data(), workers, signal_poll());
-  }
-
  private:
-  std::shared_ptr<Arena> checked(const ArenaHandle& handle) const {
-    DCPX_CHECK(nbytes_ <= handle.get().size_bytes(), "an arena too small for what is staged");
-    return handle.arena;
-  }
   bool is_raw(std::size_t index) const { return types_[index].bits == 0; }
 
   void add(const py::handle& entry) {
     SnapshotRow row;
     DataType type{};
     if (PyCapsule_CheckExact(entry.ptr()) != 0) {
-      const auto* managed = static_cast<const ManagedTensor*>(
-          PyCapsule_GetPointer(entry.ptr(), dlpack::kCapsuleName));
-      if (managed == nullptr) throw py::error_already_set();
-      const dlpack::Tensor& tensor = managed->tensor;
-      DCPX_CHECK(tensor.device.type == dlpack::kHost, "a tensor of a device in a host snapshot");
-      DCPX_CHECK(tensor.dtype.bits * tensor.dtype.lanes % 8 == 0, "elements of broken bytes");
-      type = tensor.dtype;
-      row.source = static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
-      row.elem_bytes = static_cast<std::uint64_t>(tensor.dtype.bits) * tensor.dtype.lanes / 8;
-      row.sizes.assign(tensor.sizes, tensor.sizes + tensor.dims);
-      row.strides.resize(row.sizes.size(), 1);
-      if (tensor.strides != nullptr) {
-        row.strides.assign(tensor.strides, tensor.strides + tensor.dims);
-      } else {
-        for (std::size_t d = row.sizes.size(); d-- > 1;) {
-          row.strides[d - 1] = row.strides[d] * row.sizes[d];
-        }
-      }
-      engine::describe(row);
-      if (row.nbytes > 0 && tensor.data == nullptr) {
-        nowhere_ = static_cast<std::int64_t>(rows_.size());
-        row.source = nullptr;
-      }
+      type = describe_capsule(entry, row);
+    } else if (PyTuple_Check(entry.ptr()) != 0 && PyTuple_GET_SIZE(entry.ptr()) == 2) {
+      row.device = to_device(field(entry, 1));
+      type = describe_capsule(field(entry, 0), row);
     } else {
-      check_tuple(entry, 4, "an entry is a capsule or has 4 fields");
+      check_tuple(entry, 6, "an entry is a capsule, or has 2 or 6 fields");
       row.source = reinterpret_cast<const std::byte*>(to_u64(field(entry, 0)));
       row.elem_bytes = to_u64(field(entry, 1));
       row.sizes = int_tuple(field(entry, 2));
       row.strides = int_tuple(field(entry, 3));
+      row.device = to_device(field(entry, 4));
       engine::describe(row);
     }
     rows_.push_back(std::move(row));
     types_.push_back(type);
+  }
+
+  static int to_device(const py::handle& value) {
+    const long number = PyLong_AsLong(value.ptr());
+    if (number == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    DCPX_CHECK(number >= -1 && number <= INT32_MAX, "a device is -1 or a CUDA ordinal");
+    return static_cast<int>(number);
+  }
+
+  DataType describe_capsule(const py::handle& capsule, SnapshotRow& row) {
+    const auto* managed = static_cast<const ManagedTensor*>(
+        PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+    if (managed == nullptr) throw py::error_already_set();
+    const dlpack::Tensor& tensor = managed->tensor;
+    DCPX_CHECK(row.device >= 0 || tensor.device.type == dlpack::kHost,
+               "a tensor of a device, which is not said, in a snapshot");
+    DCPX_CHECK(tensor.dtype.bits * tensor.dtype.lanes % 8 == 0, "elements of broken bytes");
+    row.source = static_cast<const std::byte*>(tensor.data) + tensor.byte_offset;
+    row.elem_bytes = static_cast<std::uint64_t>(tensor.dtype.bits) * tensor.dtype.lanes / 8;
+    row.sizes.assign(tensor.sizes, tensor.sizes + tensor.dims);
+    row.strides.resize(row.sizes.size(), 1);
+    if (tensor.strides != nullptr) {
+      row.strides.assign(tensor.strides, tensor.strides + tensor.dims);
+    } else {
+      for (std::size_t d = row.sizes.size(); d-- > 1;) {
+        row.strides[d - 1] = row.strides[d] * row.sizes[d];
+      }
+    }
+    engine::describe(row);
+    if (row.nbytes > 0 && tensor.data == nullptr) {
+      nowhere_ = static_cast<std::int64_t>(rows_.size());
+      row.source = nullptr;
+    }
+    return tensor.dtype;
   }
 
   py::tuple entries_;  // keeps the sources' memory
@@ -178,6 +221,84 @@ class StageTable {
   std::uint64_t nbytes_ = 0;
   std::int64_t nowhere_ = -1;
 };
+
+// The copies of a snapshot's rows on devices, which may go on. Until they are done it keeps the
+// sources, and the arena lent. A forked child has no part in them.
+class StagedCopies {
+ public:
+  StagedCopies(const ArenaHandle& handle, py::object table, const StageTable& rows,
+               const device::SourceEvents* after)
+      : table_(std::move(table)),
+        arena_(handle.arena),
+        copies_(std::make_unique<engine::DeviceCopies>(rows.rows(), arena_->data(), after,
+                                                       handle.pinned())) {
+    arena_->lend();
+  }
+  StagedCopies(const StagedCopies&) = delete;
+  StagedCopies& operator=(const StagedCopies&) = delete;
+  ~StagedCopies() {  // with the GIL, as the sources need it
+    if (!is_own_process()) {
+      [[maybe_unused]] const auto* const parents = copies_.release();
+      return;
+    }
+    bool has_ended = false;
+    {
+      const py::gil_scoped_release no_gil;
+      has_ended = copies_->drain();
+    }
+    // What may still be written to stays lent, and mapped, as long as the process lives.
+    if (has_ended) {
+      arena_->give_back();
+    } else {
+      [[maybe_unused]] const auto* const left = new (std::nothrow) std::shared_ptr(arena_);
+    }
+  }
+
+  engine::DeviceCopies& copies() {
+    if (is_own_process()) return *copies_;
+    throw Error(ErrorCode::kStaging,
+                "these copies belong to the process that this one was forked from");
+  }
+  bool is_done() {
+    engine::DeviceCopies& mine = copies();
+    const py::gil_scoped_release no_gil;
+    return mine.is_done();
+  }
+  void wait(double timeout_s) {
+    engine::DeviceCopies& mine = copies();
+    const py::gil_scoped_release no_gil;
+    mine.wait(signal_poll(), timeout_s);
+  }
+  void hold_back(const std::vector<device::CallerStream>& streams) {
+    engine::DeviceCopies& mine = copies();
+    const py::gil_scoped_release no_gil;
+    mine.hold_back(streams, signal_poll());
+  }
+
+ private:
+  bool is_own_process() const { return ::getpid() == owner_; }
+
+  ::pid_t owner_ = ::getpid();
+  py::object table_;
+  std::shared_ptr<Arena> arena_;
+  std::unique_ptr<engine::DeviceCopies> copies_;
+};
+
+// Returns what still goes on, with `overlap`; else nothing does.
+std::unique_ptr<StagedCopies> snapshot(const ArenaHandle& handle, const py::object& table,
+                                       unsigned workers, const device::SourceEvents* after,
+                                       bool overlap) {
+  const auto& rows = py::cast<const StageTable&>(table);
+  DCPX_CHECK(rows.nbytes() <= handle.get().size_bytes(), "an arena too small for what is staged");
+  auto staged = std::make_unique<StagedCopies>(handle, table, rows, after);
+  {
+    const std::shared_ptr<Arena> arena = handle.arena;
+    const py::gil_scoped_release no_gil;
+    engine::take_snapshot(rows.rows(), arena->data(), workers, signal_poll(), &staged->copies());
+    if (!overlap) staged->copies().wait(signal_poll());
+  }
+  return overlap ? std::move(staged) : nullptr;
+}
 
 py::object lend_bytes(const ArenaHandle& handle, std::uint64_t offset, std::uint64_t nbytes) {
   DCPX_CHECK(checked_add(offset, nbytes) <= handle.get().size_bytes(), "a place behind the arena");
@@ -220,22 +341,32 @@ void bind_stage(py::module_& m) {
             memory.prefault(workers, signal_poll());
           },
           py::arg("workers"))
+      .def("place_near", &ArenaHandle::place_near, py::arg("device"))
+      .def("pin", &ArenaHandle::pin, py::arg("device"))
+      .def_property_readonly("is_pin_begun",
+                             [](const ArenaHandle& self) { return self.pinned() != nullptr; })
+      .def_property_readonly("pinned_bytes",
+                             [](const ArenaHandle& self) {
+                               const device::Pinned* const pinned = self.pinned();
+                               return pinned == nullptr ? 0 : pinned->pinned_bytes();
+                             })
       .def("release", [](ArenaHandle& self) { self.arena.reset(); });
 
   py::class_<StageTable>(m, "StageTable")
       .def(py::init<const py::list&>(), py::arg("entries"))
       .def_property_readonly("nbytes", &StageTable::nbytes)
       .def_property_readonly("nowhere", &StageTable::nowhere)
+      .def_property_readonly("devices", &StageTable::devices)
       .def("__len__", &StageTable::size)
       .def("places", &StageTable::places)
       .def("form", &StageTable::form, py::arg("index"))
       .def("capsules", &StageTable::capsules, py::arg("arena"));
-  m.def(
-      "snapshot",
-      [](const ArenaHandle& arena, const StageTable& table, unsigned workers) {
-        table.snapshot(arena, workers);
-      },
-      py::arg("arena"), py::arg("table"), py::arg("workers"));
+  py::class_<StagedCopies>(m, "StagedCopies")
+      .def_property_readonly("is_done", &StagedCopies::is_done)
+      .def("wait", &StagedCopies::wait, py::arg("timeout_s"))
+      .def("hold_back", &StagedCopies::hold_back, py::arg("streams"));
+  m.def("snapshot", &snapshot, py::arg("arena"), py::arg("table"), py::arg("workers"),
+        py::arg("after") = nullptr, py::arg("overlap") = false);
 }
 
 }  // namespace dcpx

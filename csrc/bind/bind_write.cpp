@@ -41,14 +41,14 @@ PollFunction poll_with(const WriteJob& job, const py::object& progress) {
 }
 
 py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool is_final,
-                const py::object& progress) {
+                const py::object& progress, const device::SourceEvents* after) {
   WriteRows decoded;
   decode_write_rows(rows, types, decoded);
   std::vector<engine::WriteItem>& items = decoded.items;
   {
     const PollFunction poll = poll_with(job, progress);
     const py::gil_scoped_release no_gil;
-    job.write(items, is_final, poll);
+    job.write(items, is_final, poll, after);
   }
   py::list offsets(items.size());
   py::list lengths(items.size());
@@ -83,7 +83,7 @@ void bind_write(py::module_& m) {
           },
           py::arg("names"), py::arg("file_id"), py::arg("rank"))
       .def("write", &write, py::arg("rows"), py::arg("types"), py::arg("is_final"),
-           py::arg("progress") = py::none())
+           py::arg("progress") = py::none(), py::arg("after") = py::none())
       .def("results",
            [](const WriteJob& job) {
              py::list out;

@@ -32,6 +32,14 @@ inline std::uint8_t to_u8(const pybind11::handle& value) {
   return static_cast<std::uint8_t>(number);
 }
 
+// A CUDA ordinal; -1 for host memory.
+inline int to_device(const pybind11::handle& value) {
+  const long number = PyLong_AsLong(value.ptr());
+  if (number == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+  DCPX_CHECK(number >= -1 && number < 1024, "a device is -1 or an ordinal");
+  return static_cast<int>(number);
+}
+
 inline bool to_bool(const pybind11::handle& value) {
   if (PyBool_Check(value.ptr()) == 0) throw pybind11::type_error("a row says True or False");
   return value.ptr() == Py_True;

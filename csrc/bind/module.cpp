@@ -72,4 +72,5 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_write(m);
   dcpx::bind_read(m);
   dcpx::bind_stage(m);
+  dcpx::bind_device(m);
 }

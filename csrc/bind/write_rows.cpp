@@ -109,7 +109,7 @@ constexpr std::uint64_t kPickle = 3;
 // The order of fields is that of torch_dcpx.item_rows.WriteRow.
 void decode_row(const py::handle& row, const std::vector<ItemType>& types, ZipItemCache& zips,
                 WriteRows& out, WriteItem& item) {
-  check_tuple(row, 12, "a write row has 12 fields");
+  check_tuple(row, 13, "a write row has 13 fields");
   const std::uint64_t file = to_u64(field(row, 0));
   DCPX_CHECK(file <= UINT32_MAX, "a row of an unknown file");
   item.file = static_cast<std::uint32_t>(file);
@@ -120,6 +120,10 @@ void decode_row(const py::handle& row, const std::vector<ItemType>& types, ZipIt
   DCPX_CHECK(type_index < types.size(), "a row of an unknown type");
   const ItemType& type = types[type_index];
   item.row.payload_bytes = to_u64(field(row, 4));
+  item.device = to_device(field(row, 12));
+  DCPX_CHECK(item.device < 0 || (kind == static_cast<std::uint64_t>(ItemKind::kTensor) &&
+                                 PyLong_Check(field(row, 3).ptr()) != 0),
+             "what lies in device memory is a tensor, and has an address");
   item.source = out.buffers.add(field(row, 3), /*is_writable=*/false, item.row.payload_bytes);
   if (kind == kPickle) {
     out.archives.push_back(object_zip(item.source, item.row.payload_bytes));

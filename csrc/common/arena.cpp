@@ -69,13 +69,20 @@ Arena::Arena(Arena&& other) noexcept
       data_(std::exchange(other.data_, nullptr)),
       nbytes_(other.nbytes_),
       owner_(other.owner_),
+      attached_(std::move(other.attached_)),
       lent_(other.lent()),
       written_(std::exchange(other.written_, nullptr)) {}
 
 Arena::~Arena() {
-  // A forked child has something else there, if anything.
-  if (data_ != nullptr && owner_ == ::getpid())
-    ::munmap(data_, static_cast<std::size_t>(mapped_bytes(nbytes_)));
+  if (data_ == nullptr) return;
+  if (owner_ != ::getpid()) {
+    // A forked child has something else there, if anything, and none of the threads that what is
+    // attached may wait for.
+    [[maybe_unused]] const auto* const left = new (std::nothrow) std::shared_ptr(attached_);
+    return;
+  }
+  attached_.reset();
+  ::munmap(data_, static_cast<std::size_t>(mapped_bytes(nbytes_)));
 }
 
 void Arena::map() {

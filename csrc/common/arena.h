@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
@@ -36,6 +38,11 @@ class Arena {
   // and Error(kStorage) where there is not enough.
   void prefault(unsigned workers, const PollFunction& poll);
 
+  // Keeps something that must go before the mapping does, as a registration of its pages. A forked
+  // child lets it be. Not thread-safe.
+  void keep(std::shared_ptr<void> attached) noexcept { attached_ = std::move(attached); }
+  void* kept() const noexcept { return attached_.get(); }
+
   // How many pieces are lent out: nobody reads the arena while it is 0.
   std::uint64_t lent() const noexcept { return lent_.load(std::memory_order_acquire); }
   void lend() noexcept { lent_.fetch_add(1, std::memory_order_relaxed); }
@@ -54,6 +61,7 @@ class Arena {
   std::byte* data_ = nullptr;
   std::uint64_t nbytes_ = 0;
   ::pid_t owner_ = 0;
+  std::shared_ptr<void> attached_;
   std::atomic<std::uint64_t> lent_{0};
   std::atomic<std::uint64_t>* written_ = nullptr;  // in the mapping, behind the bytes
 };

@@ -15,6 +15,7 @@ enum class ErrorCode {
   kShortRead,    // ShortReadError: the file ended before the range did
   kCorruption,   // CorruptionError: the bytes are not what was written
   kUnsupported,  // UnsupportedError: valid, but not served by this build
+  kStaging,      // StagingError: a copy between host and device memory failed, or its driver
 };
 
 // What went wrong, in words and in numbers. Copyable, so that the first error of several workers

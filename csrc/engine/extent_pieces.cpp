@@ -21,6 +21,10 @@ void for_each_run(const ReadPart& part, const plan::Region& region, std::size_t 
   }
 }
 
+std::uint64_t to_address(const std::byte* data) {
+  return static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(data));
+}
+
 }  // namespace
 
 void ExtentPieces::lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& regions,
@@ -28,6 +32,7 @@ void ExtentPieces::lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& 
                            std::uint64_t begin, std::uint64_t end, bool is_direct,
                            std::byte* slot) {
   plan_ = &plan;
+  regions_ = &regions;
   begin_ = at_ = begin;
   slot_ = slot;
   pieces_.clear();
@@ -36,7 +41,8 @@ void ExtentPieces::lay_out(const ReadPlan& plan, const std::vector<ReadRegion>& 
   for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
     const ReadPart& part = parts[p];
     std::byte* const dest = regions[part.region].dest + part.dest_offset;
-    if (!is_direct && extent.is_disjoint && part.elem_bytes >= kInPlaceRunBytes) {
+    if (!is_direct && extent.is_disjoint && part.elem_bytes >= kInPlaceRunBytes &&
+        regions[part.region].device < 0) {
       for_each_run(part, plan.regions[part.region], 0, part.begin, 0,
                    [&](std::uint64_t src, std::uint64_t dst) {
                      add_run(src, dest + dst, part.elem_bytes, part);
@@ -66,7 +72,7 @@ void ExtentPieces::fill_slot_up_to(std::uint64_t offset) {
   at_ = offset;
 }
 
-void ExtentPieces::copy_out() const {
+void ExtentPieces::copy_out(device::CopyStreams& streams) const {
   for (const Copy& copy : copies_) {
     if (copy.nbytes > 0) {
       std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.nbytes));
@@ -75,7 +81,13 @@ void ExtentPieces::copy_out() const {
     const plan::Region& simplified = plan_->regions[copy.part->region];
     const plan::Region box{copy.part->elem_bytes, copy.part->lengths, simplified.src_strides,
                            simplified.dst_strides};
-    plan::copy_region(box, copy.from, copy.to);
+    const int device = (*regions_)[copy.part->region].device;
+    if (device < 0) {
+      plan::copy_region(box, copy.from, copy.to);
+    } else {
+      streams.on(device).copy_region(device::Direction::kToDevice, box, to_address(copy.to),
+                                     to_address(copy.from));
+    }
   }
 }
 

@@ -1,5 +1,5 @@
 // Where the bytes of one extent go: runs straight to the memory that wants them, the rest to a slot
-// and from there to where it belongs.
+// and from there to where it belongs. What belongs to a device always lands in the slot.
 //
 // Only reads through the page cache go straight: there it saves a copy. A direct read wants memory
 // on huge pages, which slots have and tensors mostly do not: small pages lie scattered in the
@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "device/copy_stream.h"
 #include "engine/read_plan.h"
 
 namespace dcpx::engine {
@@ -34,15 +35,16 @@ class ExtentPieces {  // One worker's, reused from extent to extent. Not thread-
   const std::vector<iovec>& pieces() const noexcept { return pieces_; }
   // Of the wanted bytes, those that go straight.
   std::uint64_t in_place_bytes() const noexcept { return in_place_bytes_; }
-  // Copies what the slot holds of the regions. REQUIRES: the pieces are filled; plan and parts of
-  // lay_out() are alive.
-  void copy_out() const;
+  // Copies what the slot holds of the regions; what belongs to a device is collected by its stream,
+  // and the slot is in use until that has finished. Throws Error(kStaging).
+  // REQUIRES: the pieces are filled; regions, plan and parts of lay_out() are alive.
+  void copy_out(device::CopyStreams& streams) const;
 
  private:
   struct Copy {
     const std::byte* from;
     std::byte* to;
-    std::uint64_t nbytes;  // 0: the whole box of `part`
+    std::uint64_t nbytes;  // of a run to host memory; 0: the whole box of `part`
     const ReadPart* part;
   };
 
@@ -50,6 +52,7 @@ class ExtentPieces {  // One worker's, reused from extent to extent. Not thread-
   void fill_slot_up_to(std::uint64_t offset);
 
   const ReadPlan* plan_ = nullptr;
+  const std::vector<ReadRegion>* regions_ = nullptr;
   std::uint64_t begin_ = 0;
   std::uint64_t at_ = 0;  // behind the last piece
   std::byte* slot_ = nullptr;

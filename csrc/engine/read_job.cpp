@@ -29,15 +29,54 @@ struct ReadJob::OpenFile {
 
 struct ReadJob::Pass {
   const std::vector<ReadRegion>& regions;
+  int device = -1;  // one of those that destinations are on
   ReadPlan plan;
   std::uint64_t slot_bytes = 0;  // no larger than what passes through
   std::atomic<std::uint32_t> next{0};
 };
 
-struct ReadJob::Worker {
+namespace {
+
+// Tells an error of a device's copy which tensor it was about. REQUIRES: where `copy` asks a device
+// for anything, `fqn` is one.
+template <typename Copy>
+void with_name(const std::string* fqn, const Copy& copy) {
+  try {
+    copy();
+  } catch (Error& error) {
+    if (error.code() == ErrorCode::kStaging && error.fqn.empty()) error.fqn = *fqn;
+    throw;
+  }
+}
+
+// A slot and the copies from there to devices that are under way.
+struct DeviceTurn {
   std::byte* slot = nullptr;
+  device::CopyStreams streams;
+  const std::string* fqn = nullptr;  // of the first region that they are for; nullptr: no copies
+
+  void submit(const StopFlag& stop) {
+    if (fqn != nullptr) with_name(fqn, [&] { streams.submit_all(&stop); });
+  }
+  // Afterwards the slot may be written to. Blocks.
+  void wait(const StopFlag& stop) {
+    if (fqn == nullptr) return;
+    with_name(fqn, [&] {
+      streams.finish_all(stop, ("the copies of '" + *fqn + "' and its neighbours").c_str());
+    });
+    fqn = nullptr;
+  }
+};
+
+}  // namespace
+
+struct ReadJob::Worker {
+  std::vector<DeviceTurn> turns;  // two where devices copy from one while the other is filled
+  std::size_t turn = 0;
   CellReads reads{};
   ExtentPieces layout{};
+
+  DeviceTurn& current() { return turns[turn]; }
 };
 
 namespace {
@@ -106,23 +145,39 @@ bool ReadJob::is_checked(const OpenFile& file) const noexcept {
   return options_.verify && file.stored.is_verifiable();
 }
 
-void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& poll) {
+void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& poll,
+                   const device::SourceEvents* after) {
   const Stopwatch watch(engine_ns_);
   touched_count_ = regions.size();
   touched_ = std::make_unique<std::atomic<bool>[]>(regions.size());
   for (std::size_t r = 0; r < regions.size(); ++r) touched_[r].store(false);
-  Pass pass{regions, {}, 0, {}};
+  Pass pass{regions, -1, {}, 0, {}};
+  for (const ReadRegion& region : regions) {
+    if (region.device < 0) continue;
+    DCPX_CHECK(after != nullptr && after->has(region.device), "a region of an unmarked device");
+    pass.device = region.device;
+  }
   start(pass);
   if (pass.plan.cells.empty()) return;
-  const auto workers =
+  auto workers =
       static_cast<unsigned>(std::min<std::size_t>(options_.workers, pass.plan.cells.size()));
-  SlotArena slots(workers, pass.slot_bytes);
+  unsigned turns = 1;
+  if (pass.device >= 0 && pass.plan.cells.size() > workers && options_.max_slots != 1) {
+    turns = 2;
+    if (options_.max_slots > 0) workers = std::min(workers, options_.max_slots / turns);
+  }
+  JobSlots slots(workers * turns, pass.slot_bytes, pass.device);
   report_.slot_bytes = std::max(report_.slot_bytes, slots.size_bytes());
   try {
     run_workers(
         workers,
         [&](unsigned number, StopFlag& stop) {
-          Worker worker{slots.slot(number)};
+          Worker worker;
+          worker.turns.reserve(turns);
+          for (unsigned turn = 0; turn < turns; ++turn) {
+            worker.turns.push_back(
+                {slots.slot(number * turns + turn), device::CopyStreams(after), nullptr});
+          }
           work(pass, worker, stop);
         },
         poll);
@@ -146,23 +201,35 @@ void ReadJob::start(Pass& pass) {
 }
 
 void ReadJob::work(Pass& pass, Worker& worker, const StopFlag& stop) {
-  const ReadPlan& plan = pass.plan;
   while (true) {
     const std::uint32_t number = pass.next.fetch_add(1);
-    if (number >= plan.cells.size() || stop.is_set()) return;
-    const CellRange& cell = plan.cells[number];
+    if (number >= pass.plan.cells.size() || stop.is_set()) break;
+    const CellRange& cell = pass.plan.cells[number];
     OpenFile& file = files_[cell.file];
     prepare(file);
-    const io::InputFile& input = file.stored.file();
-    const bool is_direct = input.has_direct() && io::resident_fraction(input.fd(), cell.begin,
-                                                                       cell.end - cell.begin) < 0.5;
-    plan_cell(plan, cell, {is_checked(file), is_direct}, options_.slot_bytes, worker.reads);
-    for (const Extent& extent : worker.reads.extents) {
-      if (stop.is_set()) break;
-      read_extent(pass, extent, worker, is_direct);
-    }
+    read_cell(pass, cell, worker, stop);
     if (file.cells_left.fetch_sub(1) == 1) release(file);
+    worker.turn = (worker.turn + 1) % worker.turns.size();
+    const Stopwatch watch(copy_ns_);
+    worker.current().wait(stop);
   }
+  const Stopwatch watch(copy_ns_);
+  for (DeviceTurn& turn : worker.turns) turn.wait(stop);
+}
+
+void ReadJob::read_cell(const Pass& pass, const CellRange& cell, Worker& worker,
+                        const StopFlag& stop) {
+  const OpenFile& file = files_[cell.file];
+  const io::InputFile& input = file.stored.file();
+  const bool is_direct = input.has_direct() &&
+                         io::resident_fraction(input.fd(), cell.begin, cell.end - cell.begin) < 0.5;
+  plan_cell(pass.plan, cell, {is_checked(file), is_direct}, options_.slot_bytes, worker.reads);
+  for (const Extent& extent : worker.reads.extents) {
+    if (stop.is_set()) return;
+    read_extent(pass, cell, extent, worker, is_direct);
+  }
+  const Stopwatch watch(copy_ns_);
+  worker.current().submit(stop);
 }
 
 void ReadJob::prepare(OpenFile& file) {
@@ -189,7 +256,8 @@ void ReadJob::release(OpenFile& file) noexcept {
   file.is_ready = false;
 }
 
-void ReadJob::read_extent(const Pass& pass, const Extent& extent, Worker& worker, bool is_direct) {
+void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent& extent,
+                          Worker& worker, bool is_direct) {
   const OpenFile& file = files_[extent.file];
   const io::InputFile& input = file.stored.file();
   std::uint64_t begin = extent.begin;
@@ -205,13 +273,20 @@ void ReadJob::read_extent(const Pass& pass, const Extent& extent, Worker& worker
     begin = align_down(begin, io::kDirectAlignment);
     end = align_up(end, io::kDirectAlignment);
   }
-  DCPX_CHECK(end - begin <= pass.slot_bytes, "an extent must fit its slot");
+  // Copies by devices are one batch a cell, so no extent may take another's place in the slot. The
+  // host's are done at once, and there the next extent finds the slot in cache.
+  DeviceTurn& turn = worker.current();
+  const std::uint64_t base = pass.device < 0 ? begin : align_down(cell.begin, kBlockBytes);
+  DCPX_CHECK(begin >= base && end - base <= pass.slot_bytes, "an extent must fit its slot");
   ExtentPieces& layout = worker.layout;
   layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end, is_direct,
-                 worker.slot);
+                 turn.slot + (begin - base));
+  const std::string* fqn = nullptr;  // of the first region on a device
   const auto touch = [&] {
     for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
-      touched_[worker.reads.parts[p].region].store(true, std::memory_order_relaxed);
+      const std::uint32_t region = worker.reads.parts[p].region;
+      touched_[region].store(true, std::memory_order_relaxed);
+      if (fqn == nullptr && pass.regions[region].device >= 0) fqn = &pass.regions[region].fqn;
     }
   };
   if (layout.in_place_bytes() > 0) touch();
@@ -233,7 +308,8 @@ void ReadJob::read_extent(const Pass& pass, const Extent& extent, Worker& worker
   }
   const Stopwatch watch(copy_ns_);
   touch();
-  layout.copy_out();
+  if (turn.fqn == nullptr) turn.fqn = fqn;
+  with_name(turn.fqn, [&] { layout.copy_out(turn.streams); });
 }
 
 void ReadJob::verify_extent(const Pass& pass, const Extent& extent, const Worker& worker,

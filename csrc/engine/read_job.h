@@ -6,7 +6,8 @@
 //    a slot's size at a time. What is in the page cache is read straight into the destinations
 //    where runs are long, else into a slot and copied out; what is not, by O_DIRECT into the slot.
 //    Every block that contributes is checked against the footer while it is in the CPU's cache;
-//    what went into the slot is checked before it is copied out.
+//    what went into the slot is checked before it is copied out. What belongs to a device is copied
+//    from the slot by that device, while the worker reads the next cell into its other slot.
 // 3. After the first error no further extent is started, and it is thrown when all workers ended.
 #pragma once
 
@@ -18,10 +19,11 @@
 #include <string>
 #include <vector>
 
-#include "common/slot.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
+#include "device/source_events.h"
 #include "engine/extent_pieces.h"
+#include "engine/job_slots.h"
 #include "engine/read_plan.h"
 #include "engine/stored_file.h"
 
@@ -35,6 +37,8 @@ struct ReadOptions {
   // Files that all jobs of the process may leave open in locate(), so that read() gets them even
   // when they were removed in the meantime; the others are opened again.
   std::uint32_t max_open_files = 0;
+  // Bound on slots of all workers, each of which has two where a region is on a device; 0: none.
+  unsigned max_slots = 0;
 };
 
 struct ReadReport {
@@ -65,8 +69,11 @@ class ReadJob {  // Not thread-safe.
   std::vector<LocatedItem> locate(const std::vector<StoredFileSpec>& files,
                                   const std::vector<WantedItem>& wanted, const PollFunction& poll);
 
-  // Fills the destinations. Blocks. Throws Error; touched() then says where bytes may have landed.
-  void read(const std::vector<ReadRegion>& regions, const PollFunction& poll);
+  // Fills the destinations; those in device memory after what `after` says their streams had
+  // queued, and before this returns. Blocks. Throws Error; touched() then says where bytes may have
+  // landed. REQUIRES: `after` has the devices of all regions.
+  void read(const std::vector<ReadRegion>& regions, const PollFunction& poll,
+            const device::SourceEvents* after = nullptr);
 
   // Closes what is open, the directory included. Only the reports may be asked for afterwards.
   void close() noexcept;
@@ -86,7 +93,9 @@ class ReadJob {  // Not thread-safe.
   void work(Pass& pass, Worker& worker, const StopFlag& stop);
   void prepare(OpenFile& file);
   static void release(OpenFile& file) noexcept;
-  void read_extent(const Pass& pass, const Extent& extent, Worker& worker, bool is_direct);
+  void read_cell(const Pass& pass, const CellRange& cell, Worker& worker, const StopFlag& stop);
+  void read_extent(const Pass& pass, const CellRange& cell, const Extent& extent, Worker& worker,
+                   bool is_direct);
   void verify_extent(const Pass& pass, const Extent& extent, const Worker& worker,
                      std::uint64_t begin, std::uint64_t end) const;
   Error damaged_block(const Pass& pass, const Extent& extent, const Worker& worker,

@@ -15,8 +15,9 @@ struct ReadRegion {
   std::uint32_t file = 0;
   std::uint64_t src_offset = 0;  // byte of the file at which the box begins
   plan::Region region;           // strides in bytes: source in the file, destination in memory
-  std::byte* dest = nullptr;     // must stay valid until read() returns
+  std::byte* dest = nullptr;     // memory of `device`; must stay valid until read() returns
   std::string fqn;               // for messages
+  int device = -1;               // -1: host memory. Else a CUDA device's, not to be touched here
 };
 
 // One piece of a region: a box of runs of `elem_bytes`.

@@ -45,7 +45,9 @@ class Filler {
       const std::uint64_t to_border = kBlockBytes - (offset + done) % kBlockBytes;
       const std::uint64_t count = std::min(to_border, end - begin - done);
       const std::uint64_t wanted = std::min(align_elems(item, done + count), end - begin);
-      if (item.is_dense) {
+      if (item.device >= 0) {
+        // It is there: its device copied it, and this is the first look at it.
+      } else if (item.is_dense) {
         std::memcpy(to + done, item.source + begin + done, count);
       } else if (wanted > copied) {
         plan::gather_range(item.gather, item.source, begin + copied, begin + wanted, to + copied);

@@ -23,7 +23,8 @@ struct PayloadSums {
 // Fills `to` with the segment [begin, end) of the file and adds its content to `summer`; a payload
 // is summed in blocks while they are in cache. Notes payload CRCs in `sums` and in the rows of
 // packed items. False if `stop` was set meanwhile: the segment is then unfinished.
-// REQUIRES: `to` has segment.end - segment.begin bytes; what the segment waits for is summed.
+// REQUIRES: `to` has segment.end - segment.begin bytes, and holds the payloads that lie in device
+// memory already (device_fill.h); what the segment waits for is summed.
 bool fill_segment(const WriteLayout& layout, const Segment& segment, std::vector<WriteItem>& items,
                   PayloadSums& sums, SegmentSummer& summer, const StopFlag& stop, std::byte* to);
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <numeric>
+#include <tuple>
 #include <unordered_map>
 
 #include "common/bytes.h"
@@ -72,7 +73,8 @@ class Cutter {
   explicit Cutter(const std::vector<SnapshotRow>& rows) {
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const SnapshotRow& row = rows[i];
-      if (row.source == nullptr || row.nbytes == 0 || row.copied_with != i) continue;
+      if (row.device >= 0 || row.source == nullptr || row.nbytes == 0 || row.copied_with != i)
+        continue;
       const std::uint64_t step =
           row.is_dense ? kPieceBytes
                        : std::max<std::uint64_t>(kPieceBytes / row.elem_bytes, 1) * row.elem_bytes;
@@ -121,9 +123,41 @@ void copy_piece(const SnapshotRow& row, const Cutter::Piece& piece, std::byte* a
 }
 
 bool is_same(const SnapshotRow& a, const SnapshotRow& b) {
-  return a.source == b.source && a.elem_bytes == b.elem_bytes && a.is_dense == b.is_dense &&
-         a.sizes == b.sizes && a.strides == b.strides &&
+  return a.source == b.source && a.device == b.device && a.elem_bytes == b.elem_bytes &&
+         a.is_dense == b.is_dense && a.sizes == b.sizes && a.strides == b.strides &&
          a.gather.src_strides == b.gather.src_strides;
+}
+
+std::uint64_t grid_of(const SnapshotRow& row) {
+  return row.nbytes >= kOnPageBytes ? kPageBytes : kLineBytes;
+}
+
+// Gives dense rows on devices their offsets, from `end` on; returns where the last one ends. In the
+// order of their addresses, so that what touches there touches here. A row that follows none has
+// the phase of its source: those that follow it keep the alignment of their elements.
+std::uint64_t lay_out_runs(std::vector<SnapshotRow>& rows, std::vector<std::size_t>& in_runs,
+                           std::uint64_t end) {
+  std::sort(in_runs.begin(), in_runs.end(), [&](std::size_t a, std::size_t b) {
+    return std::tie(rows[a].device, rows[a].source) < std::tie(rows[b].device, rows[b].source);
+  });
+  const SnapshotRow* before = nullptr;
+  for (const std::size_t i : in_runs) {
+    SnapshotRow& row = rows[i];
+    const auto address = reinterpret_cast<std::uintptr_t>(row.source);
+    const bool follows =
+        before != nullptr && before->device == row.device &&
+        reinterpret_cast<std::uintptr_t>(before->source) + before->nbytes == address;
+    if (follows) {
+      row.offset = end;
+    } else {
+      const std::uint64_t grid = grid_of(row);
+      const std::uint64_t base = align_down(end, grid) + address % grid;
+      row.offset = base >= end ? base : base + grid;
+    }
+    end = checked_add(row.offset, row.nbytes);
+    before = &row;
+  }
+  return end;
 }
 
 }  // namespace
@@ -147,6 +181,8 @@ void describe(SnapshotRow& row) {
 std::uint64_t lay_out(std::vector<SnapshotRow>& rows) {
   std::unordered_map<const std::byte*, std::size_t> first_at;
   first_at.reserve(rows.size());
+  std::vector<std::size_t> in_runs;
+  std::vector<std::size_t> tied;
   std::uint64_t end = 0;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     SnapshotRow& row = rows[i];
@@ -156,22 +192,35 @@ std::uint64_t lay_out(std::vector<SnapshotRow>& rows) {
       const auto [found, is_new] = first_at.try_emplace(row.source, i);
       if (!is_new && is_same(rows[found->second], row)) {
         row.copied_with = found->second;
-        row.offset = rows[found->second].offset;
+        tied.push_back(i);
         continue;
       }
     }
-    row.offset = align_up(end, row.nbytes >= kOnPageBytes ? kPageBytes : kLineBytes);
+    if (row.device >= 0 && row.is_dense) {
+      in_runs.push_back(i);
+      continue;
+    }
+    row.offset = align_up(end, grid_of(row));
     end = checked_add(row.offset, row.nbytes);
   }
+  end = lay_out_runs(rows, in_runs, end);
+  for (const std::size_t i : tied) rows[i].offset = rows[rows[i].copied_with].offset;
   return end;
 }
 
 void take_snapshot(const std::vector<SnapshotRow>& rows, std::byte* arena, unsigned workers,
-                   const PollFunction& poll) {
+                   const PollFunction& poll, DeviceCopies* copies) {
   const Cutter cut(rows);
   const std::size_t batches = cut.batches().size() - 1;
+  const std::size_t devices = copies == nullptr ? 0 : copies->devices();
+  std::atomic<std::size_t> next_device{0};
   std::atomic<std::size_t> next{0};
   const auto work = [&](unsigned, StopFlag& stop) {
+    while (!stop.is_set()) {
+      const std::size_t device = next_device.fetch_add(1, std::memory_order_relaxed);
+      if (device >= devices) break;
+      copies->queue(device, stop);
+    }
     while (!stop.is_set()) {
       const std::size_t batch = next.fetch_add(1, std::memory_order_relaxed);
       if (batch >= batches) return;
@@ -182,7 +231,9 @@ void take_snapshot(const std::vector<SnapshotRow>& rows, std::byte* arena, unsig
     }
   };
   const std::size_t useful = cut.total() <= kAloneBytes ? 1 : std::max<std::size_t>(batches, 1);
-  run_workers(static_cast<unsigned>(std::min<std::size_t>(workers, useful)), work, poll);
+  const std::size_t threads =
+      std::min<std::size_t>(workers, cut.total() > 0 ? useful : 0) + devices;
+  run_workers(static_cast<unsigned>(std::max<std::size_t>(threads, 1)), work, poll);
 }
 
 }  // namespace dcpx::engine

@@ -1,4 +1,7 @@
 // Copies many pieces of memory into one: the bytes of a state at one moment.
+//
+// Host memory is copied here, by threads. Rows on a device go the way of DeviceCopies: a copy of
+// theirs is queued, and ends when it ends.
 #pragma once
 
 #include <cstddef>
@@ -6,23 +9,10 @@
 #include <vector>
 
 #include "common/worker_group.h"
-#include "plan/region_copy.h"
+#include "engine/device_copies.h"
+#include "engine/snapshot_row.h"
 
 namespace dcpx::engine {
-
-// A tensor of host memory. Dense ones, whose elements fill one run of memory in any order, are
-// copied as they lie; others are gathered in C order.
-struct SnapshotRow {
-  const std::byte* source = nullptr;  // null: only its place is wanted
-  std::uint64_t nbytes = 0;
-  std::uint64_t elem_bytes = 1;
-  std::vector<std::int64_t> sizes;
-  std::vector<std::int64_t> strides;  // elements; of C order where it is gathered
-  bool is_dense = true;
-  plan::Region gather;            // of the source, where it is not dense; not simplified
-  std::uint64_t offset = 0;       // in the arena
-  std::uint64_t copied_with = 0;  // the row whose bytes these are: itself, or one before it
-};
 
 // Fills in what follows from `sizes` and `strides` as they are in the source. Throws Error(kPlan)
 // for negative strides and sizes that no memory has.
@@ -30,13 +20,16 @@ void describe(SnapshotRow& row);
 
 // Gives each row its offset and returns the bytes of all. Large ones begin on a page, so that they
 // can be written by O_DIRECT from where they lie; small ones on a cache line. What lies at one
-// address in one form (tied weights) is placed once. REQUIRES: described rows.
+// address in one form (tied weights) is placed once. Rows that touch in device memory touch in the
+// arena as well, so that one copy takes them all. REQUIRES: described rows.
 std::uint64_t lay_out(std::vector<SnapshotRow>& rows);
 
-// Copies all rows to `arena`, on `workers` threads; large rows are cut over all of them. Blocks.
-// Throws what `poll` throws; the bytes are then unspecified. REQUIRES: the sources are valid, and
-// `arena` has the bytes that lay_out returned.
+// Copies all rows of host memory to `arena`, on `workers` threads; large rows are cut over all of
+// them. Queues `copies`, if given, on a thread a device meanwhile. Blocks until the former are
+// copied and the latter are queued. Throws what `poll` throws, and Error(kStaging); the bytes are
+// then unspecified. REQUIRES: the sources are valid, and `arena` has the bytes that lay_out
+// returned.
 void take_snapshot(const std::vector<SnapshotRow>& rows, std::byte* arena, unsigned workers,
-                   const PollFunction& poll);
+                   const PollFunction& poll, DeviceCopies* copies = nullptr);
 
 }  // namespace dcpx::engine

@@ -8,6 +8,7 @@
 
 #include "common/bytes.h"
 #include "common/stopwatch.h"
+#include "engine/device_fill.h"
 #include "engine/segment_fill.h"
 #include "io/huge_pages.h"
 
@@ -41,6 +42,7 @@ struct WriteJob::OpenFile {
 // What one call of write() works on.
 struct WriteJob::Window {
   std::vector<WriteItem>& items;
+  int device = -1;  // one of those in whose memory items lie
   WriteLayout layout;
   std::vector<std::uint32_t> ready;  // segments that wait for nothing, in order
   std::atomic<std::uint32_t> next_ready{0};
@@ -54,6 +56,7 @@ struct WriteJob::Window {
 struct WriteJob::Worker {
   std::byte* slot;
   StopFlag& stop;
+  device::CopyStreams streams;
 };
 
 namespace {
@@ -100,7 +103,7 @@ void WriteJob::choose_in_place(std::vector<WriteItem>& items) const {
   io::HugePages pages;
   const std::uint64_t large_bytes = min_body_bytes(options_.segment_bytes);
   for (WriteItem& item : items) {
-    item.is_in_place = item.is_dense && item.row.payload_bytes >= large_bytes &&
+    item.is_in_place = item.is_dense && item.device < 0 && item.row.payload_bytes >= large_bytes &&
                        options_.in_place != InPlace::kNever &&
                        (options_.in_place == InPlace::kAlways || !options_.use_direct ||
                         pages.hold(item.source, item.row.payload_bytes));
@@ -164,10 +167,16 @@ void WriteJob::prepare(Window& window, bool is_final) {
   window.ready = ready_segments(layout, options_.files_at_once);
 }
 
-void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll) {
+void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll,
+                     const device::SourceEvents* after) {
   DCPX_CHECK(items.size() < kNoItem, "too many items in one call");
   const Stopwatch watch(engine_ns_);
-  Window window{items, {}, {}, {}, {}, {}, {}, {}};
+  Window window{items, -1, {}, {}, {}, {}, {}, {}, {}};
+  for (const WriteItem& item : items) {
+    if (item.device < 0) continue;
+    DCPX_CHECK(after != nullptr && after->has(item.device), "items of a device without its event");
+    window.device = item.device;
+  }
   prepare(window, is_final);
   if (!window.ready.empty()) {
     const auto workers = static_cast<unsigned>(
@@ -176,7 +185,7 @@ void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFun
     run_workers(
         workers,
         [&](unsigned number, StopFlag& stop) {
-          Worker worker{slots_.slot(number), stop};
+          Worker worker{slots_.slot(number), stop, device::CopyStreams(after)};
           work(window, worker);
         },
         poll);
@@ -185,13 +194,13 @@ void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFun
   const std::size_t done = is_final ? files_.size() : items.empty() ? 0 : items.back().file;
   StopFlag never;
   never.poll_inline(poll);
-  Worker caller{nullptr, never};
+  Worker caller{nullptr, never, device::CopyStreams(nullptr)};
   for (std::size_t f = 0; f < files_.size(); ++f) {
     OpenFile& file = files_[f];
     if (file.item_count > 0 && file.segment_count == 0) complete(window, file, caller);
     if (f < done && !file.is_finished && file.row_count > 0) finish(file, caller);
   }
-  if (is_final) slots_ = SlotArena();
+  if (is_final) slots_ = JobSlots();
 }
 
 // No larger than what passes through them: a save of a few bytes does not clear megabytes.
@@ -200,9 +209,9 @@ void WriteJob::make_slots(const Window& window, unsigned workers) {
   for (const Segment& segment : window.layout.segments) {
     if (!segment.is_in_place) slot_bytes = std::max(slot_bytes, segment.end - segment.begin);
   }
-  if (slots_.holds(workers, slot_bytes)) return;
-  slots_ = SlotArena();  // first the old memory goes
-  slots_ = SlotArena(workers, slot_bytes);
+  if (slots_.holds(workers, slot_bytes, window.device >= 0)) return;
+  slots_ = JobSlots();  // first the old memory goes
+  slots_ = JobSlots(workers, slot_bytes, window.device);
   slot_bytes_ = std::max(slot_bytes_.load(), slots_.size_bytes());
 }
 
@@ -228,6 +237,10 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
     const std::byte* source = worker.slot;
     {
       const Stopwatch watch(copy_ns_);
+      if (window.device >= 0 && !segment.is_in_place) {
+        fetch_payloads(window.layout, segment, window.items, worker.streams, worker.stop,
+                       worker.slot);
+      }
       if (segment.is_in_place) {
         const Piece& piece = window.layout.pieces[segment.first_piece];
         source = window.items[piece.item].source + piece.begin;
@@ -364,7 +377,7 @@ std::vector<FileResult> WriteJob::results() const {
 void WriteJob::abandon() noexcept {
   for (OpenFile& file : files_) file.file = io::OutputFile();
   dir_fd_ = UniqueFd();
-  slots_ = SlotArena();
+  slots_ = JobSlots();
 }
 
 std::vector<std::string> WriteJob::created() const {

@@ -2,7 +2,8 @@
 //
 // 1. lay_out() places the items of the call; the file is preallocated.
 // 2. Workers take segments of a few files in turn: fill (copy, gather, frame) or in place,
-//    checksum, pwrite. The worker that ends the last piece before a seam writes the seam.
+//    checksum, pwrite. The worker that ends the last piece before a seam writes the seam. Payloads
+//    in device memory are copied to a worker's slot by the device, while others checksum and write.
 // 3. The worker that ends the last segment of a complete file writes its footer, fsyncs, checks the
 //    size and closes it. At most one file per worker, plus `files_at_once`, is open at a time.
 // Nothing that exists is ever truncated, overwritten or removed. The directory is the caller's to
@@ -18,10 +19,11 @@
 #include <string>
 #include <vector>
 
-#include "common/slot.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
+#include "device/source_events.h"
 #include "engine/block_sums.h"
+#include "engine/job_slots.h"
 #include "engine/write_layout.h"
 #include "format/file_footer.h"
 #include "io/file.h"
@@ -82,8 +84,11 @@ class WriteJob {
 
   // Writes `items`, sorted by file, none for a file before that of an earlier call's last item.
   // A file is complete once items of a later one come, or with `is_final`. On return the rows of
-  // `items` hold offsets, lengths and CRCs. Blocks. Throws Error.
-  void write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll);
+  // `items` hold offsets, lengths and CRCs. Items in device memory are read after what `after` says
+  // their streams had queued, and never when this has returned. Blocks. Throws Error.
+  // REQUIRES: `after` has the devices of all items.
+  void write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll,
+             const device::SourceEvents* after = nullptr);
 
   // Complete files, in the order of add_file(); those without items were never created.
   std::vector<FileResult> results() const;
@@ -130,7 +135,7 @@ class WriteJob {
   std::atomic<std::uint64_t> write_ns_{0};
   std::atomic<std::uint64_t> fsync_ns_{0};
   std::atomic<std::uint64_t> engine_ns_{0};
-  SlotArena slots_;  // kept from call to call, until the last
+  JobSlots slots_;  // kept from call to call, until the last
 };
 
 }  // namespace dcpx::engine

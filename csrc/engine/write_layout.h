@@ -44,10 +44,11 @@ constexpr std::uint64_t min_body_bytes(std::uint64_t segment_bytes) {
 struct WriteItem {
   IndexRow row;
   std::uint32_t file = 0;             // index into the job's files
-  const std::byte* source = nullptr;  // host memory; must stay valid until write() returns
+  const std::byte* source = nullptr;  // memory of `device`; must stay valid until write() returns
+  int device = -1;                    // -1: host memory. Else a CUDA device's, not to be read here
   std::uint64_t elem_bytes = 1;
   bool is_dense = true;         // [source, source + payload_bytes) is the payload as it is
-  bool is_in_place = false;     // to be written from there; REQUIRES: is_dense
+  bool is_in_place = false;     // to be written from there; REQUIRES: is_dense, host memory
   plan::Region gather;          // else: source strides of the C-order payload
   std::optional<ZipItem> zip;   // the framing of kTensor items
   std::uint64_t pad_bytes = 0;  // zip padding before the payload

@@ -134,6 +134,47 @@ TEST(rows_at_one_address_share_their_place_only_in_the_same_form) {
   for (std::size_t i = 2; i < rows.size(); ++i) CHECK(rows[i].offset > rows[i - 1].offset);
 }
 
+TEST(dense_rows_that_touch_on_a_device_touch_in_the_arena_in_the_order_of_addresses) {
+  const auto at = [](std::uintptr_t address) {
+    return reinterpret_cast<const std::byte*>(address);  // nobody follows it
+  };
+  const auto on = [&](int device, std::uintptr_t address, std::int64_t nbytes) {
+    SnapshotRow row = row_of(at(address), 1, {nbytes}, {1});
+    row.device = device;
+    return row;
+  };
+  constexpr std::uintptr_t kBase = 0x7000'0000'0000;
+  std::vector<SnapshotRow> rows;
+  rows.push_back(on(0, kBase + 100, 200'000));     // 0: follows 2
+  rows.push_back(on(1, kBase + 200'100, 64));      // 1: another device
+  rows.push_back(on(0, kBase + 4, 96));            // 2: begins a run
+  rows.push_back(on(0, kBase + 200'100, 5));       // 3: follows 0
+  rows.push_back(on(0, kBase + 100, 200'000));     // 4: tied to 0
+  rows.push_back(on(0, kBase + 300'017, 70'000));  // 5: a run of its own
+  rows.push_back(row_of(at(kBase), 1, {3, 3}, {9, 2}));
+  rows.back().device = 0;  // 6: gathered
+  const std::uint64_t total = dcpx::engine::lay_out(rows);
+  CHECK_EQ(rows[2].offset % 64, 4U);
+  CHECK_EQ(rows[0].offset, rows[2].offset + 96);
+  CHECK_EQ(rows[3].offset, rows[0].offset + 200'000);
+  CHECK_EQ(rows[4].offset, rows[0].offset);
+  CHECK_EQ(rows[4].copied_with, 0U);
+  CHECK_EQ(rows[5].offset % 4096, (kBase + 300'017) % 4096);
+  CHECK_EQ(rows[1].offset % 64, (kBase + 200'100) % 64);
+  CHECK(rows[1].offset >= rows[5].offset + 70'000);
+  CHECK_EQ(rows[6].offset, 0U);
+  CHECK_EQ(total, rows[1].offset + 64);
+}
+
+TEST(rows_on_a_device_and_on_the_host_share_no_place_at_one_address) {
+  const Bytes memory = random_bytes(4096, 5);
+  std::vector<SnapshotRow> rows(2, row_of(memory.data(), 4, {100}, {1}));
+  rows[1].device = 0;
+  dcpx::engine::lay_out(rows);
+  CHECK(rows[0].offset != rows[1].offset);
+  CHECK_EQ(rows[1].copied_with, 1U);
+}
+
 TEST(rows_that_no_memory_has_are_refused) {
   const Bytes memory(64);
   CHECK_THROWS(row_of(memory.data(), 4, {2, -1}, {1, 1}), ErrorCode::kPlan);

@@ -196,7 +196,7 @@ def test_place_behind_the_arena_is_refused() -> None:
     with pytest.raises(ValueError, match="behind the arena"):
         arena.lend(96, 8)
     with pytest.raises(ValueError, match="too small"):
-        _C.snapshot(arena, _C.StageTable([(0, 1, (200,), (1,))]), 1)
+        _C.snapshot(arena, _C.StageTable([(0, 1, (200,), (1,), -1, None)]), 1)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ OF_A_SAVE = [
     ("DCPX_SAVE_TIMEOUT_S", "90", 90.0),
     ("DCPX_MAX_IN_FLIGHT", "2", 2),
     ("DCPX_ON_BUSY", "skip", "skip"),
+    ("DCPX_OVERLAP", "1", True),
     ("DCPX_IN_PLACE", "never", "never"),
 ]
 OF_A_LOAD = [
@@ -76,6 +77,7 @@ def test_every_option_has_a_variable_but_for_what_only_code_may_say() -> None:
         (WriteOptions, "DCPX_SAVE_TIMEOUT_S", "inf"),
         (WriteOptions, "DCPX_SAVE_TIMEOUT_S", "30min"),
         (WriteOptions, "DCPX_ON_BUSY", "drop"),
+        (WriteOptions, "DCPX_OVERLAP", "late"),
         (WriteOptions, "DCPX_PROGRESS", "print"),
         (ReadOptions, "DCPX_VERIFY", "all"),
         (ReadOptions, "DCPX_TRUSTED", "1"),

@@ -133,7 +133,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
 
 
 def region(file: int, offset: int, nbytes: int) -> tuple[Any, ...]:
-    return (file, offset, nbytes, (), (), (), bytearray(nbytes), nbytes, "layer.0")
+    return (file, offset, nbytes, (), (), (), bytearray(nbytes), nbytes, "layer.0", -1)
 
 
 FOREIGN = ("f", False, 0, b"", 0)  # a data file of stock
@@ -167,6 +167,10 @@ def unsupported_error(job: Any, path: Path) -> None:
     job.locate([row], [(0, 0, 8, True)])
 
 
+def staging_error(job: Any, _: Path) -> None:
+    _C.SourceEvents([(9999, 0)])  # no driver, or none that has so many devices
+
+
 PROVOKED: dict[str, tuple[Callable[[Any, Path], None], dict[str, Any]]] = {
     "PlanError": (plan_error, {"fqn": None}),
     "StorageError": (storage_error, {"errno": errno.ENOENT, "path": "missing"}),
@@ -177,6 +181,7 @@ PROVOKED: dict[str, tuple[Callable[[Any, Path], None], dict[str, Any]]] = {
          "found": "8192 B", "fqn": None, "touched": None},
     ),
     "UnsupportedError": (unsupported_error, {}),
+    "StagingError": (staging_error, {}),
 }  # fmt: skip
 
 

@@ -1,0 +1,147 @@
+"""When what a save copies may be overwritten: copies of device memory that go on after the call.
+
+With `overlap=True` a save returns once its copies are queued on the devices. A guard lets the
+caller's streams go on only behind them, without stopping the host; what an optimizer's step
+overwrites is guarded by a hook.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch_dcpx import _C, device_memory
+from torch_dcpx.errors import StagingError, UnsupportedError
+
+__all__ = ["CopyGuard", "guard_optimizer", "wait_for_copies"]
+
+_TIMEOUT_S = 1800.0
+_MAX_PAUSE_S = 0.001
+
+# Whatever changes or reads it is one step of the interpreter's: a lock would be held by a thread
+# whose signal handler waits for another one that needs it.
+_pending: dict[int, weakref.ref[CopyGuard]] = {}
+_numbers = itertools.count()
+
+os.register_at_fork(after_in_child=_pending.clear)  # they go on in the parent
+
+
+class CopyGuard:
+    """The copies of one save that may go on after its call. Thread-safe.
+
+    The tensors that are copied are kept until then. Of a save without `overlap=True`, and of a
+    state in host memory, nothing goes on.
+    """
+
+    def __init__(self, copies: _C.StagedCopies | None = None, devices: Sequence[int] = ()) -> None:
+        """Args:
+        copies: what goes on. Default None: nothing.
+        devices: that it copies from, by ordinal.
+        """
+        self._copies = copies
+        self._devices = tuple(devices)
+        self._error: StagingError | None = None
+        self._number = number = next(_numbers)
+        if copies is not None:
+            _pending[number] = weakref.ref(self, lambda _: _pending.pop(number, None))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is copied any more, so that the state may change in any way."""
+        copies = self._copies
+        return copies is None or copies.is_done
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `finish` has nothing to do, as nothing was left to it or it was called."""
+        return self._copies is None and self._error is None
+
+    def wait(self) -> None:
+        """Lets what this thread queues from now on, on its current streams, run after the copies.
+
+        The host does not wait: memory of devices may be overwritten by these streams from here on,
+        and by others that wait for them. To resize or free it by hand, wait until `is_done`. A CUDA
+        graph that overwrites it runs no hook: call this before each `replay`.
+
+        Raises:
+            StagingError: a current stream is capturing a graph; a forked child.
+        """
+        copies = self._copies
+        if copies is not None:
+            copies.hold_back([(d, device_memory.current_stream(d)) for d in self._devices])
+
+    def finish(self) -> None:
+        """Waits on the host until all is copied, and lets go of the tensors.
+
+        Whoever reads the copies calls it first.
+
+        Raises:
+            StagingError: a copy failed, so that there is nothing to save; a forked child.
+        """
+        copies = self._copies
+        if copies is not None:
+            try:
+                _wait(copies)
+            except StagingError as error:
+                self._error = error.with_traceback(None)  # whose frames hold the copies
+            finally:
+                if copies.is_done:
+                    self._copies = None
+                    _pending.pop(self._number, None)
+                del copies
+        if self._error is not None:
+            raise self._error
+
+
+def _wait(copies: _C.StagedCopies) -> None:
+    """Waits in Python: where the interpreter ends, a thread of its own may end there."""
+    end, pause_s = time.monotonic() + _TIMEOUT_S, 0.00002
+    while not copies.is_done and time.monotonic() < end:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+    copies.wait(0.0)  # says what failed
+
+
+def wait_for_copies() -> None:
+    """Lets this thread's current streams go on behind the copies of all saves: `CopyGuard.wait`.
+
+    Raises:
+        StagingError: as `CopyGuard.wait`.
+    """
+    for ref in list(_pending.values()):
+        guard = ref()
+        if guard is not None:
+            guard.wait()
+
+
+def guard_optimizer(optimizer: Any) -> Any:
+    """Makes each step of an optimizer run after the copies of saves with `overlap=True`.
+
+    Once for an optimizer: the hook looks for saves under way, and costs nothing without one. What
+    else writes to saved tensors must come after `handle.guard.wait()`: buffers that a forward pass
+    updates, averages of weights, and each `replay` of a CUDA graph, which runs no hook.
+
+    Args:
+        optimizer: a `torch.optim.Optimizer`.
+
+    Returns:
+        The hook's handle, whose `remove()` takes it away.
+
+    Raises:
+        UnsupportedError: an optimizer without hooks before its step.
+    """
+    register = getattr(optimizer, "register_step_pre_hook", None)
+    if register is None:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has no register_step_pre_hook; call `handle.guard.wait()` "
+            "of a save before each step that follows it"
+        )
+
+    def wait_before_step(_optimizer: object, _args: object, _kwargs: object) -> None:
+        wait_for_copies()
+
+    return register(wait_before_step)

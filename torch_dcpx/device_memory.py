@@ -1,0 +1,100 @@
+"""How device memory is handed to C++: as CUDA addresses, with what its streams had queued.
+
+The one module that asks torch about CUDA. C++ copies by the driver and on streams of its own, so
+it must know two things: which tensors lie in memory that the driver serves, and where the caller's
+streams stand. Whatever is not served (ROCm, whose tensors say `is_cuda` too, MPS, XPU, CUDA without
+a driver library) is copied by torch.
+
+Callers ask `is_host` first, which costs a tensor of the host 30 ns, and reach all of this as
+`device_memory.<name>`, so that tests can put a driver without a GPU in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from torch_dcpx import _C
+from torch_dcpx._compat import is_rocm
+
+__all__ = [
+    "current_stream",
+    "empty",
+    "is_host",
+    "log_warning",
+    "ordinal_of",
+    "source_events",
+    "streams_in_use",
+]
+
+logger = logging.getLogger("torch_dcpx")
+
+is_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
+
+
+@functools.cache
+def _is_served() -> bool:
+    """Returns whether CUDA tensors of this torch lie in memory of the driver that C++ loads."""
+    return not is_rocm() and not _C.device_driver()["failure"]
+
+
+def ordinal_of(tensor: torch.Tensor) -> int:
+    """Returns the CUDA device whose memory holds the tensor; -1 where C++ cannot copy from it.
+
+    -1 stands for host memory as well as for devices that torch must copy from.
+    """
+    if not tensor.is_cuda or not _is_served():
+        return -1
+    return tensor.get_device()
+
+
+def source_events(
+    ordinals: Iterable[int], others: Mapping[int, int] | None = None
+) -> _C.SourceEvents | None:
+    """Marks what this thread's current streams have queued, for copies to wait for; None for none.
+
+    Args:
+        ordinals: of the devices whose memory is copied from or to; -1 is passed over.
+        others: streams by ordinal to wait for as well, as of another thread. Default None.
+
+    Raises:
+        StagingError: one of the streams is capturing a graph, or the driver failed.
+    """
+    devices = sorted({ordinal for ordinal in ordinals if ordinal >= 0})
+    if not devices:
+        return None
+    streams = {(device, current_stream(device)) for device in devices}
+    streams |= {(device, others[device]) for device in devices if others and device in others}
+    return _C.SourceEvents(sorted(streams))
+
+
+def streams_in_use() -> dict[int, int]:
+    """Returns the handle of this thread's current stream on each device, for another thread to wait
+    for; none where nobody has used CUDA."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {device: current_stream(device) for device in range(torch.cuda.device_count())}
+
+
+def current_stream(ordinal: int) -> int:
+    """Returns the handle of this thread's current stream on a device; 0 is the default stream."""
+    return torch.cuda.current_stream(ordinal).cuda_stream
+
+
+def empty(sizes: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """Returns uninitialised memory on the device of `like`, in C order.
+
+    It is ordered after what the current stream has queued, as all memory of torch's allocator is:
+    an event that is to cover it must be recorded later.
+    """
+    return torch.empty(tuple(sizes), dtype=dtype, device=like.device)
+
+
+def log_warning() -> None:
+    """Logs why host memory could not be page-locked for the last copies; once for the process."""
+    if warning := _C.take_device_warning():
+        logger.warning("%s", warning)
