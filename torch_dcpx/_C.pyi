@@ -41,6 +41,37 @@ def have_ends(begins: bytes, lengths: bytes) -> bool: ...
 def check_coverage(
     ndims: Any, sizes: Any, box_counts: Any, offsets: Any, lengths: Any
 ) -> list[tuple[int, str, int, int, tuple[int, ...]]]: ...
+def find_overlaps(
+    ndims: Any,
+    wanted_counts: Any,
+    wanted_offsets: Any,
+    wanted_sizes: Any,
+    stored_counts: Any,
+    stored_offsets: Any,
+    stored_sizes: Any,
+    is_swept: bool,
+) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]: ...  # columns of int64; see plan/overlap.h
+
+class ItemMaker:
+    def __init__(self, classes: dict[str, Any]) -> None: ...
+    def read_items(
+        self, rows: list[Any], fallback: Callable[[Any], list[Any]], is_swept: bool
+    ) -> tuple[list[Any], list[tuple[int, int, str, int, int, tuple[int, ...]]]]: ...
+    def write_items(self, rows: list[Any]) -> list[Any]: ...
+    def dedup_items(
+        self,
+        plans: list[list[Any]],
+        can_split: list[bool],
+        to_lowest_rank: bool,
+        lowest_names: set[str],
+        whole_names: set[str],
+    ) -> list[list[Any]]: ...
+    def global_plan(
+        self, plans: list[list[Any]]
+    ) -> tuple[
+        list[list[Any]], dict[str, Any], list[tuple[str, str, int, int, tuple[int, ...]]]
+    ]: ...
+
 def call_counts() -> dict[str, int]: ...
 def arm_fault(nth: int, errno: int, kind: str = "") -> None: ...
 def disarm_fault() -> None: ...

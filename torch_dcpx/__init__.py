@@ -47,10 +47,12 @@ if TYPE_CHECKING:
         UnsafePickleError,
         UnsupportedError,
     )
+    from .load_planner import DcpxLoadPlanner
     from .load_report import LoadReport
     from .options import ReadOptions, WriteOptions
     from .reader import DcpxReader
     from .save_handle import SaveHandle
+    from .save_planner import DcpxSavePlanner
     from .save_report import SaveReport
     from .stager import DcpxStager
     from .writer import DcpxWriter
@@ -60,7 +62,9 @@ __all__ = [
     "CopyGuard",
     "CorruptionError",
     "DcpxError",
+    "DcpxLoadPlanner",
     "DcpxReader",
+    "DcpxSavePlanner",
     "DcpxStager",
     "DcpxWriter",
     "LoadReport",
@@ -94,7 +98,9 @@ __all__ = [
 
 _MODULE_OF = {
     "CopyGuard": "copy_guard",
+    "DcpxLoadPlanner": "load_planner",
     "DcpxReader": "reader",
+    "DcpxSavePlanner": "save_planner",
     "DcpxStager": "stager",
     "DcpxWriter": "writer",
     "LoadReport": "load_report",

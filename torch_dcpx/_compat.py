@@ -21,14 +21,27 @@ from torch.distributed.checkpoint import (
     state_dict_saver,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    _create_write_items,
+    create_read_items_for_chunk_list,
+)
 from torch.distributed.tensor import DTensor
 
 __all__ = [
     "CHUNK_ATTRIBUTES",
     "DTYPES",
+    "HAS_KNOWN_ITEMS",
     "HAS_STRIDES",
+    "IS_SWEPT",
     "LAYOUTS",
     "PROPERTIES_COUNTS",
     "TORCH_VERSION",
@@ -38,6 +51,7 @@ __all__ = [
     "dlpack_dtypes",
     "dtype_by_name",
     "dtype_name",
+    "flatten_before_2_4",
     "flattened_before_2_4",
     "framing_of",
     "from_dlpack",
@@ -50,6 +64,8 @@ __all__ = [
     "process_groups",
     "saved_through",
     "set_strides",
+    "stock_chunks",
+    "stock_write_items",
     "storage_dtypes",
     "to_dlpack",
     "torch_lacks",
@@ -272,15 +288,16 @@ def wanted_sizes(target: Any) -> tuple[int, ...] | None:
     return tuple(target.size())
 
 
-def flattened_before_2_4(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a nested state's entries by the names that torch before 2.4 gave them.
+def flatten_before_2_4(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a nested state's entries by the names that torch before 2.4 gave them, and the path
+    of each.
 
     Source: DefaultLoadPlanner.create_local_plan, which loads such checkpoints.
     """
     before = _version._derived_version
     _version._derived_version = "2_3"
     try:
-        return flatten_state_dict(state)[0]
+        return flatten_state_dict(state)
     finally:
         _version._derived_version = before
 
@@ -288,3 +305,42 @@ def flattened_before_2_4(state: dict[str, Any]) -> dict[str, Any]:
 def is_rocm() -> bool:
     """Returns whether this torch's CUDA tensors lie on AMD's devices, where is no CUDA driver."""
     return torch.version.hip is not None
+
+
+def flattened_before_2_4(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the entries of `flatten_before_2_4`."""
+    return flatten_before_2_4(state)[0]
+
+
+# ---- Plan items: C++ makes them without their constructors ---------------------------------------
+
+# All fields that it sets, of each class.
+_ITEM_FIELDS: dict[Any, set[str]] = {
+    MetadataIndex: {"fqn", "offset", "index"},
+    ReadItem: {
+        "type", "dest_index", "dest_offsets", "storage_index", "storage_offsets", "lengths"
+    },
+    WriteItem: {"index", "type", "bytes_io_data", "tensor_data"},
+    TensorWriteData: {"chunk", "properties", "size"},
+    TensorProperties: {
+        "dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"
+    },
+    ChunkStorageMetadata: {"offsets", "sizes"},
+    TensorStorageMetadata: {"properties", "size", "chunks"},
+    BytesStorageMetadata: set(),
+}  # fmt: skip
+
+# Whether these are all fields of the classes of the torch that runs.
+HAS_KNOWN_ITEMS = all(
+    set(kind.__dataclass_fields__) - ({"strides"} if not HAS_STRIDES else set())
+    == fields - ({"strides"} if not HAS_STRIDES else set())
+    for kind, fields in _ITEM_FIELDS.items()
+)
+
+# Whether stock's load planner sweeps (2.13) or compares every pair (2.9): it decides on the order
+# of the items.
+_SWEEP_NAMES = create_read_items_for_chunk_list.__code__
+IS_SWEPT = "sweep_dim" in (*_SWEEP_NAMES.co_varnames, *_SWEEP_NAMES.co_cellvars)
+
+stock_chunks: Callable[[Any], list[ChunkStorageMetadata]] = _create_chunk_list
+stock_write_items: Callable[[str, Any], list[WriteItem]] = _create_write_items

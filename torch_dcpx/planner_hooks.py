@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from torch_dcpx.load_planner import DcpxLoadPlanner
+
 __all__ = ["PLAN_HOOKS", "TAKING_HOOKS", "has_plain_state", "has_stock_hooks"]
 
 _HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
@@ -34,15 +36,17 @@ def _torchs_own() -> dict[str, Any]:
 
 
 _STOCK = _torchs_own()
+# Ours makes the same plan.
+_OURS = {"create_local_plan": DcpxLoadPlanner.create_local_plan}
 
 
 def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool:
-    """Returns whether the planner's hooks `names` are stock's; by default those whose stock form
-    hands out views of the state's own tensors.
+    """Returns whether the planner's hooks `names` are stock's, or do what stock's do; by default
+    those whose stock form hands out views of the state's own tensors.
     """
     return isinstance(planner, DefaultLoadPlanner) and all(
         name in _STOCK
-        and getattr(type(planner), name) is _STOCK[name]
+        and getattr(type(planner), name) in (_STOCK[name], _OURS.get(name))
         and name not in vars(planner)
         for name in names
     )

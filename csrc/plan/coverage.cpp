@@ -83,17 +83,27 @@ class Tiling {
     return false;
   }
 
-  // The dimension with the most places where a box begins: fewest boxes share a place along it.
+  // The dimension along which the most pairs of boxes lie apart.
   std::size_t sweep_dim() const {
+    if (ndim_ == 1 || boxes_.size() < 3) return 0;
     std::size_t best = 0;
-    std::size_t most = 0;
+    std::uint64_t most = 0;
     std::vector<std::int64_t> begins(boxes_.size());
+    std::vector<std::int64_t> ends(boxes_.size());
     for (std::size_t d = 0; d < ndim_; ++d) {
-      for (std::size_t i = 0; i < boxes_.size(); ++i) begins[i] = begin(boxes_[i], d);
+      for (std::size_t i = 0; i < boxes_.size(); ++i) {
+        begins[i] = begin(boxes_[i], d);
+        ends[i] = end(boxes_[i], d);
+      }
       std::sort(begins.begin(), begins.end());
-      const auto distinct =
-          static_cast<std::size_t>(std::unique(begins.begin(), begins.end()) - begins.begin());
-      if (distinct > most) most = distinct, best = d;
+      std::sort(ends.begin(), ends.end());
+      std::uint64_t apart = 0;
+      std::size_t ended = 0;
+      for (const std::int64_t place : begins) {
+        while (ended < ends.size() && ends[ended] <= place) ++ended;
+        apart += ended;
+      }
+      if (apart > most) most = apart, best = d;
     }
     return best;
   }

@@ -31,6 +31,7 @@ FAKE_EXPORT void fake_reset(std::uint64_t seed) {
   auto lock = locked();
   World& w = world();
   drain(lock);
+  capture_mode() = kCaptureGlobal;  // this thread's, which a failed call may have left relaxed
   w.failures.clear();
   w.calls.clear();
   w.totals.clear();

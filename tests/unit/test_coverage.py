@@ -132,3 +132,13 @@ def test_column_of_no_int64_is_refused() -> None:
     for bad in (b"1234", memoryview(bytearray(16))[1:9], 4096, None):
         with pytest.raises((ValueError, TypeError, BufferError)):
             _C.check_coverage(bad, good, good, good, good)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_boxes_that_only_one_dimension_separates_are_told_apart(is_turned: bool) -> None:
+    """A staircase: along the wrong dimension each box meets all others, in a minute."""
+    count = 200_000
+    turn = -1 if is_turned else 1
+    stairs = [((i, i)[::turn], (count - i, 1)[::turn]) for i in range(count)]
+    found = offences([((count, count), stairs)])
+    assert found == [(0, "hole", -1, -1, (0, 1) if not is_turned else (1, 0))]

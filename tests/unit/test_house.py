@@ -38,6 +38,7 @@ MODULES_WITH_EXTENSION = {
     "metadata",
     "metadata_encode",
     "locate",
+    "plan_classes",
     "read_bytes",
     "read_coverage",
     "reader",

@@ -1,0 +1,22 @@
+// DCP's plan items, made and put together by the thousand: see plan_items.h.
+#include "bind/bind.h"
+#include "bind/plan_items.h"
+
+namespace dcpx {
+
+namespace py = pybind11;
+
+void bind_plan_items(py::module_& module) {
+  py::class_<ItemMaker>(module, "ItemMaker", "Makes DCP's plan items out of rows.")
+      .def(py::init<const py::dict&>(), py::arg("classes"))
+      .def("read_items", &make_read_items, py::arg("rows"), py::arg("fallback"),
+           py::arg("is_swept"), "(items, offences) of a load plan.")
+      .def("write_items", &make_write_items, py::arg("rows"), "The items of a rank's save plan.")
+      .def("dedup_items", &dedup_items, py::arg("plans"), py::arg("can_split"),
+           py::arg("to_lowest_rank"), py::arg("lowest_names"), py::arg("whole_names"),
+           "The items of each rank, so that each chunk is written once.")
+      .def("global_plan", &make_global_plan, py::arg("plans"),
+           "(items of each rank, metadata's entries, offences) of a save.");
+}
+
+}  // namespace dcpx

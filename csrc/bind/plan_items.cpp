@@ -1,0 +1,233 @@
+#include "bind/plan_items.h"
+
+#include <string>
+
+#include "bind/bind.h"
+
+namespace dcpx {
+namespace {
+
+constexpr std::size_t kMaxDims = 64;  // of a tensor
+
+namespace py = pybind11;
+
+py::object interned(const char* name) {
+  PyObject* text = PyUnicode_InternFromString(name);
+  if (text == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(text);
+}
+
+void set_field(const py::object& object, const py::object& name, const py::handle& value) {
+  // Past a frozen dataclass's own __setattr__, as its constructor does.
+  if (PyObject_GenericSetAttr(object.ptr(), name.ptr(), value.ptr()) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+py::object call(const py::object& function) {
+  PyObject* result = PyObject_CallNoArgs(function.ptr());
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+}  // namespace
+
+FieldNames::FieldNames()
+    : fqn(interned("fqn")),
+      offset(interned("offset")),
+      index(interned("index")),
+      type(interned("type")),
+      dest_index(interned("dest_index")),
+      dest_offsets(interned("dest_offsets")),
+      storage_index(interned("storage_index")),
+      storage_offsets(interned("storage_offsets")),
+      lengths(interned("lengths")),
+      bytes_io_data(interned("bytes_io_data")),
+      tensor_data(interned("tensor_data")),
+      chunk(interned("chunk")),
+      properties(interned("properties")),
+      size(interned("size")),
+      offsets(interned("offsets")),
+      sizes(interned("sizes")),
+      chunks(interned("chunks")),
+      dtype(interned("dtype")),
+      layout(interned("layout")),
+      requires_grad(interned("requires_grad")),
+      memory_format(interned("memory_format")),
+      pin_memory(interned("pin_memory")),
+      strides(interned("strides")),
+      shape(interned("shape")),
+      stride(interned("stride")),
+      is_pinned(interned("is_pinned")),
+      itemsize(interned("itemsize")) {}
+
+ItemMaker::ItemMaker(const py::dict& classes)
+    : size_class_(classes["Size"]),
+      index_class_(classes["MetadataIndex"]),
+      read_class_(classes["ReadItem"]),
+      write_class_(classes["WriteItem"]),
+      data_class_(classes["TensorWriteData"]),
+      properties_class_(classes["TensorProperties"]),
+      chunk_class_(classes["ChunkStorageMetadata"]),
+      tensor_entry_class_(classes["TensorStorageMetadata"]),
+      bytes_entry_class_(classes["BytesStorageMetadata"]),
+      read_tensor_(classes["READ_TENSOR"]),
+      read_bytes_(classes["READ_BYTES"]),
+      tensor_(classes["TENSOR"]),
+      shard_(classes["SHARD"]),
+      byte_io_(classes["BYTE_IO"]),
+      contiguous_(classes["contiguous_format"]),
+      has_strides_(classes["has_strides"].cast<bool>()) {
+  for (const py::object& one :
+       {index_class_, read_class_, write_class_, data_class_, properties_class_, chunk_class_,
+        tensor_entry_class_, bytes_entry_class_, size_class_}) {
+    if (PyType_Check(one.ptr()) == 0) throw py::type_error("a class of DCP's is wanted");
+  }
+  const std::vector<std::int64_t> none(kMaxDims, 0);
+  for (std::size_t n = 0; n <= none.size(); ++n) zeros_.push_back(size_of(none.data(), n));
+}
+
+py::object ItemMaker::make(const py::object& its_class) const {
+  PyObject* made = PyBaseObject_Type.tp_new(reinterpret_cast<PyTypeObject*>(its_class.ptr()),
+                                            no_arguments_.ptr(), nullptr);
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+py::object ItemMaker::as_size(py::object values) const {
+  if (is_size(values)) return values;
+  PyObject* made = PyObject_CallOneArg(size_class_.ptr(), values.ptr());
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+py::object ItemMaker::size_of(const std::int64_t* values, std::size_t count) const {
+  py::tuple ints(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    PyObject* number = PyLong_FromLongLong(values[i]);
+    if (number == nullptr) throw py::error_already_set();
+    PyTuple_SET_ITEM(ints.ptr(), static_cast<Py_ssize_t>(i), number);
+  }
+  return as_size(std::move(ints));
+}
+
+py::object ItemMaker::zeros(std::size_t count) const {
+  if (count < zeros_.size()) return zeros_[count];
+  const std::vector<std::int64_t> none(count, 0);
+  return size_of(none.data(), count);
+}
+
+py::object ItemMaker::metadata_index(const py::object& fqn, const py::object& offset,
+                                     const py::object& index) const {
+  py::object made = make(index_class_);
+  set_field(made, names.fqn, fqn);
+  set_field(made, names.index, index);
+  if (offset) set_field(made, names.offset, offset);
+  return made;
+}
+
+py::object ItemMaker::byte_read(const py::object& fqn) const {
+  const py::object zero = zeros(1);
+  py::object made = make(read_class_);
+  set_field(made, names.type, read_bytes_);
+  set_field(made, names.dest_index, metadata_index(fqn, py::object(), py::none()));
+  set_field(made, names.dest_offsets, zero);
+  set_field(made, names.storage_index, metadata_index(fqn, py::object(), py::none()));
+  set_field(made, names.storage_offsets, zero);
+  set_field(made, names.lengths, zero);
+  return made;
+}
+
+py::object ItemMaker::tensor_read(const py::object& dest_index, const py::object& dest_offsets,
+                                  const py::object& storage_index,
+                                  const py::object& storage_offsets,
+                                  const py::object& lengths) const {
+  py::object made = make(read_class_);
+  set_field(made, names.type, read_tensor_);
+  set_field(made, names.dest_index, dest_index);
+  set_field(made, names.dest_offsets, dest_offsets);
+  set_field(made, names.storage_index, storage_index);
+  set_field(made, names.storage_offsets, storage_offsets);
+  set_field(made, names.lengths, lengths);
+  return made;
+}
+
+py::object ItemMaker::byte_write(const py::object& fqn) const {
+  py::object made = make(write_class_);
+  set_field(made, names.index, metadata_index(fqn, py::object(), py::none()));
+  set_field(made, names.type, byte_io_);
+  set_field(made, names.bytes_io_data, py::none());
+  set_field(made, names.tensor_data, py::none());
+  return made;
+}
+
+py::object ItemMaker::tensor_write(const py::object& index, bool is_shard, const py::object& chunk,
+                                   const py::object& properties, const py::object& size) const {
+  py::object data = make(data_class_);
+  set_field(data, names.chunk, chunk);
+  set_field(data, names.properties, properties);
+  set_field(data, names.size, size);
+  py::object made = make(write_class_);
+  set_field(made, names.index, index);
+  set_field(made, names.type, is_shard ? shard_ : tensor_);
+  set_field(made, names.bytes_io_data, py::none());
+  set_field(made, names.tensor_data, data);
+  return made;
+}
+
+py::object ItemMaker::reindexed(const py::handle& write_item, const py::handle& index,
+                                std::int64_t hint) const {
+  py::object offset = get_attr(index, names.offset);
+  if (offset.is_none()) offset = py::object();
+  const py::object moved = metadata_index(get_attr(index, names.fqn), offset, py::int_(hint));
+  py::object made = make(write_class_);
+  set_field(made, names.index, moved);
+  for (const py::object& name : {names.type, names.bytes_io_data, names.tensor_data}) {
+    set_field(made, name, get_attr(write_item, name));
+  }
+  return made;
+}
+
+py::object ItemMaker::chunk(const py::object& offsets, const py::object& sizes) const {
+  py::object made = make(chunk_class_);
+  set_field(made, names.offsets, offsets);
+  set_field(made, names.sizes, sizes);
+  return made;
+}
+
+py::object ItemMaker::properties(const py::handle& tensor, const py::object& requires_grad) const {
+  py::object made = make(properties_class_);
+  set_field(made, names.dtype, get_attr(tensor, names.dtype));
+  set_field(made, names.layout, get_attr(tensor, names.layout));
+  set_field(made, names.requires_grad,
+            requires_grad ? requires_grad : get_attr(tensor, names.requires_grad));
+  set_field(made, names.memory_format, contiguous_);
+  set_field(made, names.pin_memory, call(get_attr(tensor, names.is_pinned)));
+  if (has_strides_) set_field(made, names.strides, call(get_attr(tensor, names.stride)));
+  return made;
+}
+
+py::object ItemMaker::tensor_entry(const py::object& properties, const py::object& size,
+                                   const py::object& chunks) const {
+  py::object made = make(tensor_entry_class_);
+  set_field(made, names.properties, properties);
+  set_field(made, names.size, size);
+  set_field(made, names.chunks, chunks);
+  return made;
+}
+
+std::size_t append_ints(const py::handle& values, std::vector<std::int64_t>* out) {
+  // A tuple, which no number's own code can change meanwhile; of its own class as it is.
+  const auto ints = py::reinterpret_steal<py::object>(
+      PyTuple_Check(values.ptr()) != 0 ? values.inc_ref().ptr() : PySequence_Tuple(values.ptr()));
+  if (!ints) throw py::error_already_set();
+  const Py_ssize_t count = PyTuple_GET_SIZE(ints.ptr());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const long long value = PyLong_AsLongLong(PyTuple_GET_ITEM(ints.ptr(), i));
+    if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    out->push_back(value);
+  }
+  return static_cast<std::size_t>(count);
+}
+
+}  // namespace dcpx

@@ -1,0 +1,101 @@
+// Instances of DCP's dataclasses, a hundred thousand in one call.
+//
+// They are made as `object.__new__` makes them, and their fields set as `object.__setattr__` sets
+// them: a constructor written in Python costs ten times as much. `_compat` says whether a torch's
+// classes have the fields that are set here and no others without a default.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "plan/coverage.h"
+
+namespace dcpx {
+
+const char* name_of(plan::Offence offence);
+
+// Attribute of an object. Throws what Python raises.
+inline pybind11::object get_attr(const pybind11::handle& object, const pybind11::object& name) {
+  PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (value == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::object>(value);
+}
+
+// Names of attributes, interned.
+struct FieldNames {
+  FieldNames();
+  pybind11::object fqn, offset, index, type, dest_index, dest_offsets, storage_index,
+      storage_offsets, lengths, bytes_io_data, tensor_data, chunk, properties, size, offsets, sizes,
+      chunks, dtype, layout, requires_grad, memory_format, pin_memory, strides, shape, stride,
+      is_pinned, itemsize;
+};
+
+// The classes, and what is made of them. Not thread-safe beyond the GIL.
+class ItemMaker {
+ public:
+  // `classes`: by name, as `torch_dcpx/plan_classes.py` lists them.
+  explicit ItemMaker(const pybind11::dict& classes);
+
+  pybind11::object size_of(const std::int64_t* values, std::size_t count) const;
+  pybind11::object zeros(std::size_t count) const;
+  pybind11::object as_size(pybind11::object values) const;  // of any sequence of ints
+  bool is_size(const pybind11::handle& value) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == size_class_.ptr();
+  }
+
+  // `offset`: a torch.Size or null; `index`: an int or None.
+  pybind11::object metadata_index(const pybind11::object& fqn, const pybind11::object& offset,
+                                  const pybind11::object& index) const;
+  pybind11::object byte_read(const pybind11::object& fqn) const;
+  pybind11::object tensor_read(const pybind11::object& dest_index,
+                               const pybind11::object& dest_offsets,
+                               const pybind11::object& storage_index,
+                               const pybind11::object& storage_offsets,
+                               const pybind11::object& lengths) const;
+
+  pybind11::object byte_write(const pybind11::object& fqn) const;
+  pybind11::object tensor_write(const pybind11::object& index, bool is_shard,
+                                const pybind11::object& chunk, const pybind11::object& properties,
+                                const pybind11::object& size) const;
+  pybind11::object reindexed(const pybind11::handle& write_item, const pybind11::handle& index,
+                             std::int64_t hint) const;
+  pybind11::object chunk(const pybind11::object& offsets, const pybind11::object& sizes) const;
+  // Of a tensor, as TensorProperties.create_from_tensor; `requires_grad` null: the tensor's own.
+  pybind11::object properties(const pybind11::handle& tensor,
+                              const pybind11::object& requires_grad) const;
+  pybind11::object tensor_entry(const pybind11::object& properties, const pybind11::object& size,
+                                const pybind11::object& chunks) const;
+  pybind11::object bytes_entry() const { return make(bytes_entry_class_); }
+
+  bool is_shard(const pybind11::handle& type) const { return type.ptr() == shard_.ptr(); }
+  bool is_byte_io(const pybind11::handle& type) const { return type.ptr() == byte_io_.ptr(); }
+
+  const FieldNames names;
+
+ private:
+  pybind11::object make(const pybind11::object& its_class) const;
+
+  pybind11::object size_class_, index_class_, read_class_, write_class_, data_class_,
+      properties_class_, chunk_class_, tensor_entry_class_, bytes_entry_class_;
+  pybind11::object read_tensor_, read_bytes_, tensor_, shard_, byte_io_, contiguous_;
+  pybind11::tuple no_arguments_;
+  std::vector<pybind11::object> zeros_;  // by how many; never changed: making one can run any code
+  bool has_strides_;
+};
+
+// Appends the ints of a sequence and returns how many. Throws what Python raises for anything else.
+std::size_t append_ints(const pybind11::handle& values, std::vector<std::int64_t>* out);
+
+// (items, offences) of a load plan; see `_C.pyi`.
+pybind11::tuple make_read_items(ItemMaker& maker, const pybind11::list& rows,
+                                const pybind11::function& fallback, bool is_swept);
+pybind11::list make_write_items(ItemMaker& maker, const pybind11::list& rows);
+pybind11::list dedup_items(ItemMaker& maker, const pybind11::list& plans,
+                           const pybind11::list& can_split, bool to_lowest_rank,
+                           const pybind11::set& lowest_names, const pybind11::set& whole_names);
+pybind11::tuple make_global_plan(ItemMaker& maker, const pybind11::list& plans);
+
+}  // namespace dcpx

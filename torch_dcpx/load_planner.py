@@ -1,0 +1,193 @@
+"""DcpxLoadPlanner: the drop-in for `torch.distributed.checkpoint.DefaultLoadPlanner`.
+
+A rank's plan is made by one call of C++: which stored chunks hold what of each wanted one, by
+sweeping them along the dimension that separates them best, and whether each wanted one is filled
+exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from torch_dcpx._compat import (
+    HAS_KNOWN_ITEMS,
+    IS_SWEPT,
+    flatten_before_2_4,
+    stock_chunks,
+    wanted_sizes,
+)
+from torch_dcpx._gc import bounded_pause
+from torch_dcpx.errors import CorruptionError
+from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
+from torch_dcpx.plan_classes import MAKER
+
+__all__ = ["DcpxLoadPlanner"]
+
+# (name, wanted: its sizes for a whole tensor, else its chunks; stored chunks; sizes of the tensor)
+_Row = tuple[str, torch.Size | list[ChunkStorageMetadata], list[ChunkStorageMetadata], torch.Size]
+
+
+class DcpxLoadPlanner(DefaultLoadPlanner):
+    """Plans a load as `DefaultLoadPlanner` does, with the same items in the same order.
+
+    Arguments, hooks and errors are those of `DefaultLoadPlanner`; a subclass may override any of
+    them. Works with any storage reader, and `DcpxReader` takes it for stock's: it reads straight
+    into the state's tensors. It also refuses, before a byte is read, checkpoints whose chunks leave
+    a hole in what is wanted or hold an element twice, of which stock says nothing.
+
+    Args:
+        flatten_state_dict: plan nested dicts and lists by names joined with dots. Default True.
+        flatten_sharded_tensors: take a ShardedTensor of ShardedTensors for one. Default True.
+        allow_partial_load: leave names that the checkpoint does not hold as they are. Default
+            False: they are an error.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plans what this rank reads.
+
+        Raises:
+            RuntimeError: a name is not in the checkpoint (stock's text), without
+                `allow_partial_load`.
+            ValueError: a tensor's size is not the stored one's (stock's texts), or a tensor is
+                stored where something else is wanted.
+            CorruptionError: the stored chunks do not hold each wanted element exactly once; `fqn`
+                is the first such tensor.
+        """
+        if self.metadata is None:
+            raise AssertionError("self.metadata is not None")
+        if self.flatten_state_dict:
+            self._use_names_before_2_4()
+        if not HAS_KNOWN_ITEMS:
+            return create_default_local_load_plan(
+                self.state_dict, self.metadata, not self.allow_partial_load
+            )
+        with bounded_pause(len(self.state_dict)):
+            rows = self._rows()
+            items, offences = MAKER.read_items(rows, _fallback, IS_SWEPT)
+        if offences:
+            first = min(offences, key=itemgetter(0))
+            raise _error(rows[first[0]], *first[1:])
+        return LoadPlan(items)
+
+    def _use_names_before_2_4(self) -> None:
+        """Plans by the names of torch before 2.4 where the checkpoint has such.
+
+        Source: DefaultLoadPlanner.create_local_plan.
+        """
+        stored = self.metadata.state_dict_metadata.keys()  # type: ignore[union-attr]
+        if not stored <= self.state_dict.keys():
+            state, mappings = flatten_before_2_4(self.original_state_dict)
+            if not (stored - self.state_dict.keys()).isdisjoint(state):
+                self.state_dict, self.mappings = state, mappings
+
+    def _rows(self) -> list[Any]:
+        """Returns what C++ makes items of: a row a tensor, the name of an object (in a tuple
+        where it is no str), or items.
+
+        Source: create_default_local_load_plan.
+        """
+        stored = self.metadata.state_dict_metadata  # type: ignore[union-attr]
+        rows: list[Any] = []
+        chunks = ChunkFinder()
+        for fqn, target in self.state_dict.items():
+            entry = stored.get(fqn)
+            if entry is None:
+                if not self.allow_partial_load:
+                    raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")
+                continue
+            if type(entry) is not TensorStorageMetadata:
+                rows.append(_other_row(fqn, entry, target))
+            elif is_plain_tensor(target):
+                shape = target.shape
+                if entry.size != shape:
+                    raise _size_error(entry.size, shape, fqn)
+                rows.append((fqn, shape, entry.chunks, shape))
+            elif is_plain_dtensor(target):
+                if entry.size != target.shape:
+                    raise _size_error(entry.size, target.shape, fqn)
+                part = chunks.part_of(target)
+                if part is not None:
+                    wanted = [ChunkStorageMetadata(*part)]
+                    rows.append((fqn, wanted, entry.chunks, entry.size))
+            else:
+                rows.append(_other_row(fqn, entry, target))
+        return rows
+
+
+def _other_row(fqn: str, entry: Any, target: Any) -> Any:
+    """Returns the row of what is neither a plain tensor nor stored as one."""
+    if isinstance(entry, TensorStorageMetadata):
+        sizes = wanted_sizes(target)
+        if sizes is not None and entry.size != sizes:
+            raise _size_error(entry.size, torch.Size(sizes), fqn)
+    if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
+        return []  # this rank is no part of its mesh
+    if isinstance(entry, BytesStorageMetadata):
+        return fqn if type(fqn) is str else (fqn,)
+    try:
+        wanted = list(stock_chunks(target))
+    except ValueError as error:
+        raise ValueError(
+            f"Invalid checkpoint metadata for {fqn}, expected BytesStorageMetadata but found "
+            f"{type(entry)}"
+        ) from error
+    return (fqn, wanted, entry.chunks, entry.size)
+
+
+def _fallback(row: _Row) -> list[ReadItem]:
+    """Returns the items of a tensor whose chunks differ in their number of dimensions."""
+    fqn, wanted, stored, size = row
+    if isinstance(wanted, torch.Size):
+        wanted = [ChunkStorageMetadata(torch.Size([0] * len(wanted)), wanted)]
+    properties: Any = None
+    entry = TensorStorageMetadata(properties, size, stored)
+    return create_read_items_for_chunk_list(fqn, entry, wanted)
+
+
+def _size_error(stored: Sequence[int], wanted: torch.Size, fqn: str) -> ValueError:
+    return ValueError(f"Size mismatch between saved {stored} and current: {wanted} for {fqn}")
+
+
+def _box(offsets: Iterable[int], sizes: Iterable[int]) -> str:
+    return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(offsets, sizes, strict=True)) + "]"
+
+
+def _error(
+    row: _Row, wanted: int, offence: str, box: int, other: int, point: Sequence[int]
+) -> CorruptionError:
+    """Returns what is wrong with the chunks that a tensor is stored in."""
+    fqn, chunks, stored, size = row
+    if offence == "numbers":
+        what = "its sizes" if box < 0 else f"the offsets and sizes of its chunk {box}"
+        message = f"in the metadata of '{fqn}', {what} are no numbers below 2^63"
+        return CorruptionError(f"{message}; nothing was read", fqn=fqn, touched=())
+    if isinstance(chunks, torch.Size):
+        offsets, sizes = [0] * len(chunks), chunks
+    else:
+        offsets, sizes = list(chunks[wanted].offsets), chunks[wanted].sizes
+    where = f"'{fqn}' of sizes {list(size)}, of which {_box(offsets, sizes)} is wanted"
+    if offence == "hole":
+        at = [begin + place for begin, place in zip(offsets, point, strict=True)]
+        message = f"no chunk of the checkpoint holds element {at} of {where}"
+    elif offence == "overlap":
+        both = " and ".join(_box(stored[i].offsets, stored[i].sizes) for i in (box, other))
+        message = f"chunks {both} of the checkpoint hold the same elements of {where}"
+    else:
+        message = f"the metadata gives {where} sizes that no tensor has"
+    return CorruptionError(f"{message}; nothing was read", fqn=fqn, touched=())

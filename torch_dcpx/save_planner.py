@@ -1,0 +1,326 @@
+"""DcpxSavePlanner: the drop-in for `torch.distributed.checkpoint.DefaultSavePlanner`.
+
+create_local_plan     what this rank has, as items that C++ makes; digests of its Python values
+create_global_plan    each chunk written once, by whom it balances; metadata, checked
+finish_plan           rows of a tensor, where several ranks share it out
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
+from torch_dcpx._gc import bounded_pause
+from torch_dcpx.errors import OptionError, PlanError, UnsupportedError
+from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
+from torch_dcpx.plan_classes import MAKER
+from torch_dcpx.row_pieces import with_pieces
+from torch_dcpx.value_digests import conflicting_names, digests_of
+
+__all__ = ["DcpxSavePlanner", "RankPlan"]
+
+logger = logging.getLogger("torch_dcpx")
+
+_MAX_SHOWN = 5
+_MAX_TEXT = 500  # of an error of many tensors, as stock's
+# Hooks that see the tensor of an item: where one is overridden, items are not cut.
+_DATA_HOOKS = ("resolve_data", "lookup_object", "transform_object", "finish_plan")
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPlan(SavePlan):
+    """What a rank tells the coordinator beside its items."""
+
+    can_split: bool = False  # whether this rank can write rows of its tensors
+    whole_names: frozenset[str] = frozenset()  # of tensors of which it cannot
+    digests: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # of Python values
+
+
+class DcpxSavePlanner(DefaultSavePlanner):
+    """Plans a save as `DefaultSavePlanner` does, in a fraction of the time, and balanced.
+
+    Arguments, hooks and errors are those of `DefaultSavePlanner`; a subclass may override any of
+    them. Works with any storage writer; what it plans is read by stock's readers and planners.
+
+    What several ranks hold is written once, whole, by one of them; ranks share it by real bytes.
+    The same plans are always shared in the same way.
+
+    Args:
+        flatten_state_dict: plan nested dicts and lists by names joined with dots. Default True.
+        flatten_sharded_tensors: take a ShardedTensor of ShardedTensors for one. Default True.
+        dedup_replicated_tensors: no effect, as with stock. Default None.
+        dedup_save_to_lowest_rank: the lowest rank writes all that several hold. Default False.
+        enable_plan_caching: must be False (default): plans are made anew at each save.
+        on_conflict: what is said of Python values (no tensors) that differ over the ranks under
+            one name, of which a checkpoint can keep the lowest rank's only: "warn" (default) logs
+            them, once a planner and name, "error" raises.
+        split_replicas: cut a tensor of 64 KiB or more that would unbalance the ranks by rows, and
+            let several ranks write it. Default False: each tensor is written whole. It is right
+            only where both of these hold, of which neither is checked:
+            - The writer keeps several chunks of a name, as DcpxWriter and FileSystemWriter do.
+              HuggingFaceStorageWriter with `fqn_to_index_mapping` does not: a file of one rank
+              replaces that of another, and rows are lost.
+            - What ranks hold under one name is equal; else the checkpoint mixes rows of several
+              ranks. Buffers that ranks do not synchronise differ.
+            A row is the smallest piece, so a tensor of few large rows is not shared out evenly.
+            Tensors of unequal dtypes or sizes are not cut, nor are those of a rank that overrides
+            a hook that sees the data (`lookup_object`, `transform_object`, `resolve_data`,
+            `finish_plan`) when it plans.
+
+    Raises:
+        OptionError: an unknown `on_conflict`.
+        UnsupportedError: `enable_plan_caching`.
+    """
+
+    _can_split = False  # as this rank told the coordinator
+    _cut: tuple[dict[str, Any], Any] | None = None  # the state with pieces, and as it was before
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        on_conflict: Literal["warn", "error"] = "warn",
+        split_replicas: bool = False,
+    ) -> None:
+        if enable_plan_caching:
+            raise UnsupportedError(
+                "enable_plan_caching=True: DcpxSavePlanner does not cache plans yet; leave it False"
+            )
+        super().__init__(
+            flatten_state_dict,
+            flatten_sharded_tensors,
+            dedup_replicated_tensors,
+            dedup_save_to_lowest_rank,
+            enable_plan_caching=False,
+        )
+        if on_conflict not in ("warn", "error"):
+            raise OptionError(
+                f"on_conflict must be 'warn' or 'error', got {on_conflict!r}",
+                option="on_conflict",
+                value=on_conflict,
+            )
+        self.on_conflict = on_conflict
+        self.split_replicas = split_replicas
+        self._told: set[str] = set()  # conflicts that were logged
+
+    def create_local_plan(self) -> SavePlan:
+        """Plans what this rank has: an item a tensor, shard or object.
+
+        Raises:
+            ValueError: a DTensor with a Partial placement (torch's text).
+        """
+        self._restore_state()
+        self._can_split = HAS_KNOWN_ITEMS and self.split_replicas and self._has_stock_data_hooks()
+        plan = self._local_plan()
+        if self.flatten_state_dict:
+            plan = dataclasses.replace(plan, planner_data=self.mappings)
+        self.plan = plan
+        return plan
+
+    def _restore_state(self) -> None:
+        """Takes the pieces of an earlier plan out of the state, unless it was replaced since."""
+        if self._cut is not None:
+            pieced, before = self._cut
+            self._cut = None
+            if self.state_dict is pieced:
+                self.state_dict = before
+
+    def _local_plan(self) -> SavePlan:
+        """Source: create_default_local_save_plan."""
+        if not HAS_KNOWN_ITEMS:
+            return create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        rows: list[Any] = []
+        whole: set[str] = set()
+        chunks = ChunkFinder()
+        uses_grad = torch.is_grad_enabled()
+        objects: dict[str, Any] = {}
+        with bounded_pause(len(self.state_dict)):
+            for fqn, value in self.state_dict.items():
+                if is_plain_tensor(value):
+                    rows.append((fqn, value))
+                    if not _has_rows(value):
+                        whole.add(fqn)
+                elif is_plain_dtensor(value):
+                    part = chunks.part_of(value)
+                    local = value._local_tensor
+                    if part is None:
+                        continue
+                    if (
+                        local.shape != part.sizes
+                        or not _has_rows(local)
+                        # Terms of a sum, which differ by intent: where torch plans them at all.
+                        or any(place.is_partial() for place in value._spec.placements)
+                    ):
+                        whole.add(fqn)
+                    # Of what `to_local` returns, a view that follows the DTensor.
+                    needs_grad = value.requires_grad if uses_grad else local.requires_grad
+                    rows.append((fqn, local, needs_grad, *part, value.shape))
+                elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+                    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+                        continue  # this rank is no part of its mesh
+                    rows.append(stock_write_items(fqn, value))
+                    whole.add(fqn)
+                else:
+                    rows.append(fqn if type(fqn) is str else stock_write_items(fqn, value))
+                    objects[fqn] = value
+            items = MAKER.write_items(rows)
+            return RankPlan(
+                items,
+                can_split=self._can_split,
+                whole_names=frozenset(whole),
+                digests=_digests(objects),
+            )
+
+    def _has_stock_data_hooks(self) -> bool:
+        return all(
+            getattr(type(self), name) is getattr(DcpxSavePlanner, name) and name not in vars(self)
+            for name in _DATA_HOOKS
+        )
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        """Returns the plans with each chunk in one of them only, or rows of it in several.
+
+        Raises:
+            PlanError: Python values differ over the ranks, with `on_conflict="error"`.
+        """
+        own = [plan for plan in all_plans if isinstance(plan, RankPlan)]
+        conflicts = self._conflicts(all_plans)
+        items = MAKER.dedup_items(
+            [list(plan.items) for plan in all_plans],
+            [isinstance(plan, RankPlan) and plan.can_split for plan in all_plans],
+            self.dedup_save_to_lowest_rank,
+            conflicts,
+            set().union(*(plan.whole_names for plan in own)),
+        )
+        return [_with_items(plan, its) for plan, its in zip(all_plans, items, strict=True)]
+
+    def _conflicts(self, all_plans: list[SavePlan]) -> set[str]:
+        """Returns the names of Python values that differ over the ranks, and says so."""
+        found = conflicting_names(
+            plan.digests if isinstance(plan, RankPlan) else {} for plan in all_plans
+        )
+        if found:
+            shown = ", ".join(
+                f"'{name}' (ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} of the group)"
+                for name, ranks in list(found.items())[:_MAX_SHOWN]
+            )
+            more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+            text = (
+                f"{len(found)} Python values differ over the ranks under one name, of which a "
+                f"checkpoint keeps one: {shown}{more}; give each rank a name of its own, or the "
+                "same value"
+            )
+            if self.on_conflict == "error":
+                raise PlanError(text, fqn=next(iter(found)))
+            if not self._told.issuperset(found):
+                logger.warning("%s; the lowest rank's is kept", text)
+                self._told.update(found)
+        return set(found)
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Returns the plan of each rank, and the metadata.
+
+        Source: DefaultSavePlanner._create_global_plan.
+
+        Raises:
+            PlanError: chunks reach out of their tensor, overlap, or do not fill it.
+        """
+        if not HAS_KNOWN_ITEMS:
+            return super()._create_global_plan(all_plans)
+        with bounded_pause(sum(len(plan.items) for plan in all_plans)):
+            deduped = self._dedup_save_plans(all_plans)
+            items, entries, offences = MAKER.global_plan([list(plan.items) for plan in deduped])
+            plans = [_with_items(plan, its) for plan, its in zip(deduped, items, strict=True)]
+        metadata = Metadata(entries)
+        if self.flatten_state_dict:
+            merged: dict[str, Any] = {}
+            for plan in reversed(plans):  # the first rank's path of a name is kept
+                merged.update(plan.planner_data)
+            metadata.planner_data = merged
+        # One rank alone may save its part of a tensor.
+        errors = [row for row in offences if row[1] != "hole" or len(plans) > 1]
+        if errors:
+            texts = "; ".join(_offence_text(entries, *row) for row in errors)
+            if len(texts) > _MAX_TEXT:
+                texts = texts[:_MAX_TEXT] + "... (truncated)"
+            raise PlanError(f"Failed to validate global plan: {texts}", fqn=errors[0][0])
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Takes this rank's piece of the global plan.
+
+        Raises:
+            PlanError: it asks for what this rank does not have.
+        """
+        plan = super().finish_plan(new_plan)
+        self._restore_state()
+        if self._can_split:
+            state = with_pieces(self.state_dict, plan.items)
+            if state is not None:
+                self._cut = (state, self.state_dict)
+                self.state_dict = state
+        return plan
+
+
+def _has_rows(tensor: torch.Tensor) -> bool:
+    """Returns whether rows of a tensor are a tensor of its kind: not of a sparse one."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _digests(objects: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns digests of Python values where there are other ranks to compare them with."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return {}
+    if torch.distributed.get_world_size() == 1:
+        return {}
+    return digests_of(objects)
+
+
+def _with_items(plan: SavePlan, items: list[Any]) -> SavePlan:
+    """Returns the plan with other items, and without what only the coordinator is told."""
+    if isinstance(plan, RankPlan):
+        return dataclasses.replace(plan, items=items, whole_names=frozenset(), digests={})
+    return dataclasses.replace(plan, items=items)
+
+
+def _offence_text(
+    entries: Mapping[str, Any],
+    fqn: str,
+    offence: str,
+    chunk: int,
+    other: int,
+    point: tuple[int, ...],
+) -> str:
+    """Returns one tensor's error, in stock's words."""
+    entry = entries[fqn]
+    if offence == "outside":
+        return (
+            f"key:{fqn} has out of bounds chunk: tensor-size:{entry.size} chunk: "
+            f"{entry.chunks[chunk]}"
+        )
+    if offence == "overlap":
+        return f"key:{fqn} has overlapping chunks: {entry.chunks[other]} {entry.chunks[chunk]}"
+    if offence == "hole":
+        return (
+            f"key:{fqn} invalid fill tensor-volume: no chunk holds element {list(point)} of "
+            f"tensor-size:{entry.size}"
+        )
+    if offence == "too large":
+        return f"key:{fqn} has 2**63 elements or more: tensor-size:{entry.size}"
+    return f"key:{fqn} has chunks of other dimensions than tensor-size:{entry.size}"

@@ -1,0 +1,240 @@
+"""Are Python values of several ranks equal? By a hash of what they are, not of how they are kept.
+
+Pickles of equal values differ: by the order of a set, by which strings are one object. So values
+are walked. Only types that are known, and exactly they, are: to look at them runs nobody's code and
+changes nothing. All others, and what holds one, have no digest, and nobody is told that they
+differ: tensors, objects of classes of one's own, but for dataclasses that leave pickling as it is.
+Nor have strings, bytes and arrays above 1 MiB, which are neither read nor copied, what is too deep
+or holds itself, and what comes after 100,000 values of a state (each KiB counts as one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import hashlib
+import pathlib
+import struct
+import sys
+import types
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["conflicting_names", "digests_of"]
+
+_MAX_VALUES = 100_000  # looked at in one state: 0.2 s
+_MAX_DEPTH = 100
+_MAX_BYTES = 1 << 20  # of one string, bytes or array
+_BYTES_A_VALUE = 1024  # hashed in the time of one value
+
+_SEQUENCES = frozenset((list, tuple, collections.deque, torch.Size))
+_SETS = frozenset((set, frozenset))
+_MAPPINGS = frozenset((dict, collections.OrderedDict, collections.defaultdict, collections.Counter))
+_FUNCTIONS = frozenset((type, types.FunctionType, types.BuiltinFunctionType))
+# Of classes that decide themselves what is stored of their objects.
+_PICKLING = frozenset(("__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs_ex__"))
+_ARRAY_KINDS = "biufcSUmM"  # all but objects and structures
+
+
+class _UnknownError(Exception):
+    """A value that has no digest."""
+
+
+def _float(value: float) -> bytes:
+    """Equal floats have equal bytes, and all NaN: their sign depends on who made them."""
+    return b"nan" if value != value else struct.pack("<d", value + 0.0)
+
+
+def _decimal(value: decimal.Decimal) -> bytes:
+    if sys.getsizeof(value) > _MAX_BYTES:
+        raise _UnknownError
+    sign, digits, exponent = value.as_tuple()
+    if isinstance(exponent, str):
+        return exponent.encode()
+    text = "".join(map(str, digits)).lstrip("0")
+    if not text:
+        return b"0"
+    kept = text.rstrip("0")
+    return f"{sign} {kept} {exponent + len(text) - len(kept)}".encode()
+
+
+def _time(value: datetime.time) -> bytes:
+    return value.replace(tzinfo=None).isoformat().encode()
+
+
+def _text(value: Any) -> bytes:
+    return str(value).encode("utf-8", "surrogatepass")
+
+
+# What is hashed of a value without parts.
+_LEAVES: dict[type, Callable[[Any], bytes | bytearray]] = {
+    type(None): lambda _: b"",
+    type(...): lambda _: b"",
+    bool: lambda value: b"1" if value else b"0",
+    int: lambda value: hex(value).encode(),
+    float: _float,
+    complex: lambda value: _float(value.real) + b" " + _float(value.imag),
+    str: _text,
+    bytes: lambda value: value,
+    bytearray: lambda value: value,
+    decimal.Decimal: _decimal,
+    datetime.date: lambda value: value.isoformat().encode(),
+    datetime.timedelta: lambda value: repr(value).encode(),
+    datetime.timezone: lambda value: repr(value.utcoffset(None)).encode(),
+    uuid.UUID: lambda value: hex(value.int).encode(),
+    torch.dtype: _text,
+    torch.device: _text,
+    torch.layout: _text,
+    torch.memory_format: _text,
+    **dict.fromkeys(
+        (
+            pathlib.PurePosixPath,
+            pathlib.PureWindowsPath,
+            pathlib.PosixPath,
+            pathlib.WindowsPath,
+        ),
+        _text,
+    ),
+}
+
+
+class _Walk:
+    """Over the values of one state."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_VALUES
+        self._path: set[int] = set()  # of what holds the value at hand
+
+    def digest_of(self, value: Any) -> bytes:
+        """Returns 8 bytes that are the same for equal values of equal types, on any rank; b""
+        where nothing is known.
+        """
+        self._path.clear()
+        try:
+            return self._digest(value)
+        except Exception:  # noqa: BLE001  (a value that another thread changes meanwhile)
+            return b""
+
+    def _digest(self, value: Any) -> bytes:
+        kind = type(value)
+        self._count(0)
+        leaf = _LEAVES.get(kind)
+        if leaf is not None:
+            self._count(_size_of(value))
+            return _hashed(kind.__name__, [leaf(value)])
+        if kind in _FUNCTIONS:
+            return _hashed("global", [f"{value.__module__}.{value.__qualname__}".encode()])
+        if id(value) in self._path or len(self._path) >= _MAX_DEPTH:
+            raise _UnknownError
+        self._path.add(id(value))
+        try:
+            return self._whole(kind, value)
+        finally:
+            self._path.discard(id(value))
+
+    def _whole(self, kind: type, value: Any) -> bytes:
+        """Returns the digest of what has parts."""
+        if kind in _SEQUENCES:
+            return _hashed(kind.__name__, map(self._digest, value))
+        if kind in _SETS:
+            return _hashed(kind.__name__, sorted(map(self._digest, value)))
+        if kind in _MAPPINGS:
+            return _hashed(kind.__name__, self._pairs(value))
+        if kind in (datetime.datetime, datetime.time):
+            return _hashed(kind.__name__, [_time(value), self._digest(value.tzinfo)])
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        if kind is argparse.Namespace:
+            return _hashed(name, self._pairs(vars(value)))
+        if issubclass(kind, enum.Enum):
+            member = object.__getattribute__(value, "_name_")
+            return _hashed(name, [member.encode()])
+        if kind.__module__ == "numpy":
+            return _hashed(name, self._array(kind, value))
+        if _leaves_pickling(kind):
+            if "_fields" in vars(kind) and kind.__bases__ == (tuple,):  # a named tuple
+                return _hashed(name, map(self._digest, tuple.__iter__(value)))
+            if "__dataclass_fields__" in vars(kind):
+                return _hashed(name, self._pairs(object.__getattribute__(value, "__dict__")))
+        raise _UnknownError
+
+    def _pairs(self, mapping: Mapping[Any, Any]) -> list[bytes]:
+        """Of a mapping, in no order."""
+        return sorted(self._digest(key) + self._digest(value) for key, value in mapping.items())
+
+    def _array(self, kind: type, value: Any) -> list[bytes]:
+        """Of an array of numpy's, or of one of its scalars."""
+        numpy: Any = sys.modules["numpy"]
+        if kind is not numpy.ndarray and kind not in numpy.sctypeDict.values():
+            raise _UnknownError
+        dtype = value.dtype
+        real_size = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
+        # A long double has bytes that are nobody's.
+        if dtype.kind not in _ARRAY_KINDS or (dtype.kind in "fc" and real_size > 8):
+            raise _UnknownError
+        self._count(value.nbytes)
+        array = numpy.array(value, order="C")
+        if dtype.kind in "fc":
+            parts = array.reshape(-1).view(f"{dtype.byteorder}f{real_size}")
+            parts += 0  # of one sign
+            parts[parts != parts] = numpy.nan
+        return [dtype.str.encode(), repr(array.shape).encode(), array.tobytes()]
+
+    def _count(self, nbytes: int) -> None:
+        if nbytes > _MAX_BYTES:
+            raise _UnknownError
+        self._left -= nbytes // _BYTES_A_VALUE if nbytes else 1
+        if self._left < 0:
+            raise _UnknownError
+
+
+def _size_of(value: Any) -> int:
+    """Returns the bytes that are hashed of a value without parts, about."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    return value.bit_length() // 4 if isinstance(value, int) else 0
+
+
+def _leaves_pickling(kind: type) -> bool:
+    """Returns whether a class leaves it to Python what is stored of its objects."""
+    own = [base for base in kind.__mro__ if base not in (object, tuple)]
+    return not any(_PICKLING & vars(base).keys() for base in own)
+
+
+def _hashed(kind: str, parts: Iterable[bytes | bytearray]) -> bytes:
+    whole = hashlib.blake2b(kind.encode(), digest_size=8)
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little"))
+        whole.update(part)
+    return whole.digest()
+
+
+def digests_of(objects: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns the digests of a state's Python values by their names: 8 bytes that are the same for
+    equal values of equal types, on any rank. A value of which nothing is known has none.
+    """
+    walk = _Walk()
+    return {name: digest for name, value in objects.items() if (digest := walk.digest_of(value))}
+
+
+def conflicting_names(digests: Iterable[Mapping[str, bytes]]) -> dict[str, list[int]]:
+    """Returns the names whose values differ, and the first rank of each of their values.
+
+    Args:
+        digests: of all ranks, by name; a rank says nothing of names that it has no value of.
+    """
+    ranks_of: dict[str, dict[bytes, int]] = {}
+    seen: list[Mapping[str, bytes]] = []
+    for rank, own in enumerate(digests):
+        if any(own == other for other in seen[:1]):
+            continue  # nearly always: all ranks have the same values
+        seen.append(own)
+        for name, digest in own.items():
+            if digest:
+                ranks_of.setdefault(name, {}).setdefault(digest, rank)
+    return {name: sorted(own.values()) for name, own in ranks_of.items() if len(own) > 1}
