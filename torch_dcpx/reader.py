@@ -244,7 +244,7 @@ class DcpxReader(FileSystemReader):
             job = _C.ReadJob(
                 dir_fd=directory.fd,
                 dir_path=os.fsencode(directory.path),
-                workers=self.options.resolved_workers(),
+                workers=_fitting_workers(self.options.resolved_workers()),
                 slot_bytes=self.options.slot_bytes,
                 use_direct=self.options.direct_io,
                 verify=self.options.verify == "blocks",
@@ -335,13 +335,22 @@ class DcpxReader(FileSystemReader):
         ) from error
 
 
-def _max_open_files() -> int:
-    """Returns how many data files may stay open: half of what the process may open still."""
+def _free_descriptors() -> int:
+    """Returns how many more files the process may open."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
-        return 4096
-    free = soft_limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - ten times as fast
-    return max(0, min(4096, free // 2))
+        return 1 << 30
+    return max(0, soft_limit - len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - ten times as fast
+
+
+def _max_open_files() -> int:
+    """Returns how many data files may stay open: half of what the process may open still."""
+    return min(4096, _free_descriptors() // 2)
+
+
+def _fitting_workers(workers: int) -> int:
+    """Returns the workers for which the other half is enough: each may open a file twice."""
+    return max(1, min(workers, _free_descriptors() // 4 - 1))
 
 
 def _empty_metadata() -> Metadata:

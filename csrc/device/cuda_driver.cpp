@@ -48,7 +48,6 @@ bool is_lost(Result result) noexcept {
     case kAssert:
     case kTensorMemoryLeak:
     case kExternalDevice:
-    case kUnknown:
       return true;
     default:
       return result >= kHardwareStackError && result <= kLaunchFailed;

@@ -113,7 +113,7 @@ def test_any_limit_of_open_files_loads_the_same(
 ) -> None:
     save(state_of(0), tmp_path, single_file_per_rank=False)
     monkeypatch.setattr(reader, "_max_open_files", lambda: limit)
-    options = ReadOptions(host_memory_bytes=1 << 20, workers=1)
+    options = ReadOptions(host_memory_bytes=1 << 20, slot_bytes=1 << 20, workers=1)
     target = {key: value.double() for key, value in state_of(2).items()}  # staged: many windows
     dcp.load(target, storage_reader=DcpxReader(tmp_path, options=options), no_dist=True)
     assert_same({key: value.double() for key, value in state_of(0).items()}, target)
