@@ -101,9 +101,12 @@ def every(calls: dict[str, int]) -> Iterator[tuple[str, int]]:
             yield entry, nth
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
+CODES = [(True, "INVALID_HANDLE"), (False, "INVALID_HANDLE"), (True, "UNKNOWN")]
+
+
+@pytest.mark.parametrize(("has_kernel", "code"), CODES)
 def test_failed_call_fails_the_save_before_its_commit_or_nothing(
-    fake_cuda: FakeCuda, tmp_path: Path, has_kernel: bool
+    fake_cuda: FakeCuda, tmp_path: Path, has_kernel: bool, code: str
 ) -> None:
     use_driver(fake_cuda, 13000, has_kernel)
     first, second = state_of(0), state_of(1)
@@ -114,12 +117,12 @@ def test_failed_call_fails_the_save_before_its_commit_or_nothing(
     failed = set()
     for entry, nth in every(calls):
         held = Held(fake_cuda)
-        fake_cuda.fail(entry, nth, codes.INVALID_HANDLE)
+        fake_cuda.fail(entry, nth, getattr(codes, code))
         error = staging_error(lambda: save(state, tmp_path / "a", options=SAVING))
         fake_cuda.clear_failures()
         if error is not None:
             assert error["text"].startswith(entry.removesuffix("_v2")), (entry, nth, error)
-            assert "CUDA_ERROR_INVALID_HANDLE (400)" in error["text"]
+            assert f"CUDA_ERROR_{code} ({getattr(codes, code)})" in error["text"]
             assert files_in(tmp_path / "a") == before, (entry, nth)
             failed.add(entry)
         else:
@@ -135,9 +138,9 @@ def test_failed_call_fails_the_save_before_its_commit_or_nothing(
     assert_loads(second, tmp_path / "a")
 
 
-@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize(("has_kernel", "code"), CODES)
 def test_failed_call_fails_the_load_and_says_what_it_touched(
-    fake_cuda: FakeCuda, tmp_path: Path, has_kernel: bool
+    fake_cuda: FakeCuda, tmp_path: Path, has_kernel: bool, code: str
 ) -> None:
     use_driver(fake_cuda, 13000, has_kernel)
     expected = state_of(0)
@@ -149,7 +152,7 @@ def test_failed_call_fails_the_load_and_says_what_it_touched(
     for entry, nth in every(calls):
         held = Held(fake_cuda)
         target = moved(fake_cuda, blank, device_0)
-        fake_cuda.fail(entry, nth, codes.INVALID_HANDLE)
+        fake_cuda.fail(entry, nth, getattr(codes, code))
         error = staging_error(partial(load, target, tmp_path))
         fake_cuda.clear_failures()
         if error is not None:
