@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from no_collectives import no_collectives
 from ranks import leave_well
 from saves import change, read_footer
 from states import assert_same
 
 import torch_dcpx as dcpx
-
-COLLECTIVES = (
-    "all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast",
-    "broadcast_object_list", "gather", "gather_object", "scatter", "scatter_object_list",
-)  # fmt: skip
-
-
-@contextmanager
-def no_collectives() -> Iterator[None]:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a collective")
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in COLLECTIVES:
-            patch.setattr(dist, name, refuse)
-        yield
 
 
 def errors_of(run: Callable[[], Any]) -> list[Any]:
