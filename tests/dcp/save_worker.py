@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -23,6 +24,7 @@ from no_collectives import no_collectives
 from ranks import leave_well
 
 from torch_dcpx import (
+    ConcurrentSaveError,
     DcpxError,
     RankError,
     StorageError,
@@ -170,6 +172,37 @@ def failure_while_planning_is_that_of_all(folder: Path) -> None:
         check_saved(path, 2)
 
 
+HOLD = """
+import fcntl, sys
+lock = open(sys.argv[1], "r+")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def another_job_at_the_same_id_is_refused_on_every_rank(folder: Path) -> None:
+    path = folder / "two jobs"
+    save(state_of(0), path)
+    other = None
+    if dist.get_rank() == 0:
+        command = [sys.executable, "-c", HOLD, str(path / ".dcpx.lock")]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+    dist.barrier()
+    for saves in SAVES:
+        error = caught(ConcurrentSaveError, saves, state_of(1), path)
+        assert str(path) in str(error)
+    check_saved(path, 0)
+    dist.barrier()
+    if other is not None:
+        other.communicate(timeout=60)
+    dist.barrier()
+    save(state_of(2), path)
+    check_saved(path, 2)
+
+
 def groups_save_side_by_side(folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group([r for r in range(world) if r % 2 == parity]) for parity in (0, 1)]
@@ -269,6 +302,7 @@ TESTS = (
     saves_are_whole_on_every_rank,
     failure_of_one_rank_is_that_of_all,
     failure_while_planning_is_that_of_all,
+    another_job_at_the_same_id_is_refused_on_every_rank,
     groups_save_side_by_side,
     busy_rank_decides_for_all,
     cancelled_save_fails_on_every_rank,
