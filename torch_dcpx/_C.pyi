@@ -72,6 +72,27 @@ class ItemMaker:
         list[list[Any]], dict[str, Any], list[tuple[str, str, int, int, tuple[int, ...]]]
     ]: ...
 
+class SaveRows:
+    def __init__(self, classes: dict[str, Any]) -> None: ...
+    def plain_rows(
+        self,
+        items: Sequence[Any],
+        files: Sequence[int],
+        state: dict[str, Any],
+        paths: dict[str, Any],
+        types: dict[tuple[Any, ...], int],
+        add_type: Callable[[Any, Any], int],
+        is_host: Callable[[Any], bool],
+    ) -> tuple[list[Any], list[Any], list[int]]: ...
+    def results(
+        self,
+        items: Sequence[Any],
+        paths: Sequence[str],
+        offsets: list[int],
+        lengths: list[int],
+        descriptors: list[str] | None,
+    ) -> list[Any]: ...
+
 def call_counts() -> dict[str, int]: ...
 def arm_fault(nth: int, errno: int, kind: str = "") -> None: ...
 def disarm_fault() -> None: ...

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import (
     state_dict_saver,
 )
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import (
     _create_write_items,
     create_read_items_for_chunk_list,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -328,6 +330,8 @@ _ITEM_FIELDS: dict[Any, set[str]] = {
     ChunkStorageMetadata: {"offsets", "sizes"},
     TensorStorageMetadata: {"properties", "size", "chunks"},
     BytesStorageMetadata: set(),
+    WriteResult: {"index", "size_in_bytes", "storage_data"},
+    _StorageInfo: {"relative_path", "offset", "length", "transform_descriptors"},
 }  # fmt: skip
 
 # Whether these are all fields of the classes of the torch that runs.

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import add, le
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -67,16 +69,6 @@ class WriteResults(list[WriteResult]):
         return WriteResults, (list(self), self.files)
 
 
-def _chunks(metadata: Metadata) -> Iterator[tuple[str, Any]]:
-    """Yields the (fqn, offset) that every result must have one of; None is a bytes entry's."""
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            for chunk in entry.chunks:
-                yield fqn, tuple(chunk.offsets)
-        else:
-            yield fqn, None
-
-
 def _where(index: MetadataIndex, rank: int) -> str:
     return f"'{index.fqn}' at offset {index.offset} from rank {rank}"
 
@@ -100,8 +92,54 @@ def verify_results(
             if entry.path in files:
                 raise PlanError(f"rank {rank} reports file '{entry.path}' of another rank")
             files[entry.path] = entry
+    flat = list(chain.from_iterable(results))
+    indices = [result.index for result in flat]
+    places = [result.storage_data for result in flat]
     # Chunks are compared as plain tuples: a MetadataIndex is hashed and compared in Python.
-    storage_data: dict[MetadataIndex, Any] = {}
+    written = set(
+        zip([index.fqn for index in indices], [index.offset for index in indices], strict=True)
+    )
+    is_right = (
+        len(written) == len(flat)
+        and _are_inside(places, files)
+        and written == set(_chunks(metadata))
+    )
+    if not is_right:
+        _refuse(metadata, results, files)
+    return dict(zip(indices, places, strict=True)), list(files.values())
+
+
+def _chunks(metadata: Metadata) -> list[tuple[str, Any]]:
+    """Returns the (fqn, offset) that every result must have one of; None is a bytes entry's."""
+    found: list[tuple[str, Any]] = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            found += [(fqn, tuple(chunk.offsets)) for chunk in entry.chunks]
+        else:
+            found.append((fqn, None))
+    return found
+
+
+def _are_inside(places: Sequence[Any], files: Mapping[str, FileEntry]) -> bool:
+    """Returns whether all places lie within files of the table."""
+    paths = [place.relative_path for place in places]
+    if not files.keys() >= set(paths):
+        return False
+    begins = [place.offset for place in places]
+    lengths = [place.length for place in places]
+    limits = {path: entry.nbytes for path, entry in files.items()}
+    ends = map(add, begins, lengths)
+    return min(chain(begins, lengths), default=0) >= 0 and all(
+        map(le, ends, map(limits.__getitem__, paths))
+    )
+
+
+def _refuse(
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    files: Mapping[str, FileEntry],
+) -> NoReturn:
+    """Raises PlanError for the first thing that is wrong with the results."""
     written: set[tuple[str, Any]] = set()
     for rank, rank_results in enumerate(results):
         for result in rank_results:
@@ -124,20 +162,14 @@ def verify_results(
                     fqn=index.fqn,
                 )
             written.add(chunk)
-            storage_data[index] = info
-    expected = set()
-    for chunk in _chunks(metadata):
-        if chunk not in written:
+    expected = _chunks(metadata)
+    for fqn, offset in expected:
+        if (fqn, offset) not in written:
             raise PlanError(
-                f"no rank wrote '{chunk[0]}' at offset {chunk[1]}: nothing is published",
-                fqn=chunk[0],
+                f"no rank wrote '{fqn}' at offset {offset}: nothing is published", fqn=fqn
             )
-        expected.add(chunk)
-    for fqn, offset in written - expected:
-        raise PlanError(
-            f"'{fqn}' at offset {offset} was written but is not in the metadata", fqn=fqn
-        )
-    return storage_data, list(files.values())
+    fqn, offset = next(iter(written.difference(expected)))
+    raise PlanError(f"'{fqn}' at offset {offset} was written but is not in the metadata", fqn=fqn)
 
 
 def refuse_beside_global(directory: Directory) -> None:

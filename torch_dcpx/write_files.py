@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -28,6 +27,7 @@ from torch_dcpx.item_rows import PICKLE, WriteRow
 from torch_dcpx.layout import FileEntry, data_file_names
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.progress import WriteProgress
+from torch_dcpx.save_rows import write_results
 from torch_dcpx.split import Split, planned_bytes
 from torch_dcpx.write_table import WriteTable
 
@@ -90,12 +90,8 @@ def write_files(
             directory.sync()
         files = [FileEntry(*row) for row in job.results()]
         paths = [files[file].path for file in split.files]
-        descriptors = table.descriptors
         with paused_gc():
-            results = [
-                WriteResult(item.index, nbytes, _StorageInfo(path, offset, nbytes, descriptors))
-                for item, path, offset, nbytes in zip(split.items, paths, *placed, strict=True)
-            ]
+            results = write_results(split.items, paths, *placed, table.descriptors)
         progress.finish()
         return Written(results, files, job.report(), progress.done_bytes)
     except BaseException:

@@ -39,6 +39,7 @@ from torch_dcpx.item_rows import (
     item_type,
     type_key,
 )
+from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
 
@@ -203,50 +204,21 @@ class WriteTable:
             AssertionError: the planner gave a wrong type (stock's texts).
             UnsupportedError: data that cannot be kept, by name.
         """
-        rows: list[WriteRow | None] = []
-        owners: list[torch.Tensor] = []
-        lookup, path_of, type_of = self._state.get, self._paths.get, self._known.get
-        byte_io, is_raw = WriteItemType.BYTE_IO, self._transform is None
-        is_host, ordinal_of = device_memory.is_host, device_memory.ordinal_of
-        for item, file in zip(items, files, strict=True):
-            if item.type is byte_io:
-                rows.append(None)
-                continue
-            index, about = item.index, item.tensor_data
-            tensor: Any = lookup(index.fqn)
-            # Nearly all items are like this: each question is asked once. The others, and those
-            # that are to be refused, go the long way.
-            if (
-                type(tensor) in _PLAIN_CLASSES
-                and is_raw
-                and about is not None
-                and ((on_host := is_host(tensor)) or ordinal_of(tensor) >= 0)
-                and not tensor.is_nested
-                and tensor.layout == torch.strided
-                and tensor.is_contiguous()
-                and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized)
-                and not any(index.offset or ())
-            ):
-                chunk, nbytes, address = about.chunk, tensor.nbytes, tensor.data_ptr()
-                type_index = type_of(type_key(tensor.dtype, about.properties, is_plain=True))
-                end = tensor.storage_offset() * tensor.itemsize + nbytes
-                if (
-                    address
-                    and type_index is not None
-                    and end <= tensor.untyped_storage().nbytes()
-                    and len(chunk.offsets) == tensor.dim()
-                ):
-                    rows.append(
-                        WriteRow(
-                            file, TENSOR, type_index, address, nbytes, tensor.shape,
-                            tensor.stride(), True, index.fqn, about.size, chunk.offsets,
-                            path_of(index.fqn), -1 if on_host else ordinal_of(tensor),
-                        )
-                    )  # fmt: skip
-                    owners.append(tensor)
-                    continue
-            tensor, about = vetted(item, self._lookup(item))
-            rows.append(self._row_in_place(item, file, tensor, about))
+        items, files = list(items), list(files)
+        if self._transform is None:
+            rows, owners, others = SAVE_ROWS.plain_rows(
+                items, files, self._state, self._paths, self._known, self._type,
+                device_memory.is_host,
+            )  # fmt: skip
+        else:
+            rows, owners, others = (
+                [None] * len(items),
+                [],
+                [i for i, item in enumerate(items) if item.type is not WriteItemType.BYTE_IO],
+            )
+        for number in others:
+            tensor, about = vetted(items[number], self._lookup(items[number]))
+            rows[number] = self._row_in_place(items[number], files[number], tensor, about)
             owners.append(tensor)
         return InPlace(rows, owners)
 
@@ -338,7 +310,9 @@ class WriteTable:
         )  # fmt: skip
         return Resolved(row, data, len(buffer))
 
-    def _type(self, dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool) -> int:
+    def _type(
+        self, dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool = True
+    ) -> int:
         """Returns the index of the type of items of this dtype and these properties."""
         key = type_key(dtype, properties, is_plain=is_plain)
         known = self._known.get(key)
@@ -355,22 +329,34 @@ def check_plan(items: Sequence[WriteItem]) -> None:
         PlanError: it names one chunk twice: two writers of one thing.
         UnsupportedError: an item's dtype or layout cannot be kept.
     """
-    seen = set()
+    # As plain tuples: a MetadataIndex is hashed and compared in Python.
+    seen: set[tuple[str, Any]] = set()
+    kept: set[tuple[torch.dtype, torch.layout]] = set()
     for item in items:
-        fqn = item.index.fqn
-        if item.index in seen:
-            raise PlanError(f"the plan writes '{fqn}' at offset {item.index.offset} twice", fqn=fqn)
-        seen.add(item.index)
-        if item.tensor_data is None:
+        index, about = item.index, item.tensor_data
+        chunk = index.fqn, index.offset
+        if chunk in seen:
+            raise PlanError(
+                f"the plan writes '{index.fqn}' at offset {index.offset} twice", fqn=index.fqn
+            )
+        seen.add(chunk)
+        if about is None:
             continue
-        dtype, layout = item.tensor_data.properties.dtype, item.tensor_data.properties.layout
-        if layout == torch.sparse_coo:
-            raise UnsupportedError(
-                f"'{fqn}' is a sparse COO tensor, into which stock's load puts nothing and says so "
-                "to nobody; save its `indices()` and `values()`"
-            )
-        if not is_saved_dtype(dtype):
-            raise UnsupportedError(
-                f"'{fqn}' is of {dtype}, which torch {torch.__version__} cannot save; save a view "
-                "of another dtype, such as `tensor.view(torch.uint8)`"
-            )
+        kind = about.properties.dtype, about.properties.layout
+        if kind not in kept:
+            _check_kind(index.fqn, *kind)
+            kept.add(kind)
+
+
+def _check_kind(fqn: str, dtype: torch.dtype, layout: torch.layout) -> None:
+    """Raises UnsupportedError where tensors of this dtype and layout cannot be kept."""
+    if layout == torch.sparse_coo:
+        raise UnsupportedError(
+            f"'{fqn}' is a sparse COO tensor, into which stock's load puts nothing and says so "
+            "to nobody; save its `indices()` and `values()`"
+        )
+    if not is_saved_dtype(dtype):
+        raise UnsupportedError(
+            f"'{fqn}' is of {dtype}, which torch {torch.__version__} cannot save; save a view "
+            "of another dtype, such as `tensor.view(torch.uint8)`"
+        )

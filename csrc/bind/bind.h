@@ -18,6 +18,7 @@ void bind_columns(pybind11::module_& m);
 void bind_plain(pybind11::module_& m);
 void bind_io(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
+void bind_save_rows(pybind11::module_& m);
 void bind_plan_items(pybind11::module_& m);
 void bind_write(pybind11::module_& m);
 void bind_read(pybind11::module_& m);

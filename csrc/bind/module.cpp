@@ -69,6 +69,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_plain(m);
   dcpx::bind_io(m);
   dcpx::bind_plan(m);
+  dcpx::bind_save_rows(m);
   dcpx::bind_write(m);
   dcpx::bind_read(m);
   dcpx::bind_stage(m);

@@ -11,19 +11,6 @@ constexpr std::size_t kMaxDims = 64;  // of a tensor
 
 namespace py = pybind11;
 
-py::object interned(const char* name) {
-  PyObject* text = PyUnicode_InternFromString(name);
-  if (text == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(text);
-}
-
-void set_field(const py::object& object, const py::object& name, const py::handle& value) {
-  // Past a frozen dataclass's own __setattr__, as its constructor does.
-  if (PyObject_GenericSetAttr(object.ptr(), name.ptr(), value.ptr()) != 0) {
-    throw py::error_already_set();
-  }
-}
-
 py::object call(const py::object& function) {
   PyObject* result = PyObject_CallNoArgs(function.ptr());
   if (result == nullptr) throw py::error_already_set();
@@ -88,10 +75,7 @@ ItemMaker::ItemMaker(const py::dict& classes)
 }
 
 py::object ItemMaker::make(const py::object& its_class) const {
-  PyObject* made = PyBaseObject_Type.tp_new(reinterpret_cast<PyTypeObject*>(its_class.ptr()),
-                                            no_arguments_.ptr(), nullptr);
-  if (made == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(made);
+  return new_object(its_class, no_arguments_);
 }
 
 py::object ItemMaker::as_size(py::object values) const {

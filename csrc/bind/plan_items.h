@@ -11,18 +11,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "bind/objects.h"
 #include "plan/coverage.h"
 
 namespace dcpx {
 
 const char* name_of(plan::Offence offence);
-
-// Attribute of an object. Throws what Python raises.
-inline pybind11::object get_attr(const pybind11::handle& object, const pybind11::object& name) {
-  PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
-  if (value == nullptr) throw pybind11::error_already_set();
-  return pybind11::reinterpret_steal<pybind11::object>(value);
-}
 
 // Names of attributes, interned.
 struct FieldNames {

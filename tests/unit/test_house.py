@@ -42,6 +42,7 @@ MODULES_WITH_EXTENSION = {
     "read_bytes",
     "read_coverage",
     "reader",
+    "save_rows",
     "staged_state",
     "staging",
     "trust",

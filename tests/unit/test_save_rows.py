@@ -1,0 +1,100 @@
+"""Rows of plain tensors made by C++: the same as Python makes, and only of plain ones."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.item_rows import WriteRow
+from torch_dcpx.write_table import WriteTable, vetted
+
+
+class Derived(torch.Tensor):
+    """A class of tensors of its own."""
+
+
+def freed() -> torch.Tensor:
+    """Returns a tensor whose storage was made smaller under it."""
+    tensor = torch.arange(100.0)
+    tensor.untyped_storage().resize_(200)
+    return tensor
+
+
+PLAIN: dict[str, torch.Tensor] = {
+    "vector": torch.arange(5.0),
+    "matrix": torch.arange(6).view(2, 3),
+    "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+    "view at an offset": torch.arange(10.0)[3:7],
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+    "needs grad": torch.ones(3, requires_grad=True),
+}
+OTHERS: dict[str, torch.Tensor] = {
+    "conjugate": torch.complex(torch.ones(3), torch.ones(3)).conj(),
+    "negative": torch.complex(torch.ones(3), torch.ones(3)).conj().imag,
+    "transposed": torch.arange(6).view(2, 3).t(),
+    "derived": torch.ones(3).as_subclass(Derived),
+    "empty": torch.ones(0),
+}
+
+
+def table_of(state: dict[str, Any]) -> tuple[WriteTable, list[Any]]:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    plan = planner.create_local_plan()
+    return WriteTable(planner, plan.planner_data), plan.items
+
+
+def row_of_python(table: WriteTable, item: Any) -> WriteRow | None:
+    tensor, about = vetted(item, table._lookup(item))
+    return table._row_in_place(item, 3, tensor, about)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
+def test_row_is_the_one_that_python_makes(name: str) -> None:
+    tensor = {**PLAIN, **OTHERS}[name]
+    table, items = table_of({"t": tensor})
+    (row,), owners = table.resolve_in_place(items, [3])
+    assert row == row_of_python(table, items[0])
+    assert type(row) is (WriteRow if row is not None else type(None))
+    assert owners[0] is tensor or name in ("derived",)
+
+
+def test_only_plain_tensors_are_not_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, items = table_of({**PLAIN, **OTHERS, "step": 3})
+    asked = []
+    plain = WriteTable._lookup
+
+    def lookup(self: WriteTable, item: Any) -> Any:
+        asked.append(item.index.fqn)
+        return plain(self, item)
+
+    monkeypatch.setattr(WriteTable, "_lookup", lookup)
+    rows, _ = table.resolve_in_place(items, range(len(items)))
+    assert asked == list(OTHERS)
+    assert [row is None for row in rows] == [
+        item.index.fqn in ("conjugate", "negative", "derived", "step") for item in items
+    ]
+
+
+def test_tensor_whose_storage_shrank_is_refused() -> None:
+    table, items = table_of({"t": freed()})
+    with pytest.raises(UnsupportedError, match="'t' needs 400 B of a storage that holds 200 B"):
+        table.resolve_in_place(items, [0])
+
+
+def test_types_are_shared_and_told_apart() -> None:
+    table, items = table_of({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(2).int()})
+    rows = table.resolve_in_place(items, [0, 0, 0]).rows
+    assert [row.type for row in rows if row is not None] == [1, 1, 2]
+    assert [kind.dtype for kind in table.types] == ["", "float32", "int32"]
+
+
+def test_items_with_too_few_files_are_refused() -> None:
+    table, items = table_of({"a": torch.ones(2), "step": io.BytesIO(b"1")})
+    with pytest.raises(ValueError, match="items and files differ in number"):
+        table.resolve_in_place(items, [0])
