@@ -63,6 +63,7 @@ else:
     KEPT_BETTER_THAN_STOCK |= {(f"sparse {kind}", "plain") for kind in COMPRESSED}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_tensor_comes_back_bit_for_bit_or_is_refused_by_name(
     tmp_path: Path, seed: int

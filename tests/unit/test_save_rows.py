@@ -35,7 +35,7 @@ PLAIN: dict[str, torch.Tensor] = {
 }
 OTHERS: dict[str, torch.Tensor] = {
     "conjugate": torch.complex(torch.ones(3), torch.ones(3)).conj(),
-    "negative": torch.complex(torch.ones(3), torch.ones(3)).conj().imag,
+    "negative": torch._neg_view(torch.ones(3)),
     "transposed": torch.arange(6).view(2, 3).t(),
     "derived": torch.ones(3).as_subclass(Derived),
     "empty": torch.ones(0),
