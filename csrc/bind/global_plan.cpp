@@ -2,7 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "bind/plan_items.h"
@@ -23,6 +23,9 @@ struct Named {
   Numbers lengths;
   bool is_bytes = false;
   bool is_even = true;  // all chunks have the tensor's dimensions
+
+  // Of 0 dimensions each chunk is all of it.
+  bool is_tiled() const { return !is_bytes && !sizes.empty(); }
 };
 
 class GlobalPlan {
@@ -39,23 +42,28 @@ class GlobalPlan {
 
   // (fqn, offence, chunk, other chunk, point) of the tensors whose chunks do not tile them.
   py::list offences() const {
+    std::vector<plan::CoverageError> errors;
+    {
+      const py::gil_scoped_release no_gil;
+      errors = coverage_errors();
+    }
     py::list found;
-    for (const Named& named : named_) {
-      if (named.is_bytes || named.sizes.empty()) continue;  // 0-d: each chunk is all of it
+    std::size_t next = 0;
+    for (std::size_t number = 0; number < named_.size(); ++number) {
+      const Named& named = named_[number];
+      if (!named.is_tiled()) continue;
       if (!named.is_even) {
         found.append(py::make_tuple(named.fqn, "dimensions", -1, -1, py::tuple()));
         continue;
       }
-      const auto ndim = static_cast<std::int64_t>(named.sizes.size());
-      const auto count = static_cast<std::int64_t>(named.chunks.size());
-      for (const plan::CoverageError& error : plan::check_coverage(
-               {&ndim, named.sizes.data(), &count, named.offsets.data(), named.lengths.data(), 1,
-                named.sizes.size(), named.offsets.size()})) {
-        py::tuple point(error.point.size());
-        for (std::size_t d = 0; d < error.point.size(); ++d) point[d] = error.point[d];
-        found.append(
-            py::make_tuple(named.fqn, name_of(error.offence), error.box, error.other, point));
+      if (next == errors.size() || static_cast<std::size_t>(errors[next].tensor) != number) {
+        continue;
       }
+      const plan::CoverageError& error = errors[next++];
+      py::tuple point(error.point.size());
+      for (std::size_t d = 0; d < error.point.size(); ++d) point[d] = error.point[d];
+      found.append(
+          py::make_tuple(named.fqn, name_of(error.offence), error.box, error.other, point));
     }
     return found;
   }
@@ -110,6 +118,24 @@ class GlobalPlan {
     named_.back().fqn = fqn;
     *is_new = true;
     return named_.back();
+  }
+
+  // The errors' `tensor` is a number of `named_`. Touches no Python object.
+  std::vector<plan::CoverageError> coverage_errors() const {
+    std::vector<plan::CoverageError> all;
+    for (std::size_t number = 0; number < named_.size(); ++number) {
+      const Named& named = named_[number];
+      if (!named.is_tiled() || !named.is_even) continue;
+      const auto ndim = static_cast<std::int64_t>(named.sizes.size());
+      const auto count = static_cast<std::int64_t>(named.offsets.size() / named.sizes.size());
+      for (plan::CoverageError& error : plan::check_coverage(
+               {&ndim, named.sizes.data(), &count, named.offsets.data(), named.lengths.data(), 1,
+                named.sizes.size(), named.offsets.size()})) {
+        error.tensor = static_cast<std::int64_t>(number);
+        all.push_back(std::move(error));
+      }
+    }
+    return all;
   }
 
   ItemMaker& maker_;

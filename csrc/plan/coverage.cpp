@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/bytes.h"
+#include "plan/box_pairs.h"
 
 namespace dcpx::plan {
 namespace {
@@ -83,59 +84,37 @@ class Tiling {
     return false;
   }
 
-  // The dimension along which the most pairs of boxes lie apart.
-  std::size_t sweep_dim() const {
-    if (ndim_ == 1 || boxes_.size() < 3) return 0;
-    std::size_t best = 0;
-    std::uint64_t most = 0;
-    std::vector<std::int64_t> begins(boxes_.size());
-    std::vector<std::int64_t> ends(boxes_.size());
+  // Whether the boxes follow one another along some dimension, as the shards of ranks do.
+  bool is_row() const {
     for (std::size_t d = 0; d < ndim_; ++d) {
-      for (std::size_t i = 0; i < boxes_.size(); ++i) {
-        begins[i] = begin(boxes_[i], d);
-        ends[i] = end(boxes_[i], d);
-      }
-      std::sort(begins.begin(), begins.end());
-      std::sort(ends.begin(), ends.end());
-      std::uint64_t apart = 0;
-      std::size_t ended = 0;
-      for (const std::int64_t place : begins) {
-        while (ended < ends.size() && ends[ended] <= place) ++ended;
-        apart += ended;
-      }
-      if (apart > most) most = apart, best = d;
+      std::size_t i = 1;
+      while (i < boxes_.size() && begin(boxes_[i], d) >= end(boxes_[i - 1], d)) ++i;
+      if (i >= boxes_.size()) return true;
     }
-    return best;
+    return false;
   }
 
-  bool share_elements(Index a, Index b) const {
-    for (std::size_t d = 0; d < ndim_; ++d) {
-      if (begin(a, d) >= end(b, d) || begin(b, d) >= end(a, d)) return false;
-    }
-    return true;
-  }
-
-  // Sums the elements of all boxes in `covered_`: no more than the tensor's while none overlap.
+  // Finds two boxes that share elements. Sums the elements of all in `covered_`: no more than the
+  // tensor's while none do.
   bool find_overlap(CoverageError* error) {
-    const std::size_t axis = sweep_dim();
-    std::vector<Index> order(boxes_);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](Index a, Index b) { return begin(a, axis) < begin(b, axis); });
-    std::vector<Index> active;  // those that begin before the next one and do not end before it
-    for (const Index box : order) {
-      std::size_t kept = 0;
-      for (const Index other : active) {
-        if (end(other, axis) <= begin(box, axis)) continue;
-        if (share_elements(box, other)) {
-          error->offence = Offence::kOverlap;
-          error->box = std::min(box, other);
-          error->other = std::max(box, other);
-          return true;
-        }
-        active[kept++] = other;
+    if (!is_row()) {
+      std::vector<std::int64_t> begins(boxes_.size() * ndim_);
+      std::vector<std::int64_t> ends(begins.size());
+      for (std::size_t i = 0; i < begins.size(); ++i) {
+        begins[i] = begin(boxes_[i / ndim_], i % ndim_);
+        ends[i] = end(boxes_[i / ndim_], i % ndim_);
       }
-      active.resize(kept);
-      active.push_back(box);
+      const BoxEnds all{begins.data(), ends.data(), boxes_.size()};
+      const bool are_disjoint = visit_meeting(ndim_, all, all, [&](Index a, Index b) {
+        if (a == b) return true;
+        error->offence = Offence::kOverlap;
+        error->box = std::min(boxes_[a], boxes_[b]);
+        error->other = std::max(boxes_[a], boxes_[b]);
+        return false;
+      });
+      if (!are_disjoint) return true;
+    }
+    for (const Index box : boxes_) {
       std::int64_t numel = 0;
       multiply(lengths_ + box * ndim_, ndim_, &numel);
       covered_ += numel;

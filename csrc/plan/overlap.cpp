@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "common/bytes.h"
+#include "plan/box_pairs.h"
 
 namespace dcpx::plan {
 namespace {
@@ -12,6 +13,7 @@ using Index = std::uint32_t;
 using Numbers = std::vector<std::int64_t>;
 
 constexpr std::uint64_t kFewPairs = 512;  // compared sooner than anything is sorted
+constexpr std::uint64_t kManyPairs = 4;   // a box: along one dimension, of those that may meet
 
 // Where each box ends, along each dimension.
 Numbers ends_of(std::size_t ndim, const Boxes& boxes) {
@@ -176,14 +178,23 @@ class Matching {
       const std::uint64_t meeting = pairs_along(d);
       if (meeting < fewest) fewest = meeting, axis = d;
     }
-    // Along one dimension a mesh of several is met in whole rows of cells.
+    // Along one dimension a mesh of several is met in whole rows of cells, and what is cut in many
+    // ways in much of all.
+    const std::uint64_t many = kManyPairs * (wanted_.count + stored_.count);
     Mesh mesh;
-    if (ndim_ > 1 && fewest > 4 * (wanted_.count + stored_.count) &&
-        mesh.build(ndim_, stored_, stored_ends_)) {
+    if (ndim_ > 1 && fewest > many && mesh.build(ndim_, stored_, stored_ends_)) {
       for (std::size_t w = 0; w < wanted_.count; ++w) {
         mesh.visit(wanted_.offsets + w * ndim_, wanted_ends_.data() + w * ndim_,
                    [&](Index s) { add(w, s); });
       }
+      return;
+    }
+    if (ndim_ > 1 && fewest > 16 * many) {
+      visit_meeting(ndim_, {wanted_.offsets, wanted_ends_.data(), wanted_.count},
+                    {stored_.offsets, stored_ends_.data(), stored_.count}, [&](Index w, Index s) {
+                      add(w, s);
+                      return true;
+                    });
       return;
     }
     const ReachTree tree(stored_.offsets + axis, stored_ends_.data() + axis, ndim_, stored_.count);

@@ -34,7 +34,7 @@ enum class OverlapOrder : std::uint8_t {
 // those that meet a wanted box are counted off along each dimension. Else the dimension along which
 // the fewest pairs meet is found by counting them, and a tree over the stored boxes, by where they
 // begin and how far they reach, gives those of each wanted box: O((N + M) log M + pairs that meet
-// along that dimension).
+// along that dimension). Where those are many, `visit_meeting` finds the pairs.
 //
 // Throws Error(kPlan) where a box ends beyond 2^63 - 1, or there are 2^32 boxes or more.
 void find_overlaps(std::size_t ndim, const Boxes& wanted, const Boxes& stored, OverlapOrder order,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -142,3 +144,43 @@ def test_boxes_that_only_one_dimension_separates_are_told_apart(is_turned: bool)
     stairs = [((i, i)[::turn], (count - i, 1)[::turn]) for i in range(count)]
     found = offences([((count, count), stairs)])
     assert found == [(0, "hole", -1, -1, (0, 1) if not is_turned else (1, 0))]
+
+
+def columns_over_rows(count: int) -> Tensor:
+    """Columns above, rows below: along either dimension half of the boxes meet each other."""
+    half = count // 2
+    columns = [((0, i), (half, 1)) for i in range(half)]
+    rows = [((half + i, 0), (1, half)) for i in range(half)]
+    return (2 * half, half), columns + rows
+
+
+def nested_rings(count: int) -> Tensor:
+    """Four thin boxes around four thin boxes, and so on: no straight cut parts them."""
+    rings = count // 4
+    side = 2 * rings + 1
+    boxes = [((rings, rings), (1, 1))]
+    for i in range(rings):
+        end, length = side - i, side - 2 * i - 1
+        boxes.append(((i, i), (1, length)))
+        boxes.append(((i, end - 1), (length, 1)))
+        boxes.append(((end - 1, i + 1), (1, length)))
+        boxes.append(((i + 1, i), (length, 1)))
+    return (side, side), boxes
+
+
+@pytest.mark.parametrize("make", [columns_over_rows, nested_rings])
+def test_boxes_that_no_one_dimension_separates_take_a_moment(
+    make: Callable[[int], Tensor],
+) -> None:
+    """Compared along one dimension they are an hour's work."""
+    sizes, boxes = make(400_000)
+    random.Random(3).shuffle(boxes)
+    assert offences([(sizes, boxes)]) == []
+    (at, lengths), longer = boxes[7], max(boxes[7][1])
+    boxes[7] = at, tuple(n - (n == longer) for n in lengths)
+    ((_, offence, _, _, point),) = offences([(sizes, boxes)])
+    assert offence == "hole"
+    assert point == tuple(a + (n - 1) * (n == longer) for a, n in zip(at, lengths, strict=True))
+    boxes[7] = at, lengths
+    boxes.append((at, (1, 1)))
+    assert offences([(sizes, boxes)]) == [(0, "overlap", 7, len(boxes) - 1, ())]

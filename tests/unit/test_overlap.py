@@ -164,6 +164,19 @@ def test_mesh_of_three_dimensions_meets_itself_cell_by_cell() -> None:
     ]
 
 
+def test_columns_over_rows_meet_others_such_in_a_moment() -> None:
+    """Along either dimension half of the pairs meet, of which there are 10**10."""
+    half = 50_000
+    columns: list[Box] = [((0, i), (half, 1)) for i in range(half)]
+    rows: list[Box] = [((half + i, 0), (1, half)) for i in range(half)]
+    wanted = columns + rows
+    numbers = random.Random(2).sample(range(2 * half), 2 * half)
+    found = overlaps([(2, wanted, [wanted[number] for number in numbers])], is_swept=False)
+    assert [row[:3] for row in found] == [
+        (0, w, s) for s, w in sorted(enumerate(numbers), key=lambda pair: pair[1])
+    ]
+
+
 def test_no_tensor_has_no_overlap() -> None:
     assert overlaps([]) == []
 
