@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import plan
+import plan_meter
 import pytest
 
 
@@ -15,13 +18,33 @@ def test_every_case_prints_both_sides_and_how_they_grow(
         for step in ("save", "load"):
             rows = [line for line in lines if line.startswith(f"{case:5} {step:5}")]
             assert len(rows) == 3
-            assert "growth exponent" in rows[-1]
+            assert "growth exponents" in rows[-1]
 
 
 def test_side_that_would_take_too_long_is_left_out() -> None:
-    side = plan.Side("stock", limit_s=10.0)
-    side.points = [(100, 1.0), (200, 2.0)]
-    assert side.exponent() == 1.0
+    side = plan_meter.Side("stock", limit_s=10.0)
+    side.points = [
+        (items, plan_meter.Timing(seconds, items, 0)) for items, seconds in ((100, 1.0), (200, 2.0))
+    ]
+    assert side.exponent() == side.exponent("more_bytes") == 1.0
     assert side.may_run(1000)
     assert not side.may_run(1001)
-    assert side.run(2000, lambda: 1) == (None, None)
+    assert side.run(2000, lambda: pytest.fail("ran")) == (None, None)
+
+
+def test_memory_of_a_step_is_its_own() -> None:
+    def measure() -> Any:
+        kept = bytearray(64 * plan_meter.MIB)
+        first, _ = plan_meter.timed(lambda: bytearray(32 * plan_meter.MIB))
+        second, _ = plan_meter.timed(lambda: None)
+        return first, second, len(kept)
+
+    first, second, _ = plan_meter.in_child(measure)
+    assert 32 <= first.more_bytes / plan_meter.MIB < 48
+    assert second.more_bytes < 8 * plan_meter.MIB
+    assert first.peak_bytes > first.more_bytes + 64 * plan_meter.MIB
+
+
+def test_step_that_fails_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="status 1"):
+        plan_meter.in_child(lambda: 1 / 0)
