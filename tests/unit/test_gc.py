@@ -141,6 +141,14 @@ def test_what_was_made_in_a_pause_is_not_walked_when_it_ends_with_its_plan(is_fr
         gc.unfreeze()
 
 
+def test_what_was_made_in_a_bounded_pause_is_not_walked_when_it_ends() -> None:
+    gc.collect()
+    with bounded_pause(_gc._MANY_ITEMS):
+        made: list[list[int]] = [[] for _ in range(5000)]
+    young = {id(each) for generation in (0, 1) for each in gc.get_objects(generation=generation)}
+    assert young.isdisjoint(map(id, made))
+
+
 def test_bounded_pause_ends_with_its_block_or_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with bounded_pause(_gc._MANY_ITEMS):
         assert not gc.isenabled()
