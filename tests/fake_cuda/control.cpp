@@ -14,6 +14,8 @@ StreamPtr find_stream(int device, std::uint64_t handle) {
   World& w = world();
   if (handle <= kLegacyStream)
     return device >= 0 && device < kMaxDevices ? w.legacy_stream(device) : nullptr;
+  if (handle == kPerThreadStream)
+    return device >= 0 && device < kMaxDevices ? w.thread_stream(device) : nullptr;
   const auto found = w.streams.find(reinterpret_cast<Handle>(handle));
   return found == w.streams.end() ? nullptr : found->second;
 }
@@ -42,6 +44,7 @@ FAKE_EXPORT void fake_reset(std::uint64_t seed) {
   w.memory.pinned_peak_bytes = w.memory.pinned_bytes;
   for (auto it = w.streams.begin(); it != w.streams.end();)
     it = it->second->is_tests ? w.streams.erase(it) : std::next(it);
+  w.thread_streams.clear();
   for (DeviceState& device : w.devices) {
     device.lost = kSuccess;
     device.runs_left = 0;
@@ -193,6 +196,11 @@ FAKE_EXPORT void fake_set_stream_pace(int device, std::uint64_t handle, int pace
     stream->pace = static_cast<Pace>(pace);
     stream->has_pace = true;
   }
+}
+
+FAKE_EXPORT void fake_release_hung() {
+  const auto lock = locked();
+  release_hung();
 }
 
 FAKE_EXPORT int fake_set_capturing(std::uint64_t handle, int is_capturing) {

@@ -44,7 +44,7 @@ FAKE_EXPORT Result cuStreamDestroy_v2(Handle handle) {
   StreamPtr stream;
   const Result lost = call.find(handle, stream);
   if (!stream) return lost;
-  if (stream->is_legacy || stream->is_tests)
+  if (stream->handle == nullptr || stream->is_tests)
     return call.wrong(kInvalidHandle, "a stream of somebody else");
   world().streams.erase(handle);
   return call.is_refused() ? call.result() : lost;

@@ -30,7 +30,8 @@ LIBRARY: Final = ROOT / "build" / "fake_cuda" / "libfakecuda.so"
 IMAGE: Final = (0xBA55ED50).to_bytes(4, "little") + bytes(60)
 
 # Pace: when work runs that nobody waits for.
-BY_SEED, EAGER, UNEVEN, LATE, HELD = -1, 0, 1, 2, 3
+# Held work starts when somebody asks; hung work not before `release_hung`.
+BY_SEED, EAGER, UNEVEN, LATE, HELD, HUNG = -1, 0, 1, 2, 3, 4
 
 INVALID_VALUE: Final = 1
 OUT_OF_MEMORY: Final = 2
@@ -77,6 +78,7 @@ _SIGNATURES: Final = {
     "fake_stream_sync": (_I, _I, _U64),
     "fake_sync_all": (None,),
     "fake_set_stream_pace": (None, _I, _U64, _I),
+    "fake_release_hung": (None,),
     "fake_set_capturing": (_I, _U64, _I),
     "fake_is_capture_broken": (_I, _U64),
     "fake_fail": (_I, _S, _I64, _I, _I),
@@ -297,6 +299,10 @@ class FakeCuda:
     def sync(self) -> None:
         """Waits for all that is queued anywhere."""
         self.library.fake_sync_all()
+
+    def release_hung(self) -> None:
+        """Lets work of pace HUNG run; `sync` and `reset` do so too."""
+        self.library.fake_release_hung()
 
     def set_capturing(self, stream: int, is_capturing: bool = True) -> None:
         self._check(self.library.fake_set_capturing(stream, is_capturing))

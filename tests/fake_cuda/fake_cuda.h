@@ -1,7 +1,8 @@
 // The fake driver's own interface, for tests: C, so that Python's ctypes has it too (fake.py).
 //
 // Addresses of device memory are numbers: the CPU cannot touch what they name. Streams are handles
-// as CUDA's; 0 is the legacy default stream, which here needs a device beside it. All functions
+// as CUDA's; 0 and 1 are the legacy default stream, 2 the calling thread's own, which here need a
+// device beside them. A forked child may call all of it; what was queued is not its own. Functions
 // are thread-safe. Those that return int return 0 or a CUresult.
 #pragma once
 
@@ -42,6 +43,7 @@ int fake_stream_read(int device, uint64_t stream, uint64_t address, void* data, 
 int fake_stream_sync(int device, uint64_t stream);
 void fake_sync_all(void);
 void fake_set_stream_pace(int device, uint64_t stream, int pace);  // of what is queued from now on
+void fake_release_hung(void);  // lets work of pace kPaceHung run; fake_sync_all does so too
 int fake_set_capturing(uint64_t stream, int is_capturing);
 int fake_is_capture_broken(uint64_t stream);
 

@@ -12,7 +12,7 @@ namespace {
 constexpr std::chrono::milliseconds kThreadLingers{5};  // with nothing to do, before it ends
 constexpr std::chrono::seconds kLongestWait{60};
 
-Clock::time_point start_of(const Stream& stream, const Work& work) {
+Clock::time_point start_of(const Stream& stream, Work& work) {
   const Settings& settings = world().settings;
   const Clock::time_point now = Clock::now();
   const std::uint64_t draw = drawn(settings.seed, stream.ordinal, stream.queued);
@@ -22,12 +22,14 @@ Clock::time_point start_of(const Stream& stream, const Work& work) {
     pace = kPaces[drawn(settings.seed, stream.ordinal, 0) % 4];
   }
   if (!work.run) return now;  // a mark takes no time
+  work.is_hung = pace == kPaceHung;
   switch (pace) {
     case kPaceUneven:
       return now + std::chrono::microseconds(draw % 300);
     case kPaceLate:
       return now + std::chrono::microseconds(1000 + draw % 29000);
     case kPaceHeld:
+    case kPaceHung:
       return Clock::time_point::max();
     default:
       return now;
@@ -61,7 +63,7 @@ bool await_first(std::unique_lock<std::mutex>& lock, const StreamPtr& stream) {
     if (blocking != work->after.end()) {
       (*blocking)->waiters.push_back(stream);
       stream->wake.wait(lock);
-    } else if (work->is_wanted || Clock::now() >= work->not_before) {
+    } else if ((work->is_wanted && !work->is_hung) || Clock::now() >= work->not_before) {
       return true;
     } else if (work->not_before == Clock::time_point::max()) {
       stream->wake.wait(lock);
@@ -163,12 +165,24 @@ void want(const WorkPtr& work) {
 
 Result wait_for(std::unique_lock<std::mutex>& lock, WorkPtr work) {
   if (!work) return kSuccess;
+  if (is_forked_child()) return kNotInitialized;  // the threads are the parent's
   want(work);
   const bool is_over =
       world().host_wake.wait_for(lock, kLongestWait, [&] { return work->is_over; });
   if (is_over) return work->failure;
   world().report(work->what + ": not over after a minute");
   return kLaunchTimeout;
+}
+
+void release_hung() {
+  for (const StreamPtr& stream : world().living_streams()) {
+    for (const WorkPtr& work : stream->queue) {
+      if (!work->is_hung) continue;
+      work->is_hung = false;
+      work->is_wanted = true;
+    }
+    stream->wake.notify_all();
+  }
 }
 
 void fail_queued(int device, Result failure) {
@@ -183,6 +197,8 @@ void fail_queued(int device, Result failure) {
 }
 
 void drain(std::unique_lock<std::mutex>& lock) {
+  if (is_forked_child()) return;
+  release_hung();
   for (const StreamPtr& stream : world().living_streams()) wait_for(lock, stream->last);
 }
 

@@ -30,6 +30,7 @@ enum Pace : int {
   kPaceUneven = 1,   // within 0.3 ms
   kPaceLate = 2,     // between 1 and 30 ms later
   kPaceHeld = 3,     // never
+  kPaceHung = 4,     // not before release_hung(), whoever waits
 };
 
 // One thing in a stream. Over when it has run, or when it never will.
@@ -46,6 +47,7 @@ struct Work {
   std::vector<StreamPtr> waiters;
   Clock::time_point not_before;
   bool is_wanted = false;
+  bool is_hung = false;
   bool is_running = false;
   bool is_over = false;
   Result failure = kSuccess;
@@ -85,9 +87,11 @@ void enqueue(const StreamPtr& stream, const WorkPtr& work);
 void want(const WorkPtr& work);
 // Wants the work and waits until it is over. Reports and returns kLaunchTimeout after a minute.
 Result wait_for(std::unique_lock<std::mutex>& lock, WorkPtr work);
+// Lets hung work run.
+void release_hung();
 // Ends everything queued on the device, which has run or is running excepted, with `failure`.
 void fail_queued(int device, Result failure);
-// Wants and waits for everything queued anywhere.
+// Releases, wants and waits for everything queued anywhere. Nothing in a forked child.
 void drain(std::unique_lock<std::mutex>& lock);
 
 }  // namespace fake

@@ -1,5 +1,6 @@
 #include "world.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -18,6 +19,9 @@ void keep(std::vector<std::string>& texts, const std::string& text) {
   if (texts.size() < kMost) texts.push_back(text);
 }
 
+std::mutex* the_mutex = nullptr;
+int first_pid = 0;
+
 int from_environment(const char* name, int otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr || *text == '\0' ? otherwise
@@ -34,10 +38,17 @@ World& world() {
     made.settings.version = from_environment("FAKE_CUDA_VERSION", made.settings.version);
     made.settings.device_count = from_environment("FAKE_CUDA_DEVICES", made.settings.device_count);
     made.initial = made.settings;
+    first_pid = ::getpid();
+    // A child must not find the mutex held by a thread that it does not have.
+    ::pthread_atfork([] { the_mutex->lock(); }, [] { the_mutex->unlock(); },
+                     [] { the_mutex->unlock(); });
+    the_mutex = &made.mutex;
     return made;
   }();
   return the_world;
 }
+
+bool is_forked_child() noexcept { return first_pid != ::getpid(); }
 
 void World::report(const std::string& text) { keep(reports, text); }
 void World::note(const std::string& text) { keep(notes, text); }
@@ -70,6 +81,12 @@ StreamPtr World::legacy_stream(int device) {
     legacy->ordinal = 1000000 + static_cast<std::uint64_t>(device);
   }
   return legacy;
+}
+
+StreamPtr World::thread_stream(int device) {
+  StreamPtr& own = thread_streams[{std::this_thread::get_id(), device}];
+  if (!own) own = new_stream(device);
+  return own;
 }
 
 std::uint64_t drawn(std::uint64_t seed, std::uint64_t a, std::uint64_t b) noexcept {
@@ -152,12 +169,11 @@ Result Call::wrong(Result code, const std::string& what) const {
 
 Result Call::find(Handle handle, StreamPtr& stream) const {
   World& w = world();
-  if (number(handle) == kPerThreadStream)
-    return wrong(kInvalidHandle, "the per-thread default stream, which the fake does not have");
-  if (number(handle) <= kLegacyStream) {
+  if (number(handle) <= kPerThreadStream) {
     if (current_device() < 0)
-      return wrong(kInvalidContext, "the default stream without a current context");
-    stream = w.legacy_stream(current_device());
+      return wrong(kInvalidContext, "a default stream without a current context");
+    stream = number(handle) == kPerThreadStream ? w.thread_stream(current_device())
+                                                : w.legacy_stream(current_device());
   } else {
     const auto found = w.streams.find(handle);
     if (found == w.streams.end())

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -50,6 +51,7 @@ struct World {
   Memory memory;
   DeviceState devices[kMaxDevices];
   std::unordered_map<Handle, StreamPtr> streams;
+  std::map<std::pair<std::thread::id, int>, StreamPtr> thread_streams;  // per-thread default ones
   std::unordered_map<Handle, Event> events;
   std::unordered_map<Handle, int> modules;  // to their device
   std::unordered_map<Handle, std::pair<int, const TwinInfo*>> functions;
@@ -69,6 +71,7 @@ struct World {
   Handle new_handle(int kind) noexcept;
   StreamPtr new_stream(int device);
   StreamPtr legacy_stream(int device);
+  StreamPtr thread_stream(int device);      // the calling thread's own default stream
   std::vector<StreamPtr> living_streams();  // destroyed ones too, while they have work
 
  private:
@@ -76,6 +79,7 @@ struct World {
 };
 
 World& world();
+bool is_forked_child() noexcept;  // of the process that first used the fake
 
 // Numbers that depend on the seed, and on what they are for, alone.
 std::uint64_t drawn(std::uint64_t seed, std::uint64_t a, std::uint64_t b) noexcept;
