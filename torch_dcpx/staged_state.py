@@ -19,11 +19,15 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
+from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
-from torch_dcpx import _C
+from torch_dcpx import _C, device_memory
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, from_dlpack, with_local_tensor
 from torch_dcpx.arena import ArenaPool, attach, has_arenas, note_written
 from torch_dcpx.copy_guard import CopyGuard
@@ -142,21 +146,8 @@ class StateWalk:
         return staged
 
     def _sharded(self, out: Any, key: Any, value: ShardedTensor, name: str) -> None:
-        if any(not shard.tensor.is_cpu for shard in value.local_shards()):
-            value = value.cpu()
-        shards = value.local_shards()
-        local = self._tensors([shard.tensor for shard in shards], name)
-
-        def wrap() -> ShardedTensor:
-            staged: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-                [Shard(t, shard.metadata) for t, shard in zip(local, shards, strict=True)],
-                copy.copy(value.metadata()),
-                process_group=value._process_group,
-                sharding_spec=value.sharding_spec(),
-            )
-            return staged
-
-        self._finish(out, key, value, wrap)
+        local = self._tensors([shard.tensor for shard in value.local_shards()], name)
+        self._finish(out, key, value, lambda: _sharded_like(value, local))
 
     def _keep(self, value: Any, staged: Any) -> None:
         """Notes what `value` has become, for those that refer to it as well."""
@@ -202,6 +193,63 @@ def _is_in_memory(value: Any) -> bool:
     )
 
 
+def _sharded_like(value: ShardedTensor, local: list[torch.Tensor]) -> ShardedTensor:
+    """Returns `value` with other local shards, all of which it says to be on the host.
+
+    Not by torch's own constructors: they refuse shards that are page-locked, as an arena's are.
+    """
+    placed = {id(one): _on_host(one) for one in value.metadata().shards_metadata}
+    own = [placed.get(id(s.metadata)) or _on_host(s.metadata) for s in value.local_shards()]
+    properties = value.metadata().tensor_properties
+    infer: Any = _infer_sharding_spec_from_shards_metadata
+    staged: ShardedTensor = ShardedTensor.__new__(
+        ShardedTensor,
+        infer(list(placed.values())),
+        value.metadata().size,
+        dtype=properties.dtype,
+        layout=properties.layout,
+        pin_memory=properties.pin_memory,
+        requires_grad=properties.requires_grad,
+    )
+    staged._local_shards = [Shard(*pair) for pair in zip(local, own, strict=True)]
+    staged._prepare_init(process_group=value._process_group)  # type: ignore[no-untyped-call]
+    staged._post_init()  # type: ignore[no-untyped-call]
+    return staged
+
+
+def _on_host(metadata: ShardMetadata) -> ShardMetadata:
+    """Returns a copy that places the shard on the host of its rank."""
+    metadata = copy.deepcopy(metadata)
+    if isinstance(metadata.placement, _remote_device):
+        metadata.placement._device = torch.device("cpu")
+    return metadata
+
+
+class _CopiesOnHost(TorchFunctionMode):
+    """Lets `copy.deepcopy` put tensors of devices on the host, when it finds them in objects.
+
+    A copy on the device would take its memory, and would be read by a thread that does not know
+    the stream on which it is made.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
+            return func(*args, **(kwargs or {}))
+        tensor = args[0]
+        if device_memory.is_host(tensor) or tensor.is_meta:
+            return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.clone:  # by a class's own copy, as Parameter's
+            return tensor.detach().cpu()
+        memo = args[1]
+        if id(tensor) not in memo:
+            made = tensor.detach().cpu()
+            made.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
+            memo[id(tensor)] = made
+        return memo[id(tensor)]
+
+
 def _with_chunks(staged: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Returns `staged` with what says of which tensor `value` holds chunks."""
     for name in CHUNK_ATTRIBUTES:
@@ -217,12 +265,13 @@ def _copied(value: Any, name: str, memo: dict[int, Any]) -> Any:
         UnsupportedError: it cannot be copied.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _CopiesOnHost():
             return copy.deepcopy(value, memo)
     except Exception as error:  # anything: the class's own code ran
         if isinstance(value, torch.Tensor):  # not a leaf of autograd's graph, or no copy of its own
             with contextlib.suppress(NotImplementedError, RuntimeError, TypeError), torch.no_grad():
-                made = value.detach().clone()
+                made = value.detach()
+                made = made.clone() if device_memory.is_host(made) else made.cpu()
                 made.__dict__.update(copy.deepcopy(value.__dict__, memo))
                 return made
         raise UnsupportedError(
