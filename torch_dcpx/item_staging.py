@@ -10,22 +10,27 @@ when it has room, and the caller waits until the last one was asked for.
 from __future__ import annotations
 
 import io
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from torch_dcpx import device_memory
 from torch_dcpx.arena import ArenaPool
+from torch_dcpx.split import planned_bytes
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import stage_guarded
 from torch_dcpx.write_table import has_stock_hooks, is_kept_as_it_is, looked_up, vetted
 
-__all__ = ["ItemsInWaves", "stage_items"]
+__all__ = ["ItemsInWaves", "stage_items", "staged_bytes"]
 
 _ARENA_BYTES = 2 << 20  # the least of an arena
+_MAX_GROUP_BYTES = 32 << 20  # of small tensors that leave a device together
+_MAX_LOOKED_AT = 8192  # items, to find them
 
 StageFunction = Callable[[Sequence[torch.Tensor], Sequence[str]], list[torch.Tensor]]
 
@@ -68,6 +73,11 @@ def stage_items(
     return staged
 
 
+def staged_bytes(nbytes: int) -> int:
+    """Returns what a tensor of `nbytes` takes of an arena at most: large ones begin on a page."""
+    return nbytes + (4096 if nbytes >= 64 << 10 else 64) if nbytes else 0
+
+
 def _own_bytes(data: Any) -> io.BytesIO:
     """Returns a stream of its own."""
     if not isinstance(data, io.BytesIO):
@@ -79,44 +89,93 @@ class ItemsInWaves:
     """A planner's data, copied when they are asked for, `dcpx_window_bytes` at one time.
 
     Made by the thread that called, which then waits in `wait` while the thread that writes asks.
-    What the former has queued on devices is waited for.
+    What the former has queued on devices is waited for. Small tensors of devices come with those
+    that will be asked for next, in one snapshot: a wave costs a stream and its events, not an item.
     """
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, window_bytes: int) -> None:
+    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner, window_bytes: int) -> None:
+        """Args:
+        items: of the plan, in the order in which they will be asked for.
+        planner: gives the data.
+        window_bytes: bound on the copies alive at one time.
+        """
         self._streams = device_memory.streams_in_use()
         self._pool = ArenaPool()
         # Small ones pass through an arena that is none of the window's copies.
-        taken_bytes = min(_ARENA_BYTES, window_bytes // 2) if self._streams else 0
-        self.dcpx_window_bytes = window_bytes - taken_bytes
+        self._group_bytes = 0
+        if self._streams:
+            wanted = min(max(_ARENA_BYTES, window_bytes // 8), _MAX_GROUP_BYTES)
+            self._group_bytes = min(wanted, window_bytes // 2)
+        self.dcpx_window_bytes = window_bytes - self._group_bytes
         self._planner: Any = planner
-        self._left = len(plan.items)
+        self._items = items
+        self._next = 0  # of the items: the first that nobody has asked for
+        self._ahead: dict[MetadataIndex, torch.Tensor] = {}  # in the arena, to be asked for
+        self._left = len(items)
         self._ended = threading.Event()
 
     def resolve_data(self, item: WriteItem) -> Any:
         """As a planner's: gives a copy of the item's data."""
-        data = self._planner.resolve_data(item)
+        self._next += 1
+        data: Any
         if item.type is WriteItemType.BYTE_IO:
-            data = _own_bytes(data)
+            data = _own_bytes(self._planner.resolve_data(item))
+        elif item.index in self._ahead:
+            data = self._ahead.pop(item.index).clone()
         else:
-            data = self._copy(vetted(item, data)[0].detach())
+            data = self._copy(item, self._tensor_of(item))
         self._left -= 1
         if self._left == 0:
             self._planner = None  # and with it the caller's state
             self._ended.set()
         return data
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _tensor_of(self, item: WriteItem) -> torch.Tensor:
+        return vetted(item, self._planner.resolve_data(item))[0].detach()
+
+    def _copy(self, item: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
         if device_memory.is_host(tensor):
             return tensor.clone()
         if device_memory.ordinal_of(tensor) < 0:
             return tensor.cpu()
-        copies, _ = stage_guarded([tensor], pool=self._pool, overlap=False, streams=self._streams)
-        # An arena is of 2 MiB at least, and lent as long as there is something over it.
-        return copies[0] if copies[0].nbytes >= _ARENA_BYTES else copies[0].clone()
+        if not self._group_bytes or tensor.nbytes >= self._group_bytes:
+            return self._staged([tensor])[0]
+        # The arena serves again when the last of these was asked for, and is none of the window's.
+        others = self._small_ones_behind(item, self._group_bytes - staged_bytes(tensor.nbytes))
+        first, *rest = self._staged([tensor, *others.values()])
+        self._ahead.update(zip(others, rest, strict=True))
+        return first.clone()
+
+    def _staged(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        copies, _ = stage_guarded(tensors, pool=self._pool, overlap=False, streams=self._streams)
+        return copies
+
+    def _small_ones_behind(
+        self, item: WriteItem, room_bytes: int
+    ) -> dict[MetadataIndex, torch.Tensor]:
+        """Returns the tensors of devices that will be asked for next, as far as there is room."""
+        found: dict[MetadataIndex, torch.Tensor] = {}
+        is_next = self._items[self._next - 1].index == item.index
+        # Else they would be asked for before their time.
+        if self._ahead or not is_next or not has_stock_hooks(self._planner):
+            return found
+        for other in itertools.islice(self._items, self._next, self._next + _MAX_LOOKED_AT):
+            is_large = planned_bytes(other) >= self._group_bytes
+            if is_large or other.type is WriteItemType.BYTE_IO or other.index in found:
+                continue
+            tensor = self._tensor_of(other)
+            if device_memory.is_host(tensor) or device_memory.ordinal_of(tensor) < 0:
+                continue
+            room_bytes -= staged_bytes(tensor.nbytes)
+            if room_bytes < 0:
+                break
+            found[other.index] = tensor
+        return found
 
     def end(self) -> None:
         """Says that nobody will ask any more."""
         self._planner = None
+        self._ahead.clear()
         self._pool.close()
         self._ended.set()
 

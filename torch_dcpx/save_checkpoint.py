@@ -33,12 +33,12 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.exchange import exchange_for
-from torch_dcpx.item_staging import ItemsInWaves, stage_items
+from torch_dcpx.item_staging import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_report import SaveReport
 from torch_dcpx.save_run import SaveRun, asked
-from torch_dcpx.split import planned_bytes
+from torch_dcpx.split import planned_bytes, split_items
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import StagePlan, stage_guarded, staging_workers
 from torch_dcpx.writer import DcpxWriter
@@ -306,7 +306,10 @@ def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | It
                 needed_bytes,
                 options.host_memory_bytes,
             )
-            return ItemsInWaves(plan, run.planner, window_bytes)
+            is_split = run.writer.single_file_per_rank
+            files_per_rank = options.files_per_rank if is_split else None
+            order = split_items(plan.items, files_per_rank).items
+            return ItemsInWaves(order, run.planner, window_bytes)
 
     def stage(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
         staged, handle.guard = stage_guarded(
@@ -324,9 +327,8 @@ def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | It
 
 
 def _staged_bytes(plan: SavePlan) -> int:
-    """Returns what an arena of the plan's tensors takes at most: large ones begin on a page."""
-    sizes = map(planned_bytes, plan.items)
-    return sum(size + (4096 if size >= 64 << 10 else 64) for size in sizes if size)
+    """Returns what an arena of the plan's tensors takes at most."""
+    return sum(staged_bytes(planned_bytes(item)) for item in plan.items)
 
 
 def _window_bytes(options: WriteOptions) -> int | None:

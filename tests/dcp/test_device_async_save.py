@@ -204,6 +204,39 @@ def test_state_beyond_the_budget_goes_in_waves_from_the_callers_stream(
     assert device.count("pinned_peak_bytes") <= 4 << 20
 
 
+@pytest.mark.parametrize("files", [1, 3])
+def test_waves_cost_a_stream_and_its_events_for_a_wave_and_not_for_an_item(
+    device: FakeCuda, tmp_path: Path, files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "streams_in_use", lambda: {0: 0})
+    host = {f"small{i:03}": torch.arange(1000.0) + i for i in range(600)}
+    host |= {f"t{i}.large": torch.arange(700_000.0) + i for i in range(3)}
+    state = device_copy(device, host)
+    options = WriteOptions(
+        host_memory_bytes=4 << 20, workers=1, slot_bytes=1 << 20, files_per_rank=files
+    )
+    device.clear_counts()
+    async_save(state, tmp_path / "a", no_dist=True, options=options).result()
+    assert_saved(tmp_path / "a", host)
+    waves = 2 + 3 if files == 1 else device.count("cuStreamIsCapturing")
+    assert waves <= 2 + 3 + 2 * (files - 1)
+    for entry, a_wave in (
+        ("cuStreamIsCapturing", 1),
+        ("cuStreamCreateWithPriority", 1),
+        ("cuStreamDestroy", 1),
+        ("cuStreamWaitEvent", 1),
+        ("cuEventCreate", 2),
+        ("cuEventRecord", 2),
+        ("cuEventDestroy", 2),
+    ):
+        assert device.count(entry) == a_wave * waves, entry
+    assert device.count("cuLaunchKernel") == waves - 3
+    assert device.count("cuMemcpyDtoHAsync") == 3
+    # The arena of the small ones, those of the large ones, and the tables of launches.
+    assert device.count("cuMemHostRegister") <= 1 + 3 + waves - 3
+    assert device.count("cuMemHostUnregister") <= device.count("cuMemHostRegister")
+
+
 # ---- Through DCP's own async_save ---------------------------------------------------------------
 
 
