@@ -111,6 +111,7 @@ class WriteJob:
         is_durable: bool,
         files_at_once: int = 1,
         in_place: str = "auto",
+        memory_bytes: int = 0,
     ) -> None: ...
     def add_file(self, names: list[str], file_id: bytes, rank: int) -> int: ...
     def write(
@@ -209,6 +210,10 @@ class SourceEvents:
 def device_driver() -> dict[str, Any]: ...  # version, devices, failure, has_kernel, kernel_refusal
 def device_counters() -> dict[str, int]: ...
 def clear_device_counters() -> None: ...
+
+# Keeps `owners` of memory as long as copies that took too long may use it; else does nothing.
+def keep_while_copied(owners: object) -> None: ...
+def set_copy_timeouts(copy_timeout_s: float, unwind_timeout_s: float) -> None: ...  # for tests
 def take_device_warning() -> str: ...  # why memory was not pinned; "": nothing, or taken before
 def set_pack_image(image: bytes | None) -> None: ...  # for tests; None: the embedded one
 def forget_device_driver() -> None: ...  # for tests: driver, kernel and warning are asked for anew

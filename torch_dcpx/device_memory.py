@@ -25,6 +25,7 @@ __all__ = [
     "current_stream",
     "empty",
     "is_host",
+    "keep_while_copied",
     "log_warning",
     "ordinal_of",
     "source_events",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("torch_dcpx")
+
+_PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD: in each thread another one
 
 is_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
 
@@ -74,10 +77,15 @@ def source_events(
 
 def streams_in_use() -> dict[int, int]:
     """Returns the handle of this thread's current stream on each device, for another thread to wait
-    for; none where nobody has used CUDA."""
+    for; none where nobody has used CUDA. Of a stream that another thread cannot name, the default
+    one of this thread, the host waits for what is queued."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
-    return {device: current_stream(device) for device in range(torch.cuda.device_count())}
+    streams = {device: current_stream(device) for device in range(torch.cuda.device_count())}
+    for device, stream in streams.items():
+        if stream == _PER_THREAD_STREAM:
+            torch.cuda.current_stream(device).synchronize()
+    return streams
 
 
 def current_stream(ordinal: int) -> int:
@@ -92,6 +100,15 @@ def empty(sizes: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch
     an event that is to cover it must be recorded later.
     """
     return torch.empty(tuple(sizes), dtype=dtype, device=like.device)
+
+
+def keep_while_copied(owners: object) -> None:
+    """Keeps owners of memory as long as copies that took too long may still use it.
+
+    Called where a save or load has failed. Without such copies it does nothing; what it keeps goes
+    when devices are next asked for after their end.
+    """
+    _C.keep_while_copied(owners)
 
 
 def log_warning() -> None:

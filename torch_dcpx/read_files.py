@@ -262,6 +262,8 @@ class _Window:
             self._found.job.read(rows, after)
         except BaseException:
             self._note(list(itertools.compress(filled, self._found.job.touched())))
+            if after is not None:  # the caller may free targets that a device still writes to
+                device_memory.keep_while_copied(list(map(_memory_of, filled)))
             raise
         if after is not None:
             device_memory.log_warning()
@@ -280,6 +282,14 @@ class _Window:
                     self._planner.commit_tensor(read.rest[0].item, read.rest[0].target)
         self.engine_s += read_at - began
         self.finish_s += time.perf_counter() - read_at
+
+
+def _memory_of(read: _Read) -> object:
+    """Returns what owns the memory that the read goes to."""
+    if isinstance(read.rest, tuple) and not isinstance(read.rest, BytesRead):
+        staged, target = read.rest[0].staged, read.rest[0].target
+        return (target if staged is None else staged).detach()
+    return None if read.direct is None else read.direct.detach()
 
 
 def _note_touched(error: BaseException, touched: Sequence[str]) -> None:

@@ -78,6 +78,7 @@ def write_files(
         is_durable=options.durability == "full",
         files_at_once=options.files_per_rank,
         in_place=options.in_place,
+        memory_bytes=options.resolved_memory_bytes(),
     )
     for index in range(split.files[-1] + 1 if split.files else 0):
         file_id = secrets.token_bytes(16)
@@ -111,6 +112,7 @@ class _Window:
         self, job: _C.WriteJob, table: WriteTable, progress: WriteProgress, budget_bytes: int
     ) -> None:
         self.placed: Placed = [], []
+        self.in_place: object = None  # owners of memory that rows of `add_row` point to
         self._job = job
         self._table = table
         self._progress = progress
@@ -155,9 +157,14 @@ class _Window:
         # Marked at each call: what a planner has just made, a device may still be computing.
         after = device_memory.source_events(self._devices)
         with self._progress.window(list(map(_payload_bytes, self._rows))) as tell:
-            offsets, lengths = self._job.write(
-                self._rows, self._table.types, is_final=is_final, progress=tell, after=after
-            )
+            try:
+                offsets, lengths = self._job.write(
+                    self._rows, self._table.types, is_final=is_final, progress=tell, after=after
+                )
+            except BaseException:
+                if after is not None:  # the caller may free what a device still reads
+                    device_memory.keep_while_copied((self._owners, self.in_place))
+                raise
         if after is not None:
             device_memory.log_warning()
         self.placed[0].extend(offsets)
@@ -185,6 +192,7 @@ def _write_windows(
         with paused_gc():
             in_place = table.resolve_in_place(*split)
         rows: Iterable[WriteRow | None] = in_place.rows
+        window.in_place = in_place
     else:
         rows = repeat(None, len(split.items))
     for item, file, row in zip(*split, rows, strict=True):

@@ -1,7 +1,12 @@
 // CUDA: the caller's events, and what tests and reports ask of the driver.
 #include <pybind11/stl.h>
 
+#include <utility>
+#include <vector>
+
 #include "bind/bind.h"
+#include "bind/kept_objects.h"
+#include "device/copy_stream.h"
 #include "device/counters.h"
 #include "device/cuda_driver.h"
 #include "device/pack_kernel.h"
@@ -37,6 +42,24 @@ py::dict device_counters() {
   return out;
 }
 
+// Never destroyed: the interpreter may be gone first. Guarded by the GIL.
+std::vector<py::object>& kept_objects() {
+  static auto* const instance = new std::vector<py::object>;
+  return *instance;
+}
+
+bool has_given_up() {
+  const py::gil_scoped_release release;
+  return device::driver_failure().empty() && device::Driver::get().has_given_up();
+}
+
+std::unique_ptr<device::SourceEvents> source_events(
+    const std::vector<device::CallerStream>& streams) {
+  forget_copied();
+  const py::gil_scoped_release release;
+  return std::make_unique<device::SourceEvents>(streams);
+}
+
 void set_pack_image(const py::object& image) {
   std::vector<std::byte> bytes;
   if (!image.is_none()) {
@@ -49,15 +72,26 @@ void set_pack_image(const py::object& image) {
 
 }  // namespace
 
+void keep_while_copied(py::object object) {
+  if (has_given_up()) kept_objects().push_back(std::move(object));
+}
+
+void forget_copied() {
+  if (kept_objects().empty() || has_given_up()) return;
+  const std::vector<py::object> unused = std::exchange(kept_objects(), {});
+}
+
 void bind_device(py::module_& m) {
   py::class_<device::SourceEvents>(m, "SourceEvents")
-      .def(py::init<const std::vector<device::CallerStream>&>(), py::arg("streams"),
-           py::call_guard<py::gil_scoped_release>())
+      .def(py::init(&source_events), py::arg("streams"))
       .def("devices", &device::SourceEvents::devices);
   m.def("device_driver", &device_driver);
   m.def("device_counters", &device_counters);
   m.def("clear_device_counters", &device::clear_counters);
   m.def("take_device_warning", &device::take_warning);
+  m.def("keep_while_copied", &keep_while_copied, py::arg("owners"));
+  m.def("set_copy_timeouts", &device::set_copy_timeouts, py::arg("copy_timeout_s"),
+        py::arg("unwind_timeout_s"));
   m.def("set_pack_image", &set_pack_image, py::arg("image"));
   m.def("forget_device_driver", [] {
     device::set_pack_image({});

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <memory>
-#include <new>
 #include <set>
 #include <utility>
 #include <vector>
@@ -13,8 +12,10 @@
 #include "bind/bind.h"
 #include "bind/dlpack.h"
 #include "bind/fields.h"
+#include "bind/kept_objects.h"
 #include "common/arena.h"
 #include "common/bytes.h"
+#include "device/cuda_driver.h"
 #include "device/numa.h"
 #include "device/pinned.h"
 #include "device/source_events.h"
@@ -246,12 +247,11 @@ class StagedCopies {
       const py::gil_scoped_release no_gil;
       has_ended = copies_->drain();
     }
-    // What may still be written to stays lent, and mapped, as long as the process lives.
-    if (has_ended) {
-      arena_->give_back();
-    } else {
-      [[maybe_unused]] const auto* const left = new (std::nothrow) std::shared_ptr(arena_);
-    }
+    const std::shared_ptr<void> lent(arena_.get(), [arena = arena_](void*) { arena->give_back(); });
+    if (has_ended) return;
+    // Copies may still read the sources, and write to the arena, which stays lent and mapped.
+    device::let_go_when_unused(lent);
+    keep_while_copied(std::move(table_));
   }
 
   engine::DeviceCopies& copies() {

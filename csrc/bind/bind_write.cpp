@@ -66,15 +66,16 @@ void bind_write(py::module_& m) {
   py::class_<WriteJob>(m, "WriteJob")
       .def(py::init([](int dir_fd, std::string dir_path, unsigned workers,
                        std::uint64_t segment_bytes, bool use_direct, bool is_durable,
-                       unsigned files_at_once, const std::string& in_place) {
+                       unsigned files_at_once, const std::string& in_place,
+                       std::uint64_t memory_bytes) {
              return std::make_unique<WriteJob>(
                  dir_fd, std::move(dir_path),
                  engine::WriteOptions{workers, segment_bytes, use_direct, is_durable, files_at_once,
-                                      to_in_place(in_place)});
+                                      to_in_place(in_place), memory_bytes});
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
            py::arg("segment_bytes"), py::arg("use_direct"), py::arg("is_durable"),
-           py::arg("files_at_once") = 1, py::arg("in_place") = "auto")
+           py::arg("files_at_once") = 1, py::arg("in_place") = "auto", py::arg("memory_bytes") = 0)
       .def(
           "add_file",
           [](WriteJob& job, std::vector<std::string> names, const py::bytes& file_id,

@@ -2,6 +2,7 @@
 #include "device/copy_stream.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -16,6 +17,11 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::microseconds kSpin(50);  // copies of a slot take longer: then sleep
 constexpr std::chrono::microseconds kLongestSleep(200);
 constexpr int kMaxFailedQueries = 3;
+constexpr const char* kKept =
+    ". Their memory is kept until they have ended, and may change as long as they have not";
+
+std::atomic<double> the_copy_timeout_s{1800};
+std::atomic<double> the_unwind_timeout_s{60};
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -32,8 +38,16 @@ std::string on_device(int device) { return " of device " + std::to_string(device
 
 }  // namespace
 
-CopyStream::CopyStream(int device, const SourceEvents* after)
-    : device_(device), driver_(Driver::get()) {
+double copy_timeout_s() noexcept { return the_copy_timeout_s.load(std::memory_order_relaxed); }
+double unwind_timeout_s() noexcept { return the_unwind_timeout_s.load(std::memory_order_relaxed); }
+
+void set_copy_timeouts(double copy_timeout_s, double unwind_timeout_s) noexcept {
+  the_copy_timeout_s.store(copy_timeout_s, std::memory_order_relaxed);
+  the_unwind_timeout_s.store(unwind_timeout_s, std::memory_order_relaxed);
+}
+
+CopyStream::CopyStream(int device, const SourceEvents* after, std::size_t max_tables)
+    : device_(device), driver_(Driver::get()), max_tables_(max_tables) {
   driver_.check_device(device);
   const ContextGuard guard(device);
   const Api& api = driver_.api();
@@ -111,7 +125,9 @@ bool CopyStream::is_done() {
   is_queued_ = false;
   uses_memory_ = false;
   is_ordered_ = true;
-  if (table_ != nullptr) table_->reset();
+  if (tables_.empty()) return true;
+  tables_.resize(1);
+  tables_.front()->reset();
   return true;
 }
 
@@ -125,7 +141,8 @@ void CopyStream::wait(double timeout_s, const StopFlag* stop, const char* what) 
       const std::string why = "waiting for " + std::string(what) + ": the copies" +
                               on_device(device_) + " were not done after " +
                               std::to_string(static_cast<std::int64_t>(waited_s)) +
-                              " s; what the caller's stream had queued before them may hang";
+                              " s; what the caller's stream had queued before them may hang" +
+                              (uses_memory_ ? kKept : "");
       give_up(why);
       if (interrupted) std::rethrow_exception(interrupted);
       throw Error(ErrorCode::kStaging, why);
@@ -136,14 +153,14 @@ void CopyStream::wait(double timeout_s, const StopFlag* stop, const char* what) 
         if (stop->is_set()) {
           if (may_go) is_queued_ = false;
           if (may_go) return;
-          limit_s = std::min(limit_s, waited_s + kUnwindTimeoutS);
+          limit_s = std::min(limit_s, waited_s + unwind_timeout_s());
           stop = nullptr;
         }
       } catch (...) {  // thrown again once the memory is not used any more
         if (may_go) is_queued_ = false;
         if (may_go) throw;
         interrupted = std::current_exception();
-        limit_s = std::min(limit_s, waited_s + kUnwindTimeoutS);
+        limit_s = std::min(limit_s, waited_s + unwind_timeout_s());
       }
     }
     pause(begin);
@@ -154,6 +171,13 @@ void CopyStream::wait(double timeout_s, const StopFlag* stop, const char* what) 
 // The driver keeps the stream and its event, to see when the copies have ended after all. Nothing
 // is to be seen where only the caller's work was waited for.
 void CopyStream::give_up(const std::string& why) noexcept {
+  if (uses_memory_) {
+    try {
+      record();  // else nobody can see the end
+    } catch (const Error&) {
+      is_recorded_ = false;
+    }
+  }
   is_queued_ = false;
   if (!uses_memory_) return;
   driver_.give_up(device_, why, stream_, is_recorded_ ? event_ : nullptr);
@@ -188,7 +212,7 @@ void CopyStream::drain() noexcept {
       if (failed == kMaxFailedQueries)
         give_up("its state could not be asked for while copies were under way");
       if (failed == kMaxFailedQueries) return;
-      wait(kUnwindTimeoutS, nullptr, "copies of a job that has failed");
+      wait(unwind_timeout_s(), nullptr, "copies of a job that has failed");
     } catch (const std::exception&) {  // the error that led here is the one to tell
       continue;
     }
@@ -205,7 +229,7 @@ void CopyStream::hold_back(Stream stream) {
 
 CopyStream& CopyStreams::on(int device) {
   std::unique_ptr<CopyStream>& stream = streams_[device];
-  if (stream == nullptr) stream = std::make_unique<CopyStream>(device, after_);
+  if (stream == nullptr) stream = std::make_unique<CopyStream>(device, after_, max_tables_);
   return *stream;
 }
 

@@ -18,8 +18,10 @@ namespace dcpx::device {
 
 class PackTable;
 
-constexpr double kCopyTimeoutS = 1800;  // how long copies may take, with what runs before them
-constexpr double kUnwindTimeoutS = 60;  // how much longer once the job stops or has failed
+double copy_timeout_s() noexcept;    // how long copies may take, with what runs before them: 1800
+double unwind_timeout_s() noexcept;  // how much longer once the job stops or has failed: 60
+// For tests of what hangs.
+void set_copy_timeouts(double copy_timeout_s, double unwind_timeout_s) noexcept;
 constexpr std::uint64_t kPageableBytes = 64 << 20;  // of one copy: between two the job may stop
 
 // One worker's stream on one device: non-blocking (beside the default stream), of the lowest
@@ -30,8 +32,9 @@ constexpr std::uint64_t kPageableBytes = 64 << 20;  // of one copy: between two 
 class CopyStream {
  public:
   // All work runs after the events that `after` has for this device (none: nullptr), which may go
-  // once this has returned. Throws Error(kStaging).
-  CopyStream(int device, const SourceEvents* after);
+  // once this has returned. The kernel has up to `max_tables` tables of kPackTableBytes, of which
+  // one is kept once the copies are done; 0: it is not used. Throws Error(kStaging).
+  CopyStream(int device, const SourceEvents* after, std::size_t max_tables = 1);
   CopyStream(const CopyStream&) = delete;
   ~CopyStream();
 
@@ -43,17 +46,18 @@ class CopyStream {
 
   // Queues what was collected: batches where the driver has them, the kernel for many pieces below
   // kSmallBytes, else single copies. Blocks where the host side is not pinned (CUDA copies such
-  // memory in step with the host) and where the kernel's table is full. Where `stop` is set, what
+  // memory in step with the host) and where the kernel's tables are full. Where `stop` is set, what
   // is not queued yet is dropped. Throws Error(kStaging), and what a poll of `stop` throws.
   void submit(const StopFlag* stop = nullptr);
   // Whether all that was submitted is done. Throws Error(kStaging) where it failed.
   bool is_done();
   // submit(), then waits for all of it, `timeout_s` at most. `what` follows "waiting for " in the
   // error. Where `stop` is set, what is only collected is dropped, and what is queued is waited
-  // for, as it uses memory, up to kUnwindTimeoutS. What a poll of `stop` throws is thrown after
+  // for, as it uses memory, up to unwind_timeout_s(). What a poll of `stop` throws is thrown after
   // that. Throws Error(kStaging); after a time-out no more work goes to the device until what is
-  // under way has ended, and this stream serves no more.
-  void finish(const StopFlag& stop, const char* what, double timeout_s = kCopyTimeoutS);
+  // under way has ended, and this stream serves no more. Both sides' memory must then stay until
+  // that end: Driver::keep_while_used.
+  void finish(const StopFlag& stop, const char* what, double timeout_s = copy_timeout_s());
 
   // Lets `stream`, of this device, go on only when all that was submitted by now is done; the host
   // goes on at once. Throws Error(kStaging).
@@ -67,6 +71,7 @@ class CopyStream {
                      const StopFlag* stop);
   bool is_for_kernel(const Box& box);
   bool has_kernel();
+  bool add_table();
   bool pack(const std::vector<Piece>& pieces, const std::vector<Box>& boxes, const StopFlag* stop);
   bool launch();
   void copy_batch(const std::vector<Piece>& pieces);
@@ -91,7 +96,8 @@ class CopyStream {
   bool is_recorded_ = false;  // event_ stands behind all that was queued
   bool is_ordered_ = true;    // the source events are known to be done
   CopyList list_;
-  std::unique_ptr<PackTable> table_;
+  std::size_t max_tables_;
+  std::vector<std::unique_ptr<PackTable>> tables_;  // the last one is filled
   std::uint64_t range_begin_ = 0;  // of the device's allocation that was last asked for
   std::uint64_t range_end_ = 0;
   std::uint64_t max_pitch_ = 0;  // 0: not asked yet
@@ -101,17 +107,19 @@ class CopyStream {
 class CopyStreams {
  public:
   // `after` (may be null) outlives this.
-  explicit CopyStreams(const SourceEvents* after) : after_(after) {}
+  explicit CopyStreams(const SourceEvents* after, std::size_t max_tables = 1)
+      : after_(after), max_tables_(max_tables) {}
   CopyStream& on(int device);  // Throws Error(kStaging).
   bool empty() const noexcept { return streams_.empty(); }
   // As of CopyStream, for each; where one throws, nothing of it is under way, and the others wait
   // in their destructors.
   void submit_all(const StopFlag* stop = nullptr);
   bool are_done();
-  void finish_all(const StopFlag& stop, const char* what, double timeout_s = kCopyTimeoutS);
+  void finish_all(const StopFlag& stop, const char* what, double timeout_s = copy_timeout_s());
 
  private:
   const SourceEvents* after_;
+  std::size_t max_tables_;
   std::map<int, std::unique_ptr<CopyStream>> streams_;
 };
 

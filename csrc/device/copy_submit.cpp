@@ -129,9 +129,17 @@ bool CopyStream::is_border(std::uint64_t device_address) {
 }
 
 bool CopyStream::has_kernel() {
-  if (pack_kernel(device_) == nullptr) return false;
-  if (table_ == nullptr) table_ = std::make_unique<PackTable>(device_);
-  return table_->is_usable();
+  if (max_tables_ == 0 || pack_kernel(device_) == nullptr) return false;
+  return !tables_.empty() || add_table();
+}
+
+// False where the driver takes no more memory, or enough was given.
+bool CopyStream::add_table() {
+  if (tables_.size() == max_tables_) return false;
+  auto table = std::make_unique<PackTable>(device_);
+  if (!table->is_usable()) return false;
+  tables_.push_back(std::move(table));
+  return true;
 }
 
 bool CopyStream::is_for_kernel(const Box& box) {
@@ -178,11 +186,12 @@ bool CopyStream::submit_pieces(const std::vector<Piece>& pieces, const std::vect
 bool CopyStream::pack(const std::vector<Piece>& pieces, const std::vector<Box>& boxes,
                       const StopFlag* stop) {
   const auto add = [&](const auto& work) {
-    if (table_->add(work)) return true;
+    if (tables_.back()->add(work)) return true;
     if (!launch()) return false;
-    if (is_stopped(stop)) return true;          // and drop it
-    wait(kCopyTimeoutS, stop, kEarlierCopies);  // the kernel reads its table while it runs
-    DCPX_CHECK(table_->add(work), "an empty table of the kernel has no room");
+    if (is_stopped(stop)) return true;  // and drop it
+    // The kernel reads its table while it runs.
+    if (!add_table()) wait(copy_timeout_s(), stop, kEarlierCopies);
+    DCPX_CHECK(tables_.back()->add(work), "an empty table of the kernel has no room");
     return true;
   };
   for (const Piece& piece : pieces) {
@@ -200,10 +209,10 @@ bool CopyStream::pack(const std::vector<Piece>& pieces, const std::vector<Box>& 
 }
 
 bool CopyStream::launch() {
-  if (!table_->has_tasks()) return true;
+  if (!tables_.back()->has_tasks()) return true;
   begin_work();
   const std::string doing = "launching the pack kernel on device " + std::to_string(device_);
-  const Result result = table_->launch(pack_kernel(device_), stream_);
+  const Result result = tables_.back()->launch(pack_kernel(device_), stream_);
   if (is_lost(result)) driver_.check(result, "cuLaunchKernel", doing);
   if (result != kSuccess) {  // a module is really loaded at its first launch, so refused here
     refuse_pack_kernel(device_, driver_.describe(result, "cuLaunchKernel", doing));
@@ -327,7 +336,7 @@ void CopyStream::order_before_pageable(const StopFlag* stop) {
   if (is_ordered_) return;
   is_queued_ = true;  // for record(): behind the events that this stream waits for
   is_recorded_ = false;
-  wait(kCopyTimeoutS, stop, kCallersWork);
+  wait(copy_timeout_s(), stop, kCallersWork);
 }
 
 std::uint64_t CopyStream::max_pitch() {

@@ -37,6 +37,7 @@ constexpr Result kLaunchFailed = 719;
 constexpr Result kTensorMemoryLeak = 721;
 constexpr Result kNotSupported = 801;
 constexpr Result kExternalDevice = 911;
+constexpr Result kCaptureImplicit = 906;
 constexpr Result kUnknown = 999;
 
 // CUdevice_attribute

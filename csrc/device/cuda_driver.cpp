@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <exception>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace dcpx::device {
@@ -30,6 +31,8 @@ Shared& shared() {
   static auto* const instance = new Shared;
   return *instance;
 }
+
+thread_local int current_device = -1;  // of the innermost ContextGuard
 
 [[noreturn]] void fail(const std::string& message) { throw Error(ErrorCode::kStaging, message); }
 
@@ -171,22 +174,27 @@ void Driver::check(Result result, const char* call, const std::string& doing) {
   std::string message = describe(result, call, doing);
   {
     const std::lock_guard lock(mutex_);
-    if (!first_loss_.empty()) {
-      message += "; an earlier error had lost the device: " + first_loss_;
+    std::string& first_loss = first_losses_[current_device];
+    if (!first_loss.empty()) {
+      message += "; an earlier error had lost the device: " + first_loss;
     } else if (is_lost(result)) {
-      first_loss_ = message;
+      first_loss = message;
     }
   }
   fail(message);
 }
 
+void Driver::check_ordinal(int device) const {
+  if (device >= 0 && device < device_count_) return;
+  fail("device " + std::to_string(device) + " is none of the CUDA driver's " +
+       std::to_string(device_count_));
+}
+
 void Driver::check_device(int device) {
-  if (device < 0 || device >= device_count_) {
-    fail("device " + std::to_string(device) + " is none of the CUDA driver's " +
-         std::to_string(device_count_));
-  }
+  check_ordinal(device);
+  std::vector<std::shared_ptr<void>> unused;  // goes after the lock
   const std::lock_guard lock(mutex_);
-  forget_ended();
+  unused = forget_ended();
   for (const GivenUp& one : given_up_) {
     if (one.device != device) continue;
     fail("device " + std::to_string(device) +
@@ -199,15 +207,22 @@ void Driver::give_up(int device, const std::string& why, Stream stream, Event ev
   given_up_.push_back({device, why, stream, event});
 }
 
-bool Driver::has_given_up() noexcept {
+void Driver::keep_while_used(std::shared_ptr<void> memory) noexcept {
+  if (!has_given_up()) return;
   const std::lock_guard lock(mutex_);
-  forget_ended();
+  kept_.push_back(std::move(memory));  // for a moment too long where they have just ended
+}
+
+bool Driver::has_given_up() noexcept {
+  std::vector<std::shared_ptr<void>> unused;  // goes after the lock
+  const std::lock_guard lock(mutex_);
+  unused = forget_ended();
   return !given_up_.empty();
 }
 
 // These calls need no current context; another thread's graph capture must not see them.
-void Driver::forget_ended() {
-  if (given_up_.empty()) return;
+std::vector<std::shared_ptr<void>> Driver::forget_ended() {
+  if (given_up_.empty()) return std::exchange(kept_, {});
   CaptureMode mode = CaptureMode::kRelaxed;
   api_.cuThreadExchangeStreamCaptureMode(&mode);
   const auto has_ended = [this](const GivenUp& one) {
@@ -220,10 +235,11 @@ void Driver::forget_ended() {
   };
   given_up_.erase(std::remove_if(given_up_.begin(), given_up_.end(), has_ended), given_up_.end());
   api_.cuThreadExchangeStreamCaptureMode(&mode);
+  return given_up_.empty() ? std::exchange(kept_, {}) : std::vector<std::shared_ptr<void>>();
 }
 
 Context Driver::primary_context(int device) {
-  check_device(device);
+  check_ordinal(device);
   const std::lock_guard lock(mutex_);
   const auto found = contexts_.find(device);
   if (found != contexts_.end()) return found->second;
@@ -246,6 +262,14 @@ std::vector<int> Driver::open_devices() {
   return devices;
 }
 
+void let_go_when_unused(std::shared_ptr<void> memory) noexcept {
+  try {
+    Driver::get().keep_while_used(std::move(memory));
+  } catch (const Error&) {  // no driver of this process, so no copies
+    return;
+  }
+}
+
 std::string driver_failure() {
   try {
     Driver::get();
@@ -262,15 +286,19 @@ void forget_driver() {
   all.failure.store(nullptr, std::memory_order_release);
 }
 
-ContextGuard::ContextGuard(int device) : driver_(Driver::get()) {
+ContextGuard::ContextGuard(int device)
+    : driver_(Driver::get()), outer_device_(std::exchange(current_device, device)) {
   const Api& api = driver_.api();
   const std::string doing = "entering device " + std::to_string(device);
-  driver_.check(api.cuThreadExchangeStreamCaptureMode(&mode_), "cuThreadExchangeStreamCaptureMode",
-                doing);
+  bool is_relaxed = false;
   try {
+    driver_.check(api.cuThreadExchangeStreamCaptureMode(&mode_),
+                  "cuThreadExchangeStreamCaptureMode", doing);
+    is_relaxed = true;
     driver_.check(api.cuCtxPushCurrent(driver_.primary_context(device)), "cuCtxPushCurrent", doing);
   } catch (const Error&) {
-    api.cuThreadExchangeStreamCaptureMode(&mode_);
+    if (is_relaxed) api.cuThreadExchangeStreamCaptureMode(&mode_);
+    current_device = outer_device_;
     throw;
   }
 }
@@ -279,6 +307,7 @@ ContextGuard::~ContextGuard() {
   Context ours = nullptr;
   driver_.api().cuCtxPopCurrent(&ours);  // results: nothing is left to do where the driver is gone
   driver_.api().cuThreadExchangeStreamCaptureMode(&mode_);
+  current_device = outer_device_;
 }
 
 }  // namespace dcpx::device

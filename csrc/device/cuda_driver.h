@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -32,7 +33,7 @@ class Driver {
 
   // Throws Error(kStaging) unless `result` is kSuccess: "cuEventQuery: CUDA_ERROR_X (700): what it
   // means; copying 8388608 B from device 0". The first error after which a context is lost is
-  // kept, and named as the cause by every later error.
+  // kept, and named as the cause by every later error of the device whose context is current.
   void check(Result result, const char* call, const std::string& doing);
   // The text of such an error.
   std::string describe(Result result, const char* call, const std::string& doing) const;
@@ -43,11 +44,15 @@ class Driver {
   // their memory, until `event` (null: for ever) says that they have ended. `why` is what
   // check_device tells till then. Takes the stream and the event.
   void give_up(int device, const std::string& why, Stream stream, Event event) noexcept;
+  // Keeps `memory` as long as copies that were given up, of any device, may still use it; lets it
+  // go at once where there are none. It goes on a thread that asks one of these questions.
+  void keep_while_used(std::shared_ptr<void> memory) noexcept;
   // Whether copies of a device that is given up may still be under way.
   bool has_given_up() noexcept;
 
   // The primary context of the device, the one torch works in: retained when first asked for and
-  // kept until the process ends. Throws Error(kStaging).
+  // kept until the process ends. Of a device that is given up, too: what is under way there is to
+  // be asked for and taken apart. Throws Error(kStaging).
   Context primary_context(int device);
 
   std::vector<int> open_devices();  // those whose context was retained
@@ -59,13 +64,15 @@ class Driver {
 
  private:
   friend struct DriverLoader;
+  void check_ordinal(int device) const;
   struct GivenUp {
     int device;
     std::string why;
     Stream stream;
     Event event;
   };
-  void forget_ended();  // REQUIRES: mutex_ is held.
+  // What was kept and is not used any more: to be let go without the mutex. REQUIRES: it is held.
+  [[nodiscard]] std::vector<std::shared_ptr<void>> forget_ended();
   Driver() = default;
 
   Api api_;
@@ -76,11 +83,15 @@ class Driver {
   std::mutex mutex_;  // guards what follows
   std::map<int, Context> contexts_;
   std::vector<GivenUp> given_up_;
-  std::string first_loss_;
+  std::vector<std::shared_ptr<void>> kept_;  // by them
+  std::map<int, std::string> first_losses_;  // by device
 };
 
 // Whether a context is lost after this error: nothing that was queued in it runs any more.
 bool is_lost(Result result) noexcept;
+
+// Driver::keep_while_used; lets `memory` go where there is no driver.
+void let_go_when_unused(std::shared_ptr<void> memory) noexcept;
 
 // Why Driver::get() would throw; empty where it would not.
 std::string driver_failure();
@@ -101,6 +112,7 @@ class ContextGuard {
  private:
   Driver& driver_;
   CaptureMode mode_ = CaptureMode::kRelaxed;  // after construction: what to go back to
+  int outer_device_;
 };
 
 }  // namespace dcpx::device

@@ -13,9 +13,9 @@ extern const unsigned long long dcpx_pack_fatbin[] __attribute__((weak));
 namespace dcpx::device {
 namespace {
 
-constexpr std::uint64_t kTableBytes = 512 << 10;
 constexpr std::size_t kMaxShapes = 256;
-constexpr std::size_t kMaxTasks = (kTableBytes - kMaxShapes * sizeof(PackShape)) / sizeof(PackTask);
+constexpr std::size_t kMaxTasks =
+    (kPackTableBytes - kMaxShapes * sizeof(PackShape)) / sizeof(PackTask);
 constexpr std::uint64_t kMaxTasksPerBox = 4096;
 static_assert(kMaxTasksPerBox < kMaxTasks, "an empty table takes any box");
 static_assert(kMaxTasks * kPackTaskBytes > 2 * kSmallBytes, "and any piece");
@@ -112,11 +112,15 @@ PackShape pack_shape(const Box& box) noexcept {
   return shape;
 }
 
-PackTable::PackTable(int device)
-    : memory_(kTableBytes),
-      pinned_(Pinned::try_pin(memory_.data(), kTableBytes, device)),
-      shapes_(reinterpret_cast<PackShape*>(memory_.data())),
-      tasks_(reinterpret_cast<PackTask*>(memory_.data() + kMaxShapes * sizeof(PackShape))) {}
+PackTable::PackTable(int device) : memory_(std::make_shared<Memory>()) {
+  memory_->slot = Slot(kPackTableBytes);
+  std::byte* const data = memory_->slot.data();
+  memory_->pinned = Pinned::try_pin(data, kPackTableBytes, device);
+  shapes_ = reinterpret_cast<PackShape*>(data);
+  tasks_ = reinterpret_cast<PackTask*>(data + kMaxShapes * sizeof(PackShape));
+}
+
+PackTable::~PackTable() { let_go_when_unused(std::move(memory_)); }
 
 bool PackTable::add(const PackTask& whole, std::uint64_t units, std::uint64_t units_per_task) {
   const std::uint64_t count = (units + units_per_task - 1) / units_per_task;

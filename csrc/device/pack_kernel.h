@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,8 @@
 namespace dcpx::device {
 
 constexpr std::size_t kFewPieces = 8;  // for fewer a kernel is not worth its wait for a busy device
+
+constexpr std::uint64_t kPackTableBytes = 512 << 10;  // pinned host memory of one PackTable
 
 // Whether this build has the kernel (DCPX_CUDA).
 bool has_pack_image() noexcept;
@@ -39,8 +42,10 @@ PackShape pack_shape(const Box& box) noexcept;
 class PackTable {
  public:
   explicit PackTable(int device);  // Throws std::bad_alloc.
+  PackTable(const PackTable&) = delete;
+  ~PackTable();  // The memory stays as long as launches that took too long may still read it.
 
-  bool is_usable() const noexcept { return pinned_.is_pinned(); }
+  bool is_usable() const noexcept { return memory_->pinned.is_pinned(); }
   // False where there is no room: launch() what there is, wait for it, and reset().
   bool add(const Piece& piece);
   bool add(const Box& box);  // REQUIRES: as of pack_shape.
@@ -52,8 +57,11 @@ class PackTable {
  private:
   bool add(const PackTask& whole, std::uint64_t units, std::uint64_t units_per_task);
 
-  Slot memory_;
-  Pinned pinned_;  // after the memory: goes before it
+  struct Memory {
+    Slot slot;
+    Pinned pinned;  // after the memory: goes before it
+  };
+  std::shared_ptr<Memory> memory_;
   PackShape* shapes_ = nullptr;
   PackTask* tasks_ = nullptr;
   std::size_t shape_count_ = 0;

@@ -173,6 +173,7 @@ struct Pinned::State {
 
   void register_piece(std::byte* begin, std::uint64_t count) const {
     Driver& driver = Driver::get();  // first: it refuses forked children, where locks may be held
+    driver.check_device(device);
     release_stale();
     const ContextGuard guard(device);  // a piece at a time: torch may wait for the driver
     const Api& api = driver.api();

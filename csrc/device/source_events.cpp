@@ -34,6 +34,7 @@ void SourceEvents::add(int device, Stream stream) {
   const auto is_same = [&](const Entry& e) { return e.device == device && e.stream == stream; };
   if (std::any_of(entries_.begin(), entries_.end(), is_same)) return;
   Driver& driver = Driver::get();
+  driver.check_device(device);
   const ContextGuard guard(device);
   const std::string name = name_of(device, stream);
   CaptureStatus status = CaptureStatus::kNone;

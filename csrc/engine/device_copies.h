@@ -36,7 +36,7 @@ class DeviceCopies {
   bool is_done() noexcept;
   // Blocks until all is copied. Throws Error(kStaging), each time, where a copy failed or
   // `timeout_s` passed, and what `poll` throws, though copies may then go on.
-  void wait(const PollFunction& poll, double timeout_s = device::kCopyTimeoutS);
+  void wait(const PollFunction& poll, double timeout_s = device::copy_timeout_s());
   // Waits, with a bound, for what still goes on, and forgets it. False where that did not end: the
   // arena may be written to for as long as the process lives.
   bool drain() noexcept;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 #include <utility>
 
 #include "common/bytes.h"
@@ -29,7 +30,7 @@ struct ReadJob::OpenFile {
 
 struct ReadJob::Pass {
   const std::vector<ReadRegion>& regions;
-  int device = -1;  // one of those that destinations are on
+  std::set<int> devices;  // that destinations are on
   ReadPlan plan;
   std::uint64_t slot_bytes = 0;  // no larger than what passes through
   std::atomic<std::uint32_t> next{0};
@@ -151,22 +152,30 @@ void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& p
   touched_count_ = regions.size();
   touched_ = std::make_unique<std::atomic<bool>[]>(regions.size());
   for (std::size_t r = 0; r < regions.size(); ++r) touched_[r].store(false);
-  Pass pass{regions, -1, {}, 0, {}};
+  Pass pass{regions, {}, {}, 0, {}};
   for (const ReadRegion& region : regions) {
     if (region.device < 0) continue;
     DCPX_CHECK(after != nullptr && after->has(region.device), "a region of an unmarked device");
-    pass.device = region.device;
+    pass.devices.insert(region.device);
   }
   start(pass);
   if (pass.plan.cells.empty()) return;
   auto workers =
       static_cast<unsigned>(std::min<std::size_t>(options_.workers, pass.plan.cells.size()));
   unsigned turns = 1;
-  if (pass.device >= 0 && pass.plan.cells.size() > workers && options_.max_slots != 1) {
-    turns = 2;
-    if (options_.max_slots > 0) workers = std::min(workers, options_.max_slots / turns);
+  std::size_t tables = 1;
+  if (!pass.devices.empty()) {
+    if (pass.plan.cells.size() > workers && options_.max_slots != 1) turns = 2;
+    if (options_.max_slots > 0) {
+      const FittingWorkers fitting =
+          fitting_workers(workers, turns, options_.slot_bytes, pass.devices.size(),
+                          options_.max_slots * options_.slot_bytes);
+      workers = fitting.workers;
+      tables = fitting.tables;
+    }
   }
-  JobSlots slots(workers * turns, pass.slot_bytes, pass.device);
+  JobSlots slots(workers * turns, pass.slot_bytes,
+                 pass.devices.empty() ? -1 : *pass.devices.begin());
   report_.slot_bytes = std::max(report_.slot_bytes, slots.size_bytes());
   try {
     run_workers(
@@ -176,7 +185,7 @@ void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& p
           worker.turns.reserve(turns);
           for (unsigned turn = 0; turn < turns; ++turn) {
             worker.turns.push_back(
-                {slots.slot(number * turns + turn), device::CopyStreams(after), nullptr});
+                {slots.slot(number * turns + turn), device::CopyStreams(after, tables), nullptr});
           }
           work(pass, worker, stop);
         },
@@ -276,7 +285,7 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
   // Copies by devices are one batch a cell, so no extent may take another's place in the slot. The
   // host's are done at once, and there the next extent finds the slot in cache.
   DeviceTurn& turn = worker.current();
-  const std::uint64_t base = pass.device < 0 ? begin : align_down(cell.begin, kBlockBytes);
+  const std::uint64_t base = pass.devices.empty() ? begin : align_down(cell.begin, kBlockBytes);
   DCPX_CHECK(begin >= base && end - base <= pass.slot_bytes, "an extent must fit its slot");
   ExtentPieces& layout = worker.layout;
   layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end, is_direct,

@@ -37,7 +37,8 @@ struct ReadOptions {
   // Files that all jobs of the process may leave open in locate(), so that read() gets them even
   // when they were removed in the meantime; the others are opened again.
   std::uint32_t max_open_files = 0;
-  // Bound on slots of all workers, each of which has two where a region is on a device; 0: none.
+  // Bound on slots of all workers, each of which has two where a region is on a device, and on the
+  // kernel's tables as if they were slots; 0: none.
   unsigned max_slots = 0;
 };
 

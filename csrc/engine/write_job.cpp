@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include "common/bytes.h"
 #include "common/stopwatch.h"
@@ -42,7 +43,7 @@ struct WriteJob::OpenFile {
 // What one call of write() works on.
 struct WriteJob::Window {
   std::vector<WriteItem>& items;
-  int device = -1;  // one of those in whose memory items lie
+  std::set<int> devices;  // in whose memory items lie
   WriteLayout layout;
   std::vector<std::uint32_t> ready;  // segments that wait for nothing, in order
   std::atomic<std::uint32_t> next_ready{0};
@@ -171,21 +172,24 @@ void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFun
                      const device::SourceEvents* after) {
   DCPX_CHECK(items.size() < kNoItem, "too many items in one call");
   const Stopwatch watch(engine_ns_);
-  Window window{items, -1, {}, {}, {}, {}, {}, {}, {}};
+  Window window{items, {}, {}, {}, {}, {}, {}, {}, {}};
   for (const WriteItem& item : items) {
     if (item.device < 0) continue;
     DCPX_CHECK(after != nullptr && after->has(item.device), "items of a device without its event");
-    window.device = item.device;
+    window.devices.insert(item.device);
   }
   prepare(window, is_final);
   if (!window.ready.empty()) {
-    const auto workers = static_cast<unsigned>(
-        std::min<std::size_t>(options_.workers, window.layout.segments.size()));
-    make_slots(window, workers);
+    FittingWorkers fitting{static_cast<unsigned>(
+        std::min<std::size_t>(options_.workers, window.layout.segments.size()))};
+    if (!window.devices.empty() && options_.memory_bytes > 0)
+      fitting = fitting_workers(fitting.workers, 1, options_.segment_bytes, window.devices.size(),
+                                options_.memory_bytes);
+    make_slots(window, fitting.workers);
     run_workers(
-        workers,
+        fitting.workers,
         [&](unsigned number, StopFlag& stop) {
-          Worker worker{slots_.slot(number), stop, device::CopyStreams(after)};
+          Worker worker{slots_.slot(number), stop, device::CopyStreams(after, fitting.tables)};
           work(window, worker);
         },
         poll);
@@ -209,9 +213,10 @@ void WriteJob::make_slots(const Window& window, unsigned workers) {
   for (const Segment& segment : window.layout.segments) {
     if (!segment.is_in_place) slot_bytes = std::max(slot_bytes, segment.end - segment.begin);
   }
-  if (slots_.holds(workers, slot_bytes, window.device >= 0)) return;
+  const bool has_devices = !window.devices.empty();
+  if (slots_.holds(workers, slot_bytes, has_devices)) return;
   slots_ = JobSlots();  // first the old memory goes
-  slots_ = JobSlots(workers, slot_bytes, window.device);
+  slots_ = JobSlots(workers, slot_bytes, has_devices ? *window.devices.begin() : -1);
   slot_bytes_ = std::max(slot_bytes_.load(), slots_.size_bytes());
 }
 
@@ -237,7 +242,7 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
     const std::byte* source = worker.slot;
     {
       const Stopwatch watch(copy_ns_);
-      if (window.device >= 0 && !segment.is_in_place) {
+      if (!window.devices.empty() && !segment.is_in_place) {
         fetch_payloads(window.layout, segment, window.items, worker.streams, worker.stop,
                        worker.slot);
       }

@@ -44,6 +44,8 @@ struct WriteOptions {
   bool is_durable = true;                 // fsync every file
   unsigned files_at_once = 1;             // that a call's segments are written to in turn
   InPlace in_place = InPlace::kAuto;
+  // Bound on slots, and tables of the kernel where items are on devices: fewer workers. 0: none.
+  std::uint64_t memory_bytes = 0;
 };
 
 struct FileSpec {

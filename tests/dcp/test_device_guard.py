@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from device_snapshots import assert_bits
-from fake_cuda.fake import HELD, INVALID_VALUE, FakeCuda
+from fake_cuda.fake import HELD, HUNG, INVALID_VALUE, FakeCuda
 
 from torch_dcpx import StagingError
 from torch_dcpx.arena import process_pool
@@ -124,12 +124,28 @@ def test_dropped_guard_waits_before_the_arena_is_free(device: FakeCuda) -> None:
 def test_guard_refuses_a_capturing_stream_and_leaves_its_capture_whole(device: FakeCuda) -> None:
     stream = device.make_stream()
     device.current_streams[0] = stream
+    device.set_pace(HUNG)
     _, guard = stage_guarded([device.device_tensor(torch.randn(1000))])
     device.set_capturing(stream)
     with pytest.raises(StagingError, match="captur"):
         guard.wait()
     assert not device.is_capture_broken(stream)
     device.set_capturing(stream, False)
+    device.release_hung()
+    guard.finish()
+
+
+def test_guard_refuses_the_default_stream_beside_a_capture_that_keeps_step_with_it(
+    device: FakeCuda,
+) -> None:
+    device.set_pace(HUNG)
+    _, guard = stage_guarded([device.device_tensor(torch.randn(1000))])
+    blocking = device.make_stream(is_non_blocking=False)
+    device.set_capturing(blocking)
+    with pytest.raises(StagingError, match="captur"):
+        guard.wait()
+    device.set_capturing(blocking, False)
+    device.release_hung()
     guard.finish()
 
 

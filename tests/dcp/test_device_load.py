@@ -314,15 +314,43 @@ def test_small_tensors_are_one_launch_a_cell_and_no_copy(
     assert "copies_1d" not in counts
 
 
-def test_load_holds_two_slots_a_worker_and_no_more(fake_cuda: FakeCuda, tmp_path: Path) -> None:
-    expected = tensors(12, 1 << 20)
+@pytest.mark.parametrize(
+    ("memory_bytes", "slots", "tables"),
+    [
+        (64 << 20, 6, 6),
+        (6 * (SLOT_BYTES + TABLE_BYTES), 6, 6),
+        (6 * (SLOT_BYTES + TABLE_BYTES) - 1, 4, 4),  # a worker less
+        (2 * (SLOT_BYTES + TABLE_BYTES), 2, 2),
+        (5 * SLOT_BYTES, 4, 0),  # no room for tables: copies do without the kernel
+        (3 * SLOT_BYTES, 2, 0),
+        (SLOT_BYTES, 1, 0),
+    ],
+)
+def test_load_holds_two_slots_a_worker_and_their_tables_within_its_budget(
+    fake_cuda: FakeCuda, tmp_path: Path, memory_bytes: int, slots: int, tables: int
+) -> None:
+    use_driver(fake_cuda, 13000, has_kernel=True)
+    expected = {
+        name: tensor
+        for i in range(12)
+        for name, tensor in {f"t{i}": torch.randn(1 << 18), **small_ones(i)}.items()
+    }
     save(expected, tmp_path)
     target = moved(fake_cuda, blank(expected), device_0)
-    for memory_bytes, slots in ((64 << 20, 6), (3 * SLOT_BYTES, 2)):
-        fake_cuda.clear_counts()
-        reader = load(target, tmp_path, host_memory_bytes=memory_bytes)
-        assert reader.last_report is not None
-        assert reader.last_report.slot_bytes == slots * SLOT_BYTES
-        assert 0 <= fake_cuda.count("pinned_peak_bytes") - slots * SLOT_BYTES <= slots * TABLE_BYTES
-        assert fake_cuda.notes() == []
+    fake_cuda.clear_counts()
+    _C.clear_device_counters()
+    workers = min(WORKERS, memory_bytes // SLOT_BYTES)
+    reader = load(target, tmp_path, host_memory_bytes=memory_bytes, workers=workers)
+    assert reader.last_report is not None
+    assert reader.last_report.slot_bytes == slots * SLOT_BYTES
+    assert fake_cuda.count("pinned_peak_bytes") <= memory_bytes
+    tables_bytes = fake_cuda.count("pinned_peak_bytes") - slots * SLOT_BYTES
+    assert tables_bytes % TABLE_BYTES == 0
+    assert 0 <= tables_bytes <= tables * TABLE_BYTES
+    assert (_C.device_counters()["kernels"] > 0) == (tables > 0)
+    assert fake_cuda.notes() == []
     assert_same(expected, on_host(fake_cuda, target))
+
+
+def small_ones(number: int) -> dict[str, torch.Tensor]:
+    return {f"s{number}.{i}": torch.arange(40.0) + i for i in range(30)}

@@ -265,16 +265,30 @@ def test_columns_of_a_matrix_are_one_copy_a_segment_and_its_cut_rows(
     assert counts["events_recorded"] == 1 + 6
 
 
-def test_save_holds_no_more_of_its_state_than_its_slots(
-    fake_cuda: FakeCuda, tmp_path: Path
+@pytest.mark.parametrize(
+    ("memory_bytes", "workers", "tables"),
+    [
+        (None, WORKERS, 2),
+        (WORKERS * (SLOT_BYTES + 2 * TABLE_BYTES), WORKERS, 2),  # a worker has two streams
+        (WORKERS * (SLOT_BYTES + 2 * TABLE_BYTES) - 1, WORKERS - 1, 2),
+        (WORKERS * SLOT_BYTES, WORKERS, 0),  # no room for tables: copies do without the kernel
+    ],
+)
+def test_save_holds_its_slots_and_their_tables_within_its_budget(
+    fake_cuda: FakeCuda, tmp_path: Path, memory_bytes: int | None, workers: int, tables: int
 ) -> None:
+    use_driver(fake_cuda, 13000, has_kernel=True)
     expected = {**tensors(20, 1 << 20), **{f"s{i}": torch.arange(30.0) + i for i in range(200)}}
     state = moved(fake_cuda, expected, everywhere)
     fake_cuda.clear_counts()
-    writer = DcpxWriter(tmp_path, options=options())
+    _C.clear_device_counters()
+    writer = DcpxWriter(tmp_path, options=options(host_memory_bytes=memory_bytes))
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert writer.last_report is not None
-    assert writer.last_report.slot_bytes == WORKERS * SLOT_BYTES
-    tables_bytes = fake_cuda.count("pinned_peak_bytes") - WORKERS * SLOT_BYTES
-    assert 0 <= tables_bytes <= 2 * WORKERS * TABLE_BYTES  # a worker has two streams
+    assert writer.last_report.slot_bytes == workers * SLOT_BYTES
+    tables_bytes = fake_cuda.count("pinned_peak_bytes") - workers * SLOT_BYTES
+    assert tables_bytes % TABLE_BYTES == 0
+    assert 0 <= tables_bytes <= tables * workers * TABLE_BYTES
+    assert (_C.device_counters()["kernels"] > 0) == (tables > 0)
     assert fake_cuda.notes() == []  # no copy went to other memory
+    assert_loads(expected, tmp_path)

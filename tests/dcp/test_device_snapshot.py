@@ -13,7 +13,7 @@ from fake_cuda.fake import HELD, FakeCuda
 
 from torch_dcpx import _C, DcpxStager, StagingError, device_memory
 from torch_dcpx.arena import process_pool
-from torch_dcpx.staging import stage_tensors
+from torch_dcpx.staging import stage_guarded, stage_tensors
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -96,6 +96,39 @@ def test_small_tensors_are_one_kernel_and_no_copy(device: FakeCuda) -> None:
     assert counts["kernel_pieces"] == 500
     assert counts["copies_1d"] + counts["batches"] + counts["copies_2d"] == 0
     assert counts["events_recorded"] == 2  # the caller's stream, and the copies' end
+
+
+TABLE_PIECES = 11_776  # of one table of the kernel, 512 KiB
+
+
+@pytest.mark.parametrize("pieces", [TABLE_PIECES, TABLE_PIECES + 1, 2 * TABLE_PIECES + 1])
+def test_overlapped_snapshot_of_many_small_tensors_waits_for_none_of_its_launches(
+    device: FakeCuda, pieces: int
+) -> None:
+    device.set_pace(HELD)  # whoever waits, or asks, makes it run
+    flat = torch.arange(2 * pieces, dtype=torch.int16)
+    on_device = device.device_tensor(flat)
+    _, guard = stage_guarded([on_device[2 * i : 2 * i + 1] for i in range(pieces)])
+    tables = -(-pieces // TABLE_PIECES)
+    assert device.count("cuEventQuery") == 0
+    assert _C.device_counters()["kernels"] == tables
+    (arena,) = process_pool()._arenas
+    assert device.count("pinned_bytes") - arena.nbytes == tables * 512 * KIB
+    guard.finish()
+    assert device.count("pinned_bytes") == arena.nbytes
+
+
+def test_tables_of_a_snapshot_are_bounded_and_more_pieces_wait_for_them(
+    device: FakeCuda,
+) -> None:
+    boxes = 64 * 256 + 1  # a table has room for the shapes of 256
+    flat = torch.arange(6 * boxes, dtype=torch.int32).to(torch.uint8)
+    on_device = device.device_tensor(flat)
+    views = [(6 * i, on_device[6 * i : 6 * i + 6 : 2]) for i in range(boxes)]
+    for (begin, _), found in zip(views, stage_tensors([v for _, v in views]), strict=True):
+        assert found.tolist() == flat[begin : begin + 6 : 2].tolist()
+    assert _C.device_counters()["kernels"] == 65
+    assert device.count("pinned_peak_bytes") - process_pool().nbytes == 64 * 512 * KIB
 
 
 def test_large_tensors_are_one_batch(device: FakeCuda) -> None:
@@ -203,6 +236,22 @@ def test_what_a_held_stream_still_computes_is_what_is_staged(device: FakeCuda) -
     check_source_event(device)
 
 
+@pytest.mark.parametrize("stream", [0, 1, 2], ids=["default", "legacy", "per_thread"])
+def test_what_a_default_stream_still_computes_is_what_is_staged(
+    device: FakeCuda, stream: int
+) -> None:
+    device.set_pace(HELD)
+    device.current_streams[0] = stream
+    tensor, wanted = device.device_tensor(torch.zeros(20_000)), torch.randn(20_000)
+    device.stream_write(tensor, wanted, stream)
+    (staged,), guard = stage_guarded([tensor])
+    guard.wait()
+    device.stream_write(tensor, torch.zeros(20_000), stream)
+    device.stream_sync(stream)
+    guard.finish()
+    assert_bits(staged, wanted)
+
+
 @pytest.mark.slow
 def test_source_event_holds_over_a_thousand_seeds(device: FakeCuda) -> None:
     for number in range(1000):
@@ -254,3 +303,22 @@ def test_ordinals_are_asked_of_torch_where_the_driver_is_there(
     finally:
         _C.forget_device_driver()
         device_memory._is_served.cache_clear()
+
+
+def test_streams_for_another_thread_are_named_or_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+
+    def current_stream(device: int) -> Any:
+        return types.SimpleNamespace(
+            cuda_stream=(0, 2, 777)[device], synchronize=lambda: waited.append(device)
+        )
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert device_memory.streams_in_use() == {0: 0, 1: 2, 2: 777}
+    assert waited == [1]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert device_memory.streams_in_use() == {}

@@ -135,3 +135,27 @@ def test_device_that_is_lost_beside_another_waits_for_the_others_copies(
     del tensors  # a copy that had not run would be reported
     gc.collect()
     assert process_pool().count == 1
+
+
+def test_snapshot_that_nobody_waits_for_later_says_that_its_copies_failed(
+    device: FakeCuda,
+) -> None:
+    device.set_pace(HELD)  # so that no call but the wait for the copies can fail
+    device.fail("cuEventQuery", 1, INVALID_VALUE)
+    with pytest.raises(StagingError, match="cuEventQuery: CUDA_ERROR_INVALID_VALUE"):
+        stage_tensors([device.device_tensor(torch.randn(200_000))])
+
+
+def test_error_of_a_device_names_no_loss_of_another_one(device: FakeCuda) -> None:
+    tensors = [device.device_tensor(torch.randn(200_000), ordinal) for ordinal in (0, 1)]
+    device.limit_pinned(0)
+    stage_tensors(tensors)
+    device.lose_device(0, LAUNCH_FAILED)
+    for _ in range(2):
+        with pytest.raises(StagingError, match=r"LAUNCH_FAILED \(719\)") as lost:
+            stage_tensors([tensors[0]])
+    assert "an earlier error had lost the device" in str(lost.value)
+    device.fail("cuMemcpyDtoHAsync", 1, INVALID_VALUE)
+    with pytest.raises(StagingError, match="INVALID_VALUE") as failed:
+        stage_tensors([tensors[1]])
+    assert "an earlier error" not in str(failed.value)
