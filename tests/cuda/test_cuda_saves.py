@@ -154,6 +154,50 @@ def test_state_beyond_the_budget_goes_in_waves(tmp_path: Path) -> None:
     assert_same(stock_load(tmp_path / "a", wanted), wanted)
 
 
+class Held:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Tagged(torch.Tensor):
+    """A class of a user's own."""
+
+
+def test_stager_puts_tensors_of_other_classes_and_in_objects_on_the_host() -> None:
+    side = torch.cuda.Stream()
+    tensors = [torch.zeros(1 << 20, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        busy(0.2)
+        for tensor in tensors:
+            tensor.fill_(7.0)
+        state = {"held": Held(tensors[0]), "tagged": tensors[1].as_subclass(Tagged)}
+        staged = DcpxStager().stage(state)
+    for found in (staged["held"].tensor, staged["tagged"]):
+        assert found.is_cpu
+        assert torch.equal(found.as_subclass(torch.Tensor), torch.full((1 << 20,), 7.0))
+    assert type(staged["tagged"]) is Tagged
+
+
+def test_shards_of_a_sharded_tensor_are_staged(run_python: RunPython) -> None:
+    code = """
+import torch, torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch_dcpx import DcpxStager
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+torch.cuda.set_device(0)
+spec = ChunkShardingSpec(dim=0, placements=["rank:0/cuda:0"])
+value = sharded_tensor.rand(spec, 300, 40)
+staged = DcpxStager(is_shared=False).stage({"s": value})["s"]
+for found, source in zip(staged.local_shards(), value.local_shards(), strict=True):
+    assert found.tensor.is_cpu and str(found.metadata.placement) == "rank:0/cpu"
+    assert torch.equal(found.tensor, source.tensor.cpu())
+dist.destroy_process_group()
+"""
+    run_python(code)
+
+
 # ---- Processes ----------------------------------------------------------------------------------
 
 BEGIN = """
