@@ -42,6 +42,7 @@ __all__ = [
     "CHUNK_ATTRIBUTES",
     "DTYPES",
     "HAS_KNOWN_ITEMS",
+    "HAS_KNOWN_RESULTS",
     "HAS_STRIDES",
     "IS_SWEPT",
     "LAYOUTS",
@@ -339,6 +340,14 @@ HAS_KNOWN_ITEMS = all(
     set(kind.__dataclass_fields__) - ({"strides"} if not HAS_STRIDES else set())
     == fields - ({"strides"} if not HAS_STRIDES else set())
     for kind, fields in _ITEM_FIELDS.items()
+)
+
+# The same of what a rank tells of its writes.
+HAS_KNOWN_RESULTS = (
+    set(WriteResult.__dataclass_fields__) == {"index", "size_in_bytes", "storage_data"}
+    and set(_StorageInfo.__dataclass_fields__)
+    == {"relative_path", "offset", "length", "transform_descriptors"}
+    and HAS_KNOWN_ITEMS
 )
 
 # Whether stock's load planner sweeps (2.13) or compares every pair (2.9): it decides on the order

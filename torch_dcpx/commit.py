@@ -33,6 +33,7 @@ from torch_dcpx.layout import (
     temporary_name,
 )
 from torch_dcpx.metadata import decode_file_names, encode_pieces
+from torch_dcpx.plan_wire import pack_results, unpack_results
 
 __all__ = [
     "Leftovers",
@@ -66,7 +67,11 @@ class WriteResults(list[WriteResult]):
         self.files = list(files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WriteResults, (list(self), self.files)
+        return _unpacked, (pack_results(self), self.files)
+
+
+def _unpacked(packed: tuple[Any, ...], files: Sequence[FileEntry]) -> WriteResults:
+    return WriteResults(unpack_results(*packed), files)
 
 
 def _where(index: MetadataIndex, rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx import _C
 from torch_dcpx._compat import HAS_STRIDES
@@ -34,6 +36,8 @@ MAKER = _C.ItemMaker(
         "ChunkStorageMetadata": ChunkStorageMetadata,
         "TensorStorageMetadata": TensorStorageMetadata,
         "BytesStorageMetadata": BytesStorageMetadata,
+        "WriteResult": WriteResult,
+        "_StorageInfo": _StorageInfo,
         "READ_TENSOR": LoadItemType.TENSOR,
         "READ_BYTES": LoadItemType.BYTE_IO,
         "TENSOR": WriteItemType.TENSOR,

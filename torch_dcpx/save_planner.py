@@ -26,10 +26,11 @@ from torch_dcpx._gc import bounded_pause
 from torch_dcpx.errors import OptionError, PlanError, UnsupportedError
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_classes import MAKER
+from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.row_pieces import with_pieces
 from torch_dcpx.value_digests import conflicting_names, digests_of
 
-__all__ = ["DcpxSavePlanner", "RankPlan"]
+__all__ = ["DcpxSavePlanner"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -37,15 +38,6 @@ _MAX_SHOWN = 5
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.
 _DATA_HOOKS = ("resolve_data", "lookup_object", "transform_object", "finish_plan")
-
-
-@dataclasses.dataclass(frozen=True)
-class RankPlan(SavePlan):
-    """What a rank tells the coordinator beside its items."""
-
-    can_split: bool = False  # whether this rank can write rows of its tensors
-    whole_names: frozenset[str] = frozenset()  # of tensors of which it cannot
-    digests: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # of Python values
 
 
 class DcpxSavePlanner(DefaultSavePlanner):
@@ -185,13 +177,17 @@ class DcpxSavePlanner(DefaultSavePlanner):
                 can_split=self._can_split,
                 whole_names=frozenset(whole),
                 digests=_digests(objects),
+                is_shared=type(self) is DcpxSavePlanner,
+                has_paths=self.flatten_state_dict and self._is_own("finish_plan"),
             )
 
     def _has_stock_data_hooks(self) -> bool:
-        return all(
-            getattr(type(self), name) is getattr(DcpxSavePlanner, name) and name not in vars(self)
-            for name in _DATA_HOOKS
-        )
+        return all(map(self._is_own, _DATA_HOOKS))
+
+    def _is_own(self, hook: str) -> bool:
+        """Returns whether nobody has overridden a hook."""
+        is_ours = getattr(type(self), hook) is getattr(DcpxSavePlanner, hook)
+        return is_ours and hook not in vars(self)
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         """Returns the plans with each chunk in one of them only, or rows of it in several.
@@ -268,6 +264,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
         Raises:
             PlanError: it asks for what this rank does not have.
         """
+        if isinstance(new_plan, RankPlan) and new_plan.has_paths and new_plan.planner_data is None:
+            new_plan = dataclasses.replace(new_plan, planner_data=self.mappings)  # not sent back
         plan = super().finish_plan(new_plan)
         self._restore_state()
         if self._can_split:
@@ -295,7 +293,7 @@ def _digests(objects: Mapping[str, Any]) -> dict[str, bytes]:
 def _with_items(plan: SavePlan, items: list[Any]) -> SavePlan:
     """Returns the plan with other items, and without what only the coordinator is told."""
     if isinstance(plan, RankPlan):
-        return dataclasses.replace(plan, items=items, whole_names=frozenset(), digests={})
+        return plan.planned(items)
     return dataclasses.replace(plan, items=items)
 
 

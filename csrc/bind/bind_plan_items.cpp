@@ -1,5 +1,6 @@
 // DCP's plan items, made and put together by the thousand: see plan_items.h.
 #include "bind/bind.h"
+#include "bind/item_wire.h"
 #include "bind/plan_items.h"
 
 namespace dcpx {
@@ -16,7 +17,15 @@ void bind_plan_items(py::module_& module) {
            py::arg("to_lowest_rank"), py::arg("lowest_names"), py::arg("whole_names"),
            "The items of each rank, so that each chunk is written once.")
       .def("global_plan", &make_global_plan, py::arg("plans"),
-           "(items of each rank, metadata's entries, offences) of a save.");
+           "(items of each rank, metadata's entries, offences) of a save.")
+      .def("pack_plan", &pack_plan, py::arg("items"), py::arg("paths"), py::arg("names"),
+           "(message, properties, items that are not packed, whether the paths are).")
+      .def("unpack_plan", &unpack_plan, py::arg("message"), py::arg("properties"),
+           py::arg("others"), py::arg("is_shared"), "(items, paths or None, names).")
+      .def("pack_results", &pack_results, py::arg("results"),
+           "(message, results that are not packed).")
+      .def("unpack_results", &unpack_results, py::arg("message"), py::arg("others"),
+           "The results.");
 }
 
 }  // namespace dcpx

@@ -46,7 +46,12 @@ FieldNames::FieldNames()
       shape(interned("shape")),
       stride(interned("stride")),
       is_pinned(interned("is_pinned")),
-      itemsize(interned("itemsize")) {}
+      itemsize(interned("itemsize")),
+      size_in_bytes(interned("size_in_bytes")),
+      storage_data(interned("storage_data")),
+      relative_path(interned("relative_path")),
+      length(interned("length")),
+      transform_descriptors(interned("transform_descriptors")) {}
 
 ItemMaker::ItemMaker(const py::dict& classes)
     : size_class_(classes["Size"]),
@@ -58,6 +63,8 @@ ItemMaker::ItemMaker(const py::dict& classes)
       chunk_class_(classes["ChunkStorageMetadata"]),
       tensor_entry_class_(classes["TensorStorageMetadata"]),
       bytes_entry_class_(classes["BytesStorageMetadata"]),
+      result_class_(classes["WriteResult"]),
+      place_class_(classes["_StorageInfo"]),
       read_tensor_(classes["READ_TENSOR"]),
       read_bytes_(classes["READ_BYTES"]),
       tensor_(classes["TENSOR"]),
@@ -67,7 +74,7 @@ ItemMaker::ItemMaker(const py::dict& classes)
       has_strides_(classes["has_strides"].cast<bool>()) {
   for (const py::object& one :
        {index_class_, read_class_, write_class_, data_class_, properties_class_, chunk_class_,
-        tensor_entry_class_, bytes_entry_class_, size_class_}) {
+        tensor_entry_class_, bytes_entry_class_, result_class_, place_class_, size_class_}) {
     if (PyType_Check(one.ptr()) == 0) throw py::type_error("a class of DCP's is wanted");
   }
   const std::vector<std::int64_t> none(kMaxDims, 0);
@@ -147,15 +154,62 @@ py::object ItemMaker::byte_write(const py::object& fqn) const {
 
 py::object ItemMaker::tensor_write(const py::object& index, bool is_shard, const py::object& chunk,
                                    const py::object& properties, const py::object& size) const {
-  py::object data = make(data_class_);
-  set_field(data, names.chunk, chunk);
-  set_field(data, names.properties, properties);
-  set_field(data, names.size, size);
+  return write_item(index, is_shard ? 1 : 0, write_data(chunk, properties, size));
+}
+
+py::object ItemMaker::write_item(const py::object& index, int type, const py::object& data) const {
+  const py::object* const types[] = {&tensor_, &shard_, &byte_io_};
   py::object made = make(write_class_);
   set_field(made, names.index, index);
-  set_field(made, names.type, is_shard ? shard_ : tensor_);
+  set_field(made, names.type, *types[type]);
   set_field(made, names.bytes_io_data, py::none());
   set_field(made, names.tensor_data, data);
+  return made;
+}
+
+py::object ItemMaker::write_data(const py::object& chunk, const py::object& properties,
+                                 const py::object& size) const {
+  py::object made = make(data_class_);
+  set_field(made, names.chunk, chunk);
+  set_field(made, names.properties, properties);
+  set_field(made, names.size, size);
+  return made;
+}
+
+int ItemMaker::write_type_code(const py::handle& type) const {
+  if (is_shard(type)) return 1;
+  if (type.ptr() == tensor_.ptr()) return 0;
+  return is_byte_io(type) ? 2 : -1;
+}
+
+py::object ItemMaker::copied(const py::object& properties) const {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(properties.ptr())) != properties_class_.ptr()) {
+    return properties;
+  }
+  py::object made = make(properties_class_);
+  for (const py::object* name : {&names.dtype, &names.layout, &names.requires_grad,
+                                 &names.memory_format, &names.pin_memory}) {
+    set_field(made, *name, get_attr(properties, *name));
+  }
+  if (has_strides_) set_field(made, names.strides, get_attr(properties, names.strides));
+  return made;
+}
+
+py::object ItemMaker::result(const py::object& index, std::int64_t nbytes,
+                             const py::object& place) const {
+  py::object made = make(result_class_);
+  set_field(made, names.index, index);
+  set_field(made, names.size_in_bytes, py::int_(nbytes));
+  set_field(made, names.storage_data, place);
+  return made;
+}
+
+py::object ItemMaker::place(const py::object& path, std::int64_t offset,
+                            std::int64_t length) const {
+  py::object made = make(place_class_);
+  set_field(made, names.relative_path, path);
+  set_field(made, names.offset, py::int_(offset));
+  set_field(made, names.length, py::int_(length));
   return made;
 }
 

@@ -24,7 +24,8 @@ struct FieldNames {
   pybind11::object fqn, offset, index, type, dest_index, dest_offsets, storage_index,
       storage_offsets, lengths, bytes_io_data, tensor_data, chunk, properties, size, offsets, sizes,
       chunks, dtype, layout, requires_grad, memory_format, pin_memory, strides, shape, stride,
-      is_pinned, itemsize;
+      is_pinned, itemsize, size_in_bytes, storage_data, relative_path, length,
+      transform_descriptors;
 };
 
 // The classes, and what is made of them. Not thread-safe beyond the GIL.
@@ -64,6 +65,29 @@ class ItemMaker {
                                 const pybind11::object& chunks) const;
   pybind11::object bytes_entry() const { return make(bytes_entry_class_); }
 
+  // The same, of parts that are there. `type`: a code of `write_type_code`.
+  pybind11::object write_item(const pybind11::object& index, int type,
+                              const pybind11::object& data) const;
+  pybind11::object write_data(const pybind11::object& chunk, const pybind11::object& properties,
+                              const pybind11::object& size) const;
+  // Properties with the same fields; those of another class than torch's as they are.
+  pybind11::object copied(const pybind11::object& properties) const;
+  pybind11::object result(const pybind11::object& index, std::int64_t nbytes,
+                          const pybind11::object& place) const;
+  pybind11::object place(const pybind11::object& path, std::int64_t offset,
+                         std::int64_t length) const;
+
+  // 0 to 2 for a WriteItemType, else -1.
+  int write_type_code(const pybind11::handle& type) const;
+  const pybind11::object& index_class() const { return index_class_; }
+  const pybind11::object& write_class() const { return write_class_; }
+  const pybind11::object& data_class() const { return data_class_; }
+  const pybind11::object& chunk_class() const { return chunk_class_; }
+  const pybind11::object& properties_class() const { return properties_class_; }
+  const pybind11::object& result_class() const { return result_class_; }
+  const pybind11::object& place_class() const { return place_class_; }
+  bool has_strides() const { return has_strides_; }
+
   bool is_shard(const pybind11::handle& type) const { return type.ptr() == shard_.ptr(); }
   bool is_byte_io(const pybind11::handle& type) const { return type.ptr() == byte_io_.ptr(); }
 
@@ -73,7 +97,8 @@ class ItemMaker {
   pybind11::object make(const pybind11::object& its_class) const;
 
   pybind11::object size_class_, index_class_, read_class_, write_class_, data_class_,
-      properties_class_, chunk_class_, tensor_entry_class_, bytes_entry_class_;
+      properties_class_, chunk_class_, tensor_entry_class_, bytes_entry_class_, result_class_,
+      place_class_;
   pybind11::object read_tensor_, read_bytes_, tensor_, shard_, byte_io_, contiguous_;
   pybind11::tuple no_arguments_;
   std::vector<pybind11::object> zeros_;  // by how many; never changed: making one can run any code

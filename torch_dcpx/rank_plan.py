@@ -1,0 +1,64 @@
+"""RankPlan: what a rank of `DcpxSavePlanner` tells the coordinator, and what it gets back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch_dcpx.plan_wire import WirePlan, packed_fields
+
+__all__ = ["RankPlan"]
+
+_DIGEST_BYTES = 8
+
+
+@packed_fields
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankPlan(WirePlan):
+    """What a rank tells the coordinator beside its items."""
+
+    can_split: bool = False  # whether this rank can write rows of its tensors
+    whole_names: frozenset[str] = frozenset()  # of tensors of which it cannot
+    digests: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # of Python values
+    is_shared: bool = False  # whether nobody changes a chunk or properties of one item alone
+    has_paths: bool = False  # whether this rank takes `planner_data` from its planner
+    sent_paths: Any = None  # the coordinator's: what the rank has, so is not sent back
+
+    def planned(self, items: list[Any]) -> RankPlan:
+        """Returns the coordinator's answer: other items, without what only it is told."""
+        return dataclasses.replace(
+            self,
+            items=items,
+            whole_names=frozenset(),
+            digests={},
+            sent_paths=self.planner_data if self.has_paths else None,
+        )
+
+    def _beside(self) -> tuple[list[str], dict[str, Any]]:
+        names, beside = super()._beside()
+        if beside.pop("sent_paths", None) is self.planner_data:
+            beside.pop("planner_data", None)
+        beside.pop("digests", None)
+        whole, digests = list(self.whole_names), dict(self.digests)
+        if set(map(type, (*whole, *digests))) <= {str} and all(map(_is_digest, digests.values())):
+            beside.pop("whole_names", None)
+            names = [*whole, *digests]
+            beside["sums"] = b"".join(digests.values())
+        else:
+            beside["digests"] = digests
+        return names, beside
+
+    @classmethod
+    def _whole(cls, items: list[Any], names: list[str], beside: dict[str, Any]) -> RankPlan:
+        sums = beside.pop("sums", None)
+        if sums is not None:
+            first = len(names) - len(sums) // _DIGEST_BYTES
+            parts = [sums[at : at + _DIGEST_BYTES] for at in range(0, len(sums), _DIGEST_BYTES)]
+            beside["whole_names"] = frozenset(names[:first])
+            beside["digests"] = dict(zip(names[first:], parts, strict=True))
+        return cls(items, **beside)
+
+
+def _is_digest(digest: object) -> bool:
+    return type(digest) is bytes and len(digest) == _DIGEST_BYTES
