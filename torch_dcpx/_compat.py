@@ -63,6 +63,7 @@ __all__ = [
     "is_load",
     "is_rocm",
     "is_saved_dtype",
+    "loaded_through",
     "planned_entries",
     "process_groups",
     "saved_through",
@@ -232,6 +233,13 @@ def planned_entries(frame: FrameType | None) -> int:
 def is_load(frame: FrameType | None) -> bool:
     """Returns whether a frame is of DCP's load, or of ours."""
     return frame is not None and frame.f_globals.get("__name__") in _LOADS
+
+
+def loaded_through(frame: FrameType) -> object | None:
+    """Returns the storage reader for which a frame of DCP's load plans; None for all others."""
+    if frame.f_globals.get("__name__") != state_dict_loader.__name__:
+        return None
+    return frame.f_locals.get("storage_reader")
 
 
 def saved_through(frame: FrameType) -> object | None:

@@ -7,6 +7,7 @@ exactly once.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -29,13 +30,16 @@ from torch_dcpx._compat import (
     HAS_KNOWN_ITEMS,
     IS_SWEPT,
     flatten_before_2_4,
+    loaded_through,
     stock_chunks,
     wanted_sizes,
 )
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx.errors import CorruptionError
+from torch_dcpx.kept_plan import KeptPlan, is_kept
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_classes import MAKER
+from torch_dcpx.planner_hooks import plans_as_stock
 
 __all__ = ["DcpxLoadPlanner"]
 
@@ -43,6 +47,7 @@ __all__ = ["DcpxLoadPlanner"]
 _Row = tuple[str, torch.Size | list[ChunkStorageMetadata], list[ChunkStorageMetadata], torch.Size]
 
 
+@plans_as_stock
 class DcpxLoadPlanner(DefaultLoadPlanner):
     """Plans a load as `DefaultLoadPlanner` does, with the same items in the same order.
 
@@ -57,6 +62,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: leave names that the checkpoint does not hold as they are. Default
             False: they are an error.
     """
+
+    _kept: KeptPlan | None = None  # the plan at hand, where the other ranks do not see its items
 
     def create_local_plan(self) -> LoadPlan:
         """Plans what this rank reads.
@@ -83,7 +90,21 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         if offences:
             first = min(offences, key=itemgetter(0))
             raise _error(rows[first[0]], *first[1:])
-        return LoadPlan(items)
+        self._kept = None
+        if not is_kept(self, loaded_through(sys._getframe(1))):
+            return LoadPlan(items)
+        self._kept = KeptPlan(items)
+        return self._kept
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Takes this rank's plan.
+
+        Raises:
+            PlanError: the coordinator gave this rank the plan of another.
+        """
+        new_plan = super().finish_plan(new_plan)
+        kept, self._kept = self._kept, None
+        return new_plan.whole(kept) if isinstance(new_plan, KeptPlan) else new_plan
 
     def _use_names_before_2_4(self) -> None:
         """Plans by the names of torch before 2.4 where the checkpoint has such.

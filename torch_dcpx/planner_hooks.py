@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torch_dcpx.load_planner import DcpxLoadPlanner
+__all__ = ["PLAN_HOOKS", "TAKING_HOOKS", "has_plain_state", "has_stock_hooks", "plans_as_stock"]
 
-__all__ = ["PLAN_HOOKS", "TAKING_HOOKS", "has_plain_state", "has_stock_hooks"]
+_Planner = TypeVar("_Planner", bound=DefaultLoadPlanner)
 
 _HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
 TAKING_HOOKS = ("commit_tensor", "load_bytes")
@@ -36,8 +36,13 @@ def _torchs_own() -> dict[str, Any]:
 
 
 _STOCK = _torchs_own()
-# Ours makes the same plan.
-_OURS = {"create_local_plan": DcpxLoadPlanner.create_local_plan}
+_OURS: dict[str, Any] = {}  # those of our planner that come to the same, by their names
+
+
+def plans_as_stock(planner: type[_Planner]) -> type[_Planner]:
+    """Says that a class' own hooks make the plan that stock's make."""
+    _OURS.update({name: vars(planner)[name] for name in PLAN_HOOKS if name in vars(planner)})
+    return planner
 
 
 def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool:

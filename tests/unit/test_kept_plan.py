@@ -1,0 +1,51 @@
+"""Load plans that leave their items on their rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from torch_dcpx import DcpxLoadPlanner, PlanError
+from torch_dcpx.kept_plan import KeptPlan
+from torch_dcpx.plan_classes import MAKER
+
+
+def kept_plan() -> KeptPlan:
+    items, _ = MAKER.read_items(["a", "b"], lambda _: [], True)
+    assert items[0].dest_index == MetadataIndex("a")
+    return KeptPlan(items, "of the reader", "of the planner")
+
+
+def test_pickle_has_no_items_and_the_rank_puts_back_its_own() -> None:
+    plan = kept_plan()
+    sent = pickle.loads(pickle.dumps(plan))
+    assert sent.items == []
+    found = sent.whole(plan)
+    assert found == LoadPlan(plan.items, "of the reader", "of the planner")
+    assert found.items is plan.items
+
+
+def test_plan_that_was_sent_twice_is_still_the_ranks_own() -> None:
+    plan = kept_plan()
+    sent = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(plan))))
+    assert sent.whole(plan).items is plan.items
+
+
+def test_plan_that_was_not_sent_keeps_its_items() -> None:
+    plan = kept_plan()
+    assert plan.whole(None).items is plan.items
+    assert copy.copy(plan).items is plan.items
+    assert copy.deepcopy(plan) == plan
+
+
+@pytest.mark.parametrize("kept", [None, KeptPlan([])], ids=["no plan", "another plan"])
+def test_plan_of_another_rank_is_refused(kept: KeptPlan | None) -> None:
+    planner = DcpxLoadPlanner()
+    planner._kept = kept
+    sent = pickle.loads(pickle.dumps(kept_plan()))
+    with pytest.raises(PlanError, match="another plan"):
+        planner.finish_plan(sent)

@@ -1,0 +1,89 @@
+"""A load plan whose items stay on their rank.
+
+Stock's global load plan gives each rank what it has sent. So where nobody looks at the items of
+other ranks they are not sent: `dcp.load` pickles a token, and `finish_plan` puts the items back.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import uuid
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from torch_dcpx.errors import PlanError
+from torch_dcpx.planner_hooks import has_stock_hooks
+from torch_dcpx.reader import DcpxReader
+
+__all__ = ["KeptPlan", "is_kept"]
+
+_HOOKS = ("create_local_plan", "create_global_plan", "finish_plan")
+_READER_HOOKS = ("prepare_local_plan", "prepare_global_plan")
+
+
+@dataclasses.dataclass
+class KeptPlan(LoadPlan):
+    """A plan that leaves its items behind when it is pickled."""
+
+    token: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    is_away: bool = False  # whether it has come out of a pickle
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), ([], self.storage_data, self.planner_data, self.token, True)
+
+    def __copy__(self) -> KeptPlan:
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptPlan:
+        parts = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
+        return type(self)(**parts)
+
+    def whole(self, kept: KeptPlan | None) -> LoadPlan:
+        """Returns the plan with its items.
+
+        Args:
+            kept: the plan that this rank made.
+
+        Raises:
+            PlanError: this is the plan of another rank.
+        """
+        items = self.items
+        if self.is_away:
+            if kept is None or kept.token != self.token:
+                raise PlanError(
+                    "the coordinator gave this rank another plan than it had sent; each rank reads "
+                    "by its own"
+                )
+            items = kept.items
+        return LoadPlan(items, self.storage_data, self.planner_data)
+
+
+def is_kept(planner: LoadPlanner, reader: object) -> bool:
+    """Returns whether neither planner nor reader looks at the items of other ranks, of which there
+    are some.
+
+    Args:
+        planner: of this rank.
+        reader: for which it plans; None where nobody knows.
+    """
+    distributed = torch.distributed
+    return (
+        isinstance(reader, FileSystemReader)
+        and distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+        and has_stock_hooks(planner, _HOOKS)
+        and all(_leaves_items(reader, hook) for hook in _READER_HOOKS)
+    )
+
+
+def _leaves_items(reader: FileSystemReader, hook: str) -> bool:
+    own = getattr(type(reader), hook)
+    is_known = own is getattr(DcpxReader, hook) or (
+        own is getattr(FileSystemReader, hook) and own.__module__ == FileSystemReader.__module__
+    )
+    return is_known and hook not in vars(reader)
