@@ -49,6 +49,7 @@ from torch_dcpx.overrides import (
     refuse_other_metadata_file,
     refuse_url,
 )
+from torch_dcpx.plan_wire import travelling
 from torch_dcpx.progress import WriteProgress, reporting
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.running_save import RunningSave, WriterUse
@@ -201,10 +202,9 @@ class DcpxWriter(FileSystemWriter):
 
         Raises:
             RuntimeError: it holds a checkpoint and `overwrite` is False (stock's text).
-            ConcurrentSaveError: another save is writing here.
+            ConcurrentSaveError: another save is writing here. StorageError: no directory.
             UnsupportedError: a rank-local save over a checkpoint of all ranks; a dtype or layout
                 that cannot be kept; what was replaced in vain. OptionError: so for `sync_files`.
-            StorageError: the directory cannot be made.
         """
         with self.__hook():
             refuse_bypassed(self, DcpxWriter)
@@ -221,7 +221,7 @@ class DcpxWriter(FileSystemWriter):
                     self.__tidy(directory)
             is_paused = self.__is_coordinator and not (self.__save and self.__save.is_driven)
             self.__pause.begin(len(plan.items) if is_paused else 0)
-            return plan
+            return travelling(plan) if self.use_collectives else plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; durable, with the directory's entries, when it returns.
