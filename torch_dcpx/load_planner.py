@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.planner_hooks import plans_as_stock
 
-__all__ = ["DcpxLoadPlanner"]
+__all__ = ["WAY_OUT", "DcpxLoadPlanner"]
+
+WAY_OUT = "torch's DefaultLoadPlanner with FileSystemReader loads what there is"
 
 # (name, wanted: its sizes for a whole tensor, else its chunks; stored chunks; sizes of the tensor)
 _Row = tuple[str, torch.Size | list[ChunkStorageMetadata], list[ChunkStorageMetadata], torch.Size]
@@ -64,6 +66,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
     """
 
     _kept: KeptPlan | None = None  # the plan at hand, where the other ranks do not see its items
+    # The state that was planned, and its items; they were asked whether they cover it.
+    _covered: tuple[Any, tuple[ReadItem, ...]] | None = None
 
     def create_local_plan(self) -> LoadPlan:
         """Plans what this rank reads.
@@ -74,7 +78,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             ValueError: a tensor's size is not the stored one's (stock's texts), or a tensor is
                 stored where something else is wanted.
             CorruptionError: the stored chunks do not hold each wanted element exactly once; `fqn`
-                is the first such tensor.
+                is the first such tensor. `DefaultLoadPlanner` with `FileSystemReader` loads what
+                there is.
         """
         if self.metadata is None:
             raise AssertionError("self.metadata is not None")
@@ -84,12 +89,21 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             return create_default_local_load_plan(
                 self.state_dict, self.metadata, not self.allow_partial_load
             )
+        self._covered = None
+        uneven: list[_Row] = []  # tensors that were not asked
+
+        def fallback(row: _Row) -> list[ReadItem]:
+            uneven.append(row)
+            return _fallback(row)
+
         with bounded_pause(len(self.state_dict)):
             rows = self._rows()
-            items, offences = MAKER.read_items(rows, _fallback, IS_SWEPT)
+            items, offences = MAKER.read_items(rows, fallback, IS_SWEPT)
         if offences:
             first = min(offences, key=itemgetter(0))
             raise _error(rows[first[0]], *first[1:])
+        if not uneven:
+            self._covered = (self.state_dict, tuple(items))
         self._kept = None
         if not is_kept(self, loaded_through(sys._getframe(1))):
             return LoadPlan(items)
@@ -105,6 +119,16 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         new_plan = super().finish_plan(new_plan)
         kept, self._kept = self._kept, None
         return new_plan.whole(kept) if isinstance(new_plan, KeptPlan) else new_plan
+
+    def _take_covered(self, items: Sequence[ReadItem]) -> bool:
+        """Returns whether these are the items that fill the state once, by the last plan; once."""
+        covered, self._covered = self._covered, None
+        return (
+            covered is not None
+            and covered[0] is self.state_dict
+            and len(covered[1]) == len(items)
+            and all(map(is_, covered[1], items))
+        )
 
     def _use_names_before_2_4(self) -> None:
         """Plans by the names of torch before 2.4 where the checkpoint has such.
@@ -211,4 +235,5 @@ def _error(
         message = f"chunks {both} of the checkpoint hold the same elements of {where}"
     else:
         message = f"the metadata gives {where} sizes that no tensor has"
-    return CorruptionError(f"{message}; nothing was read", fqn=fqn, touched=())
+        return CorruptionError(f"{message}; nothing was read", fqn=fqn, touched=())
+    return CorruptionError(f"{message}; nothing was read. {WAY_OUT}", fqn=fqn, touched=())

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch_dcpx import _C
 from torch_dcpx._compat import wanted_chunks
 from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
+from torch_dcpx.load_planner import WAY_OUT, DcpxLoadPlanner
 from torch_dcpx.planner_hooks import PLAN_HOOKS, has_stock_hooks
 
 __all__ = ["check_coverage", "meeting_targets"]
@@ -54,6 +55,8 @@ def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -
     """
     if not has_stock_hooks(planner, PLAN_HOOKS):
         return False
+    if isinstance(planner, DcpxLoadPlanner) and planner._take_covered(items):
+        return True
     state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
     entries = planner.metadata.state_dict_metadata  # type: ignore[attr-defined]
     last = {item.dest_index.fqn: item for item in items}
@@ -170,4 +173,4 @@ def _error(
         item = one.items[box] if box >= 0 else None
         place = _box(item.dest_offsets, item.lengths) if item is not None else "a region"
         return PlanError(f"the plan reads {place} into a chunk of {where}", fqn=one.fqn)
-    return CorruptionError(message, fqn=one.fqn, path=path, touched=())
+    return CorruptionError(f"{message}; {WAY_OUT}", fqn=one.fqn, path=path, touched=())
