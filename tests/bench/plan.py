@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx import DcpxLoadPlanner, DcpxSavePlanner
+from torch_dcpx._gc import paused_gc
 
 
 def balance_of(plans: list[SavePlan]) -> float:
@@ -43,7 +44,8 @@ def wire_of(value: Any, items: int) -> float:
 
 def save(kind: Any, case: str, ranks: int, tensors: int) -> tuple[Timing, Any]:
     """Returns what a global plan took, and (items, balance, bytes an item of each phase)."""
-    plans = plans_of(kind, case, ranks, tensors)
+    with paused_gc():
+        plans = plans_of(kind, case, ranks, tensors)
     items = sum(len(plan.items) for plan in plans)
     up = wire_of(plans[0], len(plans[0].items))
     timing, (final, _) = timed(partial(kind().create_global_plan, plans))
@@ -54,7 +56,8 @@ def save(kind: Any, case: str, ranks: int, tensors: int) -> tuple[Timing, Any]:
 
 def load(kind: Any, case: str, ranks: int, tensors: int) -> tuple[Timing, Any]:
     """Returns what a rank's plan took, and (stored chunks, the plan)."""
-    metadata = metadata_of(case, ranks, tensors)
+    with paused_gc():
+        metadata = metadata_of(case, ranks, tensors)
     chunks = sum(len(entry.chunks) for entry in metadata.state_dict_metadata.values())
     planner = load_planner(kind, case, ranks, tensors, metadata)
     timing, plan = timed(planner.create_local_plan)

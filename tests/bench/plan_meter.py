@@ -17,7 +17,9 @@ MIB = 1 << 20
 
 
 class Timing(NamedTuple):
-    """Of one step. Bytes are those of resident memory."""
+    """Of one step. Bytes are those of resident memory; seconds those of one core, for planning is
+    one thread: beside other work on the machine they say more than the clock.
+    """
 
     seconds: float
     more_bytes: int  # at its peak, beside what was there before the step
@@ -35,9 +37,9 @@ def timed(step: Callable[[], Any]) -> tuple[Timing, Any]:
     gc.collect()  # makes the input old: what made it is no part of the step
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident size
     before = _resident("VmRSS")
-    began = time.perf_counter()
+    began = time.process_time()
     result = step()
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     peak = _resident("VmHWM")
     return Timing(seconds, peak - before, peak), result
 
