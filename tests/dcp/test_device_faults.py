@@ -239,3 +239,27 @@ def test_lost_device_fails_the_load(fake_cuda: FakeCuda, tmp_path: Path, works: 
     assert "CUDA_ERROR_LAUNCH_FAILED (719)" in str(raised.error)
     load(blank, tmp_path)  # the host needs no device
     assert_same(expected, blank)
+
+
+def test_device_that_is_lost_at_the_last_copy_fails_the_load(
+    fake_cuda: FakeCuda, tmp_path: Path
+) -> None:
+    expected = {"t": torch.arange(100_000.0)}
+    save(expected, tmp_path, options=SAVING)
+    target = moved(fake_cuda, {"t": torch.zeros(100_000)}, device_0)
+    reader = ReadOptions(workers=1, slot_bytes=256 * KIB)
+    fake_cuda.set_pace(codes.HELD)  # a copy runs when somebody waits for it, and none before
+
+    def load_by_one_worker() -> None:
+        dcp.load(target, storage_reader=DcpxReader(tmp_path, options=reader), no_dist=True)
+
+    before = fake_cuda.count("works_run")
+    load_by_one_worker()
+    copies = fake_cuda.count("works_run") - before
+    assert copies == 2  # into the two slots
+    fake_cuda.limit_pinned(0)  # what is registered with a lost device cannot be given back
+    fake_cuda.lose_device(after_works=copies)
+    with raises_one(StagingError) as raised:
+        load_by_one_worker()
+    assert "CUDA_ERROR_LAUNCH_FAILED (719)" in str(raised.error)
+    assert raised.error.touched == ("t",)
