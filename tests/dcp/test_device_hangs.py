@@ -101,15 +101,16 @@ def test_sources_and_slots_of_a_save_that_was_given_up_live_until_its_copies_hav
     expected = {**tensors(3, 400 * KIB), **{f"s{i}": torch.arange(50.0) + i for i in range(20)}}
     state = moved(device, expected, device_0)
     hang(device, device.device_tensor(torch.zeros(5)))
+    before = device.count("pinned_bytes")
     fails(lambda: save(state, tmp_path, options=SAVING))
     assert not (tmp_path / ".metadata").exists()
     state.clear()
     gc.collect()
     assert device.count("live_allocations") >= len(expected)
-    assert device.count("pinned_bytes") > 0
+    assert device.count("pinned_bytes") > before
     end(device)
     assert device.count("live_allocations") == 0
-    assert device.count("pinned_bytes") == 0
+    assert device.count("pinned_bytes") == before
     save(moved(device, expected, device_0), tmp_path, options=SAVING)
     assert_loads(expected, tmp_path)
 

@@ -82,7 +82,7 @@ def test_forked_child_frees_its_tensors_and_waits_for_nothing_whoever_holds_the_
         "def ask():\n"
         "    while not is_over.is_set():\n"
         "        fake.counts()\n"
-        "threads = [threading.Thread(target=ask) for _ in range(3)]\n"
+        "threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]\n"
         "for thread in threads: thread.start()\n"
         "for _ in range(40):\n"
         "    pid = os.fork()\n"
