@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, HAS_KNOWN_RESULTS
-from torch_dcpx._gc import bounded_pause
+from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_classes import MAKER
 
@@ -52,11 +52,12 @@ class WirePlan(SavePlan):
             return super().__reduce_ex__(protocol)
         names, beside = self._beside()
         paths = beside.get("planner_data")
-        message, properties, others, has_paths = MAKER.pack_plan(self.items, paths, names)
+        with paused_gc():  # reading an object's attributes may make a dict of them
+            message, properties, others, has_paths = MAKER.pack_plan(self.items, paths, names)
         if has_paths:
             del beside["planner_data"]
         return _unpacked, (
-            type(self), len(self.items), *_deflated(message), properties, others, beside,
+            type(self), *_deflated(message), properties, others, beside,
         )  # fmt: skip
 
     def _beside(self) -> tuple[list[str], dict[str, Any]]:
@@ -104,7 +105,6 @@ def _has_other_ranks() -> bool:
 
 def _unpacked(
     kind: type[WirePlan],
-    count: int,
     data: bytes,
     nbytes: int,
     properties: list[Any],
@@ -117,7 +117,7 @@ def _unpacked(
         PlanError: the message is damaged.
     """
     is_shared = bool(beside.get("is_shared"))  # of a RankPlan; else parts are each item's own
-    with bounded_pause(count):
+    with paused_gc():
         message = _inflated(data, nbytes)
         items, paths, names = MAKER.unpack_plan(message, properties, others, is_shared)
     own = {"planner_data": paths} if paths is not None else {}
@@ -128,12 +128,13 @@ def pack_results(results: Iterable[WriteResult]) -> tuple[Any, ...]:
     """Returns what `unpack_results` takes."""
     listed = list(results)
     if not HAS_KNOWN_RESULTS:
-        return len(listed), b"", -1, listed
-    message, others = MAKER.pack_results(listed)
-    return len(listed), *_deflated(message), others
+        return b"", -1, listed
+    with paused_gc():
+        message, others = MAKER.pack_results(listed)
+    return *_deflated(message), others
 
 
-def unpack_results(count: int, data: bytes, nbytes: int, others: list[Any]) -> list[WriteResult]:
+def unpack_results(data: bytes, nbytes: int, others: list[Any]) -> list[WriteResult]:
     """Returns the results that were packed.
 
     Raises:
@@ -141,7 +142,7 @@ def unpack_results(count: int, data: bytes, nbytes: int, others: list[Any]) -> l
     """
     if nbytes < 0:
         return others
-    with bounded_pause(count):
+    with paused_gc():
         return MAKER.unpack_results(_inflated(data, nbytes), others)
 
 

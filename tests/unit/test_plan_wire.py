@@ -302,7 +302,7 @@ def test_damaged_results_are_refused_or_read_but_end_nothing() -> None:
 
 
 def test_damage_to_what_is_compressed_is_a_typed_error() -> None:
-    unpack, (kind, count, data, nbytes, *rest) = WirePlan(shards()).__reduce_ex__(4)
+    unpack, (kind, data, nbytes, *rest) = WirePlan(shards()).__reduce_ex__(4)
     for damaged, length in (
         (data[:-1], nbytes),
         (data[:-9], nbytes),
@@ -310,4 +310,4 @@ def test_damage_to_what_is_compressed_is_a_typed_error() -> None:
         (data, nbytes + 1),
     ):
         with pytest.raises(PlanError, match="damaged"):
-            unpack(kind, count, damaged, length, *rest)
+            unpack(kind, damaged, length, *rest)
