@@ -40,8 +40,8 @@ def canonical(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return type(value), *((name, canonical(getattr(value, name, None))) for name in names)
-    if isinstance(value, dict):
-        return type(value), *((canonical(k), canonical(v)) for k, v in value.items())
+    if isinstance(value, dict):  # or filled on demand
+        return dict, *((canonical(k), canonical(v)) for k, v in value.items())
     if isinstance(value, (list, tuple)):
         return type(value), *map(canonical, value)
     return type(value), repr(value)

@@ -14,6 +14,7 @@ from itertools import accumulate
 from operator import le
 from typing import Any
 
+from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError
 
 __all__ = ["I64_MAX", "ColumnReader", "StringPool", "encode_body", "padded"]
@@ -156,15 +157,25 @@ class ColumnReader:
         Raises:
             CorruptionError: no such column, another length, or a value out of bounds.
         """
-        values = self._column(name, "i64", count).cast("q").tolist()
-        if values and not low <= min(values) <= max(values) <= high:
+        return self.i64_view(name, count, low, high).cast("q").tolist()
+
+    def i64_view(
+        self, name: str, count: int | None, low: int = 0, high: int = I64_MAX
+    ) -> memoryview:
+        """The bytes of an int64 column, checked; arguments and errors as for `i64`."""
+        values = self._column(name, "i64", count)
+        if not _C.are_within(values, low, high):
             raise self.error(f"a value is outside [{low}, {high}]", name)
         return values
 
     def u8(self, name: str, count: int | None, high: int = 255) -> bytes:
         """The values of a byte column; arguments and errors as for `i64`."""
-        values = bytes(self._column(name, "u8", count))
-        if values and max(values) > high:
+        return bytes(self.u8_view(name, count, high))
+
+    def u8_view(self, name: str, count: int | None, high: int = 255) -> memoryview:
+        """As `u8`, without a copy."""
+        values = self._column(name, "u8", count)
+        if high < 255 and len(values) > 0 and _C.highest(values) > high:
             raise self.error(f"a value is greater than {high}", name)
         return values
 

@@ -267,7 +267,8 @@ def referenced_files(directory: Directory, name: str) -> set[str] | None:
     a removal reach outside.
     """
     try:
-        paths = decode_file_names(directory.read_small(name), str(directory.path / name))
+        with directory.open_small(name) as file:
+            paths = decode_file_names(file, str(directory.path / name))
     except DcpxError as error:
         logger.warning("what '%s' names is not removed: %s", name, str(error))
         return None

@@ -25,8 +25,8 @@ def committed_save_id(path: str | os.PathLike[str]) -> str | None:
         with Directory(Path(path)) as directory:
             if not directory.is_regular(METADATA_NAME):
                 return None
-            data = directory.read_small(METADATA_NAME)
-            return decode_save_id(data, str(directory.path / METADATA_NAME))
+            with directory.open_small(METADATA_NAME) as file:
+                return decode_save_id(file, str(directory.path / METADATA_NAME))
     except DcpxError as error:
         logger.warning("which save committed '%s' cannot be said: %s", path, str(error))
         return None

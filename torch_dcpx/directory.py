@@ -11,13 +11,14 @@ import logging
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
 from torch_dcpx.errors import CorruptionError, StorageError
 
-__all__ = ["Directory", "make_directory"]
+__all__ = ["Directory", "SmallFile", "make_directory"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview  # of bytes
 
@@ -146,6 +147,34 @@ def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     yield memoryview(b"".join(small))
 
 
+class SmallFile:
+    """An open file of metadata."""
+
+    def __init__(self, fd: int, path: Path, nbytes: int) -> None:
+        self._fd = fd
+        self._path = path
+        self.nbytes = nbytes
+
+    def part(self, offset: int, nbytes: int) -> bytes:
+        """Returns bytes of the file. Raises: StorageError; CorruptionError: it became shorter."""
+        pieces: list[bytes] = []
+        begin, end = offset, offset + nbytes
+        while begin < end or not pieces:  # one call, but for what no call gives at once
+            try:
+                pieces.append(os.pread(self._fd, end - begin, begin))
+            except OSError as error:
+                raise storage_error("read", self._path, error, is_read=True) from error
+            if begin < end and not pieces[-1]:
+                raise CorruptionError(
+                    f"'{self._path}' ends at {begin} B, where it had {self.nbytes} B",
+                    path=str(self._path),
+                    offset=begin,
+                    nbytes=end - begin,
+                )
+            begin += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
 class Directory:
     """An open directory. Not thread-safe; a context manager that closes it."""
 
@@ -189,7 +218,13 @@ class Directory:
             return False
 
     def read_small(self, name: str) -> bytes:
-        """Reads a whole file (metadata).
+        """Reads a whole file (metadata). Raises: as `open_small`."""
+        with self.open_small(name) as file:
+            return file.part(0, file.nbytes)
+
+    @contextmanager
+    def open_small(self, name: str) -> Iterator[SmallFile]:
+        """Opens a file (metadata) to be read by parts.
 
         Raises:
             CorruptionError: it is no regular file, or too large to be metadata.
@@ -203,17 +238,17 @@ class Directory:
                 raise CorruptionError(f"'{path}' is a symbolic link", path=str(path)) from error
             raise storage_error("open", path, error, is_read=True) from error
         try:
-            status = os.fstat(fd)
+            try:
+                status = os.fstat(fd)
+            except OSError as error:
+                raise storage_error("read", path, error, is_read=True) from error
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
                 raise CorruptionError(
                     f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B",
                     path=str(path),
                     nbytes=status.st_size,
                 )
-            with os.fdopen(fd, "rb", closefd=False) as file:
-                return file.read()
-        except OSError as error:
-            raise storage_error("read", path, error, is_read=True) from error
+            yield SmallFile(fd, path, status.st_size)
         finally:
             os.close(fd)
 

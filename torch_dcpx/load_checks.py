@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_dcpx._compat import dtype_name, wanted_sizes
 from torch_dcpx.errors import MismatchError, OptionError
+from torch_dcpx.lazy_metadata import outline_of
 from torch_dcpx.near_names import NearNames
 
 __all__ = ["Differences", "LoadRules", "compare", "mismatch_error"]
@@ -89,8 +90,9 @@ def compare(
         is_dtype_known: whether what is read ends in the state's own tensors.
     """
     missing, shapes, dtypes, kinds = [], [], [], []
+    outline = outline_of(stored)
     for fqn, target in state.items():
-        entry = stored.get(fqn)
+        entry = outline(fqn)
         names: Collection[str] = (fqn,) if entry is not None else ()
         if sources is not None:
             names = sources.get(fqn, names)
@@ -105,7 +107,7 @@ def compare(
         if not is_tensor:
             continue
         for name in names:
-            entry = stored.get(name)
+            entry = outline(name)
             if not isinstance(entry, TensorStorageMetadata):
                 continue
             sizes = wanted_sizes(target) if sources is None else None

@@ -8,7 +8,7 @@ exactly once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
@@ -37,16 +37,17 @@ from torch_dcpx._compat import (
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.kept_plan import KeptPlan, is_kept
+from torch_dcpx.lazy_metadata import StoredEntries, chunks_in, outline_of
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.planner_hooks import plans_as_stock
+from torch_dcpx.read_coverage import WAY_OUT
 
-__all__ = ["WAY_OUT", "DcpxLoadPlanner"]
+__all__ = ["DcpxLoadPlanner"]
 
-WAY_OUT = "torch's DefaultLoadPlanner with FileSystemReader loads what there is"
-
-# (name, wanted: its sizes for a whole tensor, else its chunks; stored chunks; sizes of the tensor)
-_Row = tuple[str, torch.Size | list[ChunkStorageMetadata], list[ChunkStorageMetadata], torch.Size]
+# (name, wanted: its sizes for a whole tensor, else its chunks; stored chunks, or the entry's number
+# in the columns of the metadata; sizes of the tensor)
+_Row = tuple[str, torch.Size | list[ChunkStorageMetadata], Any, torch.Size]
 
 
 @plans_as_stock
@@ -94,14 +95,16 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
 
         def fallback(row: _Row) -> list[ReadItem]:
             uneven.append(row)
-            return _fallback(row)
+            return self._fallback(row)
 
         with bounded_pause(len(self.state_dict)):
+            stored = self.metadata.state_dict_metadata
+            columns = stored.columns if isinstance(stored, StoredEntries) else None
             rows = self._rows()
-            items, offences = MAKER.read_items(rows, fallback, IS_SWEPT)
+            items, offences = MAKER.read_items(rows, fallback, IS_SWEPT, columns)
         if offences:
             first = min(offences, key=itemgetter(0))
-            raise _error(rows[first[0]], *first[1:])
+            raise _error(self._with_chunks(rows[first[0]]), *first[1:])
         if not uneven:
             self._covered = (self.state_dict, tuple(items))
         self._kept = None
@@ -148,34 +151,52 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         Source: create_default_local_load_plan.
         """
         stored = self.metadata.state_dict_metadata  # type: ignore[union-attr]
+        outline, chunks_of = outline_of(stored), chunks_in(stored)
         rows: list[Any] = []
         chunks = ChunkFinder()
         for fqn, target in self.state_dict.items():
-            entry = stored.get(fqn)
+            entry = outline(fqn)
             if entry is None:
                 if not self.allow_partial_load:
                     raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")
                 continue
             if type(entry) is not TensorStorageMetadata:
-                rows.append(_other_row(fqn, entry, target))
+                rows.append(_other_row(fqn, entry, target, chunks_of))
             elif is_plain_tensor(target):
                 shape = target.shape
                 if entry.size != shape:
                     raise _size_error(entry.size, shape, fqn)
-                rows.append((fqn, shape, entry.chunks, shape))
+                rows.append((fqn, shape, chunks_of(fqn), shape))
             elif is_plain_dtensor(target):
                 if entry.size != target.shape:
                     raise _size_error(entry.size, target.shape, fqn)
                 part = chunks.part_of(target)
                 if part is not None:
                     wanted = [ChunkStorageMetadata(*part)]
-                    rows.append((fqn, wanted, entry.chunks, entry.size))
+                    rows.append((fqn, wanted, chunks_of(fqn), entry.size))
             else:
-                rows.append(_other_row(fqn, entry, target))
+                rows.append(_other_row(fqn, entry, target, chunks_of))
         return rows
 
+    def _with_chunks(self, row: _Row) -> _Row:
+        """Returns a row with the chunks that a number in it stands for."""
+        fqn, wanted, stored, size = row
+        if type(stored) is int:
+            entries: dict[str, Any] = self.metadata.state_dict_metadata  # type: ignore[union-attr]
+            stored = entries[fqn].chunks
+        return fqn, wanted, stored, size
 
-def _other_row(fqn: str, entry: Any, target: Any) -> Any:
+    def _fallback(self, row: _Row) -> list[ReadItem]:
+        """Returns the items of a tensor whose chunks differ in their number of dimensions."""
+        fqn, wanted, stored, size = self._with_chunks(row)
+        if isinstance(wanted, torch.Size):
+            wanted = [ChunkStorageMetadata(torch.Size([0] * len(wanted)), wanted)]
+        properties: Any = None
+        entry = TensorStorageMetadata(properties, size, stored)
+        return create_read_items_for_chunk_list(fqn, entry, wanted)
+
+
+def _other_row(fqn: str, entry: Any, target: Any, chunks_of: Callable[[str], Any]) -> Any:
     """Returns the row of what is neither a plain tensor nor stored as one."""
     if isinstance(entry, TensorStorageMetadata):
         sizes = wanted_sizes(target)
@@ -192,17 +213,7 @@ def _other_row(fqn: str, entry: Any, target: Any) -> Any:
             f"Invalid checkpoint metadata for {fqn}, expected BytesStorageMetadata but found "
             f"{type(entry)}"
         ) from error
-    return (fqn, wanted, entry.chunks, entry.size)
-
-
-def _fallback(row: _Row) -> list[ReadItem]:
-    """Returns the items of a tensor whose chunks differ in their number of dimensions."""
-    fqn, wanted, stored, size = row
-    if isinstance(wanted, torch.Size):
-        wanted = [ChunkStorageMetadata(torch.Size([0] * len(wanted)), wanted)]
-    properties: Any = None
-    entry = TensorStorageMetadata(properties, size, stored)
-    return create_read_items_for_chunk_list(fqn, entry, wanted)
+    return (fqn, wanted, chunks_of(fqn), entry.size)
 
 
 def _size_error(stored: Sequence[int], wanted: torch.Size, fqn: str) -> ValueError:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch_dcpx._compat import dtype_by_name, storage_dtypes
 from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.layout import FileEntry
+from torch_dcpx.lazy_metadata import StoredPlaces
 
 if TYPE_CHECKING:
     from torch_dcpx import _C
@@ -123,8 +124,7 @@ class Found(NamedTuple):
                 files=[self.files[number] for number in order],
                 places=[self.places[number] for number in order],
             )
-        for item, entry in zip(items, found.entries, strict=True):
-            now = storage_data.get(item.storage_index)
+        for now, entry in zip(_places(items, storage_data), found.entries, strict=True):
             if now is not entry and now != entry:
                 return None
         return found
@@ -153,9 +153,8 @@ def locate_items(
     specs: list[tuple[str, bool, int, bytes, int]] = []
     entries, files, wanted = [], [], []
     byte_io, is_foreign = LoadItemType.BYTE_IO, table is None
-    for item in items:
+    for item, entry in zip(items, _places(items, storage_data), strict=True):
         index = item.storage_index
-        entry = storage_data.get(index)
         if entry is None:
             raise CorruptionError(
                 f"the metadata in '{directory}' does not say where '{index.fqn}' at offset "
@@ -185,6 +184,14 @@ def locate_items(
     names = [os.path.join(directory, spec[0]) for spec in specs]  # noqa: PTH118 - as C++ says it
     forms = [Form(*row) for row in form_rows]
     return Found(job, directory, list(items), entries, files, names, forms, places)
+
+
+def _places(items: Sequence[ReadItem], storage_data: Mapping[Any, Any]) -> list[Any]:
+    """Returns where the metadata says that items lie; None for each of which it does not."""
+    indices = [item.storage_index for item in items]
+    if isinstance(storage_data, StoredPlaces):
+        return storage_data.find(indices)
+    return list(map(storage_data.get, indices))
 
 
 def _file_spec(

@@ -12,27 +12,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from torch_dcpx import _C
-from torch_dcpx._compat import TORCH_VERSION
+from torch_dcpx._compat import HAS_KNOWN_ITEMS, TORCH_VERSION
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._version import __version__
 from torch_dcpx.columns import ColumnReader, encode_body
+from torch_dcpx.directory import SmallFile
 from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
 from torch_dcpx.layout import FileEntry
+from torch_dcpx.lazy_metadata import plain_metadata
 from torch_dcpx.metadata_decode import (
     decode_entries,
     decode_files,
-    decode_planner,
     decode_storage,
     decode_storage_meta,
     optional_str,
 )
 from torch_dcpx.metadata_encode import encode_columns, stock_storage_meta
+from torch_dcpx.open_columns import open_columns, open_planner
 from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.stock_pickle import pickle_any
 from torch_dcpx.unpickle import malformed_is_corruption
@@ -80,6 +82,7 @@ def encode_pieces(
         raise PlanError(f"encode the metadata: a {type(metadata).__name__} is no stock Metadata")
     if metadata.version is not None and type(metadata.version) is not str:
         raise PlanError(f"encode the metadata: its version is {metadata.version!r}")
+    metadata = plain_metadata(metadata)
     with paused_gc():
         encoded = encode_columns(metadata, files)  # refuses first, so that the pickle can't fail
         columns = encoded.finished()
@@ -139,7 +142,7 @@ _META_FIELDS = ("checkpoint_id", "save_id", "modules")
 
 
 def decode_metadata(
-    data: bytes,
+    data: bytes | SmallFile,
     path: str,
     *,
     safe_globals: Sequence[Any] = (),
@@ -148,7 +151,7 @@ def decode_metadata(
     """Reads the content of a `.metadata` file, ours or stock's.
 
     Args:
-        data: the whole file.
+        data: the whole file, or it open: then no more than its columns are in memory at once.
         path: its name, for errors.
         safe_globals: classes and functions that planner_data may name beside stock's own.
         trusted: unpickle without an allow-list, where there is something to unpickle.
@@ -158,21 +161,26 @@ def decode_metadata(
         UnsafePickleError: a pickle asks for a global that is not allowed.
         UnsupportedError: a newer version of the format.
     """
+    content = _Content.of(data)
     with paused_gc():
-        if not _has_tail(data):
-            metadata = _load_pickle(data, path, safe_globals, trusted)
-            return CheckpointMetadata(metadata, _digest(data), None)
-        pickle_bytes, columns = _check_tail(data, path)
+        if not _has_tail(content):
+            metadata = _load_pickle(content.whole(), path, safe_globals, trusted)
+            return CheckpointMetadata(metadata, _digest(content), None)
+        pickle_bytes, columns = _check_tail(content, path)
         strings = columns.strings()
-        entries = decode_entries(columns, strings)
-        storage = decode_storage(columns, strings)
+        entries: dict[str, Any]
+        storage: dict[MetadataIndex, Any]
+        if HAS_KNOWN_ITEMS:
+            entries, storage = open_columns(columns, strings)
+        else:
+            entries, storage = decode_entries(columns, strings), decode_storage(columns, strings)
         files = decode_files(columns, strings)
         planner: Any = None
         where = columns.header.get("planner_data")
         if where == "columns":
-            planner = decode_planner(columns, strings)
+            planner = open_planner(columns, strings)
         elif where == "pickle":
-            stock = data[:pickle_bytes]
+            stock = bytes(content.part(0, pickle_bytes))
             planner = _load_pickle(stock, path, safe_globals, trusted).planner_data
         elif where != "none":
             raise columns.error(f"planner_data is said to be in {where!r}")
@@ -180,44 +188,80 @@ def decode_metadata(
         version = optional_str(columns, columns.header, "version")
         save_id = optional_str(columns, columns.header, "save_id")
         return CheckpointMetadata(
-            Metadata(entries, planner, storage, meta, version), save_id or _digest(data), files
+            Metadata(entries, planner, storage, meta, version), save_id or _digest(content), files
         )
 
 
-def decode_file_names(data: bytes, path: str) -> set[str]:
+def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
     """Returns the data files that the content of a `.metadata` file names, ours or stock's.
 
     Raises:
         CorruptionError, UnsafePickleError, UnsupportedError: as `decode_metadata`.
     """
+    content = _Content.of(data)
     with paused_gc():
-        if _has_tail(data):
-            _, columns = _check_tail(data, path)
+        if _has_tail(content):
+            _, columns = _check_tail(content, path)
             return set(decode_files(columns, columns.strings()))
-        storage_data = _load_pickle(data, path, (), False).storage_data
+        storage_data = _load_pickle(content.whole(), path, (), False).storage_data
         if not isinstance(storage_data, dict):
             return set()
         return {info.relative_path for info in storage_data.values()}
 
 
-def decode_save_id(data: bytes, path: str) -> str | None:
+def decode_save_id(data: bytes | SmallFile, path: str) -> str | None:
     """Returns the save that wrote the content of a `.metadata` file; None for one of stock DCP.
 
     Raises:
         CorruptionError, UnsupportedError: the trailer is damaged, or of another version.
     """
-    if not _has_tail(data):
+    content = _Content.of(data)
+    if not _has_tail(content):
         return None
-    _, columns = _check_tail(data, path)
+    _, columns = _check_tail(content, path)
     return optional_str(columns, columns.header, "save_id")
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+class _Content(NamedTuple):
+    """The bytes of a `.metadata` file: in memory, or read when they are wanted."""
+
+    nbytes: int
+    part: Callable[[int, int], bytes | memoryview]  # offset, bytes
+
+    @classmethod
+    def of(cls, data: bytes | SmallFile) -> _Content:
+        if isinstance(data, SmallFile):
+            return cls(data.nbytes, data.part)
+        view = memoryview(data)
+
+        def part(offset: int, nbytes: int) -> bytes | memoryview:
+            return data if nbytes == len(data) else view[offset : offset + nbytes]
+
+        return cls(len(data), part)
+
+    def whole(self) -> bytes:
+        found = self.part(0, self.nbytes)
+        return found if type(found) is bytes else bytes(found)
+
+    def pieces(self, end: int) -> Iterator[bytes | memoryview]:
+        """The bytes before `end`, by parts of a size that stays in the cache."""
+        for offset in range(0, end, _PIECE_BYTES):
+            yield self.part(offset, min(_PIECE_BYTES, end - offset))
 
 
-def _has_tail(data: bytes) -> bool:
-    return len(data) >= _TAIL.size and data[-_TAIL.size :][: len(_MAGIC)] == _MAGIC
+_PIECE_BYTES = 1 << 20
+
+
+def _digest(content: _Content) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in content.pieces(content.nbytes):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _has_tail(content: _Content) -> bool:
+    at = content.nbytes - _TAIL.size
+    return at >= 0 and bytes(content.part(at, len(_MAGIC))) == _MAGIC
 
 
 def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
@@ -243,14 +287,14 @@ def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: b
     return metadata
 
 
-def _check_tail(data: bytes, path: str) -> tuple[int, ColumnReader]:
+def _check_tail(content: _Content, path: str) -> tuple[int, ColumnReader]:
     """Checks sizes and checksums of the whole file; returns the pickle's size and the columns."""
-    view = memoryview(data)
-    tail_at = len(data) - _TAIL.size
+    tail_at = content.nbytes - _TAIL.size
+    tail = content.part(tail_at, _TAIL.size)
     _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, _, tail_crc = (
-        _TAIL.unpack_from(data, tail_at)
+        _TAIL.unpack(tail)
     )
-    _check_crc(view, tail_at, _TAIL.size - 4, tail_crc, "tail", path)
+    _check_crc(_C.crc32(memoryview(tail)[:-4]), tail_crc, tail_at, _TAIL.size - 4, "tail", path)
     if version != _VERSION:
         raise UnsupportedError(
             f"read {path!r}: its format is version {version}, torch-dcpx {__version__} "
@@ -259,21 +303,23 @@ def _check_tail(data: bytes, path: str) -> tuple[int, ColumnReader]:
     if pickle_bytes + body_bytes != tail_at:
         raise CorruptionError(
             f"read {path!r}: {pickle_bytes} B of pickle, {body_bytes} B of columns and the tail "
-            f"make no file of {len(data)} B",
+            f"make no file of {content.nbytes} B",
             path=path,
             offset=tail_at,
             nbytes=_TAIL.size,
         )
-    _check_crc(view, 0, pickle_bytes, pickle_crc, "pickle", path)
-    _check_crc(view, pickle_bytes, body_bytes, body_crc, "columns", path)
-    body = view[pickle_bytes:tail_at]
-    return pickle_bytes, ColumnReader(body, header_bytes, path, pickle_bytes)
+    crc = 0
+    for piece in content.pieces(pickle_bytes):
+        crc = _C.crc32(piece, crc)
+    _check_crc(crc, pickle_crc, 0, pickle_bytes, "pickle", path)
+    body = content.part(pickle_bytes, body_bytes)
+    _check_crc(_C.crc32(body), body_crc, pickle_bytes, body_bytes, "columns", path)
+    if type(body) is not bytes and pickle_bytes % 8:  # numbers begin at multiples of 8
+        body = bytes(body)
+    return pickle_bytes, ColumnReader(memoryview(body), header_bytes, path, pickle_bytes)
 
 
-def _check_crc(
-    view: memoryview, offset: int, nbytes: int, expected: int, what: str, path: str
-) -> None:
-    found = _C.crc32(view[offset : offset + nbytes])
+def _check_crc(found: int, expected: int, offset: int, nbytes: int, what: str, path: str) -> None:
     if found != expected:
         raise CorruptionError(
             f"checksum {nbytes} B of {what} at offset {offset} of {path!r}: "

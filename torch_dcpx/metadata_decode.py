@@ -24,17 +24,19 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION, set_strides
 from torch_dcpx.columns import I64_MAX, ColumnReader
-from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.layout import FileEntry
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 
 __all__ = [
+    "decode_descriptors",
     "decode_entries",
     "decode_files",
     "decode_planner",
     "decode_storage",
     "decode_storage_meta",
     "optional_str",
+    "unknown_constant",
 ]
 
 
@@ -50,12 +52,21 @@ def _constants(
     """The torch constants that a column names."""
     names = _texts(columns, name, count, strings)
     for text in set(names) - set(known):
-        error = columns.error(f"{text!r} is unknown to torch {TORCH_VERSION}", name)
-        writer = columns.header.get("torch")
-        if writer == TORCH_VERSION:
-            raise error
-        raise UnsupportedError(f"{error}; torch {writer} wrote it") from error
+        raise unknown_constant(columns, name, text)
     return [known[text] for text in names]
+
+
+def unknown_constant(columns: ColumnReader, name: str, text: str) -> DcpxError:
+    """The error for a constant in column `name` that this torch lacks: written by another torch,
+    or by none.
+    """
+    error = columns.error(f"{text!r} is unknown to torch {TORCH_VERSION}", name)
+    writer = columns.header.get("torch")
+    if writer == TORCH_VERSION:
+        return error
+    unsupported = UnsupportedError(f"{error}; torch {writer} wrote it")
+    unsupported.__cause__ = error
+    return unsupported
 
 
 def _check_ends(columns: ColumnReader, name: str, begins: list[int], lengths: list[int]) -> None:
@@ -147,7 +158,7 @@ def decode_entries(columns: ColumnReader, strings: list[str]) -> dict[str, STORA
     return entries
 
 
-def _decode_descriptors(columns: ColumnReader) -> list[list[str] | None]:
+def decode_descriptors(columns: ColumnReader) -> list[list[str] | None]:
     """The distinct transform_descriptors, None last so that number -1 finds it."""
     lists = columns.header.get("descriptors")
     if type(lists) is not list or not all(
@@ -172,7 +183,7 @@ def decode_storage(columns: ColumnReader, strings: list[str]) -> dict[MetadataIn
     begins = columns.i64("storage_offset", count)
     lengths = columns.i64("storage_bytes", count)
     _check_ends(columns, "storage_bytes", begins, lengths)
-    descriptors = _decode_descriptors(columns)
+    descriptors = decode_descriptors(columns)
     numbers = columns.i64("storage_descriptors", count, low=-1, high=len(descriptors) - 2)
     storage = {}
     at = 0

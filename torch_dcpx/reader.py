@@ -289,7 +289,13 @@ class DcpxReader(FileSystemReader):
         name = metadata_file(self, rank)
         with self.__open() as directory:
             try:
-                data = directory.read_small(name)
+                with directory.open_small(name) as file:
+                    return decode_metadata(
+                        file,
+                        str(directory.path / name),
+                        safe_globals=self.options.safe_globals,
+                        trusted=self.options.trusted,
+                    )
             except StorageError as error:
                 if error.errno != errno.ENOENT:
                     raise
@@ -308,12 +314,6 @@ class DcpxReader(FileSystemReader):
                     errno=errno.ENOENT,
                     path=str(directory.path / name),
                 ) from error
-            return decode_metadata(
-                data,
-                str(directory.path / name),
-                safe_globals=self.options.safe_globals,
-                trusted=self.options.trusted,
-            )
 
     def __check_not_replaced(self, error: StorageError) -> None:
         """Says so when a data file is gone because another save replaced the checkpoint."""

@@ -3,6 +3,7 @@
 // Python code runs while a list is walked.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -124,15 +125,79 @@ py::object path_columns(const py::list& paths, const py::dict& numbers) {
   return py::make_tuple(to_bytes(counts), to_bytes(tags), to_bytes(values));
 }
 
-bool have_ends(const py::bytes& begins, const py::bytes& lengths) {
-  const std::string_view a = begins;
-  const std::string_view b = lengths;
-  if (a.size() != b.size()) throw py::value_error("as many begins as lengths are wanted");
-  for (std::size_t at = 0; at + sizeof(std::int64_t) <= a.size(); at += sizeof(std::int64_t)) {
-    const auto begin = get<std::int64_t>(reinterpret_cast<const std::byte*>(a.data()) + at);
-    const auto length = get<std::int64_t>(reinterpret_cast<const std::byte*>(b.data()) + at);
+// An exported buffer of int64, which may lie anywhere in a file.
+class Numbers {
+ public:
+  explicit Numbers(const py::handle& source) {
+    std::uint64_t nbytes = 0;
+    begin_ = buffers_.add(source, /*is_writable=*/false, nbytes);
+    count_ = nbytes / sizeof(std::int64_t);
+  }
+  std::size_t count() const { return count_; }
+  std::int64_t operator[](std::size_t at) const {
+    return get<std::int64_t>(begin_ + at * sizeof(std::int64_t));
+  }
+
+ private:
+  PinnedBuffers buffers_;
+  std::byte* begin_ = nullptr;
+  std::size_t count_ = 0;
+};
+
+bool have_ends(const py::buffer& begins, const py::buffer& lengths) {
+  const Numbers a(begins);
+  const Numbers b(lengths);
+  if (a.count() != b.count()) throw py::value_error("as many begins as lengths are wanted");
+  for (std::size_t at = 0; at < a.count(); ++at) {
     std::int64_t end = 0;
-    if (__builtin_add_overflow(begin, length, &end)) return false;
+    if (__builtin_add_overflow(a[at], b[at], &end)) return false;
+  }
+  return true;
+}
+
+bool are_within(const py::buffer& values, std::int64_t low, std::int64_t high) {
+  const Numbers numbers(values);
+  bool is_inside = true;
+  for (std::size_t at = 0; at < numbers.count(); ++at) {
+    is_inside &= numbers[at] >= low && numbers[at] <= high;
+  }
+  return is_inside;
+}
+
+int highest(const py::buffer& values) {
+  PinnedBuffers buffers;
+  std::uint64_t count = 0;
+  const std::byte* begin = buffers.add(values, /*is_writable=*/false, count);
+  std::byte found{0};
+  for (std::size_t at = 0; at < count; ++at) found = std::max(found, begin[at]);
+  return static_cast<int>(found);
+}
+
+std::uint64_t total(const py::buffer& values, const py::object& widths) {
+  constexpr std::uint64_t kTooMany = std::uint64_t{1} << 63;
+  const Numbers counts(values);
+  const Numbers each(widths.is_none() ? py::object(values) : widths);
+  if (each.count() != counts.count()) throw py::value_error("as many widths as values are wanted");
+  std::uint64_t sum = 0;
+  for (std::size_t at = 0; at < counts.count(); ++at) {
+    std::int64_t cells = 0;
+    if (counts[at] <= 0) continue;
+    const std::int64_t width = widths.is_none() ? 1 : each[at];
+    if (__builtin_mul_overflow(counts[at], width, &cells)) return kTooMany;
+    sum += static_cast<std::uint64_t>(std::max<std::int64_t>(cells, 0));
+    if (sum >= kTooMany) return kTooMany;
+  }
+  return sum;
+}
+
+bool are_keys(const py::buffer& tags, const py::buffer& values, std::int64_t strings) {
+  PinnedBuffers buffers;
+  std::uint64_t count = 0;
+  const std::byte* tag = buffers.add(tags, /*is_writable=*/false, count);
+  const Numbers numbers(values);
+  if (numbers.count() != count) throw py::value_error("as many tags as values are wanted");
+  for (std::size_t at = 0; at < count; ++at) {
+    if (tag[at] == std::byte{0} && (numbers[at] < 0 || numbers[at] >= strings)) return false;
   }
   return true;
 }
@@ -151,6 +216,14 @@ void bind_columns(py::module_& module) {
              "no text added, where one is anything else.");
   module.def("have_ends", &have_ends, py::arg("begins"), py::arg("lengths"),
              "Whether no sum of two int64 columns leaves int64.");
+  module.def("are_within", &are_within, py::arg("values"), py::arg("low"), py::arg("high"),
+             "Whether all numbers of an int64 column are in [low, high].");
+  module.def("highest", &highest, py::arg("values"), "The highest byte, 0 of none.");
+  module.def("total", &total, py::arg("values"), py::arg("widths") = py::none(),
+             "The sum of what is positive in an int64 column, each times its width; 2**63 where "
+             "it is that or more.");
+  module.def("are_keys", &are_keys, py::arg("tags"), py::arg("values"), py::arg("strings"),
+             "Whether each value with tag 0 numbers one of so many strings.");
 }
 
 }  // namespace dcpx

@@ -2,6 +2,7 @@
 #include "bind/bind.h"
 #include "bind/item_wire.h"
 #include "bind/plan_items.h"
+#include "bind/stored_columns.h"
 
 namespace dcpx {
 
@@ -11,7 +12,8 @@ void bind_plan_items(py::module_& module) {
   py::class_<ItemMaker>(module, "ItemMaker", "Makes DCP's plan items out of rows.")
       .def(py::init<const py::dict&>(), py::arg("classes"))
       .def("read_items", &make_read_items, py::arg("rows"), py::arg("fallback"),
-           py::arg("is_swept"), "(items, offences) of a load plan.")
+           py::arg("is_swept"), py::arg("columns") = py::none(),
+           "(items, offences) of a load plan.")
       .def("write_items", &make_write_items, py::arg("rows"), "The items of a rank's save plan.")
       .def("dedup_items", &dedup_items, py::arg("plans"), py::arg("can_split"),
            py::arg("to_lowest_rank"), py::arg("lowest_names"), py::arg("whole_names"),
@@ -26,6 +28,18 @@ void bind_plan_items(py::module_& module) {
            "(message, results that are not packed).")
       .def("unpack_results", &unpack_results, py::arg("message"), py::arg("others"),
            "The results.");
+  py::class_<StoredColumns>(module, "StoredColumns", "What a `.metadata` says, made on demand.")
+      .def(py::init<ItemMaker&, const py::list&, const py::dict&, const py::dict&>(),
+           py::arg("maker"), py::arg("strings"), py::arg("columns"), py::arg("values"),
+           py::keep_alive<1, 2>())
+      .def_property_readonly("has_twins", &StoredColumns::has_twins)
+      .def_property_readonly("item_count", &StoredColumns::item_count)
+      .def_property_readonly("made_count", &StoredColumns::made_count)
+      .def("entry", &StoredColumns::entry, py::arg("number"), py::arg("has_chunks") = true)
+      .def("entries", &StoredColumns::entries, py::arg("numbers"))
+      .def("place", &StoredColumns::place, py::arg("index"))
+      .def("places", &StoredColumns::places, py::arg("indices"))
+      .def("all_places", &StoredColumns::all_places);
 }
 
 }  // namespace dcpx

@@ -245,6 +245,19 @@ py::object ItemMaker::properties(const py::handle& tensor, const py::object& req
   return made;
 }
 
+py::object ItemMaker::stored_properties(const py::object& dtype, const py::object& layout,
+                                        bool requires_grad, const py::object& memory_format,
+                                        bool pin_memory, const py::object& strides) const {
+  py::object made = make(properties_class_);
+  set_field(made, names.dtype, dtype);
+  set_field(made, names.layout, layout);
+  set_field(made, names.requires_grad, py::bool_(requires_grad));
+  set_field(made, names.memory_format, memory_format);
+  set_field(made, names.pin_memory, py::bool_(pin_memory));
+  if (strides) set_field(made, names.strides, strides);
+  return made;
+}
+
 py::object ItemMaker::tensor_entry(const py::object& properties, const py::object& size,
                                    const py::object& chunks) const {
   py::object made = make(tensor_entry_class_);

@@ -41,6 +41,12 @@ class ItemMaker {
     return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == size_class_.ptr();
   }
 
+  bool is_index(const pybind11::handle& value) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())) == index_class_.ptr();
+  }
+  // A new instance without fields.
+  pybind11::object make(const pybind11::object& its_class) const;
+
   // `offset`: a torch.Size or null; `index`: an int or None.
   pybind11::object metadata_index(const pybind11::object& fqn, const pybind11::object& offset,
                                   const pybind11::object& index) const;
@@ -61,6 +67,10 @@ class ItemMaker {
   // Of a tensor, as TensorProperties.create_from_tensor; `requires_grad` null: the tensor's own.
   pybind11::object properties(const pybind11::handle& tensor,
                               const pybind11::object& requires_grad) const;
+  // As metadata has stored them; `strides`: a tuple or None, null where torch knows of none.
+  pybind11::object stored_properties(const pybind11::object& dtype, const pybind11::object& layout,
+                                     bool requires_grad, const pybind11::object& memory_format,
+                                     bool pin_memory, const pybind11::object& strides) const;
   pybind11::object tensor_entry(const pybind11::object& properties, const pybind11::object& size,
                                 const pybind11::object& chunks) const;
   pybind11::object bytes_entry() const { return make(bytes_entry_class_); }
@@ -94,8 +104,6 @@ class ItemMaker {
   const FieldNames names;
 
  private:
-  pybind11::object make(const pybind11::object& its_class) const;
-
   pybind11::object size_class_, index_class_, read_class_, write_class_, data_class_,
       properties_class_, chunk_class_, tensor_entry_class_, bytes_entry_class_, result_class_,
       place_class_;
@@ -108,9 +116,12 @@ class ItemMaker {
 // Appends the ints of a sequence and returns how many. Throws what Python raises for anything else.
 std::size_t append_ints(const pybind11::handle& values, std::vector<std::int64_t>* out);
 
-// (items, offences) of a load plan; see `_C.pyi`.
+class StoredColumns;
+
+// (items, offences) of a load plan; see `_C.pyi`. `columns` may be null.
 pybind11::tuple make_read_items(ItemMaker& maker, const pybind11::list& rows,
-                                const pybind11::function& fallback, bool is_swept);
+                                const pybind11::function& fallback, bool is_swept,
+                                const StoredColumns* columns);
 pybind11::list make_write_items(ItemMaker& maker, const pybind11::list& rows);
 pybind11::list dedup_items(ItemMaker& maker, const pybind11::list& plans,
                            const pybind11::list& can_split, bool to_lowest_rank,

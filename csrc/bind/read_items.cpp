@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "bind/plan_items.h"
+#include "bind/stored_columns.h"
+#include "common/error.h"
 #include "plan/coverage.h"
 #include "plan/overlap.h"
 
@@ -41,11 +43,13 @@ struct Doubts {
 
 class ReadPlanner {
  public:
-  ReadPlanner(ItemMaker& maker, const py::function& fallback, plan::OverlapOrder order)
-      : maker_(maker), fallback_(fallback), order_(order) {}
+  ReadPlanner(ItemMaker& maker, const py::function& fallback, plan::OverlapOrder order,
+              const StoredColumns* columns)
+      : maker_(maker), fallback_(fallback), order_(order), columns_(columns) {}
 
   // A row is a list of items, the name of a bytes item, in a tuple where it is no string, or
-  // (fqn, wanted, stored, global sizes).
+  // (fqn, wanted, stored, global sizes), where `stored` is a list of chunks or the number of an
+  // entry in the columns.
   void add_row(std::int64_t number, const py::handle& row) {
     if (PyList_Check(row.ptr()) != 0) {
       extend(row);
@@ -138,9 +142,17 @@ class ReadPlanner {
 
   // Returns whether all could be read; `is_even` says whether they have the dimensions of the
   // wanted ones.
-  bool read_stored(std::int64_t number, const py::list& stored, bool* is_even) {
+  bool read_stored(std::int64_t number, const py::handle& stored_chunks, bool* is_even) {
     stored_.clear();
     *is_even = true;
+    if (PyLong_CheckExact(stored_chunks.ptr()) != 0) {
+      DCPX_CHECK(columns_ != nullptr, "a number in a row needs the columns that it is of");
+      const StoredTensor tensor = columns_->tensor(stored_chunks.cast<std::int64_t>());
+      *is_even = tensor.ndim == ndim_ || wanted_.count == 0 || tensor.chunks.count == 0;
+      boxes_ = wanted_.count == 0 ? plan::Boxes{} : tensor.chunks;
+      return true;
+    }
+    const auto stored = py::cast<py::list>(stored_chunks);
     for (std::size_t i = 0; i < stored.size() && wanted_.count > 0 && *is_even; ++i) {
       if (!is_readable(number, static_cast<std::int64_t>(i), [&] {
             *is_even = add_chunk(stored[i], ndim_, &stored_);
@@ -149,13 +161,14 @@ class ReadPlanner {
         return false;
       }
     }
+    boxes_ = stored_.boxes();
     return true;
   }
 
   void add_tensor(std::int64_t number, const py::handle& row) {
     const auto fqn = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(row.ptr(), 0));
     const py::handle wanted = PyTuple_GET_ITEM(row.ptr(), 1);
-    const auto stored = py::cast<py::list>(py::handle(PyTuple_GET_ITEM(row.ptr(), 2)));
+    const py::handle stored = PyTuple_GET_ITEM(row.ptr(), 2);
     sizes_.clear();
     const bool has_sizes = is_readable(number, -1, [&] {
       append_ints(py::handle(PyTuple_GET_ITEM(row.ptr(), 3)), &sizes_);
@@ -169,12 +182,12 @@ class ReadPlanner {
       return;
     }
     overlaps_.clear();
-    plan::find_overlaps(ndim_, wanted_.boxes(), stored_.boxes(), order_, &overlaps_);
+    plan::find_overlaps(ndim_, wanted_.boxes(), boxes_, order_, &overlaps_);
     regions_.resize(3 * ndim_ * overlaps_.size());
     for (std::size_t i = 0; i < overlaps_.size(); ++i) {
       std::int64_t* region = regions_.data() + 3 * ndim_ * i;
-      plan::overlap_region(ndim_, wanted_.boxes(), stored_.boxes(), overlaps_[i], region,
-                           region + ndim_, region + 2 * ndim_);
+      plan::overlap_region(ndim_, wanted_.boxes(), boxes_, overlaps_[i], region, region + ndim_,
+                           region + 2 * ndim_);
       add_item(fqn, wanted, stored, overlaps_[i], region);
     }
     note_doubts(number);
@@ -185,9 +198,16 @@ class ReadPlanner {
     return is_origin ? maker_.zeros(ndim_) : maker_.size_of(values, ndim_);
   }
 
-  void add_item(const py::object& fqn, const py::handle& wanted, const py::list& stored,
+  py::object stored_offset(const py::handle& stored, std::uint32_t number) const {
+    if (PyList_Check(stored.ptr()) == 0) {
+      return maker_.size_of(boxes_.offsets + number * ndim_, ndim_);
+    }
+    const py::object chunk = py::reinterpret_borrow<py::list>(stored)[number];
+    return maker_.as_size(get_attr(chunk, maker_.names.offsets));
+  }
+
+  void add_item(const py::object& fqn, const py::handle& wanted, const py::handle& stored,
                 const plan::Overlap& overlap, const std::int64_t* region) {
-    const py::object stored_chunk = stored[overlap.stored];
     py::object dest_offset;
     py::object dest_sizes;
     if (maker_.is_size(wanted)) {
@@ -203,8 +223,7 @@ class ReadPlanner {
         std::equal(lengths, lengths + ndim_, wanted_.sizes.data() + overlap.wanted * ndim_);
     items_.append(maker_.tensor_read(
         maker_.metadata_index(fqn, dest_offset, py::int_(overlap.wanted)), region_size(region),
-        maker_.metadata_index(fqn, maker_.as_size(get_attr(stored_chunk, maker_.names.offsets)),
-                              py::int_(overlap.stored)),
+        maker_.metadata_index(fqn, stored_offset(stored, overlap.stored), py::int_(overlap.stored)),
         region_size(region + ndim_), is_whole ? dest_sizes : maker_.size_of(lengths, ndim_)));
   }
 
@@ -249,6 +268,7 @@ class ReadPlanner {
   ItemMaker& maker_;
   const py::function& fallback_;
   plan::OverlapOrder order_;
+  const StoredColumns* columns_;
   py::list items_;
   py::list offences_;
   Doubts doubts_;
@@ -256,6 +276,7 @@ class ReadPlanner {
   std::size_t ndim_ = 0;
   Side wanted_;
   Side stored_;
+  plan::Boxes boxes_;  // those in `stored_`, or in the columns
   std::vector<plan::Overlap> overlaps_;
   Numbers regions_;                  // of each overlap: dest offsets, storage offsets, lengths
   Numbers sizes_;                    // of the whole tensor
@@ -266,9 +287,9 @@ class ReadPlanner {
 }  // namespace
 
 py::tuple make_read_items(ItemMaker& maker, const py::list& rows, const py::function& fallback,
-                          bool is_swept) {
+                          bool is_swept, const StoredColumns* columns) {
   ReadPlanner planner(maker, fallback,
-                      is_swept ? plan::OverlapOrder::kSwept : plan::OverlapOrder::kNested);
+                      is_swept ? plan::OverlapOrder::kSwept : plan::OverlapOrder::kNested, columns);
   std::int64_t number = 0;
   for (const py::handle& row : rows) planner.add_row(number++, row);
   return planner.result();

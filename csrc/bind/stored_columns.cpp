@@ -1,0 +1,317 @@
+#include "bind/stored_columns.h"
+
+#include <algorithm>
+
+#include "common/error.h"
+
+namespace dcpx {
+namespace {
+
+namespace py = pybind11;
+
+// Mixes one number into a hash. What a name hashes to is Python's secret, so no file can choose
+// names and offsets that meet.
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+  hash ^= value + 0x9e3779b97f4a7c15U;
+  hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccdU;
+  hash = (hash ^ (hash >> 33)) * 0xc4ceb9fe1a85ec53U;
+  return hash ^ (hash >> 33);
+}
+
+// Adds to the length of a column what one row of it takes.
+void extend(std::size_t* length, std::int64_t rows, std::int64_t width = 1) {
+  std::size_t cells = 0;
+  DCPX_CHECK(rows >= 0 && width >= 0 && !__builtin_mul_overflow(rows, width, &cells) &&
+                 !__builtin_add_overflow(*length, cells, length),
+             "a column of metadata has more values than memory");
+}
+
+}  // namespace
+
+StoredColumns::StoredColumns(ItemMaker& maker, const py::list& strings, const py::dict& columns,
+                             const py::dict& values)
+    : maker_(maker),
+      strings_(strings),
+      dtypes_(values["dtype"]),
+      layouts_(values["layout"]),
+      memory_formats_(values["memory_formats"]),
+      descriptors_(values["descriptors"]),
+      info_class_(values["StorageInfo"]),
+      has_strides_(values["has_strides"].cast<bool>()),
+      relative_path_(interned("relative_path")),
+      offset_(interned("offset")),
+      length_(interned("length")),
+      transform_descriptors_(interned("transform_descriptors")) {
+  for (const py::handle& one : strings_) {
+    if (PyUnicode_CheckExact(one.ptr()) == 0) throw py::type_error("strings are wanted");
+  }
+  DCPX_CHECK(!descriptors_.empty(), "descriptors end with None");
+  if (PyType_Check(info_class_.ptr()) == 0) throw py::type_error("a class is wanted");
+  take_entries(columns);
+  take_items(columns);
+  index_items();
+}
+
+const std::uint8_t* StoredColumns::bytes(const py::dict& columns, const char* name,
+                                         std::size_t* count) {
+  std::uint64_t nbytes = 0;
+  const std::byte* begin = buffers_.add(columns[name], /*is_writable=*/false, nbytes);
+  *count = nbytes;
+  return reinterpret_cast<const std::uint8_t*>(begin);
+}
+
+NumberColumn StoredColumns::numbers(const py::dict& columns, const char* name, std::size_t count) {
+  std::size_t nbytes = 0;
+  const std::uint8_t* begin = bytes(columns, name, &nbytes);
+  DCPX_CHECK(nbytes == 0 || reinterpret_cast<std::uintptr_t>(begin) % sizeof(std::int64_t) == 0,
+             "a column of numbers begins at a multiple of 8");
+  const NumberColumn found{reinterpret_cast<const std::int64_t*>(begin),
+                           nbytes / sizeof(std::int64_t)};
+  DCPX_CHECK(count == SIZE_MAX || found.count == count, "a column of metadata has another length");
+  return found;
+}
+
+NumberColumn StoredColumns::string_numbers(const py::dict& columns, const char* name,
+                                           std::size_t count) {
+  const NumberColumn found = numbers(columns, name, count);
+  const auto end = static_cast<std::int64_t>(strings_.size());
+  DCPX_CHECK(std::all_of(found.values, found.values + found.count,
+                         [&](std::int64_t number) { return number >= 0 && number < end; }),
+             "a column of metadata numbers no string");
+  return found;
+}
+
+void StoredColumns::take_entries(const py::dict& columns) {
+  std::size_t entries = 0;
+  const std::uint8_t* kinds = bytes(columns, "entry_kind", &entries);
+  tensor_of_.resize(entries);
+  std::size_t tensors = 0;
+  for (std::size_t i = 0; i < entries; ++i) {
+    tensor_of_[i] = kinds[i] == 0 ? static_cast<std::int64_t>(tensors++) : -1;
+  }
+  ndims_ = numbers(columns, "tensor_ndim", tensors);
+  chunk_counts_ = numbers(columns, "tensor_chunk_count", tensors);
+  const bool has_strides = columns.contains("tensor_stride_count");
+  if (has_strides) stride_counts_ = numbers(columns, "tensor_stride_count", tensors);
+  begins_.resize(tensors);
+  Begins end;
+  std::size_t chunks = 0;
+  for (std::size_t i = 0; i < tensors; ++i) {
+    begins_[i] = end;
+    extend(&chunks, chunk_counts_[i]);
+    extend(&end.sizes, ndims_[i]);
+    extend(&end.cells, ndims_[i], chunk_counts_[i]);
+    if (has_strides) extend(&end.strides, std::max<std::int64_t>(stride_counts_[i], 0));
+  }
+  std::size_t count = 0;
+  bytes(columns, "chunk_flags", &count);  // a byte a chunk, also of tensors without dimensions
+  DCPX_CHECK(count == chunks, "a column of metadata has another length");
+  tensor_sizes_ = numbers(columns, "tensor_sizes", end.sizes);
+  chunk_offsets_ = numbers(columns, "chunk_offsets", end.cells);
+  chunk_sizes_ = numbers(columns, "chunk_sizes", end.cells);
+  if (has_strides) strides_ = numbers(columns, "tensor_strides", end.strides);
+  dtype_numbers_ = numbers(columns, "tensor_dtype", tensors);
+  layout_numbers_ = numbers(columns, "tensor_layout", tensors);
+  flags_ = bytes(columns, "tensor_flags", &count);
+  DCPX_CHECK(count == tensors, "a column of metadata has another length");
+  format_codes_ = bytes(columns, "tensor_memory_format", &count);
+  DCPX_CHECK(count == tensors, "a column of metadata has another length");
+}
+
+void StoredColumns::take_items(const py::dict& columns) {
+  storage_fqn_ = string_numbers(columns, "storage_fqn", SIZE_MAX);
+  const std::size_t items = storage_fqn_.count;
+  DCPX_CHECK(items < kNoRow, "metadata of 2^32 items");
+  storage_ndim_ = numbers(columns, "storage_ndim", items);
+  offset_begins_.resize(items);
+  std::size_t end = 0;
+  for (std::size_t i = 0; i < items; ++i) {
+    offset_begins_[i] = end;
+    extend(&end, std::max<std::int64_t>(storage_ndim_[i], 0));
+  }
+  storage_offsets_ = numbers(columns, "storage_offsets", end);
+  hints_ = numbers(columns, "storage_hint", items);
+  paths_ = string_numbers(columns, "storage_path", items);
+  file_offsets_ = numbers(columns, "storage_offset", items);
+  lengths_ = numbers(columns, "storage_bytes", items);
+  descriptor_numbers_ = numbers(columns, "storage_descriptors", items);
+  const auto known = static_cast<std::int64_t>(descriptors_.size()) - 1;
+  DCPX_CHECK(std::all_of(descriptor_numbers_.values, descriptor_numbers_.values + items,
+                         [&](std::int64_t number) { return number >= -1 && number < known; }),
+             "a column of metadata numbers no descriptors");
+}
+
+StoredColumns::Key StoredColumns::key_of(std::size_t row) const {
+  return {text(storage_fqn_[row]), storage_ndim_[row],
+          storage_offsets_.values + offset_begins_[row]};
+}
+
+std::uint64_t StoredColumns::hash_of(const Key& key) {
+  // Exact strings only: their hash is known or cannot fail.
+  std::uint64_t hash =
+      mix(static_cast<std::uint64_t>(PyObject_Hash(key.fqn)), static_cast<std::uint64_t>(key.ndim));
+  for (std::int64_t d = 0; d < key.ndim; ++d) {
+    hash = mix(hash, static_cast<std::uint64_t>(key.offsets[d]));
+  }
+  return hash;
+}
+
+bool StoredColumns::is_same(const Key& a, const Key& b) const {
+  if (a.ndim != b.ndim) return false;
+  if (a.ndim > 0 && !std::equal(a.offsets, a.offsets + a.ndim, b.offsets)) return false;
+  return a.fqn == b.fqn || PyUnicode_Compare(a.fqn, b.fqn) == 0;
+}
+
+void StoredColumns::index_items() {
+  std::size_t slots = 16;
+  while (slots < 2 * storage_fqn_.count) slots *= 2;
+  slots_.resize(slots);
+  for (std::size_t row = 0; row < storage_fqn_.count; ++row) {
+    const Key key = key_of(row);
+    const std::uint64_t hash = hash_of(key);
+    const auto tag = static_cast<std::uint32_t>(hash >> 32);
+    std::size_t at = hash & (slots - 1);
+    for (; slots_[at].row != kNoRow; at = (at + 1) & (slots - 1)) {
+      if (slots_[at].tag == tag && is_same(key_of(slots_[at].row), key)) {
+        has_twins_ = true;
+        return;
+      }
+    }
+    slots_[at] = {static_cast<std::uint32_t>(row), tag};
+  }
+}
+
+std::int64_t StoredColumns::row_of(const Key& key) const {
+  const std::uint64_t hash = hash_of(key);
+  const auto tag = static_cast<std::uint32_t>(hash >> 32);
+  const std::size_t mask = slots_.size() - 1;
+  for (std::size_t at = hash & mask; slots_[at].row != kNoRow; at = (at + 1) & mask) {
+    if (slots_[at].tag == tag && is_same(key_of(slots_[at].row), key)) return slots_[at].row;
+  }
+  return -1;
+}
+
+std::int64_t StoredColumns::row_of(const py::handle& index) {
+  if (!maker_.is_index(index)) return kUnlike;
+  const py::object fqn = get_attr(index, maker_.names.fqn);
+  if (PyUnicode_CheckExact(fqn.ptr()) == 0) return kUnlike;
+  const py::object offset = get_attr(index, maker_.names.offset);
+  if (offset.is_none()) return row_of(Key{fqn.ptr(), -1, nullptr});
+  if (!maker_.is_size(offset)) return kUnlike;
+  wanted_offset_.clear();
+  for (Py_ssize_t d = 0; d < PyTuple_GET_SIZE(offset.ptr()); ++d) {
+    PyObject* value = PyTuple_GET_ITEM(offset.ptr(), d);
+    int overflow = 0;
+    if (PyLong_CheckExact(value) == 0) return kUnlike;
+    wanted_offset_.push_back(PyLong_AsLongLongAndOverflow(value, &overflow));
+    if (overflow != 0) return -1;  // beyond all that is stored
+  }
+  return row_of(
+      Key{fqn.ptr(), static_cast<std::int64_t>(wanted_offset_.size()), wanted_offset_.data()});
+}
+
+StoredTensor StoredColumns::tensor(std::int64_t number) const {
+  DCPX_CHECK(number >= 0 && static_cast<std::size_t>(number) < tensor_of_.size() &&
+                 tensor_of_[static_cast<std::size_t>(number)] >= 0,
+             "a stored tensor's number is wanted");
+  const auto at = static_cast<std::size_t>(tensor_of_[static_cast<std::size_t>(number)]);
+  const Begins& begin = begins_[at];
+  return {static_cast<std::size_t>(ndims_[at]),
+          tensor_sizes_.values + begin.sizes,
+          {chunk_offsets_.values + begin.cells, chunk_sizes_.values + begin.cells,
+           static_cast<std::size_t>(chunk_counts_[at])}};
+}
+
+py::object StoredColumns::properties_of(std::size_t tensor) {
+  const auto constant = [&](const py::dict& known, std::int64_t number) {
+    return py::object(known[py::int_(number)]);
+  };
+  py::object strides = has_strides_ ? py::object(py::none()) : py::object();
+  if (has_strides_ && stride_counts_.values != nullptr && stride_counts_[tensor] >= 0) {
+    const auto count = static_cast<std::size_t>(stride_counts_[tensor]);
+    py::tuple made(count);
+    for (std::size_t d = 0; d < count; ++d) made[d] = strides_[begins_[tensor].strides + d];
+    strides = std::move(made);
+  }
+  return maker_.stored_properties(constant(dtypes_, dtype_numbers_[tensor]),
+                                  constant(layouts_, layout_numbers_[tensor]),
+                                  (flags_[tensor] & 1) != 0, memory_formats_[format_codes_[tensor]],
+                                  (flags_[tensor] & 2) != 0, strides);
+}
+
+py::object StoredColumns::entry(std::int64_t number, bool has_chunks) {
+  DCPX_CHECK(number >= 0 && static_cast<std::size_t>(number) < tensor_of_.size(),
+             "an entry's number is wanted");
+  const std::int64_t at = tensor_of_[static_cast<std::size_t>(number)];
+  if (at < 0) return maker_.bytes_entry();
+  const StoredTensor stored = tensor(number);
+  py::list chunks;
+  for (std::size_t i = 0; has_chunks && i < stored.chunks.count; ++i) {
+    ++made_count_;
+    chunks.append(maker_.chunk(maker_.size_of(stored.chunks.offsets + i * stored.ndim, stored.ndim),
+                               maker_.size_of(stored.chunks.sizes + i * stored.ndim, stored.ndim)));
+  }
+  return maker_.tensor_entry(properties_of(static_cast<std::size_t>(at)),
+                             maker_.size_of(stored.sizes, stored.ndim), chunks);
+}
+
+py::list StoredColumns::entries(const py::list& numbers) {
+  py::list made;
+  for (const py::handle& number : numbers) made.append(entry(number.cast<std::int64_t>(), true));
+  return made;
+}
+
+py::object StoredColumns::new_place(std::size_t row) {
+  ++made_count_;
+  py::object made = maker_.make(info_class_);
+  const std::int64_t descriptors = descriptor_numbers_[row];
+  const std::size_t last = descriptors_.size() - 1;  // None
+  set_field(made, relative_path_, text(paths_[row]));
+  set_field(made, offset_, py::int_(file_offsets_[row]));
+  set_field(made, length_, py::int_(lengths_[row]));
+  set_field(
+      made, transform_descriptors_,
+      py::object(descriptors_[descriptors < 0 ? last : static_cast<std::size_t>(descriptors)]));
+  return made;
+}
+
+py::object StoredColumns::place_of(std::size_t row) {
+  const auto known = places_.find(row);
+  if (known != places_.end()) return known->second;
+  return places_.emplace(row, new_place(row)).first->second;
+}
+
+py::object StoredColumns::place(const py::handle& index) {
+  const std::int64_t row = row_of(index);
+  if (row == kUnlike) return py::reinterpret_borrow<py::object>(Py_NotImplemented);
+  return row < 0 ? py::object(py::none()) : place_of(static_cast<std::size_t>(row));
+}
+
+py::object StoredColumns::places(const py::list& indices) {
+  py::list found;
+  for (const py::handle& index : py::tuple(indices)) {
+    const py::object one = place(index);
+    if (one.ptr() == Py_NotImplemented) return py::none();
+    found.append(one);
+  }
+  return found;
+}
+
+py::dict StoredColumns::all_places() {
+  py::dict made;
+  for (std::size_t row = 0; row < storage_fqn_.count; ++row) {
+    const Key key = key_of(row);
+    const py::object offset = key.ndim < 0
+                                  ? py::object()
+                                  : maker_.size_of(key.offsets, static_cast<std::size_t>(key.ndim));
+    const py::object hint = hints_[row] < 0 ? py::object(py::none()) : py::int_(hints_[row]);
+    const py::object index =
+        maker_.metadata_index(py::reinterpret_borrow<py::object>(key.fqn), offset, hint);
+    const auto known = places_.find(row);
+    const py::object place = known != places_.end() ? known->second : new_place(row);
+    if (PyDict_SetItem(made.ptr(), index.ptr(), place.ptr()) != 0) throw py::error_already_set();
+  }
+  return made;
+}
+
+}  // namespace dcpx

@@ -1,0 +1,126 @@
+// The trailer of a `.metadata`, looked into without an object a chunk: DCP's objects are made of
+// its columns when somebody asks for them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "bind/bind.h"
+#include "bind/plan_items.h"
+#include "plan/overlap.h"
+
+namespace dcpx {
+
+// One column of int64. REQUIRES: its buffer is exported.
+struct NumberColumn {
+  const std::int64_t* values = nullptr;
+  std::size_t count = 0;
+  std::int64_t operator[](std::size_t at) const { return values[at]; }
+};
+
+// What the columns say of one tensor. Valid as long as they are.
+struct StoredTensor {
+  std::size_t ndim = 0;
+  const std::int64_t* sizes = nullptr;  // [ndim]
+  plan::Boxes chunks;
+};
+
+// Not thread-safe beyond the GIL. Owns references to the buffers of its columns and to what it was
+// asked for: an item's place is one object, whoever asks.
+class StoredColumns {
+ public:
+  // `strings`: those that columns of string numbers name. `columns`: buffers by name, int64 at a
+  // multiple of 8. `values`: "dtype" and "layout" by string number, lists "memory_formats" and
+  // "descriptors" (None last), class "StorageInfo", "has_strides" of torch.
+  // Throws Error where lengths or numbers contradict each other: nothing is read outside of a
+  // column, whatever a file says.
+  StoredColumns(ItemMaker& maker, const pybind11::list& strings, const pybind11::dict& columns,
+                const pybind11::dict& values);
+
+  // Whether two stored items have one name and offset.
+  bool has_twins() const { return has_twins_; }
+  std::size_t entry_count() const { return tensor_of_.size(); }
+  std::size_t item_count() const { return storage_fqn_.count; }
+  std::int64_t made_count() const { return made_count_; }
+
+  // What the columns say of entry `number`, a tensor. Throws Error for any other number.
+  StoredTensor tensor(std::int64_t number) const;
+  // The entry; without its chunks where `has_chunks` is false.
+  pybind11::object entry(std::int64_t number, bool has_chunks);
+  pybind11::list entries(const pybind11::list& numbers);
+  // The place of an item, None where it is not stored; NotImplemented where only Python can
+  // compare the index (another class than DCP's, or fields of another type).
+  pybind11::object place(const pybind11::handle& index);
+  // Those of many; None where only Python can compare one of them.
+  pybind11::object places(const pybind11::list& indices);
+  // All of storage_data.
+  pybind11::dict all_places();
+
+ private:
+  struct Slot {
+    std::uint32_t row = kNoRow;
+    std::uint32_t tag = 0;
+  };
+  struct Key {
+    PyObject* fqn;
+    std::int64_t ndim;  // -1: no offset
+    const std::int64_t* offsets;
+  };
+  static constexpr std::uint32_t kNoRow = UINT32_MAX;
+  static constexpr std::int64_t kUnlike = -2;  // an index that is none of ours to compare
+
+  NumberColumn numbers(const pybind11::dict& columns, const char* name, std::size_t count);
+  NumberColumn string_numbers(const pybind11::dict& columns, const char* name, std::size_t count);
+  const std::uint8_t* bytes(const pybind11::dict& columns, const char* name, std::size_t* count);
+  void take_entries(const pybind11::dict& columns);
+  void take_items(const pybind11::dict& columns);
+  void index_items();
+  Key key_of(std::size_t row) const;
+  static std::uint64_t hash_of(const Key& key);
+  bool is_same(const Key& a, const Key& b) const;
+  std::int64_t row_of(const Key& key) const;           // -1: none
+  std::int64_t row_of(const pybind11::handle& index);  // or kUnlike
+  pybind11::object place_of(std::size_t row);
+  pybind11::object new_place(std::size_t row);
+  pybind11::object properties_of(std::size_t tensor);
+  PyObject* text(std::int64_t number) const {
+    return PyList_GET_ITEM(strings_.ptr(), static_cast<Py_ssize_t>(number));
+  }
+
+  ItemMaker& maker_;
+  PinnedBuffers buffers_;
+  pybind11::list strings_;
+  pybind11::dict dtypes_, layouts_;
+  pybind11::list memory_formats_, descriptors_;
+  pybind11::object info_class_;
+  bool has_strides_;  // of torch's TensorProperties
+  pybind11::object relative_path_, offset_, length_, transform_descriptors_;
+
+  struct Begins {
+    std::size_t sizes = 0;    // in tensor_sizes_
+    std::size_t cells = 0;    // in chunk_offsets_ and chunk_sizes_
+    std::size_t strides = 0;  // in strides_
+  };
+  std::vector<std::int64_t> tensor_of_;  // by entry; -1: bytes
+  std::vector<Begins> begins_;           // by tensor
+  NumberColumn ndims_, tensor_sizes_, chunk_counts_, chunk_offsets_, chunk_sizes_;
+  NumberColumn dtype_numbers_, layout_numbers_, stride_counts_, strides_;
+  const std::uint8_t* flags_ = nullptr;
+  const std::uint8_t* format_codes_ = nullptr;
+
+  NumberColumn storage_fqn_, storage_ndim_, storage_offsets_, hints_, paths_, file_offsets_,
+      lengths_, descriptor_numbers_;
+  std::vector<std::size_t> offset_begins_;                    // by item, in storage_offsets_
+  std::vector<Slot> slots_;                                   // by hash; at most half of them taken
+  std::unordered_map<std::size_t, pybind11::object> places_;  // handed out, by item
+  std::vector<std::int64_t> wanted_offset_;                   // of the index at hand
+  std::int64_t made_count_ = 0;                               // chunks and places, for tests
+  bool has_twins_ = false;
+};
+
+}  // namespace dcpx

@@ -1,0 +1,234 @@
+"""The dicts of a Metadata over the columns of our `.metadata`, filled when somebody looks.
+
+A million chunks as DCP's objects take a rank the time of the load. A planner asks for the names of
+its own state, a reader for the places of its own items: only these are made. All checks of the
+file are made before, over the columns, by C++.
+
+    StoredEntries   state_dict_metadata: the names are there, an entry is made when it is asked for
+    StoredPlaces    storage_data: places are found and made one by one, keys when all are wanted
+    StoredPaths     planner_data: made as a whole when it is first looked at
+
+Each is a dict to whoever uses it. Whoever looks at all values, or changes something, gets all of
+it: from then on it is as any dict, and `columns` is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
+
+from torch_dcpx._gc import paused_gc
+
+if TYPE_CHECKING:
+    from torch_dcpx import _C
+
+__all__ = [
+    "StoredEntries",
+    "StoredPaths",
+    "StoredPlaces",
+    "chunks_in",
+    "outline_of",
+    "plain_metadata",
+]
+
+
+class _Filled(dict[Any, Any]):
+    """A dict whose values are made on demand. Not thread-safe."""
+
+    __slots__ = ("columns",)
+    columns: Any  # what the values are made of; None once all are there
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """A dict as any other: `dataclasses.asdict` makes one so of the class of one."""
+        super().__init__(*args, **kwargs)
+        self.columns = None
+
+    def _fill(self) -> None:
+        """Makes all that is not there."""
+        if self.columns is None:
+            return
+        with paused_gc():
+            made = self._all()
+        super().clear()
+        super().update(made)
+        self.columns = None
+
+    def _all(self) -> dict[Any, Any]:
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickled, copied and deep-copied as a plain dict."""
+        self._fill()
+        return dict, (), None, None, iter(dict.items(self))
+
+    def __iter__(self) -> Iterator[Any]:
+        # In Python: what has an iterator of its own is never taken for a plain dict by C code.
+        self._fill()
+        return super().__iter__()
+
+
+def _filling(name: str) -> Any:
+    method: Callable[..., Any] = getattr(dict, name)
+
+    def filled(self: _Filled, *args: Any, **kwargs: Any) -> Any:
+        self._fill()
+        return method(self, *args, **kwargs)
+
+    filled.__name__ = name
+    filled.__doc__ = method.__doc__
+    return filled
+
+
+_ALL_METHODS = (
+    "__contains__", "__delitem__", "__eq__", "__ge__", "__getitem__", "__gt__", "__ior__", "__le__",
+    "__len__", "__lt__", "__ne__", "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__",
+    "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values",
+)  # fmt: skip
+for _name in _ALL_METHODS:
+    setattr(_Filled, _name, _filling(_name))
+
+
+class StoredPaths(_Filled):
+    """Metadata.planner_data, by a function that makes it."""
+
+    __slots__ = ()
+
+    @classmethod
+    def over(cls, make: Callable[[], dict[str, Any]]) -> StoredPaths:
+        """The dict that `make` returns, which it is asked for once."""
+        self = cls()
+        self.columns = make
+        return self
+
+    def _all(self) -> dict[Any, Any]:
+        made: dict[Any, Any] = self.columns()
+        return made
+
+
+class StoredEntries(_Filled):
+    """Metadata.state_dict_metadata over columns."""
+
+    __slots__ = ()
+
+    # The keys are there from the beginning; the value of one whose entry is not made is its number.
+    __contains__ = dict.__contains__
+    __len__ = dict.__len__
+    __reversed__ = dict.__reversed__
+    keys = dict.keys
+
+    def __iter__(self) -> Iterator[Any]:
+        return dict.__iter__(self)  # not dict's own function, see _Filled
+
+    @classmethod
+    def over(cls, columns: _C.StoredColumns, numbers: Mapping[str, int]) -> StoredEntries:
+        """The entries of these numbers by name."""
+        self = cls(numbers)
+        self.columns = columns
+        return self
+
+    def __getitem__(self, name: Any) -> Any:
+        entry = dict.__getitem__(self, name)
+        return entry if type(entry) is not int else self._made(name, entry)
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        # Not by dict.get: a default may be an int too.
+        return self[name] if name in self else default  # noqa: SIM401
+
+    def outline(self, name: Any) -> Any:
+        """The entry, without its chunks where it was not asked for yet; None: no such name."""
+        entry = dict.get(self, name)
+        if type(entry) is not int or self.columns is None:
+            return entry
+        return self.columns.entry(entry, has_chunks=False)
+
+    def chunks(self, name: Any) -> Any:
+        """The chunks of a tensor; its number in `columns` where it was not asked for yet."""
+        entry = dict.__getitem__(self, name)
+        return entry if type(entry) is int and self.columns is not None else self[name].chunks
+
+    def _made(self, name: Any, number: int) -> Any:
+        if self.columns is None:
+            return number
+        entry = self.columns.entry(number)
+        dict.__setitem__(self, name, entry)
+        return entry
+
+    def _all(self) -> dict[Any, Any]:
+        raw = dict.copy(self)
+        missing = {name: number for name, number in raw.items() if type(number) is int}
+        raw.update(zip(missing, self.columns.entries(list(missing.values())), strict=True))
+        return raw
+
+
+class StoredPlaces(_Filled):
+    """Metadata.storage_data over columns."""
+
+    __slots__ = ()
+
+    @classmethod
+    def over(cls, columns: _C.StoredColumns) -> StoredPlaces:
+        """The places of all items."""
+        self = cls()
+        self.columns = columns
+        return self
+
+    def __len__(self) -> int:
+        return dict.__len__(self) if self.columns is None else self.columns.item_count
+
+    def __contains__(self, index: object) -> bool:
+        missing = object()
+        return self.get(index, missing) is not missing
+
+    def __getitem__(self, index: Any) -> Any:
+        missing = object()
+        place = self.get(index, missing)
+        if place is missing:
+            raise KeyError(index)
+        return place
+
+    def get(self, index: Any, default: Any = None) -> Any:
+        if self.columns is not None:
+            place = self.columns.place(index)
+            if place is None:
+                return default
+            if place is not NotImplemented:
+                return place
+            self._fill()
+        return dict.get(self, index, default)
+
+    def find(self, indices: list[Any]) -> list[Any]:
+        """The places of many items; None for each that is not stored."""
+        if self.columns is not None:
+            places: list[Any] | None = self.columns.places(indices)
+            if places is not None:
+                return places
+        return list(map(self.get, indices))
+
+    def _all(self) -> dict[Any, Any]:
+        made: dict[Any, Any] = self.columns.all_places()
+        return made
+
+
+def outline_of(stored: Mapping[str, Any]) -> Callable[[str], STORAGE_TYPES | None]:
+    """Returns what gives the entry of a name, or None: where it can, without making its chunks."""
+    return stored.outline if isinstance(stored, StoredEntries) else stored.get
+
+
+def chunks_in(stored: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Returns what gives the chunks of a name that is stored as a tensor, or where they were not
+    made yet their number in `columns`.
+    """
+    if isinstance(stored, StoredEntries):
+        return stored.chunks
+    return lambda name: stored[name].chunks
+
+
+def plain_metadata(metadata: Metadata) -> Metadata:
+    """Returns metadata of plain dicts: what a reader has handed out, to be encoded again."""
+    found = {
+        name: dict(value) for name, value in vars(metadata).items() if isinstance(value, _Filled)
+    }
+    return dataclasses.replace(metadata, **found) if found else metadata  # type: ignore[arg-type]
