@@ -24,8 +24,7 @@ from torch_dcpx import DcpxReader, DcpxWriter, metadata, read_files, reader
 STEPS = (
     Step("read_metadata", DcpxReader, "read_metadata"),
     Step("- decode", reader, "decode_metadata"),
-    Step("-- entries", metadata, "decode_entries"),
-    Step("-- storage", metadata, "decode_storage"),
+    Step("-- check the columns", metadata, "open_columns"),
     Step("DCP: flatten the state", DefaultLoadPlanner, "set_up_planner"),
     Step("DCP: local plan", DefaultLoadPlanner, "create_local_plan"),
     Step("prepare_local_plan", DcpxReader, "prepare_local_plan"),
