@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -164,8 +164,9 @@ def decode_metadata(
     content = _Content.of(data)
     with paused_gc():
         if not _has_tail(content):
-            metadata = _load_pickle(content.whole(), path, safe_globals, trusted)
-            return CheckpointMetadata(metadata, _digest(content), None)
+            whole = content.whole()
+            metadata = _load_pickle(whole, path, safe_globals, trusted)
+            return CheckpointMetadata(metadata, _digest([whole]), None)
         pickle_bytes, columns = _check_tail(content, path)
         strings = columns.strings()
         entries: dict[str, Any]
@@ -188,7 +189,9 @@ def decode_metadata(
         version = optional_str(columns, columns.header, "version")
         save_id = optional_str(columns, columns.header, "save_id")
         return CheckpointMetadata(
-            Metadata(entries, planner, storage, meta, version), save_id or _digest(content), files
+            Metadata(entries, planner, storage, meta, version),
+            save_id or _digest(content.pieces(content.nbytes)),
+            files,
         )
 
 
@@ -252,9 +255,9 @@ class _Content(NamedTuple):
 _PIECE_BYTES = 1 << 20
 
 
-def _digest(content: _Content) -> str:
+def _digest(pieces: Iterable[bytes | memoryview]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for piece in content.pieces(content.nbytes):
+    for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
 
@@ -276,7 +279,9 @@ def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: b
             offset=end,
             nbytes=behind,
         )
-    metadata: object = load_stock_metadata(data, path, safe_globals, trusted=trusted)
+    metadata: object = load_stock_metadata(
+        data, path, safe_globals, trusted=trusted, is_scanned=True
+    )
     if not isinstance(metadata, Metadata):
         raise CorruptionError(
             f"unpickle {path!r}: a {type(metadata).__name__} is no Metadata",

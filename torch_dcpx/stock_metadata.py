@@ -137,6 +137,7 @@ def load_stock_metadata(
     safe_globals: Iterable[Any] = (),
     *,
     trusted: bool = False,
+    is_scanned: bool = False,
 ) -> Metadata:
     """Return the `Metadata` of a `.metadata` file, executing nothing of it.
 
@@ -146,6 +147,7 @@ def load_stock_metadata(
         safe_globals: classes and functions that `planner_data` may use; subclasses of `Metadata`
             (whose own fields are left behind). For this call only.
         trusted: unpickle it as stock does instead, which executes whatever it says.
+        is_scanned: whether `scan_pickle` has seen it, and nothing is behind it. Default False.
 
     Returns:
         A fresh `Metadata` of exact types; `checkpoint_id` is a str; `TensorProperties` as the
@@ -162,7 +164,7 @@ def load_stock_metadata(
         return made
     table = {**METADATA, **user_globals(safe_globals, build_user_object)}
     with malformed_is_corruption("read", path=path, fqn=None), paused_gc():
-        raw = RestrictedUnpickler(data, table, path=path).load()
+        raw = RestrictedUnpickler(data, table, path=path, is_scanned=is_scanned).load()
         cls = type(raw)
         if cls is METADATA_ROOT:
             return _Rebuild(path).metadata(fields(raw))

@@ -248,6 +248,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         path: file the bytes came from, for errors.
         fqn: fully qualified name of the item, None for metadata.
         load_storage: what a persistent id gives; None refuses them.
+        is_scanned: the caller has scanned it, and nothing is behind its STOP. Default False.
 
     Raises:
         CorruptionError: the pickle is malformed or built to exhaust memory or stack.
@@ -261,11 +262,14 @@ class RestrictedUnpickler(pickle.Unpickler):
         path: str,
         fqn: str | None = None,
         load_storage: Callable[[Any], Any] | None = None,
+        is_scanned: bool = False,
     ) -> None:
         # The scan comes first: CPython's unpickler allocates what a pickle claims before it
         # looks whether the bytes are there.
-        with malformed_is_corruption("scan the pickle of", path=path, fqn=fqn):
-            nbytes = _C.scan_pickle(data, allow_persid=load_storage is not None)
+        nbytes = len(data)
+        if not is_scanned:
+            with malformed_is_corruption("scan the pickle of", path=path, fqn=fqn):
+                nbytes = _C.scan_pickle(data, allow_persid=load_storage is not None)
         # utf-8 is what torch.load passes; it matters for strings of Python 2 only.
         super().__init__(io.BytesIO(memoryview(data)[:nbytes]), encoding="utf-8")
         self._table, self._path, self._fqn = table, path, fqn
