@@ -87,6 +87,7 @@ def encode_pieces(
         encoded = encode_columns(metadata, files)  # refuses first, so that the pickle can't fail
         columns = encoded.finished()
         meta = stock_storage_meta(metadata)
+        stock: bytes | memoryview
         if encoded.planner_data == "pickle":
             stock = _pickle_foreign(metadata, meta)
         else:

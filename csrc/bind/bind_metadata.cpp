@@ -81,9 +81,15 @@ std::optional<std::string> to_optional(const py::handle& text) {
   return text.is_none() ? std::nullopt : std::optional<std::string>(to_string(text));
 }
 
-py::bytes py_pickle_metadata(const py::dict& columns, bool has_planner, const py::list& descriptors,
-                             const std::optional<py::tuple>& storage_meta,
-                             const py::object& version) {
+// Bytes that Python looks at where C++ made them: a pickle of 150 MB is not copied.
+struct Pickled {
+  std::vector<std::byte> bytes;
+};
+
+py::memoryview py_pickle_metadata(const py::dict& columns, bool has_planner,
+                                  const py::list& descriptors,
+                                  const std::optional<py::tuple>& storage_meta,
+                                  const py::object& version) {
   ColumnBuffers buffers(columns);
   const MetadataColumns found = find_columns(buffers, has_planner);
   MetadataRest rest;
@@ -93,17 +99,21 @@ py::bytes py_pickle_metadata(const py::dict& columns, bool has_planner, const py
     rest.storage_meta = {to_optional(meta[0]), to_optional(meta[1]), to_strings(meta[2])};
   }
   rest.version = to_optional(version);
-  std::vector<std::byte> pickle;
+  Pickled pickle;
   {
     const py::gil_scoped_release unlocked;
-    pickle = pickle_metadata(found, rest);
+    pickle.bytes = pickle_metadata(found, rest);
   }
-  return {reinterpret_cast<const char*>(pickle.data()), pickle.size()};
+  return py::memoryview(py::cast(std::move(pickle)));
 }
 
 }  // namespace
 
 void bind_metadata(py::module_& module) {
+  py::class_<Pickled>(module, "_Pickled", py::buffer_protocol()).def_buffer([](Pickled& pickle) {
+    return py::buffer_info(reinterpret_cast<std::uint8_t*>(pickle.bytes.data()),
+                           static_cast<py::ssize_t>(pickle.bytes.size()), /*readonly=*/true);
+  });
   module.def("pickle_metadata", &py_pickle_metadata, py::arg("columns"), py::arg("has_planner"),
              py::arg("descriptors"), py::arg("storage_meta"), py::arg("version"),
              "Stock's pickle of what the columns of a `.metadata` file say.");
