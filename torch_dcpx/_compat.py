@@ -56,6 +56,7 @@ __all__ = [
     "dtype_name",
     "flatten_before_2_4",
     "flattened_before_2_4",
+    "flattens_as_before_2_4",
     "framing_of",
     "from_dlpack",
     "group_store",
@@ -311,6 +312,11 @@ def flatten_before_2_4(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
         return flatten_state_dict(state)
     finally:
         _version._derived_version = before
+
+
+def flattens_as_before_2_4() -> bool:
+    """Returns whether torch flattens states as before 2.4: it does while it loads such ones."""
+    return _version._derived_version == "2_3"
 
 
 def is_rocm() -> bool:

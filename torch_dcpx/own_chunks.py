@@ -15,25 +15,25 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, stock_chunks
 
-__all__ = ["ChunkFinder", "Part", "is_plain_dtensor", "is_plain_tensor", "plain_part"]
+__all__ = ["HOOKS", "ChunkFinder", "Part", "is_plain_dtensor", "is_plain_tensor", "plain_part"]
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 # What DCP looks for on a tensor before it takes it for a whole one.
-_HOOKS = frozenset(
+HOOKS = frozenset(
     ("__create_chunk_list__", "__create_write_items__", "__get_tensor_shard__", *CHUNK_ATTRIBUTES)
 )
 
 
 def is_plain_tensor(value: Any) -> bool:
     """Returns whether a value is a whole tensor and says nothing else of itself."""
-    return type(value) in _PLAIN_CLASSES and _HOOKS.isdisjoint(value.__dict__)
+    return type(value) in _PLAIN_CLASSES and HOOKS.isdisjoint(value.__dict__)
 
 
 def is_plain_dtensor(value: Any) -> bool:
     """Returns whether a value is a DTensor over a plain tensor, and says nothing else of itself."""
     return (
         type(value) is DTensor
-        and _HOOKS.isdisjoint(value.__dict__)
+        and HOOKS.isdisjoint(value.__dict__)
         and is_plain_tensor(value._local_tensor)
     )
 

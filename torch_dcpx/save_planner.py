@@ -8,24 +8,28 @@ finish_plan           rows of a tensor, where several ranks share it out
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
-from torch_dcpx._gc import bounded_pause
-from torch_dcpx.errors import OptionError, PlanError, UnsupportedError
+from torch_dcpx._gc import bounded_pause, paused_gc
+from torch_dcpx.errors import OptionError, PlanError
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
+from torch_dcpx.plan_cache import KnownPlan, Planning
 from torch_dcpx.plan_classes import MAKER
+from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
+from torch_dcpx.plan_offences import offence_text
 from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.row_pieces import with_pieces
 from torch_dcpx.value_digests import conflicting_names, digests_of
@@ -37,7 +41,8 @@ logger = logging.getLogger("torch_dcpx")
 _MAX_SHOWN = 5
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.
-_DATA_HOOKS = ("resolve_data", "lookup_object", "transform_object", "finish_plan")
+_LOOKUP_HOOKS = ("resolve_data", "lookup_object", "transform_object")
+_DATA_HOOKS = (*_LOOKUP_HOOKS, "finish_plan")
 
 
 class DcpxSavePlanner(DefaultSavePlanner):
@@ -54,7 +59,12 @@ class DcpxSavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: take a ShardedTensor of ShardedTensors for one. Default True.
         dedup_replicated_tensors: no effect, as with stock. Default None.
         dedup_save_to_lowest_rank: the lowest rank writes all that several hold. Default False.
-        enable_plan_caching: must be False (default): plans are made anew at each save.
+        enable_plan_caching: keep the plans of up to four states and use them again where a state
+            has the same names, shapes, dtypes, strides, placements and meshes. Default True. They
+            are this planner's own, and hold no tensors. With `torch_dcpx.save` and `async_save`
+            the ranks' agreement is kept, too, and renewed by all where anything has changed on
+            one. Through `dcp.save` it is this rank's part alone: the global plan is made anew, as
+            it is each time by a subclass that overrides a hook that plans.
         on_conflict: what is said of Python values (no tensors) that differ over the ranks under
             one name, of which a checkpoint can keep the lowest rank's only: "warn" (default) logs
             them, once a planner and name, "error" raises.
@@ -73,7 +83,6 @@ class DcpxSavePlanner(DefaultSavePlanner):
 
     Raises:
         OptionError: an unknown `on_conflict`.
-        UnsupportedError: `enable_plan_caching`.
     """
 
     _can_split = False  # as this rank told the coordinator
@@ -85,21 +94,17 @@ class DcpxSavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: bool = True,
         dedup_replicated_tensors: bool | None = None,
         dedup_save_to_lowest_rank: bool = False,
-        enable_plan_caching: bool = False,
+        enable_plan_caching: bool = True,
         *,
         on_conflict: Literal["warn", "error"] = "warn",
         split_replicas: bool = False,
     ) -> None:
-        if enable_plan_caching:
-            raise UnsupportedError(
-                "enable_plan_caching=True: DcpxSavePlanner does not cache plans yet; leave it False"
-            )
         super().__init__(
             flatten_state_dict,
             flatten_sharded_tensors,
             dedup_replicated_tensors,
             dedup_save_to_lowest_rank,
-            enable_plan_caching=False,
+            enable_plan_caching=False,  # stock's, by the name of the class
         )
         if on_conflict not in ("warn", "error"):
             raise OptionError(
@@ -109,7 +114,31 @@ class DcpxSavePlanner(DefaultSavePlanner):
             )
         self.on_conflict = on_conflict
         self.split_replicas = split_replicas
+        self.dcpx_planning = Planning(enable_plan_caching)
         self._told: set[str] = set()  # conflicts that were logged
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Takes the state.
+
+        Source: DefaultSavePlanner.set_up_planner.
+
+        Raises:
+            ValueError: two values have one name (torch's text).
+        """
+        with paused_gc():
+            self.state_dict, mappings = flattened(
+                state_dict,
+                is_flat=self.flatten_state_dict,
+                has_flat_shards=self.flatten_sharded_tensors,
+            )
+        if self.flatten_state_dict:
+            self.mappings = mappings
+        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """Plans what this rank has: an item a tensor, shard or object.
@@ -119,10 +148,45 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """
         self._restore_state()
         self._can_split = HAS_KNOWN_ITEMS and self.split_replicas and self._has_stock_data_hooks()
-        plan = self._local_plan()
+        plan = self._kept_local_plan() if keeps_plans(self) else self._local_plan()
         if self.flatten_state_dict:
             plan = dataclasses.replace(plan, planner_data=self.mappings)
         self.plan = plan
+        return plan
+
+    def _kept_local_plan(self) -> SavePlan:
+        """Returns the plan of a state that was planned before, or a new one."""
+        planning = self.dcpx_planning
+        planning.known = None
+        fingerprint = fingerprint_of(
+            self.state_dict,
+            self.mappings if self.flatten_state_dict else None,
+            (
+                type(self).__qualname__,
+                planning.group,
+                self.is_coordinator,
+                self.flatten_state_dict,
+                self.flatten_sharded_tensors,
+                self.dedup_save_to_lowest_rank,
+                self.split_replicas,
+                self._can_split,
+                self.on_conflict,
+            ),
+        )
+        if fingerprint is None:
+            return self._local_plan()
+        known = planning.plans.get(fingerprint)
+        if known is None:
+            plan = self._local_plan()
+            names = tuple(
+                item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO
+            )
+            known = KnownPlan(tuple(plan.items), plan.whole_names, names)
+            planning.plans.keep(fingerprint, known)
+        else:
+            objects = {name: self.state_dict[name] for name in known.objects}
+            plan = self._rank_plan(list(known.items), known.whole_names, objects)
+        planning.known, planning.handed = known, plan.items
         return plan
 
     def _restore_state(self) -> None:
@@ -133,10 +197,11 @@ class DcpxSavePlanner(DefaultSavePlanner):
             if self.state_dict is pieced:
                 self.state_dict = before
 
-    def _local_plan(self) -> SavePlan:
+    def _local_plan(self) -> RankPlan:
         """Source: create_default_local_save_plan."""
         if not HAS_KNOWN_ITEMS:
-            return create_default_local_save_plan(self.state_dict, self.is_coordinator)
+            stock = create_default_local_save_plan(self.state_dict, self.is_coordinator)
+            return RankPlan(stock.items)
         rows: list[Any] = []
         whole: set[str] = set()
         chunks = ChunkFinder()
@@ -172,14 +237,19 @@ class DcpxSavePlanner(DefaultSavePlanner):
                     rows.append(fqn if type(fqn) is str else stock_write_items(fqn, value))
                     objects[fqn] = value
             items = MAKER.write_items(rows)
-            return RankPlan(
-                items,
-                can_split=self._can_split,
-                whole_names=frozenset(whole),
-                digests=_digests(objects),
-                is_shared=type(self) is DcpxSavePlanner,
-                has_paths=self.flatten_state_dict and self._is_own("finish_plan"),
-            )
+            return self._rank_plan(items, frozenset(whole), objects)
+
+    def _rank_plan(
+        self, items: list[Any], whole: frozenset[str], objects: Mapping[str, Any]
+    ) -> RankPlan:
+        return RankPlan(
+            items,
+            can_split=self._can_split,
+            whole_names=whole,
+            digests=_digests(objects),
+            is_shared=type(self) is DcpxSavePlanner,
+            has_paths=self.flatten_state_dict and self._is_own("finish_plan"),
+        )
 
     def _has_stock_data_hooks(self) -> bool:
         return all(map(self._is_own, _DATA_HOOKS))
@@ -197,6 +267,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """
         own = [plan for plan in all_plans if isinstance(plan, RankPlan)]
         conflicts = self._conflicts(all_plans)
+        self.dcpx_planning.has_conflicts = bool(conflicts)
         items = MAKER.dedup_items(
             [list(plan.items) for plan in all_plans],
             [isinstance(plan, RankPlan) and plan.can_split for plan in all_plans],
@@ -240,8 +311,11 @@ class DcpxSavePlanner(DefaultSavePlanner):
         if not HAS_KNOWN_ITEMS:
             return super()._create_global_plan(all_plans)
         with bounded_pause(sum(len(plan.items) for plan in all_plans)):
+            kept = [plan.items is self.dcpx_planning.handed for plan in all_plans]
             deduped = self._dedup_save_plans(all_plans)
-            items, entries, offences = MAKER.global_plan([list(plan.items) for plan in deduped])
+            items, entries, offences = MAKER.global_plan(
+                [list(plan.items) for plan in deduped], kept
+            )
             plans = [_with_items(plan, its) for plan, its in zip(deduped, items, strict=True)]
         metadata = Metadata(entries)
         if self.flatten_state_dict:
@@ -252,7 +326,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         # One rank alone may save its part of a tensor.
         errors = [row for row in offences if row[1] != "hole" or len(plans) > 1]
         if errors:
-            texts = "; ".join(_offence_text(entries, *row) for row in errors)
+            texts = "; ".join(offence_text(entries, *row) for row in errors)
             if len(texts) > _MAX_TEXT:
                 texts = texts[:_MAX_TEXT] + "... (truncated)"
             raise PlanError(f"Failed to validate global plan: {texts}", fqn=errors[0][0])
@@ -276,6 +350,31 @@ class DcpxSavePlanner(DefaultSavePlanner):
         return plan
 
 
+def keeps_plans(planner: SavePlanner) -> TypeGuard[DcpxSavePlanner]:
+    """Returns whether a planner plans with earlier plans again: it may, and all that plans is ours.
+
+    Hooks that only see the data (`lookup_object`, ...) may be anybody's.
+    """
+    return (
+        isinstance(planner, DcpxSavePlanner)
+        and planner.dcpx_planning.is_enabled
+        and HAS_KNOWN_ITEMS
+        and all(
+            getattr(type(planner), name) is hook and name not in vars(planner)
+            for name, hook in _PLANNING.items()
+        )
+    )
+
+
+# What decides on a plan, private parts included.
+_PLANNING = {
+    name: getattr(DcpxSavePlanner, name)
+    for base in (DefaultSavePlanner, DcpxSavePlanner)
+    for name, value in vars(base).items()
+    if inspect.isfunction(value) and name not in ("__init__", "set_up_planner", *_LOOKUP_HOOKS)
+}
+
+
 def _has_rows(tensor: torch.Tensor) -> bool:
     """Returns whether rows of a tensor are a tensor of its kind: not of a sparse one."""
     return tensor.layout is torch.strided and not tensor.is_quantized
@@ -295,30 +394,3 @@ def _with_items(plan: SavePlan, items: list[Any]) -> SavePlan:
     if isinstance(plan, RankPlan):
         return plan.planned(items)
     return dataclasses.replace(plan, items=items)
-
-
-def _offence_text(
-    entries: Mapping[str, Any],
-    fqn: str,
-    offence: str,
-    chunk: int,
-    other: int,
-    point: tuple[int, ...],
-) -> str:
-    """Returns one tensor's error, in stock's words."""
-    entry = entries[fqn]
-    if offence == "outside":
-        return (
-            f"key:{fqn} has out of bounds chunk: tensor-size:{entry.size} chunk: "
-            f"{entry.chunks[chunk]}"
-        )
-    if offence == "overlap":
-        return f"key:{fqn} has overlapping chunks: {entry.chunks[other]} {entry.chunks[chunk]}"
-    if offence == "hole":
-        return (
-            f"key:{fqn} invalid fill tensor-volume: no chunk holds element {list(point)} of "
-            f"tensor-size:{entry.size}"
-        )
-    if offence == "too large":
-        return f"key:{fqn} has 2**63 elements or more: tensor-size:{entry.size}"
-    return f"key:{fqn} has chunks of other dimensions than tensor-size:{entry.size}"

@@ -20,6 +20,7 @@ void bind_io(pybind11::module_& m);
 void bind_plan(pybind11::module_& m);
 void bind_save_rows(pybind11::module_& m);
 void bind_plan_items(pybind11::module_& m);
+void bind_plan_state(pybind11::module_& m);
 void bind_write(pybind11::module_& m);
 void bind_read(pybind11::module_& m);
 void bind_stage(pybind11::module_& m);

@@ -135,6 +135,7 @@ void bind_plan(py::module_& module) {
              py::arg("stored_offsets"), py::arg("stored_sizes"), py::arg("is_swept"),
              "Which stored boxes hold which part of the wanted ones, of every tensor, as columns.");
   bind_plan_items(module);
+  bind_plan_state(module);
 }
 
 }  // namespace dcpx

@@ -18,8 +18,10 @@ void bind_plan_items(py::module_& module) {
       .def("dedup_items", &dedup_items, py::arg("plans"), py::arg("can_split"),
            py::arg("to_lowest_rank"), py::arg("lowest_names"), py::arg("whole_names"),
            "The items of each rank, so that each chunk is written once.")
-      .def("global_plan", &make_global_plan, py::arg("plans"),
+      .def("global_plan", &make_global_plan, py::arg("plans"), py::arg("kept") = py::list(),
            "(items of each rank, metadata's entries, offences) of a save.")
+      .def("copied_entries", &copy_entries, py::arg("entries"),
+           "A metadata's entries, of which nothing that can change is shared.")
       .def("pack_plan", &pack_plan, py::arg("items"), py::arg("paths"), py::arg("names"),
            "(message, properties, items that are not packed, whether the paths are).")
       .def("unpack_plan", &unpack_plan, py::arg("message"), py::arg("properties"),

@@ -32,9 +32,9 @@ class GlobalPlan {
  public:
   explicit GlobalPlan(ItemMaker& maker) : maker_(maker) {}
 
-  py::list add_plan(const py::handle& items) {
+  py::list add_plan(const py::handle& items, bool is_kept) {
     py::list planned;
-    for (const py::handle& item : items) planned.append(add_item(item));
+    for (const py::handle& item : items) planned.append(add_item(item, is_kept));
     return planned;
   }
 
@@ -69,7 +69,7 @@ class GlobalPlan {
   }
 
  private:
-  py::object add_item(const py::handle& item) {
+  py::object add_item(const py::handle& item, bool is_kept) {
     const py::object index = get_attr(item, maker_.names.index);
     const py::object fqn = get_attr(index, maker_.names.fqn);
     const py::object type = get_attr(item, maker_.names.type);
@@ -84,13 +84,15 @@ class GlobalPlan {
     const py::object data = get_attr(item, maker_.names.tensor_data);
     if (data.is_none()) refuse("item.tensor_data is not None");
     if (named.is_bytes) refuse("a tensor's chunk under the name of an object");
-    const py::object chunk = get_attr(data, maker_.names.chunk);
+    py::object chunk = get_attr(data, maker_.names.chunk);
     if (chunk.is_none()) refuse("Cannot create MD for tensor without bounds.");
+    if (is_kept) chunk = maker_.copy_of(chunk);
     if (is_new) {
       const py::object size = get_attr(data, maker_.names.size);
       append_ints(size, &named.sizes);
-      entries_[fqn] =
-          maker_.tensor_entry(get_attr(data, maker_.names.properties), size, named.chunks);
+      py::object properties = get_attr(data, maker_.names.properties);
+      if (is_kept) properties = maker_.copy_of(properties);
+      entries_[fqn] = maker_.tensor_entry(properties, size, named.chunks);
     }
     const auto hint = static_cast<std::int64_t>(named.chunks.size());
     named.chunks.append(chunk);
@@ -146,11 +148,35 @@ class GlobalPlan {
 
 }  // namespace
 
-py::tuple make_global_plan(ItemMaker& maker, const py::list& plans) {
+py::tuple make_global_plan(ItemMaker& maker, const py::list& plans, const py::list& kept) {
   GlobalPlan all(maker);
   py::list planned;
-  for (const py::handle& items : plans) planned.append(all.add_plan(items));
+  std::size_t at = 0;
+  for (const py::handle& items : plans) {
+    const bool is_kept = at < kept.size() && kept[at].ptr() == Py_True;
+    planned.append(all.add_plan(items, is_kept));
+    ++at;
+  }
   return py::make_tuple(planned, all.entries(), all.offences());
+}
+
+py::dict copy_entries(ItemMaker& maker, const py::dict& entries) {
+  py::dict copied;
+  for (const auto& [fqn, entry] : entries) {
+    py::object own;
+    if (maker.is_bytes_entry(entry)) {
+      own = maker.copy_of(entry);
+    } else {
+      py::list chunks;
+      for (const py::handle& chunk : get_attr(entry, maker.names.chunks)) {
+        chunks.append(maker.copy_of(chunk));
+      }
+      own = maker.tensor_entry(maker.copy_of(get_attr(entry, maker.names.properties)),
+                               get_attr(entry, maker.names.size), chunks);
+    }
+    if (PyDict_SetItem(copied.ptr(), fqn.ptr(), own.ptr()) != 0) throw py::error_already_set();
+  }
+  return copied;
 }
 
 }  // namespace dcpx

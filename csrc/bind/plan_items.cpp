@@ -267,6 +267,15 @@ py::object ItemMaker::tensor_entry(const py::object& properties, const py::objec
   return made;
 }
 
+py::object ItemMaker::copy_of(const py::handle& object) const {
+  py::object copied = make(py::type::of(object));
+  const auto to = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(copied.ptr(), nullptr));
+  const auto from =
+      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object.ptr(), nullptr));
+  if (!to || !from || PyDict_Update(to.ptr(), from.ptr()) != 0) throw py::error_already_set();
+  return copied;
+}
+
 std::size_t append_ints(const py::handle& values, std::vector<std::int64_t>* out) {
   // A tuple, which no number's own code can change meanwhile; of its own class as it is.
   const auto ints = py::reinterpret_steal<py::object>(

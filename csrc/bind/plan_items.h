@@ -74,6 +74,11 @@ class ItemMaker {
   pybind11::object tensor_entry(const pybind11::object& properties, const pybind11::object& size,
                                 const pybind11::object& chunks) const;
   pybind11::object bytes_entry() const { return make(bytes_entry_class_); }
+  bool is_bytes_entry(const pybind11::handle& entry) const {
+    return reinterpret_cast<PyObject*>(Py_TYPE(entry.ptr())) == bytes_entry_class_.ptr();
+  }
+  // An object of the same class with the same fields, for whoever may change them.
+  pybind11::object copy_of(const pybind11::handle& object) const;
 
   // The same, of parts that are there. `type`: a code of `write_type_code`.
   pybind11::object write_item(const pybind11::object& index, int type,
@@ -126,6 +131,9 @@ pybind11::list make_write_items(ItemMaker& maker, const pybind11::list& rows);
 pybind11::list dedup_items(ItemMaker& maker, const pybind11::list& plans,
                            const pybind11::list& can_split, bool to_lowest_rank,
                            const pybind11::set& lowest_names, const pybind11::set& whole_names);
-pybind11::tuple make_global_plan(ItemMaker& maker, const pybind11::list& plans);
+// `kept`: by plan, whether its items are planned with again, so that the entries get copies.
+pybind11::tuple make_global_plan(ItemMaker& maker, const pybind11::list& plans,
+                                 const pybind11::list& kept);
+pybind11::dict copy_entries(ItemMaker& maker, const pybind11::dict& entries);
 
 }  // namespace dcpx

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -15,6 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torch_dcpx import save_planner
+from torch_dcpx.plan_round import default_save_planner
 
 
 def mixed_state() -> dict[str, Any]:
@@ -110,3 +114,32 @@ def plan_all(
 def said(plan: SavePlan) -> list[Any]:
     """All that the items of a plan say, hints included, which their own comparison leaves out."""
     return [(item, item.index.index) for item in plan.items]
+
+
+class Counting:
+    """Plans made: of this rank, and of all."""
+
+    def __init__(self, maker: Any) -> None:
+        self._maker = maker
+        self.plans = [0, 0]
+
+    def write_items(self, rows: Any) -> Any:
+        self.plans[0] += 1
+        return self._maker.write_items(rows)
+
+    def global_plan(self, *arguments: Any) -> Any:
+        self.plans[1] += 1
+        return self._maker.global_plan(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._maker, name)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """[local plans, global plans] that were made so far."""
+    counting = Counting(save_planner.MAKER)
+    monkeypatch.setattr(save_planner, "MAKER", counting)
+    default_save_planner().dcpx_planning.plans._known.clear()
+    yield counting.plans
+    default_save_planner().dcpx_planning.plans._known.clear()

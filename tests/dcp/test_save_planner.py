@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_dcpx import DcpxReader, DcpxSavePlanner, DcpxWriter, PlanError, UnsupportedError
+from torch_dcpx import DcpxReader, DcpxSavePlanner, DcpxWriter, PlanError
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx.write_table import has_stock_hooks
 
@@ -334,11 +334,6 @@ def test_overridden_dedup_is_asked() -> None:
         [DefaultSavePlanner(dedup_save_to_lowest_rank=True) for _ in range(4)], shared_state
     )
     assert list(map(said, plans)) == list(map(said, stock))
-
-
-def test_plan_caching_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"enable_plan_caching=True.*does not cache plans"):
-        DcpxSavePlanner(enable_plan_caching=True)
 
 
 def test_two_models_through_one_class_share_no_plan() -> None:

@@ -42,6 +42,7 @@ MODULES_WITH_EXTENSION = {
     "locate",
     "open_columns",
     "plan_classes",
+    "plan_fingerprint",
     "read_bytes",
     "read_coverage",
     "reader",

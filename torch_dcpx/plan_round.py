@@ -1,0 +1,201 @@
+"""How the ranks of a save agree on a plan, in a few bytes where nothing has changed.
+
+1. Each rank offers its local plan, or, where its state has the fingerprint of a plan that it knows,
+   the name of the agreement that this plan became part of, and a digest of its Python values.
+2. All offers are agreements, of one name and one digest: the coordinator says so, and each rank
+   takes the piece that it has. None is: it plans, and draws a name.
+3. Else it says "again", and each rank offers its plan.
+
+So no piece of one agreement is ever used with one of another: names are random, and a rank that
+lost its piece, or has kept an older one, makes all plan anew. A rank keeps its piece once all of
+planning has succeeded there, as do the others for themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from torch_dcpx.errors import PlanError
+from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
+from torch_dcpx.plan_classes import MAKER
+from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
+from torch_dcpx.writer import DcpxWriter
+
+__all__ = ["Answer", "Offer", "PlanRound", "default_save_planner"]
+
+
+class Offer(NamedTuple):
+    """What a rank brings."""
+
+    plan: SavePlan | None  # None: `agreement` holds
+    objects: tuple[str, ...] | None = None  # names of Python values; None: nothing is to be kept
+    agreement: str = ""
+    values: bytes = b""
+
+
+class Answer(NamedTuple):
+    """What a rank is told."""
+
+    save_id: str  # the coordinator's: what its `.metadata` will name
+    plan: SavePlan | None = None  # this rank's piece; None: of the agreement that it named
+    is_again: bool = False  # plans are wanted from all
+    agreement: str = ""  # its name; "": nothing is to be kept
+    compared: tuple[str, ...] = ()
+
+
+class PlanRound:
+    """One save's agreement on this rank.
+
+    Attributes:
+        metadata: of the coordinator, to finish the save with.
+    """
+
+    def __init__(self, planner: SavePlanner, writer: DcpxWriter, rank: int, ranks: int) -> None:
+        self._planner: Any = planner
+        self._writer = writer
+        self._group = (rank, ranks)
+        self._planning: Planning | None = None  # unless plans are made anew each time
+        # Whether nobody but us sees the metadata, so that it can be kept without a copy.
+        self._is_private = False
+        self._full: SavePlan | None = None  # this rank's local plan
+        self.metadata: Metadata | None = None
+
+    def offer(self) -> Offer:
+        """Makes this rank's offer. REQUIRES: planner and writer are set up.
+
+        Raises:
+            What the planner's and the writer's hooks raise.
+        """
+        own_hooks = (_is_own(self._writer, name) for name in _WRITER_HOOKS)
+        if keeps_plans(self._planner) and all(own_hooks):
+            self._planning = self._planner.dcpx_planning
+            self._planning.group = self._group
+            is_default = self._planning.plans is _DEFAULT_PLANS
+            self._is_private = is_default and _is_own(self._writer, "finish")
+        plan = self._planner.create_local_plan()
+        known = self._known
+        agreement = known.agreement if known is not None else None
+        if agreement is None:
+            self._full = self._writer.prepare_local_plan(plan)
+            return Offer(self._full, known.objects if known is not None else None)
+        # Its items were looked at when they were new.
+        prepared = self._writer.prepare_local_plan(dataclasses.replace(plan, items=[]))
+        self._full = dataclasses.replace(prepared, items=plan.items)
+        values = values_digest(plan.digests, agreement.compared) if self._group[1] > 1 else b""
+        return Offer(None, None, agreement.name, values)
+
+    def offer_again(self) -> Offer:
+        """Makes the offer that never is an agreement."""
+        known = self._known
+        return Offer(self._full, known.objects if known is not None else None)
+
+    def answer(self, save_id: str, offers: Sequence[Offer]) -> list[Answer]:
+        """Returns the answer for each rank: on the coordinator."""
+        if all(offer.plan is None for offer in offers) and len(set(offers)) == 1:
+            kept = self._agreement.metadata
+            self.metadata = kept and self._handed(kept)
+            for name in ("global_plan", "metadata"):  # of another save
+                vars(self._planner).pop(name, None)
+            return [Answer(save_id)] * len(offers)
+        if any(offer.plan is None for offer in offers):
+            return [Answer(save_id, is_again=True)] * len(offers)
+        plans, self.metadata = self._planner.create_global_plan([offer.plan for offer in offers])
+        plans = self._writer.prepare_global_plan(plans)
+        compared = self._compared(offers)
+        if compared is None:
+            return [Answer(save_id, plan) for plan in plans]
+        name = uuid.uuid4().hex
+        return [Answer(save_id, plan, agreement=name, compared=compared) for plan in plans]
+
+    def finish(self, answer: Answer) -> SavePlan:
+        """Returns this rank's final plan.
+
+        Raises:
+            What the planner's hook raises.
+        """
+        piece = answer.plan if answer.plan is not None else self._agreement.plan
+        if self._planning is None:
+            plan: SavePlan = self._planner.finish_plan(piece)
+            return plan
+        # The list is the caller's, the items are nobody's to change.
+        plan = self._planner.finish_plan(dataclasses.replace(piece, items=list(piece.items)))
+        known = self._known
+        if answer.agreement and known is not None:
+            metadata = None if self.metadata is None else self._handed(self.metadata)
+            known.agreement = Agreement(answer.agreement, piece, answer.compared, metadata)
+            self._planning.plans.trim()
+        return plan
+
+    @property
+    def _known(self) -> KnownPlan | None:
+        return None if self._planning is None else self._planning.known
+
+    @property
+    def _agreement(self) -> Agreement:
+        """The one that this rank has offered.
+
+        Raises:
+            PlanError: it has offered none.
+        """
+        known = self._known
+        if known is None or known.agreement is None:
+            raise PlanError("the coordinator names an agreement that this rank does not know")
+        return known.agreement
+
+    def _compared(self, offers: Sequence[Offer]) -> tuple[str, ...] | None:
+        """Returns the names of values that several ranks have, which are equal now; None where
+        the plan is not to be kept.
+        """
+        if (
+            self._planning is None
+            or self._planning.has_conflicts
+            or any(offer.objects is None for offer in offers)
+        ):
+            return None
+        names = [frozenset(offer.objects or ()) for offer in offers]
+        if len(set(names)) == 1:
+            return tuple(sorted(names[0]))
+        counts = Counter(name for own in names for name in own)
+        shared = frozenset(name for name, count in counts.items() if count > 1)
+        # Else a digest of them all could not be equal on all ranks.
+        return tuple(sorted(shared)) if all(shared <= own for own in names) else None
+
+    def _handed(self, metadata: Metadata) -> Metadata:
+        """Returns the metadata for somebody else: whatever they do to it, it is theirs."""
+        entries, paths = metadata.state_dict_metadata, metadata.planner_data
+        own = dict(entries) if self._is_private else MAKER.copied_entries(entries)
+        return dataclasses.replace(
+            metadata, state_dict_metadata=own, planner_data=dict(paths) if paths else paths
+        )
+
+
+# Hooks of a writer that see a plan before it is final.
+_WRITER_HOOKS = ("prepare_local_plan", "prepare_global_plan")
+
+
+def _is_own(writer: DcpxWriter, name: str) -> bool:
+    """Returns whether no subclass or instance has replaced a hook."""
+    return getattr(type(writer), name) is _OWN_HOOKS[name] and name not in vars(writer)
+
+
+_OWN_HOOKS = {name: getattr(DcpxWriter, name) for name in (*_WRITER_HOOKS, "finish")}
+
+_DEFAULT = DcpxSavePlanner()
+_DEFAULT_PLANS = _DEFAULT.dcpx_planning.plans
+
+
+def default_save_planner() -> DcpxSavePlanner:
+    """Returns a planner for one save. All such of this process share what they plan with again,
+    and what they have logged.
+    """
+    planner = DcpxSavePlanner()
+    planner.dcpx_planning.plans = _DEFAULT_PLANS
+    planner._told = _DEFAULT._told
+    return planner
