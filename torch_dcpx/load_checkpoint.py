@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -26,6 +25,7 @@ from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.load_checks import LoadRules
 from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful
+from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader import DcpxReader
@@ -61,7 +61,7 @@ def load(
             objects (modules, optimizers), whose `load_state_dict` is called at the end.
         checkpoint_id: directory of the checkpoint. With a reader: resets it to this directory.
         storage_reader: a `DcpxReader` with options of its own. Default: one of `checkpoint_id`.
-        planner: plans the load, as with `dcp.load`. Default `DefaultLoadPlanner()`. One with
+        planner: plans the load, as with `dcp.load`. Default `DcpxLoadPlanner()`. One with
             `allow_partial_load` forgives all missing names; one that plans its own way
             (`create_local_plan`) is asked for its plan, and believed on shapes and kinds.
         process_group: ranks that load together. Default None: all of them.
@@ -94,7 +94,7 @@ def load(
     def prepared() -> RankPlan:
         reader = _reader_for(storage_reader, checkpoint_id, options)
         rules = LoadRules.of(strict, allow_missing, cast)
-        return RankPlan(reader, planner if planner is not None else DefaultLoadPlanner(), rules)
+        return RankPlan(reader, planner if planner is not None else DcpxLoadPlanner(), rules)
 
     with exchange_for(process_group, no_dist, timeout_s, "load") as exchange:
         run = _Load(exchange, state_dict)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 
@@ -35,7 +34,9 @@ from torch_dcpx.errors import (
 from torch_dcpx.exchange import exchange_for
 from torch_dcpx.item_staging import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.plan_round import default_save_planner
 from torch_dcpx.save_handle import SaveHandle
+from torch_dcpx.save_planner import DcpxSavePlanner
 from torch_dcpx.save_report import SaveReport
 from torch_dcpx.save_run import SaveRun, asked
 from torch_dcpx.split import planned_bytes, split_items
@@ -70,7 +71,8 @@ def save(
         checkpoint_id: directory of the checkpoint. May be left out with a `storage_writer`, which
             has one of its own.
         storage_writer: a DcpxWriter, of a subclass for example. Default None: a new one.
-        planner: default None, a `DefaultSavePlanner`.
+        planner: default None, a `DcpxSavePlanner`, whose plans are kept: a state of the same
+            names, shapes and placements is not planned anew.
         process_group: who saves. Default None: all ranks. Any backend: no collective is run.
         no_dist: this process saves by itself. Default False.
         options: of the new writer. Default None: `WriteOptions()`.
@@ -174,7 +176,7 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
         StagingError: there is not so much memory.
     """
     options = options or WriteOptions()
-    planner = DefaultSavePlanner()
+    planner = DcpxSavePlanner(enable_plan_caching=False)
     planner.set_up_planner(asked(state_dict), is_coordinator=True)
     plan = planner.create_local_plan()
     window_bytes = _window_bytes(options)
@@ -222,7 +224,7 @@ def _begin(
             raise
     exchange = exchange_for(process_group, no_dist, writer.options.save_timeout_s)
     path = checkpoint_id or writer.path
-    return SaveRun(state_dict, path, writer, planner or DefaultSavePlanner(), exchange)
+    return SaveRun(state_dict, path, writer, planner or default_save_planner(), exchange)
 
 
 def _is_admitted(run: SaveRun) -> bool:
