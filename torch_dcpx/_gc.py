@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PlanningPause", "bounded_pause", "paused_gc"]
+__all__ = ["PlanningPause", "bounded_pause", "paused_gc", "paused_gc_of_many"]
 
 _MANY_ITEMS = 2000  # from here on collections cost a plan more than the timer does, 0.1 ms
 _MAX_PAUSE_S = 10.0  # where DCP does not come back
@@ -41,6 +41,24 @@ def _end() -> None:
     _depth -= 1
     if _depth == 0 and _was_enabled:
         gc.enable()
+
+
+def _make_old() -> None:
+    """Takes what there is for old, without a look at it; what others froze stays frozen."""
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+        gc.unfreeze()
+
+
+@contextmanager
+def paused_gc_of_many() -> Iterator[None]:
+    """A `paused_gc` of a block that makes many objects which stay: the first collection after it
+    would walk all of them, 0.3 us each, and free none. They are old when the block ends.
+    """
+    with paused_gc():
+        yield
+        if gc.get_count()[0] >= _MANY_ITEMS:
+            _make_old()
 
 
 @contextmanager
@@ -125,9 +143,8 @@ class PlanningPause:
         the items of 20,000 tensors go with their plan, a quarter of a global plan of 256,000.
         Freezing and thawing makes them old without a look at any; what others froze stays frozen.
         """
-        if self._timer is not None and gc.get_freeze_count() == 0:
-            gc.freeze()
-            gc.unfreeze()
+        if self._timer is not None:
+            _make_old()
         self.end()
 
     def end(self) -> None:

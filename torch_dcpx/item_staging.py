@@ -24,10 +24,11 @@ from torch_dcpx.arena import ArenaPool
 from torch_dcpx.split import planned_bytes
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import stage_guarded
-from torch_dcpx.write_table import has_stock_hooks, is_kept_as_it_is, looked_up, vetted
+from torch_dcpx.write_table import has_stock_hooks, is_kept_as_it_is, vetted
 
 __all__ = ["ItemsInWaves", "stage_items", "staged_bytes"]
 
+_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _ARENA_BYTES = 2 << 20  # the least of an arena
 _MAX_GROUP_BYTES = 32 << 20  # of small tensors that leave a device together
 _MAX_LOOKED_AT = 8192  # items, to find them
@@ -54,21 +55,33 @@ def stage_items(
     staged = StagedItems()
     is_stock = has_stock_hooks(planner)
     state: dict[str, Any] = planner.state_dict if is_stock else {}  # type: ignore[attr-defined]
+    lookup, byte_io = state.get, WriteItemType.BYTE_IO
+    whole: dict[str, torch.Tensor] = {}
     items: list[WriteItem] = []
     tensors: list[torch.Tensor] = []
     for item in plan.items:
-        if item.type is WriteItemType.BYTE_IO:
-            value = state.get(item.index.fqn, staged)
+        index = item.index
+        value: Any = lookup(index.fqn, staged)
+        if item.type is byte_io:
             if is_transformed or not is_kept_as_it_is(value):
                 value = _own_bytes(planner.resolve_data(item))
             staged.keep(item, value)
-            continue
-        data = looked_up(item, state) if is_stock else None
-        tensor, _ = vetted(item, planner.resolve_data(item) if data is None else data)
-        items.append(item)
-        tensors.append(tensor.detach())
-    names = [item.index.fqn for item in items]
-    for item, tensor in zip(items, stage(tensors, names), strict=True):
+        # Nearly all are like this: each question is asked once, and not those that whoever copies
+        # them asks.
+        elif (
+            type(value) in _PLAIN_CLASSES
+            and item.tensor_data is not None
+            and not any(index.offset or ())
+            and not value.is_meta
+        ):
+            whole[index.fqn] = value
+        else:
+            items.append(item)
+            tensors.append(vetted(item, planner.resolve_data(item))[0].detach())
+    names = [*whole, *(item.index.fqn for item in items)]
+    copies = stage([*whole.values(), *tensors], names)
+    staged.state_dict.update(zip(whole, copies, strict=False))
+    for item, tensor in zip(items, copies[len(whole) :], strict=True):
         staged.keep(item, tensor)
     return staged
 

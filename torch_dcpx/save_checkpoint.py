@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from torch_dcpx import pending_saves
-from torch_dcpx._gc import paused_gc
+from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx.arena import process_pool
 from torch_dcpx.background_save import BackgroundSave, report_of
 from torch_dcpx.deadline import Deadline
@@ -323,7 +323,7 @@ def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | It
         )
         return staged
 
-    with paused_gc():
+    with paused_gc_of_many():
         has_extensions = bool(run.writer.transforms.extensions)
         return stage_items(plan, run.planner, stage, is_transformed=has_extensions)
 

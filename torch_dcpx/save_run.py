@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx._gc import paused_gc
+from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx.ballot import Ballot
 from torch_dcpx.committed import committed_save_id
 from torch_dcpx.deadline import Deadline
@@ -108,7 +108,7 @@ class SaveRun:
             return planning.answer(self._begun[0].save_id, offers)
 
         self.note_phase("planning")
-        with paused_gc():
+        with paused_gc_of_many():
             told = exchange.reduce_scatter("plan", offer, answer)
             if told.is_again:
                 told = exchange.reduce_scatter("plan", planning.offer_again, answer)

@@ -79,6 +79,7 @@ class StagePlan:
                     and not tensor.is_nested
                     and tensor.nbytes == tensor.untyped_storage().nbytes()
                     and not tensor.storage_offset()
+                    and tensor.is_contiguous()
                 ):
                     capsule = to_dlpack(tensor)
                     entries.append(capsule if on_host else (capsule, device))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from torch_dcpx import DcpxReader, DcpxWriter, _gc
-from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
+from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc, paused_gc_of_many
 
 
 def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
@@ -357,3 +357,20 @@ def test_plan_that_fails_leaves_collections_on_in_time(
     for thread in timers():
         thread.join(60)
     assert gc.isenabled()
+
+
+def test_objects_of_a_pause_of_many_are_old_when_it_ends() -> None:
+    seen: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        seen.append(phase)
+
+    assert gc.isenabled()
+    gc.callbacks.append(note)
+    try:
+        with paused_gc_of_many():
+            kept = [[] for _ in range(50_000)]  # type: ignore[var-annotated]
+        kept += [[] for _ in range(100)]
+        assert seen == []
+    finally:
+        gc.callbacks.remove(note)
