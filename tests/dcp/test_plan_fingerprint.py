@@ -72,6 +72,9 @@ class _Itself:
 
 CHANGES: dict[str, Callable[[State], Any]] = {
     "name": _set("a.v", WEIGHT),
+    "name of the same length": lambda state: {
+        name if name != "d" else "e": value for name, value in state.items()
+    },
     "name gone": lambda state: {name: state[name] for name in ("a", "b")},
     "order": _reversed,
     "shape": _set("a.w", torch.ones(6, 4)),
