@@ -35,7 +35,7 @@ def measure(case: Case, size: str, side: str, folder: Path) -> dict[str, int]:
             if side == "safetensors":
                 load_safetensors(state, files)
             else:
-                load(state, READERS[side][1](files))
+                load(side, state, READERS[side][1](files))
 
     found = extra_peak_bytes(load_all)
     destination.check(tensors_only=side == "safetensors")

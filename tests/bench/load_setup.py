@@ -8,9 +8,9 @@ from pathlib import Path
 from cases import LOAD_CASES, Case
 from save_setup import HAS_SAFETENSORS
 
-SIDES = ("ours", "ours_unverified", "stock_files", "stock", "safetensors", "raw")
+SIDES = ("ours", "dcpx", "ours_unverified", "stock_files", "stock", "safetensors", "raw")
 PLAIN_TENSORS = ("64mib", "64kib", "tiny")
-NOT_EVERYWHERE = {"safetensors": PLAIN_TENSORS, "raw": PLAIN_TENSORS}
+NOT_EVERYWHERE = {"dcpx": ("64kib", "tiny"), "safetensors": PLAIN_TENSORS, "raw": PLAIN_TENSORS}
 METERED = {  # sides whose memory is measured, by size
     "full": ("ours", "stock", "safetensors"),
     "quick": ("ours", "stock"),

@@ -22,6 +22,7 @@ from raw_limit import best_read_config, build_program, read_raw
 from save_sides import safetensors_file, save, save_safetensors
 from shards import LOADED_RANKS, ChunkedTensor, blank_shards, chunks_of, saved_shards, shares
 
+import torch_dcpx
 from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, WriteOptions
 
 State = dict[str, Any]
@@ -29,6 +30,7 @@ State = dict[str, Any]
 unverified = partial(DcpxReader, options=ReadOptions(verify="none"))
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {  # side -> whose files, its reader
     "ours": ("ours", DcpxReader),
+    "dcpx": ("ours", DcpxReader),  # by torch_dcpx.load, with its planner
     "ours_unverified": ("ours", unverified),
     "stock_files": ("stock", unverified),
     "stock": ("stock", dcp.FileSystemReader),
@@ -58,8 +60,9 @@ def write_checkpoints(case: Case, state: State, folder: Path, sides: Sequence[st
             save_safetensors(tensors_of(state), path)
 
 
-def load(state: State, reader: Any) -> None:
-    dcp.load({"model": state}, storage_reader=reader, no_dist=True)
+def load(name: str, state: State, reader: Any) -> None:
+    by = torch_dcpx.load if name == "dcpx" else dcp.load
+    by({"model": state}, storage_reader=reader, no_dist=True)
 
 
 def load_safetensors(state: State, folder: Path) -> None:
@@ -178,7 +181,7 @@ class LoadSides:
             before = io_counts()
             with engine_calls(of=READ_CALLS) as calls:
                 began = time.perf_counter()
-                load(state, reader)
+                load(name, state, reader)
                 seconds += time.perf_counter() - began
             engine += seconds_in(calls)
             total.update({key: value - before[key] for key, value in io_counts().items()})

@@ -23,12 +23,13 @@ from matplotlib.axes import Axes  # noqa: E402
 from tables import title  # noqa: E402
 
 COLORS = {
-    "raw": "#9a9a9a", "engine": "#7fb2e5", "ours": "#1f6fb4",
+    "raw": "#9a9a9a", "engine": "#7fb2e5", "ours": "#1f6fb4", "dcpx": "#123f66",
     "ours_unverified": "#4a90d0", "stock_files": "#9b7fc4",
     "stock": "#d98b3a", "stock2": "#edc08e", "safetensors": "#6aa66a",
 }  # fmt: skip
 LABELS = {
     "raw": "the limit", "engine": "ours, in C++", "ours": "ours",
+    "dcpx": "torch_dcpx.save and load",
     "ours_unverified": "ours, unverified", "stock_files": "ours, of stock's files",
     "stock": "stock", "stock2": "stock, 2 threads", "safetensors": "safetensors",
 }  # fmt: skip

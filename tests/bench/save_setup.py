@@ -8,10 +8,11 @@ from cases import CASES, Case
 
 HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
 
-SIDES = ("ours", "stock", "stock2", "ours_nosync", "stock_nosync", "safetensors", "raw",
+SIDES = ("ours", "dcpx", "stock", "stock2", "ours_nosync", "stock_nosync", "safetensors", "raw",
          "dcp_alone")  # fmt: skip
 TENSOR_CASES = tuple(name for name in CASES if name != "scalars")
 NOT_EVERYWHERE = {
+    "dcpx": ("64kib", "4kib", "tiny"),  # where the planner weighs
     "stock2": tuple(name for name in CASES if name != "4kib"),  # no faster there, and 30 s each
     "ours_nosync": ("tiny",),
     "stock_nosync": ("tiny",),

@@ -17,6 +17,7 @@ from harness import Side
 from plan_only import PlanOnlyWriter
 from raw_limit import WriteConfig, best_write_config, build_program, check_raw, write_raw
 
+import torch_dcpx
 from torch_dcpx import DcpxReader, DcpxWriter, WriteOptions
 
 State = dict[str, Any]
@@ -71,6 +72,16 @@ def dcp_side(name: str, state: State) -> Side:
         return {}
 
     return Side(name, run, partial(check_dcp, name, state))
+
+
+def dcpx_side(state: State) -> Side:
+    """Our own entry point, with its planner: the plan is kept from the second round on."""
+
+    def run(path: Path) -> Mapping[str, float]:
+        torch_dcpx.save({"model": state}, path, no_dist=is_alone())
+        return {}
+
+    return Side("dcpx", run, partial(check_dcp, "dcpx", state))
 
 
 def safetensors_file(path: Path) -> Path:

@@ -23,7 +23,7 @@ from cases import CASES, Case
 from harness import Side, run_rounds
 from ranks import leave_well
 from save_setup import sides_of
-from save_sides import WRITERS, RawSide, dcp_side, safetensors_side
+from save_sides import WRITERS, RawSide, dcp_side, dcpx_side, safetensors_side
 
 
 def measure(
@@ -39,6 +39,8 @@ def measure(
             continue
         if name in WRITERS:
             side = dcp_side(name, state)
+        elif name == "dcpx":
+            side = dcpx_side(state)
         elif name == "safetensors":
             side = safetensors_side(state)
         else:

@@ -14,8 +14,8 @@ from typing import Any
 from cases import ALL_CASES
 
 SIDES = (
-    "raw", "engine", "ours", "ours_unverified", "stock_files", "stock", "stock2", "safetensors",
-    "dcp_alone", "ours_nosync", "stock_nosync",
+    "raw", "engine", "ours", "dcpx", "ours_unverified", "stock_files", "stock", "stock2",
+    "safetensors", "dcp_alone", "ours_nosync", "stock_nosync",
 )  # fmt: skip
 MIB = 1 << 20
 
