@@ -140,6 +140,12 @@ def _container_of(make: Callable[..., Any]) -> Callable[[StandIn, Settler], Any]
     return build
 
 
+def _dict(*args: Any) -> dict[Any, Any]:
+    if args:
+        refuse("calls dict with arguments, which no pickle of one does")
+    return {}
+
+
 def _ordered_dict(pairs: Any = ()) -> collections.OrderedDict[Any, Any]:
     if type(pairs) not in (tuple, list):
         refuse(f"calls OrderedDict with a {type(pairs).__name__}")
@@ -241,7 +247,7 @@ BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "bytes"): _calls(bytes),  # protocol 2: the empty one
     ("builtins", "complex"): _calls(complex, float, float),
-    ("builtins", "dict"): never_called,
+    ("builtins", "dict"): _container_of(_dict),  # how subclasses are pickled as plain dicts
     ("builtins", "float"): never_called,
     ("builtins", "frozenset"): _calls(frozenset, (list, tuple), least=0),
     ("builtins", "getattr"): build_enum_member,

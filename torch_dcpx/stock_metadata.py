@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch_dcpx._compat import AnyProperties
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.settle import Settler, build_user_object, refuse
+from torch_dcpx.settle import Settler, build_user_object, no_more_than, refuse
 from torch_dcpx.stock_classes import (
     BYTES,
     INDEX,
@@ -44,6 +44,8 @@ from torch_dcpx.unpickle import (
 
 __all__ = ["METADATA", "load_stock_metadata"]
 
+DICT = METADATA["builtins", "dict"]
+
 
 class _Rebuild:
     """Makes the `Metadata` of one file; every refusal names the file and the entry."""
@@ -58,14 +60,23 @@ class _Rebuild:
         message = f"read {where} of {self._path!r}: {cause}"
         raise CorruptionError(message, path=self._path, fqn=name)
 
-    def _dict(self, value: Any, what: str) -> dict[Any, Any]:
-        if type(value) is not dict:
-            self._refuse(None, f"{what} is a {type(value).__name__}, not a dict")
-        return value
+    def _pairs(self, value: Any, what: str) -> Collection[tuple[Any, Any]]:
+        """The items of a dict, or of a call of `dict` that was filled: so is pickled what a reader
+        of ours has handed out (`lazy_metadata`). Its keys are not hashed before they are looked at.
+        """
+        if type(value) is dict:
+            return value.items()
+        if type(value) is not DICT or value.args:
+            self._refuse(None, f"{what} is a {_kind(value)}, not a dict")
+        try:
+            no_more_than(value, pairs=True)
+        except pickle.UnpicklingError as error:
+            self._refuse(None, f"{what}: {error}")
+        return value.pairs or ()
 
     def entries(self, raw: Any) -> dict[str, Any]:
         made: dict[str, Any] = {}
-        for key, entry in self._dict(raw, "state_dict_metadata").items():
+        for key, entry in self._pairs(raw, "state_dict_metadata"):
             try:
                 name = text(key, "key")
                 if type(entry) is TENSOR:
@@ -80,8 +91,8 @@ class _Rebuild:
 
     def storage(self, raw: Any) -> dict[MetadataIndex, _StorageInfo]:
         made: dict[MetadataIndex, _StorageInfo] = {}
-        storage = self._dict(raw, "storage_data")
-        for key, entry in storage.items():
+        storage = self._pairs(raw, "storage_data")
+        for key, entry in storage:
             name = None
             try:
                 if type(key) is not INDEX or type(entry) is not STORAGE_INFO:

@@ -37,8 +37,10 @@ def test_converters_of_stock_read_and_write_our_checkpoints(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable or uninitialized:UserWarning")
-@pytest.mark.parametrize("keys", [{"weights"}, {"weights.layer1", "scalar"}, {"optimizer.state"}])
-def test_keys_alone_load_the_same_with_both_readers(tmp_path: Path, keys: set[str]) -> None:
+@pytest.mark.parametrize(
+    "keys", [None, {"weights"}, {"weights.layer1", "scalar"}, {"optimizer.state"}]
+)
+def test_keys_alone_load_the_same_with_both_readers(tmp_path: Path, keys: set[str] | None) -> None:
     save(mixed_state(3), tmp_path)
     found = [
         _load_state_dict_from_keys(keys, storage_reader=reader(tmp_path))

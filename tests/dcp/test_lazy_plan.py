@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from plan_states import as_rank, mesh_of, part_of
+from saves import save
+from states import assert_same, blank_like, mixed_state
+from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -18,10 +23,11 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
 )
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.tensor import Shard
 
 import torch_dcpx as dcpx
-from torch_dcpx import DcpxLoadPlanner, DcpxReader, DcpxWriter, read_coverage
+from torch_dcpx import DcpxLoadPlanner, DcpxReader, DcpxSavePlanner, DcpxWriter, read_coverage
 from torch_dcpx.lazy_metadata import StoredEntries, StoredPlaces
 from torch_dcpx.load_checks import LoadRules, compare
 from torch_dcpx.locate import _places
@@ -184,3 +190,52 @@ def test_wanted_chunk_of_another_number_of_dimensions_is_planned_as_from_plain_d
         except (AssertionError, IndexError, ValueError, RuntimeError) as error:
             ends.append((type(error), str(error)))
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("planner", [None, DcpxSavePlanner])
+def test_dicts_of_metadata_in_a_state_are_saved_as_plain_ones(tmp_path: Path, planner: Any) -> None:
+    dcp.save({"a": torch.ones(4), "b": [1]}, storage_writer=DcpxWriter(tmp_path / "first"))
+    metadata = DcpxReader(tmp_path / "first").read_metadata()
+    paths = {"a": ("a",), "b": ("b",)}
+    state = {"paths": (metadata.planner_data, 1), "names": metadata.planner_data}
+    dcp.save(state, storage_writer=DcpxWriter(tmp_path / "second"), planner=planner and planner())
+    for reader in (DcpxReader, dcp.FileSystemReader):
+        found: dict[str, Any] = {"paths": None, "names": dict.fromkeys(paths)}
+        dcp.load(found, storage_reader=reader(tmp_path / "second"))
+        assert found == {"paths": (paths, 1), "names": paths}
+        assert type(found["paths"][0]) is dict
+
+
+def test_pickle_of_metadata_that_was_read_serves_as_the_checkpoints_own(tmp_path: Path) -> None:
+    save(mixed_state(3), tmp_path)
+    metadata = DcpxReader(tmp_path).read_metadata()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for reader in (DcpxReader, dcp.FileSystemReader):
+        found = blank_like(mixed_state(3))
+        dcp.load(found, storage_reader=reader(tmp_path))
+        assert_same(mixed_state(3), found)
+
+
+def test_stocks_converter_rebuilds_a_state_from_metadata_of_our_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(mixed_state(3), tmp_path / "ours")
+    monkeypatch.setattr(format_utils, "FileSystemReader", DcpxReader)
+    format_utils.dcp_to_torch_save(tmp_path / "ours", tmp_path / "whole.pt")
+    assert_same(mixed_state(3), torch.load(tmp_path / "whole.pt", weights_only=True))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_stocks_loader_of_sharded_optimizers_reads_metadata_of_our_reader(tmp_path: Path) -> None:
+    moments = {"average": torch.randn(6, 4), "step": torch.tensor(3.0)}
+    optimizer = {"state": {"w": moments}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    model = {"w": torch.randn(6, 4)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save({"model": model, "optimizer": optimizer}, tmp_path)
+        found = load_sharded_optimizer_state_dict(model, "optimizer", DcpxReader(tmp_path))
+    finally:
+        dist.destroy_process_group()
+    part = found["optimizer"]["state"]["w"]  # type: ignore[index]
+    part["average"] = part["average"].local_shards()[0].tensor
+    assert_same(optimizer, found["optimizer"])
