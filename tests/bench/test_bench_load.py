@@ -27,6 +27,7 @@ LOAD = ROOT / "tests" / "bench" / "load.py"
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_load_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [

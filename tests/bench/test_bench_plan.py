@@ -9,6 +9,7 @@ import plan_meter
 import pytest
 
 
+@pytest.mark.slow
 def test_every_case_prints_both_sides_and_how_they_grow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

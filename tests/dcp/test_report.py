@@ -197,6 +197,7 @@ def test_a_failed_save_logs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert writer.last_report.commit_s == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.timeout(300)
 def test_each_of_two_ranks_reports_its_own_part(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_each_shard_loads_as_its_part_of_the_whole_thousands_of_times(
         check_reshard(world, side, Path(path) / "ckpt")
 
 
+@pytest.mark.slow
 def test_mesh_of_four_ranks_is_loaded_by_three(tmp_path: Path) -> None:
     worker = Path(__file__).with_name("reshard_worker.py")
     run_ranks(worker, 4, "save", str(tmp_path))

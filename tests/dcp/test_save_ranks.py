@@ -15,5 +15,6 @@ def test_saves_of_several_ranks_are_whole_or_fail_on_all(tmp_path: Path, ranks: 
     run_ranks(WORKER, ranks, str(tmp_path), "all")
 
 
+@pytest.mark.slow
 def test_many_saves_go_on_beside_collectives(tmp_path: Path) -> None:
     run_ranks(WORKER, 2, str(tmp_path), "many")

@@ -43,6 +43,7 @@ def test_stager_and_writer_are_async_stagers_of_stock(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(DcpxStager(timeout_s=3.0))).timeout_s == 3.0
 
 
+@pytest.mark.slow
 def test_every_kind_of_tensor_and_both_modes_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(Path(__file__).with_name("stager_worker.py"), 2, str(tmp_path))
 

@@ -50,6 +50,7 @@ def test_rank_killed_in_mid_save_commits_nothing_and_loses_nothing(
     assert demo.newest_committed(tmp_path / "ckpt").name == "step-4"
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_losses_resumed_on_two_ranks_equal_the_uninterrupted_bit_for_bit(
     demo: ModuleType, tmp_path: Path

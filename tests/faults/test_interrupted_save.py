@@ -118,7 +118,7 @@ def test_signal_between_the_last_byte_and_the_results_leaves_nothing(
     with raises_one(KeyboardInterrupt):
         save(mixed_state(1), tmp_path, options=WriteOptions(progress=at_the_end))
     assert files_in(tmp_path) == before
-    for module, name in ((write_files, "WriteResult"), (writer, "WriteResults")):
+    for module, name in ((write_files, "write_results"), (writer, "WriteResults")):
         with monkeypatch.context() as patch, raises_one(KeyboardInterrupt):
             patch.setattr(module, name, interrupt)
             save(mixed_state(1), tmp_path)
