@@ -284,7 +284,7 @@ class DcpxWriter(FileSystemWriter):
             ) as told,
         ):
             report = self.__save.watched(told) if self.__save else told
-            planned = list(map(planned_bytes, split.items)) if report is not None else ()
+            planned = list(map(planned_bytes, split.items)) if told is not None else ()
             written = write_files(
                 directory,
                 split,
