@@ -52,4 +52,14 @@ inline pybind11::handle find(const pybind11::handle& dict, const pybind11::handl
   return found;
 }
 
+// Whether an object's own __dict__, which its class does not speak for, has one of `names`.
+inline bool has_own(const pybind11::handle& object, const pybind11::tuple& names) {
+  const pybind11::object attributes = checked(PyObject_GenericGetDict(object.ptr(), nullptr));
+  if (PyDict_GET_SIZE(attributes.ptr()) == 0) return false;
+  for (const pybind11::handle& name : names) {
+    if (find(attributes, name)) return true;
+  }
+  return false;
+}
+
 }  // namespace dcpx

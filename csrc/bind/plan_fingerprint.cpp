@@ -47,16 +47,7 @@ StateReader::StateReader(const py::dict& parts)
       local_(interned("_local_tensor")),
       dim_(interned("dim")) {}
 
-bool StateReader::has_hooks(const py::handle& value) const {
-  const py::object attributes = checked(PyObject_GenericGetDict(value.ptr(), nullptr));
-  if (PyDict_GET_SIZE(attributes.ptr()) == 0) return false;
-  for (const py::handle& name : hooks_) {
-    const int found = PyDict_Contains(attributes.ptr(), name.ptr());
-    if (found < 0) throw py::error_already_set();
-    if (found != 0) return true;
-  }
-  return false;
-}
+bool StateReader::has_hooks(const py::handle& value) const { return has_own(value, hooks_); }
 
 bool StateReader::is_plain_tensor(const py::handle& value) const {
   return (class_of(value) == tensor_.ptr() || class_of(value) == parameter_.ptr()) &&
@@ -135,11 +126,13 @@ class Fingerprint {
     for (Py_ssize_t i = 0; i < depth; ++i) {
       const py::handle part = PyTuple_GET_ITEM(path, i);
       if (PyUnicode_CheckExact(part.ptr()) != 0) {
-        put(PyUnicode_GET_LENGTH(part.ptr()));  // with the name that is the text
+        out_ += 's';
+        put_text(part);
       } else if (PyLong_CheckExact(part.ptr()) != 0) {
         const long long at = PyLong_AsLongLong(part.ptr());
         if (at == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-        put(-1 - at);  // below zero: no length
+        out_ += 'i';
+        put(at);
       } else {
         return false;
       }

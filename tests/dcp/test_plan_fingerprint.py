@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_dcpx import _C, DcpxSavePlanner
+from torch_dcpx.plan_fingerprint import fingerprint_of
 
 __all__ = ["made"]
 
@@ -128,13 +129,13 @@ def test_group_and_coordinator_and_grad_mode_make_another_plan(made: list[int]) 
     set_up(planner, base(), rank=0)
     set_up(planner, base(), rank=1)
     assert made[0] == 2
-    for group in ((0, 2), (0, 3), (1, 3)):
+    for group in ((0, 2, ""), (0, 3, ""), (1, 3, ""), (1, 3, "another")):
         planner.dcpx_planning.group = group
         set_up(planner, base())
-    assert made[0] == 5
+    assert made[0] == 6
     with torch.no_grad():
         set_up(planner, base())
-    assert made[0] == 6
+    assert made[0] == 7
 
 
 def test_pinned_memory_makes_another_plan(made: list[int]) -> None:
@@ -230,3 +231,20 @@ def test_state_that_plans_itself_is_planned_each_time(made: list[int]) -> None:
 
 class _OtherTensor(torch.Tensor):
     pass
+
+
+@pytest.mark.parametrize(
+    ("path", "other"),
+    [
+        (("foo", "w"), ("bar", "w")),
+        (("foo",), (-4,)),
+        (("",), (-1,)),
+        ((1,), ("1",)),
+        (("a", "bc"), ("ab", "c")),
+    ],
+)
+def test_path_that_is_not_the_names_own_makes_another_plan(path: Any, other: Any) -> None:
+    state = {"w": torch.ones(2)}
+    found = [fingerprint_of(state, {"w": one}, ()) for one in (path, other, path)]
+    assert found[0] is not None
+    assert found[0] == found[2] != found[1]
