@@ -101,6 +101,7 @@ class SaveRows:
         add_type: Callable[[Any, Any], int],
         is_host: Callable[[Any], bool],
     ) -> tuple[list[Any], list[Any], list[int]]: ...
+    def strangers(self, items: Sequence[Any], state: dict[str, Any]) -> list[int]: ...
     def results(
         self,
         items: Sequence[Any],

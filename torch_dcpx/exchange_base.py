@@ -53,6 +53,8 @@ class Exchange(ABC):
         deadline: until when the ranks wait for each other.
         phase: what `note_phase` said last, "planning" at first.
         keys: of this operation, for the vote.
+        group: which of this process' groups they are, by a name that other processes do not
+            share; "" where this process is by itself.
     """
 
     what: str
@@ -62,6 +64,7 @@ class Exchange(ABC):
     deadline: Deadline
     phase: str
     keys: Keys
+    group: str = ""
 
     @property
     def is_coordinator(self) -> bool:

@@ -101,7 +101,8 @@ class Planning:
     Attributes:
         is_enabled: whether anything is to be kept.
         plans: of earlier saves.
-        group: (rank, ranks) of those who agree; None: who does is not known here.
+        group: (rank, ranks, which group of this process) of those who agree; None: who does is
+            not known here.
         known: of the local plan made last; None: it is not kept.
         has_conflicts: whether Python values differed in the global plan made last.
     """
@@ -109,7 +110,7 @@ class Planning:
     def __init__(self, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self.plans = PlanCache()
-        self.group: tuple[int, int] | None = None
+        self.group: tuple[int, int, str] | None = None
         self.known: KnownPlan | None = None
         self.handed: Sequence[Any] = ()  # items, of the plan that was handed out last
         self.has_conflicts = False

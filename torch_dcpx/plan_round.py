@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
@@ -26,6 +27,7 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
+from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.writer import DcpxWriter
 
 __all__ = ["Answer", "Offer", "PlanRound", "default_save_planner"]
@@ -57,10 +59,20 @@ class PlanRound:
         metadata: of the coordinator, to finish the save with.
     """
 
-    def __init__(self, planner: SavePlanner, writer: DcpxWriter, rank: int, ranks: int) -> None:
+    def __init__(
+        self, planner: SavePlanner, writer: DcpxWriter, rank: int, ranks: int, group: str = ""
+    ) -> None:
+        """Args:
+        planner, writer: of this rank's save.
+        rank, ranks: of those who agree.
+        group: which of this process' groups they are; "" for this process by itself.
+        """
         self._planner: Any = planner
         self._writer = writer
-        self._group = (rank, ranks)
+        self._group = (rank, ranks, group)
+        # Taken once: other saves of this process may replace them meanwhile.
+        self._known: KnownPlan | None = None
+        self._offered: Agreement | None = None
         self._planning: Planning | None = None  # unless plans are made anew each time
         # Whether nobody but us sees the metadata, so that it can be kept without a copy.
         self._is_private = False
@@ -80,26 +92,30 @@ class PlanRound:
             is_default = self._planning.plans is _DEFAULT_PLANS
             self._is_private = is_default and _is_own(self._writer, "finish")
         plan = self._planner.create_local_plan()
-        known = self._known
-        agreement = known.agreement if known is not None else None
+        known = self._known = None if self._planning is None else self._planning.known
+        agreement = self._offered = known.agreement if known is not None else None
         if agreement is None:
             self._full = self._writer.prepare_local_plan(plan)
             return Offer(self._full, known.objects if known is not None else None)
         # Its items were looked at when they were new.
         prepared = self._writer.prepare_local_plan(dataclasses.replace(plan, items=[]))
         self._full = dataclasses.replace(prepared, items=plan.items)
-        values = values_digest(plan.digests, agreement.compared) if self._group[1] > 1 else b""
+        has_others = self._group[1] > 1
+        values = values_digest(plan.digests, agreement.compared) if has_others else b""
         return Offer(None, None, agreement.name, values)
 
     def offer_again(self) -> Offer:
         """Makes the offer that never is an agreement."""
         known = self._known
+        if known is not None and known.agreement is self._offered:
+            known.agreement = None  # some rank does not know it: next time it costs no round
+        self._offered = None
         return Offer(self._full, known.objects if known is not None else None)
 
     def answer(self, save_id: str, offers: Sequence[Offer]) -> list[Answer]:
         """Returns the answer for each rank: on the coordinator."""
         if all(offer.plan is None for offer in offers) and len(set(offers)) == 1:
-            kept = self._agreement.metadata
+            kept = self._agreement().metadata
             self.metadata = kept and self._handed(kept)
             for name in ("global_plan", "metadata"):  # of another save
                 vars(self._planner).pop(name, None)
@@ -118,36 +134,57 @@ class PlanRound:
         """Returns this rank's final plan.
 
         Raises:
+            PlanError: a kept piece is not of what the state has.
             What the planner's hook raises.
         """
-        piece = answer.plan if answer.plan is not None else self._agreement.plan
+        piece = answer.plan if answer.plan is not None else self._agreement().plan
         if self._planning is None:
             plan: SavePlan = self._planner.finish_plan(piece)
             return plan
         # The list is the caller's, the items are nobody's to change.
         plan = self._planner.finish_plan(dataclasses.replace(piece, items=list(piece.items)))
         known = self._known
-        if answer.agreement and known is not None:
+        if answer.plan is None:
+            self._check_piece(plan)
+        elif answer.agreement and known is not None:
             metadata = None if self.metadata is None else self._handed(self.metadata)
             known.agreement = Agreement(answer.agreement, piece, answer.compared, metadata)
             self._planning.plans.trim()
         return plan
 
-    @property
-    def _known(self) -> KnownPlan | None:
-        return None if self._planning is None else self._planning.known
-
-    @property
     def _agreement(self) -> Agreement:
-        """The one that this rank has offered.
+        """Returns the one that this rank has offered.
 
         Raises:
             PlanError: it has offered none.
         """
-        known = self._known
-        if known is None or known.agreement is None:
+        if self._offered is None:
             raise PlanError("the coordinator names an agreement that this rank does not know")
-        return known.agreement
+        return self._offered
+
+    def _check_piece(self, plan: SavePlan) -> None:
+        """Raises PlanError where a kept piece is not of what the state has now.
+
+        A tensor that its plan is not of would be written under another's sizes, silently.
+        """
+        state = self._planner.state_dict
+        for number in SAVE_ROWS.strangers(plan.items, state):
+            item = plan.items[number]
+            fqn, about = item.index.fqn, item.tensor_data
+            value = state.get(fqn)
+            has = "nothing"
+            if isinstance(value, torch.Tensor):
+                local = getattr(value, "_local_tensor", value)
+                # What is planned whole says itself what its part is.
+                if self._known is not None and fqn in self._known.whole_names:
+                    continue
+                has = f"{local.dtype} of {list(local.shape)}"
+            wants = "a value"
+            if about is not None:
+                wants = f"{about.properties.dtype} of {list(about.chunk.sizes)}"
+            raise PlanError(
+                f"'{fqn}': a plan that was kept writes {wants}, the state has {has}", fqn=fqn
+            )
 
     def _compared(self, offers: Sequence[Offer]) -> tuple[str, ...] | None:
         """Returns the names of values that several ranks have, which are equal now; None where

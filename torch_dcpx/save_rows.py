@@ -8,10 +8,12 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from torch_dcpx import _C
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx.item_rows import WriteRow
+from torch_dcpx.own_chunks import HOOKS
 
 __all__ = ["SAVE_ROWS", "write_results"]
 
@@ -19,6 +21,8 @@ SAVE_ROWS = _C.SaveRows(
     {
         "Tensor": torch.Tensor,
         "Parameter": torch.nn.Parameter,
+        "DTensor": DTensor,
+        "hooks": tuple(HOOKS),
         "strided": torch.strided,
         "BYTE_IO": WriteItemType.BYTE_IO,
         "WriteRow": WriteRow,

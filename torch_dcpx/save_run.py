@@ -94,7 +94,9 @@ class SaveRun:
         """
 
         exchange = self.exchange
-        planning = PlanRound(self.planner, self.writer, exchange.rank, exchange.world_size)
+        planning = PlanRound(
+            self.planner, self.writer, exchange.rank, exchange.world_size, exchange.group
+        )
 
         def offer() -> Offer:
             check()

@@ -61,7 +61,13 @@ def _serve(calls: queue.SimpleQueue[_Call[Any] | None], open_store: Callable[[],
 
 
 class StoreClient:
-    """One process' access to the store of one group. Thread-safe: its calls take turns."""
+    """One process' access to the store of one group. Thread-safe: its calls take turns.
+
+    Attributes:
+        name: of the group: no other that this process has had has it, and none that it will have.
+    """
+
+    _made = itertools.count(1)
 
     def __init__(self, open_store: Callable[[], Any]) -> None:
         """Starts nothing yet.
@@ -69,6 +75,7 @@ class StoreClient:
         Args:
             open_store: returns a store for the thread's use alone.
         """
+        self.name = f"group {next(StoreClient._made)}"
         self._open_store = open_store
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -68,6 +68,7 @@ class StoreExchange(Exchange):
             what: what is done, for messages.
         """
         number = client.next_number()  # before anything can fail: the others count on
+        self.group = client.name
         self.what = what
         self.rank = rank
         self.world_size = world_size

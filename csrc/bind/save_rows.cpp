@@ -34,6 +34,7 @@ struct Names {
              storage_offset = interned("storage_offset"),
              untyped_storage = interned("untyped_storage"),
              size_in_bytes = interned("size_in_bytes"), storage_data = interned("storage_data"),
+             sizes = interned("sizes"), local = interned("_local_tensor"),
              relative_path = interned("relative_path"), length = interned("length"),
              transform_descriptors = interned("transform_descriptors");
 };
@@ -58,11 +59,13 @@ class SaveRows {
   explicit SaveRows(const py::dict& classes)
       : tensor_(classes["Tensor"]),
         parameter_(classes["Parameter"]),
+        dtensor_(classes["DTensor"]),
         strided_(classes["strided"]),
         byte_io_(classes["BYTE_IO"]),
         row_class_(classes["WriteRow"]),
         result_class_(classes["WriteResult"]),
-        info_class_(classes["StorageInfo"]) {
+        info_class_(classes["StorageInfo"]),
+        hooks_(classes["hooks"].cast<py::tuple>()) {
     if (PyType_Check(row_class_.ptr()) == 0 ||
         PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(row_class_.ptr()), &PyTuple_Type) == 0) {
       throw py::type_error("WriteRow is no class of tuples");
@@ -108,6 +111,30 @@ class SaveRows {
     return py::make_tuple(rows, owners, others);
   }
 
+  // Numbers of the items that are not of what a state has: no such name, or a tensor of other sizes
+  // or another dtype. Of a DTensor its part is looked at; what is neither is not looked at.
+  py::list strangers(const py::object& items, const py::dict& state) const {
+    const py::object all = fast_sequence(items);
+    py::list found;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(all.ptr()); ++i) {
+      const py::handle item = PySequence_Fast_GET_ITEM(all.ptr(), i);
+      auto value = py::reinterpret_borrow<py::object>(
+          find(state, get_attr(get_attr(item, names_.index), names_.fqn)));
+      const py::object about = get_attr(item, names_.tensor_data);
+      const bool is_bytes = about.is_none();
+      if (value && !is_bytes) {
+        auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(value.ptr()));
+        if (type == dtensor_.ptr()) {
+          value = get_attr(value, names_.local);
+        } else if (type != tensor_.ptr() && type != parameter_.ptr()) {
+          continue;
+        }
+      }
+      if (!value || (!is_bytes && !is_as_planned(value, about))) found.append(i);
+    }
+    return found;
+  }
+
   py::list results(const py::object& items, const py::object& paths, const py::list& offsets,
                    const py::list& lengths, const py::object& descriptors) const {
     const py::object all = fast_sequence(items);
@@ -136,10 +163,17 @@ class SaveRows {
   }
 
  private:
+  bool is_as_planned(const py::object& tensor, const py::object& about) const {
+    const py::object dtype = get_attr(get_attr(about, names_.properties), names_.dtype);
+    return get_attr(tensor, names_.dtype).is(dtype) &&
+           get_attr(tensor, names_.shape)
+               .equal(get_attr(get_attr(about, names_.chunk), names_.sizes));
+  }
+
   // Whether an address says all of a tensor's values.
   bool is_plain(const py::object& tensor, const py::object& is_host) const {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
-    return (type == tensor_.ptr() || type == parameter_.ptr()) &&
+    return (type == tensor_.ptr() || type == parameter_.ptr()) && !has_own(tensor, hooks_) &&
            is_true(checked(PyObject_CallOneArg(is_host.ptr(), tensor.ptr()))) &&
            !is_true(get_attr(tensor, names_.is_nested)) &&
            get_attr(tensor, names_.layout).is(strided_) &&
@@ -189,8 +223,10 @@ class SaveRows {
   }
 
   Names names_;
-  py::object tensor_, parameter_, strided_, byte_io_, row_class_, result_class_, info_class_;
+  py::object tensor_, parameter_, dtensor_, strided_, byte_io_, row_class_, result_class_,
+      info_class_;
   py::tuple no_arguments_;
+  py::tuple hooks_;  // names of attributes by which a tensor says itself what it is
 };
 
 }  // namespace
@@ -202,6 +238,8 @@ void bind_save_rows(py::module_& module) {
            py::arg("state"), py::arg("paths"), py::arg("types"), py::arg("add_type"),
            py::arg("is_host"),
            "(rows, tensors of the rows, numbers of the tensor items without a row).")
+      .def("strangers", &SaveRows::strangers, py::arg("items"), py::arg("state"),
+           "Numbers of the items whose name, sizes or dtype are not those of the state's values.")
       .def("results", &SaveRows::results, py::arg("items"), py::arg("paths"), py::arg("offsets"),
            py::arg("lengths"), py::arg("descriptors"), "DCP's WriteResult of each item.");
 }
