@@ -43,9 +43,20 @@ def _end() -> None:
         gc.enable()
 
 
-def _make_old() -> None:
-    """Takes what there is for old, without a look at it; what others froze stays frozen."""
-    if gc.get_freeze_count() == 0:
+def _made() -> int:
+    """Returns a count that grows by each object that is made, and falls by each that goes."""
+    return gc.get_count()[0]
+
+
+def _make_old(before: int) -> None:
+    """Takes what there is for old, without a look at it, where much was made since `before` of
+    `_made`; what others froze stays frozen. REQUIRES: a pause is on.
+
+    Garbage that others made just before gets old as well, and waits for a full collection. Where
+    the collector was off already, the program collects when it likes, maybe the young alone (as
+    `gc.collect(1)` does), and that garbage, device tensors included, would wait for ever.
+    """
+    if _was_enabled and _made() - before >= _MANY_ITEMS and gc.get_freeze_count() == 0:
         gc.freeze()
         gc.unfreeze()
 
@@ -56,9 +67,9 @@ def paused_gc_of_many() -> Iterator[None]:
     would walk all of them, 0.3 us each, and free none. They are old when the block ends.
     """
     with paused_gc():
+        before = _made()
         yield
-        if gc.get_count()[0] >= _MANY_ITEMS:
-            _make_old()
+        _make_old(before)
 
 
 @contextmanager
@@ -92,6 +103,7 @@ class PlanningPause:
     def __init__(self) -> None:
         self._timer: threading.Timer | None = None  # while a pause is on
         self._plan: weakref.ref[object] | None = None
+        self._before = 0  # of `_made`
         self._epoch = 0
 
     def begin(self, items: int) -> None:
@@ -133,6 +145,7 @@ class PlanningPause:
             if before is None or self._epoch != _epoch:
                 self._epoch = _epoch
                 _begin()
+                self._before = _made()
         if before is not None:
             before.cancel()
 
@@ -143,8 +156,9 @@ class PlanningPause:
         the items of 20,000 tensors go with their plan, a quarter of a global plan of 256,000.
         Freezing and thawing makes them old without a look at any; what others froze stays frozen.
         """
-        if self._timer is not None:
-            _make_old()
+        with _lock:
+            if self._timer is not None and self._epoch == _epoch:
+                _make_old(self._before)
         self.end()
 
     def end(self) -> None:
