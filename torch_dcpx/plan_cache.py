@@ -7,10 +7,12 @@ its own, or of planning that failed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 __all__ = ["Agreement", "KnownPlan", "PlanCache", "Planning", "values_digest"]
 
 MAX_PLANS = 4
-MAX_ITEMS = 1_000_000  # of all plans and metadata: about 1 KiB each
+MAX_ITEMS = 1_000_000  # of all plans, and chunks of their metadata: about 1 KiB each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,12 @@ class Agreement:
     plan: SavePlan
     compared: tuple[str, ...]
     metadata: Metadata | None
+
+    @cached_property
+    def weight(self) -> int:
+        """Items of the piece, and chunks of the metadata; what has no chunks counts as one."""
+        entries = self.metadata.state_dict_metadata.values() if self.metadata is not None else ()
+        return len(self.plan.items) + sum(len(getattr(one, "chunks", ())) or 1 for one in entries)
 
 
 @dataclasses.dataclass
@@ -58,9 +66,8 @@ class KnownPlan:
 
     @property
     def weight(self) -> int:
-        """Items, and entries of the metadata."""
-        metadata = self.agreement and self.agreement.metadata
-        return len(self.items) + (len(metadata.state_dict_metadata) if metadata else 0)
+        """Items, and what the agreement weighs."""
+        return len(self.items) + (self.agreement.weight if self.agreement is not None else 0)
 
 
 class PlanCache:
@@ -71,9 +78,10 @@ class PlanCache:
 
     def get(self, fingerprint: bytes) -> KnownPlan | None:
         """Returns the plan of a state with this fingerprint."""
-        known = self._known.pop(fingerprint, None)
+        known = self._known.get(fingerprint)
         if known is not None:
-            self._known[fingerprint] = known  # the last to go
+            with contextlib.suppress(KeyError):  # another thread has dropped it since
+                self._known.move_to_end(fingerprint)
         return known
 
     def keep(self, fingerprint: bytes, known: KnownPlan) -> None:
@@ -90,6 +98,10 @@ class PlanCache:
             left -= known.weight
             if number and (number >= MAX_PLANS or left < 0):
                 self._known.pop(fingerprint, None)
+
+    def clear(self) -> None:
+        """Drops all plans."""
+        self._known.clear()
 
     def __len__(self) -> int:
         return len(self._known)

@@ -23,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from torch_dcpx import plan_cache
 from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.plan_classes import MAKER
@@ -30,7 +31,7 @@ from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.writer import DcpxWriter
 
-__all__ = ["Answer", "Offer", "PlanRound", "default_save_planner"]
+__all__ = ["Answer", "Offer", "PlanRound", "default_save_planner", "forget_default_plans"]
 
 
 class Offer(NamedTuple):
@@ -147,9 +148,11 @@ class PlanRound:
         if answer.plan is None:
             self._check_piece(plan)
         elif answer.agreement and known is not None:
-            metadata = None if self.metadata is None else self._handed(self.metadata)
-            known.agreement = Agreement(answer.agreement, piece, answer.compared, metadata)
-            self._planning.plans.trim()
+            agreement = Agreement(answer.agreement, piece, answer.compared, self.metadata)
+            if len(known.items) + agreement.weight <= plan_cache.MAX_ITEMS:
+                metadata = None if self.metadata is None else self._handed(self.metadata)
+                known.agreement = dataclasses.replace(agreement, metadata=metadata)
+                self._planning.plans.trim()
         return plan
 
     def _agreement(self) -> Agreement:
@@ -236,3 +239,8 @@ def default_save_planner() -> DcpxSavePlanner:
     planner.dcpx_planning.plans = _DEFAULT_PLANS
     planner._told = _DEFAULT._told
     return planner
+
+
+def forget_default_plans() -> None:
+    """Drops the plans of all such planners."""
+    _DEFAULT_PLANS.clear()

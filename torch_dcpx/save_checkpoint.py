@@ -34,7 +34,7 @@ from torch_dcpx.errors import (
 from torch_dcpx.exchange import exchange_for
 from torch_dcpx.item_staging import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.plan_round import default_save_planner
+from torch_dcpx.plan_round import default_save_planner, forget_default_plans
 from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_planner import DcpxSavePlanner
 from torch_dcpx.save_report import SaveReport
@@ -195,7 +195,8 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
 
 
 def close() -> None:
-    """Waits for saves under way, as `wait`, and gives the memory they copied to back.
+    """Waits for saves under way, as `wait`, gives the memory they copied to back, and drops the
+    plans that were kept for saves without a planner of their own.
 
     Raises:
         DcpxError: what failed and nobody had asked for.
@@ -203,6 +204,7 @@ def close() -> None:
     try:
         pending_saves.wait()
     finally:
+        forget_default_plans()
         process_pool().close()
 
 

@@ -117,6 +117,9 @@ class DcpxSavePlanner(DefaultSavePlanner):
         self.dcpx_planning = Planning(enable_plan_caching)
         self._told: set[str] = set()  # conflicts that were logged
 
+    def __getstate__(self) -> dict[str, Any]:  # of copies, too, which have no plans
+        return {**vars(self), "dcpx_planning": Planning(self.dcpx_planning.is_enabled)}
+
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

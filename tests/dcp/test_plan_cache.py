@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from torch_dcpx import (
     DcpxWriter,
     StorageError,
     async_save,
+    close,
     plan_cache,
     save,
     save_planner,
 )
+from torch_dcpx.plan_round import default_save_planner
 
 __all__ = ["made", "no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
@@ -257,6 +260,42 @@ def test_plans_that_are_large_together_are_dropped_but_the_last(
     assert made == [4, 4]
 
 
+def test_kept_plan_weighs_its_items_and_its_agreements_items_and_chunks(tmp_path: Path) -> None:
+    planner = DcpxSavePlanner()
+    save(state_of(1), tmp_path, planner=planner)
+    (known,) = planner.dcpx_planning.plans._known.values()
+    assert known.weight == 3 + 3 + (2 + 1)  # local; piece; chunks, and the number
+    assert known.agreement is not None
+    metadata = known.agreement.metadata
+    assert metadata is not None
+    weight: Any = metadata.state_dict_metadata["model.weight"]
+    many = dataclasses.replace(weight, chunks=weight.chunks * 100)
+    entries = {**metadata.state_dict_metadata, "model.weight": many}
+    heavy = dataclasses.replace(metadata, state_dict_metadata=entries)
+    assert dataclasses.replace(known.agreement, metadata=heavy).weight == 3 + (101 + 1)
+
+
+def test_agreement_that_is_too_large_by_itself_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, made: list[int], tmp_path: Path
+) -> None:
+    for most, plans in ((9, [1, 1]), (8, [2, 3])):  # it weighs 9
+        monkeypatch.setattr(plan_cache, "MAX_ITEMS", most)
+        planner = DcpxSavePlanner()
+        for number in range(2):
+            save(state_of(1), tmp_path / f"{most} {number}", planner=planner)
+        assert made == plans
+        (known,) = planner.dcpx_planning.plans._known.values()
+        assert (known.agreement is None) == (most == 8)
+
+
+def test_close_drops_the_plans_of_saves_without_a_planner(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path)
+    plans = default_save_planner().dcpx_planning.plans
+    assert len(plans) > 0
+    close()
+    assert len(plans) == 0
+
+
 def test_kept_plans_hold_no_tensor(tmp_path: Path) -> None:
     planner = DcpxSavePlanner()
     save(state_of(1), tmp_path, planner=planner)
@@ -268,7 +307,9 @@ def test_copied_and_pickled_planners_have_no_plans_and_work(tmp_path: Path) -> N
     planner = DcpxSavePlanner(on_conflict="error")
     save(state_of(1), tmp_path / "0", planner=planner)
     del planner.state_dict
-    for number, other in enumerate((copy.deepcopy(planner), pickle.loads(pickle.dumps(planner)))):
+    copies = copy.copy(planner), copy.deepcopy(planner), pickle.loads(pickle.dumps(planner))
+    for number, other in enumerate(copies):
+        assert other.dcpx_planning is not planner.dcpx_planning
         assert len(other.dcpx_planning.plans) == 0
         assert other.on_conflict == "error"
         save(state_of(number), tmp_path / f"other{number}", planner=other)
