@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from torch_dcpx import device_memory
 from torch_dcpx.arena import ArenaPool
+from torch_dcpx.own_chunks import is_plain_tensor
 from torch_dcpx.split import planned_bytes
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import stage_guarded
@@ -28,7 +29,6 @@ from torch_dcpx.write_table import has_stock_hooks, is_kept_as_it_is, vetted
 
 __all__ = ["ItemsInWaves", "stage_items", "staged_bytes"]
 
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _ARENA_BYTES = 2 << 20  # the least of an arena
 _MAX_GROUP_BYTES = 32 << 20  # of small tensors that leave a device together
 _MAX_LOOKED_AT = 8192  # items, to find them
@@ -69,7 +69,7 @@ def stage_items(
         # Nearly all are like this: each question is asked once, and not those that whoever copies
         # them asks.
         elif (
-            type(value) in _PLAIN_CLASSES
+            is_plain_tensor(value)
             and item.tensor_data is not None
             and not any(index.offset or ())
             and not value.is_meta

@@ -39,6 +39,7 @@ from torch_dcpx.item_rows import (
     item_type,
     type_key,
 )
+from torch_dcpx.own_chunks import is_plain_tensor
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
@@ -95,7 +96,7 @@ def is_kept_as_it_is(value: object) -> bool:
 def looked_up(item: WriteItem, state: Mapping[str, Any]) -> torch.Tensor | None:
     """Returns what stock's `resolve_data` finds for a plain tensor, without its five calls."""
     data = state.get(item.index.fqn)
-    is_plain_whole = type(data) in _PLAIN_CLASSES and not any(item.index.offset or ())
+    is_plain_whole = is_plain_tensor(data) and not any(item.index.offset or ())
     return data if is_plain_whole else None
 
 
