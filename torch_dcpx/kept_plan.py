@@ -25,6 +25,29 @@ _HOOKS = ("create_local_plan", "create_global_plan", "finish_plan")
 _READER_HOOKS = ("prepare_local_plan", "prepare_global_plan")
 
 
+class _Away:
+    """In the place of items that have stayed on their rank: whoever looks at them is told so.
+
+    An empty list would plan nothing for the rank, and say so to nobody.
+    """
+
+    def _refuse(self, *_: Any) -> Any:
+        raise PlanError(
+            "the items of a load plan stay on their rank where its planner and reader have stock's "
+            "hooks, but a planner or a reader of another rank looks at them: give all ranks "
+            "planners and readers of the same classes"
+        )
+
+    __iter__ = __len__ = __bool__ = __getitem__ = __contains__ = __reversed__ = _refuse
+    __add__ = __radd__ = __eq__ = __ne__ = _refuse
+    __hash__ = None  # type: ignore[assignment]  # as of any list
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copies and pickles ask for
+            raise AttributeError(name)
+        return self._refuse()
+
+
 @dataclasses.dataclass
 class KeptPlan(LoadPlan):
     """A plan that leaves its items behind when it is pickled."""
@@ -33,7 +56,7 @@ class KeptPlan(LoadPlan):
     is_away: bool = False  # whether it has come out of a pickle
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(self), ([], self.storage_data, self.planner_data, self.token, True)
+        return type(self), (_Away(), self.storage_data, self.planner_data, self.token, True)
 
     def __copy__(self) -> KeptPlan:
         return dataclasses.replace(self)
