@@ -220,12 +220,12 @@ def _begin(
     """Begins a save with all ranks: whatever fails from here on they are told, or tell."""
     try:
         writer = _writer(storage_writer, checkpoint_id, options)
+        path = os.fspath(checkpoint_id or writer.path)
     except Exception:
         # This rank takes its number all the same, or its later saves would meet under others.
         with exchange_for(process_group, no_dist, WriteOptions.save_timeout_s):
             raise
     exchange = exchange_for(process_group, no_dist, writer.options.save_timeout_s)
-    path = checkpoint_id or writer.path
     return SaveRun(state_dict, path, writer, planner or default_save_planner(), exchange)
 
 

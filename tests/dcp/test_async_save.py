@@ -29,8 +29,10 @@ from torch_dcpx import (
     pending_saves,
     prewarm,
     save,
+    save_checkpoint,
 )
 from torch_dcpx.arena import process_pool
+from torch_dcpx.local_exchange import LocalExchange
 
 __all__ = ["no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
@@ -262,3 +264,22 @@ def test_subclass_with_the_signature_of_before_saves(tmp_path: Path) -> None:
 
     save(state_of(1), storage_writer=OldWriter(tmp_path))
     assert_saved(tmp_path, state_of(1))
+
+
+@pytest.mark.parametrize("begin", [save, async_save])
+def test_path_that_is_none_is_told_to_the_other_ranks(
+    begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    class Noting(LocalExchange):
+        def fail(self, error: BaseException) -> None:
+            told.append(type(error).__name__)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    monkeypatch.setattr(save_checkpoint, "exchange_for", lambda *_: Noting(60))
+    with pytest.raises(TypeError, match="float"):
+        begin({}, 1.5, storage_writer=DcpxWriter(tmp_path))
+    assert told == ["TypeError", "closed"]
