@@ -14,6 +14,7 @@ planning has succeeded there, as do the others for themselves.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from torch_dcpx import plan_cache
 from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.plan_classes import MAKER
+from torch_dcpx.plan_wire import WirePlan
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.writer import DcpxWriter
@@ -142,8 +144,10 @@ class PlanRound:
         if self._planning is None:
             plan: SavePlan = self._planner.finish_plan(piece)
             return plan
-        # The list is the caller's, the items are nobody's to change.
-        plan = self._planner.finish_plan(dataclasses.replace(piece, items=list(piece.items)))
+        # Ours change no item; what others see of a plan that is kept is theirs.
+        is_ours = type(self._planner) is DcpxSavePlanner and type(self._writer) is DcpxWriter
+        items = list(piece.items) if is_ours else _copied(piece.items)
+        plan = self._planner.finish_plan(dataclasses.replace(piece, items=items))
         known = self._known
         if answer.plan is None:
             self._check_piece(plan)
@@ -214,6 +218,12 @@ class PlanRound:
         return dataclasses.replace(
             metadata, state_dict_metadata=own, planner_data=dict(paths) if paths else paths
         )
+
+
+def _copied(items: Sequence[Any]) -> list[Any]:
+    """Returns items that share nothing that can be changed with these."""
+    copied: list[Any] = pickle.loads(pickle.dumps(WirePlan(list(items)))).items  # noqa: S301  (our own)
+    return copied
 
 
 # Hooks of a writer that see a plan before it is final.

@@ -208,6 +208,26 @@ class _SpoilingWriter(DcpxWriter):
         spoil(metadata)
 
 
+def test_items_that_a_writer_spoils_spoil_no_later_save(tmp_path: Path, made: list[int]) -> None:
+    class SpoilsItems(DcpxWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            written = super().write_data(plan, planner)
+            for item in plan.items:
+                if item.tensor_data is not None:
+                    item.tensor_data.chunk.sizes = torch.Size([1])
+                    item.tensor_data.properties.dtype = torch.bool
+            return written
+
+    for number in range(3):
+        save(state_of(number), storage_writer=SpoilsItems(tmp_path / str(number)))
+        assert_saved(tmp_path / str(number), state_of(number))
+    assert made == [1, 1]
+    save(state_of(1, rows=9), storage_writer=DcpxWriter(tmp_path / "new"))
+    save(state_of(2), storage_writer=DcpxWriter(tmp_path / "plain"))
+    assert_saved(tmp_path / "plain", state_of(2))
+    assert made == [2, 2]
+
+
 @pytest.mark.parametrize("has_own_planner", [False, True])
 def test_metadata_that_a_writer_spoils_spoils_no_later_save(
     tmp_path: Path, made: list[int], has_own_planner: bool
