@@ -82,6 +82,20 @@ def encode_small(**changes: Any) -> bytes:
     return encode_metadata(dataclasses.replace(small(), **changes), small_files(), "our save id")
 
 
+def many(tensors: int, chunks: int) -> bytes:
+    """The encoded metadata of tensors [chunks, 2] of one row a chunk."""
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    for t in range(tensors):
+        offsets = [torch.Size([c, 0]) for c in range(chunks)]
+        own = [ChunkStorageMetadata(offset, torch.Size([1, 2])) for offset in offsets]
+        entries[f"t{t}"] = TensorStorageMetadata(TensorProperties(), torch.Size([chunks, 2]), own)
+        for c, offset in enumerate(offsets):
+            storage[MetadataIndex(f"t{t}", offset, c)] = _StorageInfo("__0_0.distcp", t * 99, c)
+    paths = {name: (name,) for name in entries}
+    return encode_metadata(Metadata(entries, paths, storage), [], "id")
+
+
 # ---- Forged files: their checksums are right ---------------------------------------------------
 
 

@@ -15,6 +15,7 @@ it: from then on it is as any dict, and `columns` is None.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -36,27 +37,32 @@ __all__ = [
 
 
 class _Filled(dict[Any, Any]):
-    """A dict whose values are made on demand. Not thread-safe."""
+    """A dict whose values are made on demand. Threads may read it at once, as any dict."""
 
-    __slots__ = ("columns",)
+    __slots__ = ("_lock", "columns")
     columns: Any  # what the values are made of; None once all are there
+    _lock: threading.RLock  # a signal handler may look while its thread fills
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """A dict as any other: `dataclasses.asdict` makes one so of the class of one."""
         super().__init__(*args, **kwargs)
         self.columns = None
+        self._lock = threading.RLock()
 
     def _fill(self) -> None:
-        """Makes all that is not there."""
+        """Makes all that is not there. What is interrupted anywhere is done again the next time."""
         if self.columns is None:
             return
-        with paused_gc():
-            made = self._all()
-        super().clear()
-        super().update(made)
-        self.columns = None
+        with self._lock:
+            if self.columns is None:  # another thread was faster
+                return
+            with paused_gc():
+                made = self._all()
+            super().update(made)
+            self.columns = None
 
     def _all(self) -> dict[Any, Any]:
+        """Returns all of it. REQUIRES: _lock, and columns."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -75,6 +81,9 @@ def _filling(name: str) -> Any:
 
     def filled(self: _Filled, *args: Any, **kwargs: Any) -> Any:
         self._fill()
+        for other in args:  # whose table a method of dict may read as it is
+            if isinstance(other, _Filled):
+                other._fill()
         return method(self, *args, **kwargs)
 
     filled.__name__ = name
@@ -131,30 +140,38 @@ class StoredEntries(_Filled):
 
     def __getitem__(self, name: Any) -> Any:
         entry = dict.__getitem__(self, name)
-        return entry if type(entry) is not int else self._made(name, entry)
+        return entry if type(entry) is not int else self._made(name)
 
     def get(self, name: Any, default: Any = None) -> Any:
         # Not by dict.get: a default may be an int too.
         return self[name] if name in self else default  # noqa: SIM401
 
+    def _stored(self, name: Any) -> tuple[Any, Any]:
+        """Returns the value of a name, None where there is none, and the columns, None where the
+        value is the entry, not its number.
+        """
+        with self._lock:
+            entry = dict.get(self, name)
+            return entry, self.columns if type(entry) is int else None
+
     def outline(self, name: Any) -> Any:
         """The entry, without its chunks where it was not asked for yet; None: no such name."""
-        entry = dict.get(self, name)
-        if type(entry) is not int or self.columns is None:
-            return entry
-        return self.columns.entry(entry, has_chunks=False)
+        entry, columns = self._stored(name)
+        return entry if columns is None else columns.entry(entry, has_chunks=False)
 
     def chunks(self, name: Any) -> Any:
         """The chunks of a tensor; its number in `columns` where it was not asked for yet."""
-        entry = dict.__getitem__(self, name)
-        return entry if type(entry) is int and self.columns is not None else self[name].chunks
+        entry, columns = self._stored(name)
+        return entry if columns is not None else self[name].chunks
 
-    def _made(self, name: Any, number: int) -> Any:
-        if self.columns is None:
-            return number
-        entry = self.columns.entry(number)
-        dict.__setitem__(self, name, entry)
-        return entry
+    def _made(self, name: Any) -> Any:
+        with self._lock:  # all threads get one object
+            entry, columns = dict.__getitem__(self, name), self.columns
+            if type(entry) is not int or columns is None:
+                return entry
+            entry = columns.entry(entry)
+            dict.__setitem__(self, name, entry)
+            return entry
 
     def _all(self) -> dict[Any, Any]:
         raw = dict.copy(self)
@@ -176,7 +193,8 @@ class StoredPlaces(_Filled):
         return self
 
     def __len__(self) -> int:
-        return dict.__len__(self) if self.columns is None else self.columns.item_count
+        columns = self.columns
+        return dict.__len__(self) if columns is None else columns.item_count
 
     def __contains__(self, index: object) -> bool:
         missing = object()
@@ -191,7 +209,8 @@ class StoredPlaces(_Filled):
 
     def get(self, index: Any, default: Any = None) -> Any:
         if self.columns is not None:
-            place = self.columns.place(index)
+            with self._lock:  # not while all are made: there is one object for an index
+                place = NotImplemented if self.columns is None else self.columns.place(index)
             if place is None:
                 return default
             if place is not NotImplemented:
@@ -201,10 +220,12 @@ class StoredPlaces(_Filled):
 
     def find(self, indices: list[Any]) -> list[Any]:
         """The places of many items; None for each that is not stored."""
-        if self.columns is not None:
-            places: list[Any] | None = self.columns.places(indices)
-            if places is not None:
-                return places
+        places: list[Any] | None = None
+        with self._lock:
+            if self.columns is not None:
+                places = self.columns.places(indices)
+        if places is not None:
+            return places
         return list(map(self.get, indices))
 
     def _all(self) -> dict[Any, Any]:

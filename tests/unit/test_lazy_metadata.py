@@ -14,14 +14,21 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from metadata_samples import I64, PATH, canonical, encode_small, files, forge, metadatas, small
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from metadata_samples import (
+    I64,
+    PATH,
+    canonical,
+    encode_small,
+    files,
+    forge,
+    many,
+    metadatas,
+    small,
+)
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 
 from torch_dcpx import metadata as metadata_module
@@ -44,20 +51,6 @@ def eagerly(data: bytes) -> Metadata:
         found = decode_metadata(data, PATH).metadata
     assert type(found.state_dict_metadata) is type(found.storage_data) is dict
     return found
-
-
-def many(tensors: int, chunks: int) -> bytes:
-    """The encoded metadata of tensors [chunks, 2] of one row a chunk."""
-    entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, Any] = {}
-    for t in range(tensors):
-        offsets = [torch.Size([c, 0]) for c in range(chunks)]
-        own = [ChunkStorageMetadata(offset, torch.Size([1, 2])) for offset in offsets]
-        entries[f"t{t}"] = TensorStorageMetadata(TensorProperties(), torch.Size([chunks, 2]), own)
-        for c, offset in enumerate(offsets):
-            storage[MetadataIndex(f"t{t}", offset, c)] = _StorageInfo("__0_0.distcp", t * 99, c)
-    paths = {name: (name,) for name in entries}
-    return encode_metadata(Metadata(entries, paths, storage), [], "id")
 
 
 # ---- The same as an eager decoding ---------------------------------------------------------------
