@@ -168,7 +168,7 @@ def decode_metadata(
             whole = content.whole()
             metadata = _load_pickle(whole, path, safe_globals, trusted)
             return CheckpointMetadata(metadata, _digest([whole]), None)
-        pickle_bytes, columns = _check_tail(content, path)
+        pickle_bytes, pickle_crc, columns = _check_tail(content, path)
         strings = columns.strings()
         entries: dict[str, Any]
         storage: dict[MetadataIndex, Any]
@@ -183,6 +183,8 @@ def decode_metadata(
             planner = open_planner(columns, strings)
         elif where == "pickle":
             stock = bytes(content.part(0, pickle_bytes))
+            # The file may be another one by now: these bytes are decoded, these are checked.
+            _check_crc(_C.crc32(stock), pickle_crc, 0, pickle_bytes, "pickle", path)
             planner = _load_pickle(stock, path, safe_globals, trusted).planner_data
         elif where != "none":
             raise columns.error(f"planner_data is said to be in {where!r}")
@@ -205,7 +207,7 @@ def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
     content = _Content.of(data)
     with paused_gc():
         if _has_tail(content):
-            _, columns = _check_tail(content, path)
+            columns = _check_tail(content, path)[-1]
             return set(decode_files(columns, columns.strings()))
         storage_data = _load_pickle(content.whole(), path, (), False).storage_data
         if not isinstance(storage_data, dict):
@@ -222,7 +224,7 @@ def decode_save_id(data: bytes | SmallFile, path: str) -> str | None:
     content = _Content.of(data)
     if not _has_tail(content):
         return None
-    _, columns = _check_tail(content, path)
+    columns = _check_tail(content, path)[-1]
     return optional_str(columns, columns.header, "save_id")
 
 
@@ -293,8 +295,10 @@ def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: b
     return metadata
 
 
-def _check_tail(content: _Content, path: str) -> tuple[int, ColumnReader]:
-    """Checks sizes and checksums of the whole file; returns the pickle's size and the columns."""
+def _check_tail(content: _Content, path: str) -> tuple[int, int, ColumnReader]:
+    """Checks sizes and checksums of the whole file; returns the pickle's size and CRC-32, and the
+    columns.
+    """
     tail_at = content.nbytes - _TAIL.size
     tail = content.part(tail_at, _TAIL.size)
     _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, _, tail_crc = (
@@ -314,6 +318,14 @@ def _check_tail(content: _Content, path: str) -> tuple[int, ColumnReader]:
             offset=tail_at,
             nbytes=_TAIL.size,
         )
+    if header_bytes % 8 or header_bytes > body_bytes:
+        raise CorruptionError(
+            f"read {path!r}: a header of {header_bytes} B in {body_bytes} B of columns is no "
+            "multiple of 8, or too long",
+            path=path,
+            offset=tail_at,
+            nbytes=_TAIL.size,
+        )
     crc = 0
     for piece in content.pieces(pickle_bytes):
         crc = _C.crc32(piece, crc)
@@ -322,7 +334,8 @@ def _check_tail(content: _Content, path: str) -> tuple[int, ColumnReader]:
     _check_crc(_C.crc32(body), body_crc, pickle_bytes, body_bytes, "columns", path)
     if type(body) is not bytes and pickle_bytes % 8:  # numbers begin at multiples of 8
         body = bytes(body)
-    return pickle_bytes, ColumnReader(memoryview(body), header_bytes, path, pickle_bytes)
+    columns = ColumnReader(memoryview(body), header_bytes, path, pickle_bytes)
+    return pickle_bytes, pickle_crc, columns
 
 
 def _check_crc(found: int, expected: int, offset: int, nbytes: int, what: str, path: str) -> None:

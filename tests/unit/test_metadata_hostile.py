@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import struct
 import zlib
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from hypothesis import given
 from metadata_samples import I64, PATH, TAIL, canonical, encode_small, forge, seal, small
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_dcpx.directory import Directory, SmallFile
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 
@@ -230,3 +232,62 @@ def test_changed_body_under_right_checksums_is_corruption_or_metadata(draw: st.D
         assert error.path == PATH  # noqa: PT017  either outcome is right
     else:
         assert isinstance(found.metadata, Metadata)
+
+
+@pytest.mark.parametrize("shift", [1, 4, 7])
+def test_header_that_ends_off_the_8_byte_border_is_corruption(shift: int) -> None:
+    def change(_: dict[str, Any], columns: dict[str, Any]) -> None:
+        """Puts a column of numbers first: all others begin on a border, wherever it begins."""
+        rest = dict(columns)
+        columns.clear()
+        columns["tensor_ndim"] = rest.pop("tensor_ndim")
+        columns.update(rest)
+
+    data = forge(change)
+    _, _, _, pickle_bytes, body_bytes, header_bytes, *_ = TAIL.unpack(data[-64:])
+    body = data[pickle_bytes : pickle_bytes + body_bytes]
+    end = header_bytes + 2 * 8  # of the numbers of two tensors
+    body = body[:header_bytes] + b" " * shift + body[header_bytes:end] + b"\0" * (8 - shift)
+    body += data[pickle_bytes + end : pickle_bytes + body_bytes]
+    with pytest.raises(CorruptionError, match="multiple of 8") as caught:
+        decode_metadata(seal(data, body, header_bytes + shift), PATH)
+    assert caught.value.path == PATH
+
+
+@pytest.mark.parametrize("header_bytes", [1 << 20, (1 << 64) - 8])
+def test_header_beyond_its_body_is_corruption(header_bytes: int) -> None:
+    data = encode_small()
+    _, _, _, pickle_bytes, body_bytes, *_ = TAIL.unpack(data[-64:])
+    body = data[pickle_bytes : pickle_bytes + body_bytes]
+    with pytest.raises(CorruptionError, match="too long") as caught:
+        decode_metadata(seal(data, body, header_bytes), PATH)
+    assert caught.value.path == PATH
+
+
+def test_pickle_that_changes_between_its_check_and_its_decoding_is_corruption(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = encode_small(planner_data=[{"not": "flatten's"}])
+    (tmp_path / ".metadata").write_bytes(data)
+    end = TAIL.unpack(data[-64:])[3]
+    at = data.index(b"flatten's")
+    part = SmallFile.part
+    reads = []
+
+    def changing(self: SmallFile, offset: int, nbytes: int) -> bytes:
+        """The bytes of the file; from the second time on that the pickle is read, of another."""
+        found = part(self, offset, nbytes)
+        if offset == 0:
+            reads.append(nbytes)
+        if offset != 0 or len(reads) < 2:
+            return found
+        return found[:at] + b"FLATTEN'S" + found[at + 9 :]
+
+    monkeypatch.setattr(SmallFile, "part", changing)
+    with (
+        Directory(tmp_path) as opened,
+        opened.open_small(".metadata") as file,
+        pytest.raises(CorruptionError, match="of pickle at offset 0"),
+    ):
+        decode_metadata(file, PATH)
+    assert reads == [end, end]
