@@ -164,6 +164,11 @@ class StoredEntries(_Filled):
         entry, columns = self._stored(name)
         return entry if columns is not None else self[name].chunks
 
+    def chunk(self, name: Any, at: int) -> Any:
+        """One chunk of a tensor; where the tensor was not asked for yet, no other is made."""
+        entry, columns = self._stored(name)
+        return entry.chunks[at] if columns is None else columns.chunk(entry, at)
+
     def _made(self, name: Any) -> Any:
         with self._lock:  # all threads get one object
             entry, columns = dict.__getitem__(self, name), self.columns

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import torch
@@ -103,8 +103,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             rows = self._rows()
             items, offences = MAKER.read_items(rows, fallback, IS_SWEPT, columns)
         if offences:
-            first = min(offences, key=itemgetter(0))
-            raise _error(self._with_chunks(rows[first[0]]), *first[1:])
+            first = offences[0]
+            raise _error(rows[first[0]], stored, *first[1:])
         if not uneven:
             self._covered = (self.state_dict, tuple(items))
         self._kept = None
@@ -225,9 +225,17 @@ def _box(offsets: Iterable[int], sizes: Iterable[int]) -> str:
 
 
 def _error(
-    row: _Row, wanted: int, offence: str, box: int, other: int, point: Sequence[int]
+    row: _Row,
+    entries: Any,
+    wanted: int,
+    offence: str,
+    box: int,
+    other: int,
+    point: Sequence[int],
 ) -> CorruptionError:
-    """Returns what is wrong with the chunks that a tensor is stored in."""
+    """Returns what is wrong with the chunks that a tensor is stored in, of which no more are made
+    than it names.
+    """
     fqn, chunks, stored, size = row
     if offence == "numbers":
         what = "its sizes" if box < 0 else f"the offsets and sizes of its chunk {box}"
@@ -242,7 +250,8 @@ def _error(
         at = [begin + place for begin, place in zip(offsets, point, strict=True)]
         message = f"no chunk of the checkpoint holds element {at} of {where}"
     elif offence == "overlap":
-        both = " and ".join(_box(stored[i].offsets, stored[i].sizes) for i in (box, other))
+        named = [entries.chunk(fqn, i) if type(stored) is int else stored[i] for i in (box, other)]
+        both = " and ".join(_box(one.offsets, one.sizes) for one in named)
         message = f"chunks {both} of the checkpoint hold the same elements of {where}"
     else:
         message = f"the metadata gives {where} sizes that no tensor has"

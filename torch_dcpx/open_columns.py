@@ -7,6 +7,7 @@ with no memory that the file's own size does not bound.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -107,6 +108,7 @@ def open_columns(columns: ColumnReader, strings: list[str]) -> tuple[StoredEntri
     high = len(descriptors) - 2
     views["storage_descriptors"] = columns.i64_view("storage_descriptors", count, low=-1, high=high)
     values["StorageInfo"] = _StorageInfo
+    values["hash_key"] = os.urandom(16)
     values["has_strides"] = _compat.HAS_STRIDES
     stored = _C.StoredColumns(MAKER, strings, views, values)
     if stored.has_twins:

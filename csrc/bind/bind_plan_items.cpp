@@ -37,8 +37,10 @@ void bind_plan_items(py::module_& module) {
       .def_property_readonly("has_twins", &StoredColumns::has_twins)
       .def_property_readonly("item_count", &StoredColumns::item_count)
       .def_property_readonly("made_count", &StoredColumns::made_count)
+      .def_property_readonly("probe_count", &StoredColumns::probe_count)
       .def("entry", &StoredColumns::entry, py::arg("number"), py::arg("has_chunks") = true)
       .def("entries", &StoredColumns::entries, py::arg("numbers"))
+      .def("chunk", &StoredColumns::chunk, py::arg("number"), py::arg("at"))
       .def("place", &StoredColumns::place, py::arg("index"))
       .def("places", &StoredColumns::places, py::arg("indices"))
       .def("all_places", &StoredColumns::all_places);

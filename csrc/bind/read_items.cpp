@@ -19,6 +19,8 @@ namespace {
 namespace py = pybind11;
 using Numbers = std::vector<std::int64_t>;
 
+constexpr std::size_t kManyBoxes = 1024;  // from here on others get the GIL meanwhile
+
 // The chunks of one tensor on one side, as numbers.
 struct Side {
   Numbers offsets;
@@ -29,7 +31,7 @@ struct Side {
   void clear() { offsets.clear(), sizes.clear(), count = 0; }
 };
 
-// What is asked of `check_coverage`, and whose chunks they are.
+// What is asked of `check_coverage` about one tensor, and whose chunks they are.
 struct Doubts {
   struct Chunk {
     std::int64_t row;
@@ -39,6 +41,11 @@ struct Doubts {
   Numbers ndims, sizes, counts, offsets, lengths;
   std::vector<Chunk> chunks;
   Numbers stored;  // numbers of the stored chunks
+
+  void clear() {
+    for (Numbers* column : {&ndims, &sizes, &counts, &offsets, &lengths, &stored}) column->clear();
+    chunks.clear();
+  }
 };
 
 class ReadPlanner {
@@ -66,14 +73,25 @@ class ReadPlanner {
     }
   }
 
-  py::tuple result() {
+  bool has_offences() const { return !offences_.empty(); }
+  py::tuple result() const { return py::make_tuple(items_, offences_); }
+
+ private:
+  std::vector<plan::CoverageError> coverage_errors() const {
+    return plan::check_coverage({doubts_.ndims.data(), doubts_.sizes.data(), doubts_.counts.data(),
+                                 doubts_.offsets.data(), doubts_.lengths.data(),
+                                 doubts_.ndims.size(), doubts_.sizes.size(),
+                                 doubts_.offsets.size()});
+  }
+
+  void settle_doubts() {
+    if (doubts_.ndims.empty()) return;
     std::vector<plan::CoverageError> errors;
-    {
-      const py::gil_scoped_release no_gil;  // a metadata file can make this long
-      errors = plan::check_coverage({doubts_.ndims.data(), doubts_.sizes.data(),
-                                     doubts_.counts.data(), doubts_.offsets.data(),
-                                     doubts_.lengths.data(), doubts_.ndims.size(),
-                                     doubts_.sizes.size(), doubts_.offsets.size()});
+    if (doubts_.stored.size() < kManyBoxes) {
+      errors = coverage_errors();
+    } else {  // a metadata file can make this long
+      const py::gil_scoped_release no_gil;
+      errors = coverage_errors();
     }
     for (const plan::CoverageError& error : errors) {
       const Doubts::Chunk& chunk = doubts_.chunks[static_cast<std::size_t>(error.tensor)];
@@ -85,10 +103,8 @@ class ReadPlanner {
       offences_.append(py::make_tuple(chunk.row, chunk.wanted, name_of(error.offence),
                                       stored(error.box), stored(error.other), point));
     }
-    return py::make_tuple(items_, offences_);
   }
 
- private:
   void extend(const py::handle& items) {
     if (PyList_Check(items.ptr()) == 0) throw py::type_error("a list of items is wanted");
     for (const py::handle& item : items) items_.append(item);
@@ -188,9 +204,14 @@ class ReadPlanner {
       std::int64_t* region = regions_.data() + 3 * ndim_ * i;
       plan::overlap_region(ndim_, wanted_.boxes(), boxes_, overlaps_[i], region, region + ndim_,
                            region + 2 * ndim_);
-      add_item(fqn, wanted, stored, overlaps_[i], region);
     }
     note_doubts(number);
+    settle_doubts();
+    // Not before: a file of a byte a chunk can have all its chunks meet in one wanted element.
+    if (has_offences()) return;
+    for (std::size_t i = 0; i < overlaps_.size(); ++i) {
+      add_item(fqn, wanted, stored, overlaps_[i], regions_.data() + 3 * ndim_ * i);
+    }
   }
 
   py::object region_size(const std::int64_t* values) {
@@ -230,6 +251,7 @@ class ReadPlanner {
   // Wanted chunks that one overlap does not obviously fill. What a chunk asks for beyond the
   // tensor's end is padding, which is nobody's to store.
   void note_doubts(std::int64_t number) {
+    doubts_.clear();
     // Overlaps of one wanted chunk lie together, wherever its group is.
     firsts_.assign(wanted_.count, 0);
     lasts_.assign(wanted_.count, 0);
@@ -291,7 +313,10 @@ py::tuple make_read_items(ItemMaker& maker, const py::list& rows, const py::func
   ReadPlanner planner(maker, fallback,
                       is_swept ? plan::OverlapOrder::kSwept : plan::OverlapOrder::kNested, columns);
   std::int64_t number = 0;
-  for (const py::handle& row : rows) planner.add_row(number++, row);
+  for (const py::handle& row : rows) {
+    planner.add_row(number++, row);
+    if (planner.has_offences()) break;  // whoever asks refuses the first
+  }
   return planner.result();
 }
 

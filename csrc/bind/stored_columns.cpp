@@ -1,6 +1,8 @@
 #include "bind/stored_columns.h"
 
 #include <algorithm>
+#include <cstring>
+#include <string_view>
 
 #include "common/error.h"
 
@@ -9,13 +11,12 @@ namespace {
 
 namespace py = pybind11;
 
-// Mixes one number into a hash. What a name hashes to is Python's secret, so no file can choose
-// names and offsets that meet.
-std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
-  hash ^= value + 0x9e3779b97f4a7c15U;
-  hash = (hash ^ (hash >> 33)) * 0xff51afd7ed558ccdU;
-  hash = (hash ^ (hash >> 33)) * 0xc4ceb9fe1a85ec53U;
-  return hash ^ (hash >> 33);
+SipHash::Key hash_key(const py::bytes& secret) {
+  const auto bytes = secret.cast<std::string_view>();
+  SipHash::Key key;
+  DCPX_CHECK(bytes.size() == sizeof(key), "a hash's key has 16 bytes");
+  std::memcpy(key.data(), bytes.data(), sizeof(key));
+  return key;
 }
 
 // Adds to the length of a column what one row of it takes.
@@ -38,6 +39,7 @@ StoredColumns::StoredColumns(ItemMaker& maker, const py::list& strings, const py
       descriptors_(values["descriptors"]),
       info_class_(values["StorageInfo"]),
       has_strides_(values["has_strides"].cast<bool>()),
+      hash_key_(hash_key(values["hash_key"])),
       relative_path_(interned("relative_path")),
       offset_(interned("offset")),
       length_(interned("length")),
@@ -60,20 +62,22 @@ const std::uint8_t* StoredColumns::bytes(const py::dict& columns, const char* na
   return reinterpret_cast<const std::uint8_t*>(begin);
 }
 
-NumberColumn StoredColumns::numbers(const py::dict& columns, const char* name, std::size_t count) {
+NumberColumn StoredColumns::numbers(const py::dict& columns, const char* name) {
   std::size_t nbytes = 0;
   const std::uint8_t* begin = bytes(columns, name, &nbytes);
   DCPX_CHECK(nbytes == 0 || reinterpret_cast<std::uintptr_t>(begin) % sizeof(std::int64_t) == 0,
              "a column of numbers begins at a multiple of 8");
-  const NumberColumn found{reinterpret_cast<const std::int64_t*>(begin),
-                           nbytes / sizeof(std::int64_t)};
-  DCPX_CHECK(count == SIZE_MAX || found.count == count, "a column of metadata has another length");
+  return {reinterpret_cast<const std::int64_t*>(begin), nbytes / sizeof(std::int64_t)};
+}
+
+NumberColumn StoredColumns::numbers(const py::dict& columns, const char* name, std::size_t count) {
+  const NumberColumn found = numbers(columns, name);
+  DCPX_CHECK(found.count == count, "a column of metadata has another length");
   return found;
 }
 
-NumberColumn StoredColumns::string_numbers(const py::dict& columns, const char* name,
-                                           std::size_t count) {
-  const NumberColumn found = numbers(columns, name, count);
+NumberColumn StoredColumns::string_numbers(const py::dict& columns, const char* name) {
+  const NumberColumn found = numbers(columns, name);
   const auto end = static_cast<std::int64_t>(strings_.size());
   DCPX_CHECK(std::all_of(found.values, found.values + found.count,
                          [&](std::int64_t number) { return number >= 0 && number < end; }),
@@ -119,7 +123,7 @@ void StoredColumns::take_entries(const py::dict& columns) {
 }
 
 void StoredColumns::take_items(const py::dict& columns) {
-  storage_fqn_ = string_numbers(columns, "storage_fqn", SIZE_MAX);
+  storage_fqn_ = string_numbers(columns, "storage_fqn");
   const std::size_t items = storage_fqn_.count;
   DCPX_CHECK(items < kNoRow, "metadata of 2^32 items");
   storage_ndim_ = numbers(columns, "storage_ndim", items);
@@ -131,7 +135,8 @@ void StoredColumns::take_items(const py::dict& columns) {
   }
   storage_offsets_ = numbers(columns, "storage_offsets", end);
   hints_ = numbers(columns, "storage_hint", items);
-  paths_ = string_numbers(columns, "storage_path", items);
+  paths_ = string_numbers(columns, "storage_path");
+  DCPX_CHECK(paths_.count == items, "a column of metadata has another length");
   file_offsets_ = numbers(columns, "storage_offset", items);
   lengths_ = numbers(columns, "storage_bytes", items);
   descriptor_numbers_ = numbers(columns, "storage_descriptors", items);
@@ -146,14 +151,24 @@ StoredColumns::Key StoredColumns::key_of(std::size_t row) const {
           storage_offsets_.values + offset_begins_[row]};
 }
 
-std::uint64_t StoredColumns::hash_of(const Key& key) {
-  // Exact strings only: their hash is known or cannot fail.
-  std::uint64_t hash =
-      mix(static_cast<std::uint64_t>(PyObject_Hash(key.fqn)), static_cast<std::uint64_t>(key.ndim));
+// Not Python's hash of it: that of "" is 0, and of all others known by PYTHONHASHSEED.
+std::uint64_t StoredColumns::hash_of(PyObject* name) const {
+#if PY_VERSION_HEX < 0x030C0000
+  if (PyUnicode_READY(name) != 0) throw py::error_already_set();
+#endif
+  const auto kind = static_cast<std::size_t>(PyUnicode_KIND(name));  // equal of equal strings
+  const auto* data = static_cast<const std::byte*>(PyUnicode_DATA(name));
+  const auto count = static_cast<std::size_t>(PyUnicode_GET_LENGTH(name));
+  return SipHash::of(hash_key_, data, count * kind) ^ kind;
+}
+
+std::uint64_t StoredColumns::hash_of(std::uint64_t name_hash, const Key& key) const {
+  SipHash hash(hash_key_);
+  hash.add(name_hash);
   for (std::int64_t d = 0; d < key.ndim; ++d) {
-    hash = mix(hash, static_cast<std::uint64_t>(key.offsets[d]));
+    hash.add(static_cast<std::uint64_t>(key.offsets[d]));
   }
-  return hash;
+  return hash.finish() ^ (key.ndim < 0 ? 1 : 0);
 }
 
 bool StoredColumns::is_same(const Key& a, const Key& b) const {
@@ -166,9 +181,12 @@ void StoredColumns::index_items() {
   std::size_t slots = 16;
   while (slots < 2 * storage_fqn_.count) slots *= 2;
   slots_.resize(slots);
+  std::vector<std::uint64_t> names;
+  names.reserve(strings_.size());
+  for (const py::handle& name : strings_) names.push_back(hash_of(name.ptr()));
   for (std::size_t row = 0; row < storage_fqn_.count; ++row) {
     const Key key = key_of(row);
-    const std::uint64_t hash = hash_of(key);
+    const std::uint64_t hash = hash_of(names[static_cast<std::size_t>(storage_fqn_[row])], key);
     const auto tag = static_cast<std::uint32_t>(hash >> 32);
     std::size_t at = hash & (slots - 1);
     for (; slots_[at].row != kNoRow; at = (at + 1) & (slots - 1)) {
@@ -176,13 +194,14 @@ void StoredColumns::index_items() {
         has_twins_ = true;
         return;
       }
+      ++probe_count_;
     }
     slots_[at] = {static_cast<std::uint32_t>(row), tag};
   }
 }
 
 std::int64_t StoredColumns::row_of(const Key& key) const {
-  const std::uint64_t hash = hash_of(key);
+  const std::uint64_t hash = hash_of(hash_of(key.fqn), key);
   const auto tag = static_cast<std::uint32_t>(hash >> 32);
   const std::size_t mask = slots_.size() - 1;
   for (std::size_t at = hash & mask; slots_[at].row != kNoRow; at = (at + 1) & mask) {
@@ -239,6 +258,18 @@ py::object StoredColumns::properties_of(std::size_t tensor) {
                                   (flags_[tensor] & 2) != 0, strides);
 }
 
+py::object StoredColumns::chunk_of(const StoredTensor& stored, std::size_t at) {
+  ++made_count_;
+  return maker_.chunk(maker_.size_of(stored.chunks.offsets + at * stored.ndim, stored.ndim),
+                      maker_.size_of(stored.chunks.sizes + at * stored.ndim, stored.ndim));
+}
+
+py::object StoredColumns::chunk(std::int64_t number, std::size_t at) {
+  const StoredTensor stored = tensor(number);
+  DCPX_CHECK(at < stored.chunks.count, "a stored chunk's number is wanted");
+  return chunk_of(stored, at);
+}
+
 py::object StoredColumns::entry(std::int64_t number, bool has_chunks) {
   DCPX_CHECK(number >= 0 && static_cast<std::size_t>(number) < tensor_of_.size(),
              "an entry's number is wanted");
@@ -247,9 +278,7 @@ py::object StoredColumns::entry(std::int64_t number, bool has_chunks) {
   const StoredTensor stored = tensor(number);
   py::list chunks;
   for (std::size_t i = 0; has_chunks && i < stored.chunks.count; ++i) {
-    ++made_count_;
-    chunks.append(maker_.chunk(maker_.size_of(stored.chunks.offsets + i * stored.ndim, stored.ndim),
-                               maker_.size_of(stored.chunks.sizes + i * stored.ndim, stored.ndim)));
+    chunks.append(chunk_of(stored, i));
   }
   return maker_.tensor_entry(properties_of(static_cast<std::size_t>(at)),
                              maker_.size_of(stored.sizes, stored.ndim), chunks);

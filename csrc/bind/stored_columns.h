@@ -12,6 +12,7 @@
 
 #include "bind/bind.h"
 #include "bind/plan_items.h"
+#include "common/siphash.h"
 #include "plan/overlap.h"
 
 namespace dcpx {
@@ -36,7 +37,8 @@ class StoredColumns {
  public:
   // `strings`: those that columns of string numbers name. `columns`: buffers by name, int64 at a
   // multiple of 8. `values`: "dtype" and "layout" by string number, lists "memory_formats" and
-  // "descriptors" (None last), class "StorageInfo", "has_strides" of torch.
+  // "descriptors" (None last), class "StorageInfo", "has_strides" of torch, "hash_key": 16 bytes
+  // that no file can know.
   // Throws Error where lengths or numbers contradict each other: nothing is read outside of a
   // column, whatever a file says.
   StoredColumns(ItemMaker& maker, const pybind11::list& strings, const pybind11::dict& columns,
@@ -47,12 +49,16 @@ class StoredColumns {
   std::size_t entry_count() const { return tensor_of_.size(); }
   std::size_t item_count() const { return storage_fqn_.count; }
   std::int64_t made_count() const { return made_count_; }
+  // Slots of the index that were taken when an item looked for one.
+  std::int64_t probe_count() const { return probe_count_; }
 
   // What the columns say of entry `number`, a tensor. Throws Error for any other number.
   StoredTensor tensor(std::int64_t number) const;
   // The entry; without its chunks where `has_chunks` is false.
   pybind11::object entry(std::int64_t number, bool has_chunks);
   pybind11::list entries(const pybind11::list& numbers);
+  // One chunk of a tensor. Throws Error where there is none.
+  pybind11::object chunk(std::int64_t number, std::size_t at);
   // The place of an item, None where it is not stored; NotImplemented where only Python can
   // compare the index (another class than DCP's, or fields of another type).
   pybind11::object place(const pybind11::handle& index);
@@ -74,19 +80,22 @@ class StoredColumns {
   static constexpr std::uint32_t kNoRow = UINT32_MAX;
   static constexpr std::int64_t kUnlike = -2;  // an index that is none of ours to compare
 
+  NumberColumn numbers(const pybind11::dict& columns, const char* name);  // of any length
   NumberColumn numbers(const pybind11::dict& columns, const char* name, std::size_t count);
-  NumberColumn string_numbers(const pybind11::dict& columns, const char* name, std::size_t count);
+  NumberColumn string_numbers(const pybind11::dict& columns, const char* name);
   const std::uint8_t* bytes(const pybind11::dict& columns, const char* name, std::size_t* count);
   void take_entries(const pybind11::dict& columns);
   void take_items(const pybind11::dict& columns);
   void index_items();
   Key key_of(std::size_t row) const;
-  static std::uint64_t hash_of(const Key& key);
+  std::uint64_t hash_of(PyObject* name) const;
+  std::uint64_t hash_of(std::uint64_t name_hash, const Key& key) const;
   bool is_same(const Key& a, const Key& b) const;
   std::int64_t row_of(const Key& key) const;           // -1: none
   std::int64_t row_of(const pybind11::handle& index);  // or kUnlike
   pybind11::object place_of(std::size_t row);
   pybind11::object new_place(std::size_t row);
+  pybind11::object chunk_of(const StoredTensor& stored, std::size_t at);
   pybind11::object properties_of(std::size_t tensor);
   PyObject* text(std::int64_t number) const {
     return PyList_GET_ITEM(strings_.ptr(), static_cast<Py_ssize_t>(number));
@@ -99,6 +108,7 @@ class StoredColumns {
   pybind11::list memory_formats_, descriptors_;
   pybind11::object info_class_;
   bool has_strides_;  // of torch's TensorProperties
+  SipHash::Key hash_key_;
   pybind11::object relative_path_, offset_, length_, transform_descriptors_;
 
   struct Begins {
@@ -120,6 +130,7 @@ class StoredColumns {
   std::unordered_map<std::size_t, pybind11::object> places_;  // handed out, by item
   std::vector<std::int64_t> wanted_offset_;                   // of the index at hand
   std::int64_t made_count_ = 0;                               // chunks and places, for tests
+  std::int64_t probe_count_ = 0;                              // for tests
   bool has_twins_ = false;
 };
 

@@ -142,7 +142,13 @@ def test_items_are_stocks_in_stocks_order(drawn: Tensor) -> None:
     ndim, wanted, stored = drawn
     entry = TensorStorageMetadata(TensorProperties(), torch.Size([99] * ndim), chunks(stored))
     stock = create_read_items_for_chunk_list("x", entry, chunks(wanted))
-    items, _ = MAKER.read_items([("x", chunks(wanted), entry.chunks, entry.size)], list, IS_SWEPT)
+    # Of a tensor without elements none can be missing or there twice, however its chunks lie.
+    row = ("x", chunks(wanted), entry.chunks, torch.Size([0] * ndim))
+    items, offences = MAKER.read_items([row], list, IS_SWEPT)
+    if ndim == 0 and offences:
+        assert (len(stored) == 1, items) == (False, [])
+        return
+    assert not offences
     assert items == stock
     for ours, theirs in zip(items, stock, strict=True):
         assert vars(ours).keys() == vars(theirs).keys()
