@@ -214,7 +214,7 @@ class PlanRound:
     def _handed(self, metadata: Metadata) -> Metadata:
         """Returns the metadata for somebody else: whatever they do to it, it is theirs."""
         entries, paths = metadata.state_dict_metadata, metadata.planner_data
-        own = dict(entries) if self._is_private else MAKER.copied_entries(entries)
+        own = dict(entries) if self._is_private else MAKER.copied_entries(dict(entries))
         return dataclasses.replace(
             metadata, state_dict_metadata=own, planner_data=dict(paths) if paths else paths
         )

@@ -6,7 +6,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch_dcpx import lazy_metadata
 from torch_dcpx.lazy_metadata import StoredEntries
 from torch_dcpx.metadata import decode_metadata
+from torch_dcpx.plan_round import PlanRound
 
 FIELDS = ("state_dict_metadata", "storage_data", "planner_data")
 
@@ -65,6 +66,14 @@ def test_metadata_that_was_read_twice_is_equal() -> None:
     assert one == other
     other.storage_data[MetadataIndex("t1", [2, 0])].offset += 1
     assert one != other
+
+
+def test_entries_kept_for_the_next_save_are_copies_of_all() -> None:
+    round_ = SimpleNamespace(_is_private=False)
+    found = decoded(encode_small())
+    kept = PlanRound._handed(round_, found)  # type: ignore[arg-type]
+    assert canonical(kept.state_dict_metadata) == canonical(found.state_dict_metadata)
+    assert kept.state_dict_metadata["step"] is not found.state_dict_metadata["step"]
 
 
 # ---- Interrupted ---------------------------------------------------------------------------------
