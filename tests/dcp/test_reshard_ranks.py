@@ -61,9 +61,9 @@ def test_each_shard_loads_as_its_part_of_the_whole(
 
 
 @pytest.mark.slow
-@settings(max_examples=3000)
+@settings(max_examples=1000)
 @given(worlds(), sides)
-def test_each_shard_loads_as_its_part_of_the_whole_thousands_of_times(
+def test_each_shard_loads_as_its_part_of_the_whole_a_thousand_times(
     world: tuple[int, int, list[Case]], side: tuple[str, str, str, str]
 ) -> None:
     with tempfile.TemporaryDirectory() as path:
