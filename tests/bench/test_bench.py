@@ -23,7 +23,7 @@ from harness import Side, run_rounds
 from meters import CountingThread, Reading, extra_peak_bytes, relative_rate
 from ratios import speed_ratio
 from save_setup import SIDES, is_metered, sides_of
-from save_sides import RawSide, dcp_side, safetensors_side
+from save_sides import RawSide, dcp_side, dcpx_side, safetensors_side
 from summary import SAVE_TARGETS, summarize
 from tables import as_markdown, put_on_page, time_text
 
@@ -94,6 +94,8 @@ def test_save_on_two_ranks_adds_to_what_one_rank_measured(tmp_path: Path) -> Non
 def made_side(name: str, state: dict[str, Any], folder: Path) -> Side:
     if name == "raw":
         return RawSide(state, folder).side()
+    if name == "dcpx":
+        return dcpx_side(state)
     return safetensors_side(state) if name == "safetensors" else dcp_side(name, state)
 
 
@@ -295,7 +297,7 @@ def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
 ) -> None:
     monkeypatch.setattr(save_setup, "HAS_SAFETENSORS", False)
     assert "safetensors" not in sides_of(CASES["64kib"])
-    assert sides_of(CASES["64kib"]) == ["ours", "stock", "stock2", "raw", "dcp_alone"]
+    assert sides_of(CASES["64kib"]) == ["ours", "dcpx", "stock", "stock2", "raw", "dcp_alone"]
     assert "safetensors is not installed" in as_markdown(report_of([], has_safetensors=False))
 
 

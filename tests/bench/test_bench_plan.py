@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import plan
@@ -34,9 +35,16 @@ def test_side_that_would_take_too_long_is_left_out() -> None:
 
 
 def test_memory_of_a_step_is_its_own() -> None:
+    def resident(mib: int) -> mmap.mmap:
+        # Pages of its own: malloc may have some that are resident already.
+        memory = mmap.mmap(-1, mib * plan_meter.MIB)
+        for _ in range(mib):
+            memory.write(bytes(plan_meter.MIB))
+        return memory
+
     def measure() -> Any:
-        kept = bytearray(64 * plan_meter.MIB)
-        first, _ = plan_meter.timed(lambda: bytearray(32 * plan_meter.MIB))
+        kept = resident(64)
+        first, _ = plan_meter.timed(lambda: resident(32))
         second, _ = plan_meter.timed(lambda: None)
         return first, second, len(kept)
 
