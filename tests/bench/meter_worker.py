@@ -25,6 +25,7 @@ from meters import CountingThread, Reading, extra_peak_bytes, relative_rate, res
 from raw_limit import WriteConfig, build_program, write_raw
 from save_sides import WRITERS, save, save_safetensors
 
+import torch_dcpx
 from torch_dcpx import DcpxWriter, WriteOptions
 
 Save = Callable[[dict[str, Any], Path], None]
@@ -48,7 +49,13 @@ def saver(side: str) -> Save:
             write_raw(program, path / "raw", payload_bytes(state), ONE_THREAD)
 
         return write
+    if side == "dcpx":
+        return save_by_us
     return lambda state, path: save(state, WRITERS[side](path))
+
+
+def save_by_us(state: dict[str, Any], path: Path) -> None:
+    torch_dcpx.save({"model": state}, path, no_dist=True)
 
 
 def save_with_one_worker(state: dict[str, Any], path: Path) -> None:

@@ -21,7 +21,7 @@ NOT_EVERYWHERE = {
     "dcp_alone": ("64kib", "4kib", "scalars"),
 }
 METERED = {  # sides whose memory and counting thread are measured, by size
-    "full": ("ours", "stock", "stock2", "safetensors", "dcp_alone", "raw"),
+    "full": ("ours", "dcpx", "stock", "stock2", "safetensors", "dcp_alone", "raw"),
     "quick": ("ours", "stock"),
     "smoke": ("ours",),
 }
