@@ -105,7 +105,9 @@ def fsync_path(path: Path) -> None:
 def make_directory(path: Path, *, is_durable: bool) -> bool:
     """Makes `path` and its parents; durable, each with its parent's entry, before it returns.
 
-    Several ranks may do this at once: whoever made a directory also syncs its parent.
+    Several ranks may do this at once: whoever made a directory also syncs its parent. The one that
+    is there already may have been made by a save that was killed before it did: so its own entry is
+    synced as well.
 
     Returns:
         Whether `path` itself was made here, and its entry is as durable as asked.
@@ -118,6 +120,9 @@ def make_directory(path: Path, *, is_durable: bool) -> bool:
         if candidate.is_dir():
             break
         missing.append(candidate)
+    if missing and is_durable:
+        with Directory(missing[-1].parent) as there:
+            there.sync_parent()
     is_made = False
     for directory in reversed(missing):
         is_made = False
@@ -302,6 +307,8 @@ class Directory:
     def sync_parent(self) -> None:
         """Makes the directory's own entry durable, where its parent may be read.
 
+        Nothing is done for the root of a mount: it has no entry that could be lost.
+
         Raises:
             StorageError: the fsync failed.
         """
@@ -313,7 +320,8 @@ class Directory:
             )
             return
         try:
-            _fsync_entries(fd, self.path.parent)
+            if os.fstat(fd).st_dev == os.fstat(self.fd).st_dev:
+                _fsync_entries(fd, self.path.parent)
         except OSError as error:
             raise storage_error("fsync directory", self.path.parent, error) from error
         finally:

@@ -32,6 +32,10 @@ static atomic_long left = -1;  // calls until it is due; negative: not armed
 static atomic_long seen;       // calls since arming
 static int action, argument, kinds, is_lasting;
 static char names[MOST][24];
+static char targets[MOST][120];  // what the calls were on, from the tree on
+static __thread char touched[2 * PATH_MAX];  // what is_watched_*() has just found
+static atomic_long left_to_drop;  // besides the action: calls until the one that is left out
+static int dropped_kinds;
 
 void shim_watch(const char* path) {
   tree_length = strlen(path);
@@ -44,14 +48,19 @@ void shim_arm(long nth, int what, int value, int which, int lasting) {
   left = nth;
 }
 void shim_disarm(void) { left = -1, is_lasting = 0; }
+// Besides what shim_arm() has in mind: the `nth` call of `which` kinds is left out.
+void shim_drop(long nth, int which) { left_to_drop = nth, dropped_kinds = which; }
 long shim_seen(void) { return seen; }
 const char* shim_name(long n) { return n < MOST ? names[n] : ""; }
+const char* shim_target(long n) { return n < MOST ? targets[n] : ""; }
 
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
 static int is_within(const char* path) {
-  return tree_length && strncmp(path, tree, tree_length) == 0 &&
-         (path[tree_length] == 0 || path[tree_length] == '/');
+  const int is = tree_length && strncmp(path, tree, tree_length) == 0 &&
+                 (path[tree_length] == 0 || path[tree_length] == '/');
+  if (is) snprintf(touched, sizeof touched, "%s", path + tree_length);
+  return is;
 }
 static int is_watched_fd(int fd) {
   char link[40], path[PATH_MAX];
@@ -64,9 +73,13 @@ static int is_watched_fd(int fd) {
 static int is_watched_at(int dir, const char* path) {
   if (!path) return is_watched_fd(dir);
   if (path[0] == '/') return is_within(path);
-  if (dir != AT_FDCWD) return is_watched_fd(dir);
   char here[PATH_MAX];
-  return getcwd(here, sizeof here) && is_within(here);
+  const int is = dir != AT_FDCWD ? is_watched_fd(dir) : getcwd(here, sizeof here) && is_within(here);
+  if (is) {
+    const size_t end = strlen(touched);
+    snprintf(touched + end, sizeof touched - end, "/%s", path);
+  }
+  return is;
 }
 
 // Returns what to do with this call; ends the process or the power by itself.
@@ -74,9 +87,13 @@ static int verdict(const char* name, int kind, int is_watched) {
   if (left < 0 && !(is_lasting && seen)) return COUNT;
   if (!(kind & kinds) || !is_watched) return COUNT;
   const long n = atomic_fetch_add(&seen, 1);
-  if (n < MOST) snprintf(names[n], sizeof names[n], "%s", name);
+  if (n < MOST) {
+    snprintf(names[n], sizeof names[n], "%s", name);
+    snprintf(targets[n], sizeof targets[n], "%.*s", (int)sizeof targets[n] - 1, touched);
+  }
   const long due = atomic_fetch_sub(&left, 1);
-  if (due > 0 || (due < 0 && !is_lasting)) return COUNT;
+  const int is_left_out = (kind & dropped_kinds) && atomic_fetch_sub(&left_to_drop, 1) == 0;
+  if (due > 0 || (due < 0 && !is_lasting)) return is_left_out ? DROP : COUNT;
   if (action == KILL) kill(getpid(), SIGKILL);
   if (action == POWER) {  // FS_IOC_SHUTDOWN: 1 flushes the journal first, 2 does not
     const int fd = (int)syscall(SYS_openat, AT_FDCWD, tree, O_RDONLY | O_DIRECTORY, 0);

@@ -61,6 +61,7 @@ class Shim:
     def __init__(self, library: str | Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.shim_name.restype = ctypes.c_char_p
+        self._library.shim_target.restype = ctypes.c_char_p
 
     def watch(self, tree: str | Path) -> None:
         """Count calls on paths and descriptors beneath `tree` (absolute, without links) alone."""
@@ -85,7 +86,16 @@ class Shim:
     def disarm(self) -> None:
         self._library.shim_disarm()
 
+    def drop(self, nth: int, kinds: Kind) -> None:
+        """Besides what `arm` has in mind, leave out the `nth` call (from 0) of `kinds`."""
+        self._library.shim_drop(ctypes.c_long(nth), kinds)
+
     def names(self) -> list[str]:
         """The calls since `arm`, in order."""
         seen = self._library.shim_seen()
         return [self._library.shim_name(ctypes.c_long(n)).decode() for n in range(seen)]
+
+    def calls(self) -> list[tuple[str, str]]:
+        """The calls since `arm`: name, and the path that it was on, from the tree on."""
+        target = self._library.shim_target
+        return [(name, target(ctypes.c_long(n)).decode()) for n, name in enumerate(self.names())]

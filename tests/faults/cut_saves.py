@@ -1,0 +1,123 @@
+"""The saves whose calls are cut and recorded, and the mutants that must turn a test red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from saves import data_files, save, save_rank_local
+
+import torch_dcpx
+from torch_dcpx import WriteOptions, arena, directory, write_files
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "small": torch.randn(100, generator=g),
+        "large": torch.randn(200_000, generator=g),
+        "strided": torch.randn(60, 50, generator=g).t(),
+        "step": seed,
+    }
+
+
+NEVER = 1_000_000  # calls that no save makes
+OLD, NEW, NEXT = (state_of(seed) for seed in range(3))
+
+
+class Scenario(NamedTuple):
+    """A save, and what is there before it."""
+
+    prepare: Callable[[Path], None]  # on a disk that is then unmounted
+    save: Callable[[Path], None]
+    before: str = "old"  # what a cut may leave besides "new"; "none" of a first save
+    is_local: bool = False  # of one rank
+
+
+def nothing(path: Path) -> None:
+    pass
+
+
+def by_us(state: dict[str, Any], **options: Any) -> Callable[[Path], None]:
+    options = {"workers": 2, "slot_bytes": 256 << 10, **options}
+    return lambda path: save(state, path, options=WriteOptions(**options))
+
+
+def a_file_each(state: dict[str, Any]) -> Callable[[Path], None]:
+    return lambda path: save(state, path, single_file_per_rank=False)
+
+
+def by_stock(path: Path) -> None:
+    save(OLD, path, "stock")
+
+
+def rank_local(state: dict[str, Any]) -> Callable[[Path], None]:
+    return lambda path: save_rank_local(state, path, 0)
+
+
+def in_the_background(path: Path) -> None:
+    arena._pool = arena.ArenaPool()  # the parent's refuses a child
+    torch_dcpx.async_save(NEW, path).result()
+
+
+def into_a_directory_just_made(path: Path) -> None:
+    path.mkdir(parents=True)
+    by_us(NEW)(path)
+
+
+def killed_when_it_had_made_one(path: Path) -> None:
+    """What a first save leaves that was killed between a `mkdir` and the fsync behind it."""
+    path.parents[1].mkdir()
+
+
+def many_files_and_leftovers(path: Path) -> None:
+    """What the next save removes: each file of the old checkpoint, and those of one that failed."""
+    a_file_each(OLD)(path)
+    for name in ("__0_7.0123456789ab.distcp", "__1_0.distcp", ".metadata.0123456789ab.tmp"):
+        (path / name).write_bytes(bytes(10_000))
+
+
+SCENARIOS = {
+    "first": Scenario(nothing, by_us(NEW), "none"),
+    "first, buffered": Scenario(nothing, by_us(NEW, direct_io=False), "none"),
+    "first, into an empty directory": Scenario(nothing, into_a_directory_just_made, "none"),
+    "first, after one that was killed": Scenario(killed_when_it_had_made_one, by_us(NEW), "none"),
+    "first, rank-local": Scenario(nothing, rank_local(NEW), "none", True),
+    "first, in the background": Scenario(nothing, in_the_background, "none"),
+    "over ours": Scenario(by_us(OLD), by_us(NEW)),
+    "over ours, buffered": Scenario(by_us(OLD), by_us(NEW, direct_io=False)),
+    "over ours, a file each": Scenario(many_files_and_leftovers, a_file_each(NEW)),
+    "over stock's": Scenario(by_stock, by_us(NEW)),
+    "over ours, rank-local": Scenario(rank_local(OLD), rank_local(NEW), "old", True),
+    "rank-local replaced": Scenario(rank_local(OLD), by_us(NEW)),
+}
+
+
+# ---- What must turn a test red ------------------------------------------------------------------
+
+
+def unlink_first(where: Path) -> None:
+    """`.metadata` goes before the new one is renamed to it, as stock does."""
+    rename = directory.Directory.rename
+
+    def unlink_and_rename(self: directory.Directory, old: str, new: str) -> None:
+        self.unlink(new)
+        rename(self, old, new)
+
+    directory.Directory.rename = unlink_and_rename  # type: ignore[method-assign]
+
+
+def reuse_a_name(where: Path) -> None:
+    """The new file has the name of the old one, which is gone as if it were truncated."""
+    taken = data_files(where)[0]
+
+    def names(*args: Any, **kwargs: Any) -> tuple[str, ...]:
+        (where / taken).unlink()
+        return (taken,)
+
+    write_files.data_file_names = names
+
+
+MUTANTS = {"unlink first": unlink_first, "reuse a name": reuse_a_name}

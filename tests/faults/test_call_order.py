@@ -1,0 +1,131 @@
+"""The order of a save's calls, as docs/guarantees.md has it: every fsync is one that it needs.
+
+A power cut shows what one file system loses today. These rules say what any may lose: what was
+written and not fsynced, names in a directory that was not. The calls are recorded by the shim.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from call_shim import compiled, preloaded
+
+Calls = list[tuple[str, str]]  # name, and the path that it was on
+FILLS = ("open", "write", "pwrite", "fallocate", "ftruncate")  # and their 64-bit names
+
+DRIVER = """
+import json, logging, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+logging.disable(logging.CRITICAL)
+from call_shim import Action, Shim
+from cut_saves import NEVER, NEW, SCENARIOS, Scenario, by_us, nothing
+
+shim, found = Shim(sys.argv[1]), {}
+more = {"not durable": Scenario(nothing, by_us(NEW, durability="none"), "none")}
+for name, scenario in {**SCENARIOS, **more}.items():
+    tree = Path(sys.argv[2]) / str(len(found))
+    tree.mkdir()
+    ckpt = tree / "a" / "b" / "ckpt"
+    scenario.prepare(ckpt)
+    shim.watch(tree)
+    shim.arm(NEVER, Action.COUNT)
+    scenario.save(ckpt)
+    shim.disarm()
+    found[name] = shim.calls()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Calls]:
+    """Scenario (cut_saves.py) -> the changing calls of its save."""
+    folder = tmp_path_factory.mktemp("order").resolve()
+    library = compiled(folder)
+    result = subprocess.run(
+        [sys.executable, "-c", DRIVER, library, folder],
+        env={**preloaded(library), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    return {name: [(call, path) for call, path in calls] for name, calls in found.items()}
+
+
+def is_fsync(call: tuple[str, str]) -> bool:
+    return call[0] in ("fsync", "fdatasync")
+
+
+def parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def offences(calls: Calls, scenario: str) -> list[str]:
+    """Returns what in these calls a power cut could make a loss of."""
+    renames = [n for n, (call, _) in enumerate(calls) if call.startswith("rename")]
+    if len(renames) != 1:
+        return [f"{len(renames)} renames"]
+    commit, ckpt = renames[0], parent(calls[renames[0]][1])
+    found = []
+
+    def needs(path: str, after: int, before: int, why: str) -> None:
+        if not any(is_fsync(call) and call[1] == path for call in calls[after + 1 : before]):
+            found.append(f"no fsync of {path or '/'} in ({after}, {before}): {why}")
+
+    created = [
+        (n, path)
+        for n, (call, path) in enumerate(calls)
+        if call.startswith("open") and not path.endswith(".lock")
+    ]
+    for begin, path in created:
+        last = max(n for n, (call, on) in enumerate(calls) if on == path and call.startswith(FILLS))
+        needs(path, last, commit, "what was written, before metadata says that it is there")
+        if path.endswith(".distcp"):
+            needs(ckpt, begin, commit, f"the name {path}, before metadata names it")
+    if scenario.startswith(("first", "rank-local replaced")):  # no metadata of this name before
+        needs(parent(ckpt), -1, commit, "the directory of the checkpoint")
+    if scenario.startswith("first"):
+        made = dict.fromkeys(path for call, path in calls if call.startswith("mkdir"))
+        for path in made if "empty directory" not in scenario else ():  # there, made by the caller
+            needs(parent(path), calls.index(("mkdir", path)), commit, f"the directory {path}")
+    if "was killed" in scenario:  # before the fsync that this one has to make up for
+        needs("", -1, commit, "the directory that one made")
+    needs(ckpt, commit, len(calls), "the rename, before the save returns")
+    synced = next((n for n in range(commit, len(calls)) if calls[n] == ("fsync", ckpt)), len(calls))
+    for n, (call, path) in enumerate(calls):
+        if call.startswith(("unlink", "rmdir")) and n < synced:
+            found.append(f"{path} goes at {n}, the rename is durable at {synced}")
+    return found
+
+
+def test_save_fsyncs_what_a_power_cut_could_lose_before_it_matters(
+    recorded: dict[str, Calls],
+) -> None:
+    assert recorded.keys() >= {"first", "over ours", "over stock's", "over ours, rank-local"}
+    for scenario, calls in recorded.items():
+        if scenario != "not durable":
+            assert offences(calls, scenario) == [], (scenario, calls)
+
+
+def test_every_fsync_of_a_save_is_missed_when_it_is_left_out(recorded: dict[str, Calls]) -> None:
+    count = 0
+    for scenario, calls in recorded.items():
+        for n in [n for n, call in enumerate(calls) if is_fsync(call)]:
+            left_out = [*calls[:n], *calls[n + 1 :]]
+            assert offences(left_out, scenario), f"{scenario}: without {n}, {calls[n]}"
+            count += 1
+    print(f"{count} fsyncs of {len(recorded)} saves, each missed")
+
+
+def test_save_that_is_not_durable_offends(recorded: dict[str, Calls]) -> None:
+    assert len(offences(recorded["not durable"], "first")) >= 6
+
+
+def test_removal_before_the_commit_is_durable_offends(recorded: dict[str, Calls]) -> None:
+    calls = recorded["over ours"]
+    unlink = next(n for n, (call, _) in enumerate(calls) if call.startswith("unlink"))
+    earlier = [calls[unlink], *calls[:unlink], *calls[unlink + 1 :]]
+    assert len(offences(earlier, "over ours")) == 1
