@@ -43,6 +43,7 @@ __all__ = [
     "publish",
     "referenced_files",
     "refuse_beside_global",
+    "remove_leftovers",
     "remove_replaced",
     "remove_unpublished",
     "take_over_rank_local",
@@ -338,6 +339,20 @@ def remove_replaced(
     except StorageError as error:
         logger.warning("files of a replaced checkpoint stay: %s", str(error))
     return removed
+
+
+def remove_leftovers(directory: Directory, leftovers: Leftovers, is_durable: bool) -> None:
+    """Removes what saves that did not end well have left, before the next one writes.
+
+    Metadata says what is left over, and a killed save may have renamed it without an fsync: what
+    it replaced must not go before a power cut can no longer bring that back.
+
+    Raises:
+        StorageError: the fsync failed; nothing was removed.
+    """
+    if is_durable:
+        directory.sync()
+    remove_replaced(directory, set(), leftovers)
 
 
 def remove_unpublished(directory: Directory, name: str, own_files: Iterable[str]) -> None:

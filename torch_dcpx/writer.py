@@ -35,7 +35,7 @@ from torch_dcpx.commit import (
     check_present,
     commit,
     refuse_beside_global,
-    remove_replaced,
+    remove_leftovers,
     remove_unpublished,
     verify_results,
 )
@@ -324,7 +324,7 @@ class DcpxWriter(FileSystemWriter):
         """Makes room after a save that did not end well: this one may fail for want of it."""
         if self.__metadata_name() in directory.names():
             if self.__locks.found_leftovers:
-                remove_replaced(directory, set(), self.__locks.leftovers_of())
+                remove_leftovers(directory, self.__locks.leftovers_of(), self.__is_durable)
         elif self.__is_durable:
             directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from saves import data_files, save, save_rank_local
 
 import torch_dcpx
-from torch_dcpx import WriteOptions, arena, directory, write_files
+from torch_dcpx import _C, WriteOptions, arena, directory, lock, write_files
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -62,6 +63,13 @@ def in_the_background(path: Path) -> None:
     torch_dcpx.async_save(NEW, path).result()
 
 
+def through_the_page_cache_alone(path: Path) -> None:
+    """As where there is neither O_DIRECT nor sync_file_range: nothing is written back early."""
+    _C.arm_fault(0, errno.EOPNOTSUPP, "sync_file_range")
+    by_us(NEW, direct_io=False, workers=1, slot_bytes=1 << 20)(path)
+    _C.disarm_fault()
+
+
 def into_a_directory_just_made(path: Path) -> None:
     path.mkdir(parents=True)
     by_us(NEW)(path)
@@ -79,9 +87,20 @@ def many_files_and_leftovers(path: Path) -> None:
         (path / name).write_bytes(bytes(10_000))
 
 
+def killed_behind_its_rename(path: Path) -> None:
+    """What a save leaves that was killed before it could remove what it replaced."""
+    by_us(NEXT)(path)
+    replaced = data_files(path)[0]
+    (path / replaced).rename(path / "kept")
+    by_us(OLD)(path)
+    (path / "kept").rename(path / replaced)
+    (path / ".dcpx.lock").write_text(f"host=here pid=1 boot={lock._boot_id()}\n")
+
+
 SCENARIOS = {
     "first": Scenario(nothing, by_us(NEW), "none"),
     "first, buffered": Scenario(nothing, by_us(NEW, direct_io=False), "none"),
+    "first, page cache alone": Scenario(nothing, through_the_page_cache_alone, "none"),
     "first, into an empty directory": Scenario(nothing, into_a_directory_just_made, "none"),
     "first, after one that was killed": Scenario(killed_when_it_had_made_one, by_us(NEW), "none"),
     "first, rank-local": Scenario(nothing, rank_local(NEW), "none", True),
@@ -90,6 +109,7 @@ SCENARIOS = {
     "over ours, buffered": Scenario(by_us(OLD), by_us(NEW, direct_io=False)),
     "over ours, a file each": Scenario(many_files_and_leftovers, a_file_each(NEW)),
     "over stock's": Scenario(by_stock, by_us(NEW)),
+    "over ours, after one that was killed": Scenario(killed_behind_its_rename, by_us(NEW)),
     "over ours, rank-local": Scenario(rank_local(OLD), rank_local(NEW), "old", True),
     "rank-local replaced": Scenario(rank_local(OLD), by_us(NEW)),
 }
@@ -120,4 +140,5 @@ def reuse_a_name(where: Path) -> None:
     write_files.data_file_names = names
 
 
+# And those that leave out one fsync: "no fsync of", and of what (power_cuts.fsyncs_of).
 MUTANTS = {"unlink first": unlink_first, "reuse a name": reuse_a_name}
