@@ -66,6 +66,7 @@ test: build $(FAKE_CUDA)
 	$(PYTEST) --session-timeout=900 $(PYTEST_ARGS)
 
 test-all: build $(FAKE_CUDA) test-cpp
+	$(DISK_TOOLS)
 	DCPX_STRICT=1 $(PYTEST) --everything --session-timeout=2400 $(PYTEST_ARGS)
 
 bench: build $(S)/bench
@@ -93,6 +94,13 @@ define CHECK_TOOLS
 	@command -v c++ >/dev/null || { echo "$(NO_COMPILER)" >&2; exit 1; }
 	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
 		|| { echo "$(NO_HEADERS)" >&2; exit 1; }
+endef
+# Power cuts need disks of their own. Where it cannot be installed, the tests say what is missing.
+define DISK_TOOLS
+	@if [ "$$(id -u)" = 0 ] && ! command -v mkfs.xfs >/dev/null && command -v apt-get >/dev/null; then \
+		echo "== installing xfsprogs (once)"; \
+		apt-get install -qq -y xfsprogs || { apt-get update -qq && apt-get install -qq -y xfsprogs; } \
+		|| echo "xfsprogs could not be installed" >&2; fi
 endef
 define MAKE_VENV
 	@test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) || { rm -rf $(1); echo "$(NO_VENV)" >&2; exit 1; }

@@ -1,0 +1,280 @@
+"""Cuts the power of a small disk before the calls of a save, and looks at what is there then.
+
+A process of its own, behind the shim (call_shim.py) and in a mount namespace of its own, so that
+nothing stays mounted however it ends. For each point
+1. the image of a disk that was prepared is copied and mounted;
+2. a child saves, and at the n-th changing call the file system is shut down and the child killed.
+   Where no call is the n-th, it is cut right after the save returned;
+3. the disk is unmounted, and mounted again, which replays its journal;
+4. another child loads what is there, by our reader and by stock's, and saves twice more.
+This process itself opens nothing on the disk.
+
+    python power_cuts.py LIBRARY FOLDER FILE_SYSTEM SWEEPS
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from call_shim import Action, Kind, Shim
+from cut_saves import MUTANTS, NEVER, NEW, NEXT, OLD, SCENARIOS, by_us, rank_local
+from saves import READERS, load
+from states import assert_same
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_dcpx import directory, lock
+from torch_dcpx.commit import referenced_files
+from torch_dcpx.layout import is_metadata_name
+
+MIB = {"ext4": 32, "xfs": 300}  # the least that mkfs.xfs makes; the file is sparse
+MKFS = {"ext4": ["mkfs.ext4", "-q", "-m0"], "xfs": ["mkfs.xfs", "-q"]}
+LEFT_OUT = "no fsync of "
+FSYNCS = Kind.DIR_FSYNC | Kind.FILE_FSYNC
+
+
+# ---- The disk -----------------------------------------------------------------------------------
+
+
+class Disk:
+    """One file system in a file, made from copies of images that were prepared."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        """Makes an empty one in memory, for it has to be quick: what is cut is the loop device."""
+        self.images, self.where = folder / "images", folder / "disk"
+        self.images.mkdir()
+        self.where.mkdir()
+        run("mount", "-t", "tmpfs", "tmpfs", self.images)
+        made = self.images / "made"
+        with made.open("wb") as file:
+            file.truncate(MIB[kind] << 20)
+        run(*MKFS[kind], made)
+        self.copy(made, self.images / "empty")
+
+    @staticmethod
+    def copy(image: Path, to: Path) -> None:
+        run("cp", "--sparse=always", image, to)
+
+    def prepare(self, name: str, fill: Callable[[Path], None]) -> Path:
+        """Returns an image that `fill` has filled; made once."""
+        image = self.images / name.replace(" ", "-")
+        if not image.exists():
+            self.copy(self.images / "empty", image)
+            self.mount(image)
+            in_child(lambda: fill(self.where))
+            self.unmount()
+        return image
+
+    def mount(self, image: Path) -> None:
+        run("mount", "-o", "loop", image, self.where)
+
+    def unmount(self) -> None:
+        run("umount", self.where)
+
+
+def run(*command: str | Path) -> None:
+    plain = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    subprocess.run(command, check=True, timeout=60, env=plain)
+
+
+def in_child(act: Callable[[], Any]) -> tuple[int, Any]:
+    """Returns the exit status of a child that ran `act`, and what it returned or told; or None."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        status = 1
+        try:
+            told = act()
+            os.write(writing, json.dumps(told).encode())
+            status = 0
+        except BaseException:  # noqa: BLE001 - told by the status
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        text = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status not in (0, -signal.SIGKILL):
+        raise RuntimeError(f"a child ended with {status}")
+    return status, json.loads(text) if text else None
+
+
+# ---- One sweep ----------------------------------------------------------------------------------
+
+
+class Sweep:
+    """The cuts of one scenario, one mutant or none, one way of shutting down."""
+
+    def __init__(self, shim: Shim, disk: Disk, asked: dict[str, Any]) -> None:
+        self.shim, self.disk, self.mode = shim, disk, asked["mode"]
+        self.mutant: str | None = asked.get("mutant")
+        self.left_out: int | None = None  # which of the fsyncs
+        self.scenario = SCENARIOS[asked["scenario"]]
+        self.ckpt = disk.where / "a" / "b" / "ckpt"
+        self.image = disk.prepare(asked["scenario"], lambda _: self.scenario.prepare(self.ckpt))
+
+        self.calls = self._calls()
+        if self.mutant and self.mutant.startswith(LEFT_OUT):
+            kinds = fsyncs_of(self.calls)
+            self.left_out = kinds.index(self.mutant.removeprefix(LEFT_OUT))
+
+    def _calls(self) -> list[tuple[str, str]]:
+        """Returns what a save that is not cut calls, and on what."""
+        self._mount_copy()
+        found = in_child(lambda: (self._save(NEVER), self.shim.calls())[1])[1]
+        self.disk.unmount()
+        return [(name, path) for name, path in found]
+
+    def _mount_copy(self) -> None:
+        copy = self.disk.images / "now"
+        self.disk.copy(self.image, copy)
+        self.disk.mount(copy)
+
+    def _save(self, nth: int) -> None:
+        self.shim.watch(self.disk.where)
+        if self.left_out is not None:
+            self.shim.drop(self.left_out, FSYNCS)
+        elif self.mutant in MUTANTS:
+            MUTANTS[self.mutant](self.ckpt)
+        self.shim.arm(nth, Action.POWER, self.mode)
+        self.scenario.save(self.ckpt)
+
+    def _save_and_cut(self, nth: int) -> Any:
+        self._save(nth)
+        os.write(self.told, b"1")  # it has returned
+        self.shim.arm(0, Action.POWER, self.mode)
+        os.rmdir(self.disk.where / "none")
+
+    def cut(self, nth: int) -> tuple[bool, str]:
+        """Returns whether the save had returned before the cut, and what was found after it."""
+        self._mount_copy()
+        reading, self.told = os.pipe()
+        try:
+            status, _ = in_child(lambda: self._save_and_cut(nth))
+        finally:
+            os.close(self.told)
+            has_returned = os.read(reading, 1) == b"1"
+            os.close(reading)
+        assert status == -signal.SIGKILL, status
+        self.disk.unmount()
+        self.disk.mount(self.disk.images / "now")
+        found = in_child(lambda: found_in(self.ckpt, is_local=self.scenario.is_local))[1]
+        self.disk.unmount()
+        return has_returned, found
+
+    def is_bad(self, has_returned: bool, found: str) -> bool:
+        return found not in (("new",) if has_returned else (self.scenario.before, "new"))
+
+
+def fsyncs_of(calls: list[tuple[str, str]]) -> list[str]:
+    """Returns of what each fsync of a save is, in order."""
+    commit = next(n for n, (name, _) in enumerate(calls) if name.startswith("rename"))
+    ckpt = calls[commit][1].rpartition("/")[0]
+    kinds = []
+    for n, (name, path) in enumerate(calls):
+        if name != "fsync":
+            continue
+        if path == ckpt:
+            kinds.append("the new names" if n < commit else "the rename")
+        elif path.endswith((".distcp", ".tmp")):
+            kinds.append("a data file" if path.endswith(".distcp") else "the metadata")
+        else:
+            kinds.append(f"the parent {path or '/'}")
+    return kinds
+
+
+def found_in(ckpt: Path, *, is_local: bool) -> str:
+    """Returns "none", "old", "new", or what is wrong with what is there, or with the next saves."""
+    there = ""
+    try:
+        there = loaded_from(ckpt)
+        lock._boot_id = lambda: "the next one"
+        for state in (NEXT, OLD):  # what the cut left behind goes with the second one at the latest
+            (rank_local if is_local else by_us)(state)(ckpt)
+            assert_same(state, load(state, ckpt))
+        assert_no_leftovers(ckpt)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - what is wrong is told
+        return f"{there}, but the next save: {one_line(error)}" if there else one_line(error)
+    return there
+
+
+def loaded_from(ckpt: Path) -> str:
+    if not list(ckpt.glob("*.metadata")):
+        return "none"
+    steps = []
+    for reader in READERS:
+        loaded = load(OLD, ckpt, reader)
+        assert_same(OLD if loaded["step"] == 0 else NEW, loaded)
+        steps.append(loaded["step"])
+    assert steps[0] == steps[1], steps
+    return "old" if steps[0] == 0 else "new"
+
+
+def assert_no_leftovers(ckpt: Path) -> None:
+    """Asserts that there is metadata, what it names, and locks."""
+    with directory.Directory(ckpt) as opened:
+        names = {name for name in opened.names() if not name.endswith(".lock")}
+        metadata = {name for name in names if is_metadata_name(name)}
+        assert len(metadata) == 1, names
+        assert names - metadata == referenced_files(opened, *metadata), names
+
+
+def one_line(error: BaseException) -> str:
+    for failure in getattr(error, "failures", {}).values():
+        error = failure[0]
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+
+
+def sweep(shim: Shim, disk: Disk, asked: dict[str, Any]) -> dict[str, Any]:
+    """Returns the points of a sweep.
+
+    Args:
+        asked: scenario, mode (of FS_IOC_SHUTDOWN: 1 flushes the journal, 2 does not), mutant or
+            none, and of the points, which are the calls and the return: "first", "stride" and
+            "after" (a call's name, those before and at which are left out), or "end" alone.
+    """
+    cuts = Sweep(shim, disk, asked)
+    begin = next((n for n, call in enumerate(cuts.calls) if call[0] == asked.get("after")), -1) + 1
+    stride = asked.get("stride", 1)
+    numbers = range(begin + asked.get("first", 0), len(cuts.calls), stride)
+    points = []
+    for nth in [*(() if asked.get("end") else numbers), NEVER]:
+        has_returned, found = cuts.cut(nth)
+        at = "the end" if has_returned else " ".join(cuts.calls[nth])  # or near it: threads
+        points.append([nth, at, found, cuts.is_bad(has_returned, found)])
+    return {**asked, "points": points}
+
+
+def main() -> None:
+    library, folder, kind, text = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)  # a pool of threads would not survive the forks
+    warm = Path(folder) / "warm"
+    for number, scenario in enumerate(SCENARIOS.values()):  # imports what is imported late
+        ckpt = warm / str(number) / "a" / "b" / "ckpt"
+        ckpt.parents[2].mkdir(parents=True)
+        scenario.prepare(ckpt)
+        scenario.save(ckpt)
+        loaded_from(ckpt)
+    shutil.rmtree(warm)
+    shim, disk = Shim(library), Disk(Path(folder), kind)
+    for asked in json.loads(text):
+        print(json.dumps(sweep(shim, disk, asked)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
