@@ -10,15 +10,19 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
-from torch_dcpx.errors import CorruptionError, StorageError
+from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
+from torch_dcpx.system_calls import close_read, close_written, uninterrupted
 
-__all__ = ["Directory", "SmallFile", "make_directory"]
+__all__ = ["Directory", "SmallFile", "look_into", "make_directory"]
+
+_Asked = TypeVar("_Asked")
+_Found = TypeVar("_Found")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview  # of bytes
 
@@ -97,9 +101,19 @@ def fsync_path(path: Path) -> None:
         try:
             _fsync_entries(fd, path)
         finally:
-            os.close(fd)
+            close_read(fd, path)
     except OSError as error:
         raise storage_error("fsync directory", path, error) from error
+
+
+def _is_directory(path: Path) -> bool:
+    """Returns whether there is a directory. Raises: StorageError: nobody can say."""
+    try:
+        return stat.S_ISDIR(uninterrupted(os.stat, path).st_mode)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise storage_error("stat", path, error) from error
 
 
 def make_directory(path: Path, *, is_durable: bool) -> bool:
@@ -117,7 +131,7 @@ def make_directory(path: Path, *, is_durable: bool) -> bool:
     """
     missing = []
     for candidate in (path, *path.parents):
-        if candidate.is_dir():
+        if _is_directory(candidate):
             break
         missing.append(candidate)
     if missing and is_durable:
@@ -127,16 +141,30 @@ def make_directory(path: Path, *, is_durable: bool) -> bool:
     for directory in reversed(missing):
         is_made = False
         try:
-            directory.mkdir()
+            uninterrupted(directory.mkdir)
             is_made = True
         except FileExistsError as error:
-            if not directory.is_dir():
+            if not _is_directory(directory):
                 raise storage_error("mkdir", directory, error) from error
         except OSError as error:
             raise storage_error("mkdir", directory, error) from error
         if is_durable:
             fsync_path(directory.parent)
     return is_made
+
+
+def look_into(path: Path, look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
+    """Returns `look(asked)`, stock's code that looks into a directory and knows no typed errors.
+
+    Raises:
+        StorageError: it cannot be looked into.
+    """
+    try:
+        return uninterrupted(look, asked)
+    except OSError as error:
+        if isinstance(error, DcpxError):
+            raise
+        raise storage_error("look into", path, error, is_read=True) from error
 
 
 def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -168,7 +196,9 @@ class SmallFile:
             try:
                 pieces.append(os.pread(self._fd, end - begin, begin))
             except OSError as error:
-                raise storage_error("read", self._path, error, is_read=True) from error
+                raise storage_error(
+                    "read", self._path, error, offset=begin, nbytes=end - begin, is_read=True
+                ) from error
             if begin < end and not pieces[-1]:
                 raise CorruptionError(
                     f"'{self._path}' ends at {begin} B, where it had {self.nbytes} B",
@@ -206,21 +236,28 @@ class Directory:
         """Closes the descriptor; safe to call twice."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            close_read(fd, self.path)
 
     def names(self) -> list[str]:
         """Returns the names of all entries. Raises: StorageError."""
         try:
-            return sorted(os.listdir(self.fd))  # noqa: PTH208 - pathlib knows no descriptors
+            return sorted(uninterrupted(os.listdir, self.fd))
         except OSError as error:
             raise storage_error("list", self.path, error, is_read=True) from error
 
     def is_regular(self, name: str) -> bool:
-        """Returns whether `name` is a regular file here (no link)."""
+        """Returns whether `name` is a regular file here (no link).
+
+        Raises:
+            StorageError: nobody can say.
+        """
         try:
-            return stat.S_ISREG(os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mode)
-        except OSError:
+            status = uninterrupted(os.stat, name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
             return False
+        except OSError as error:
+            raise storage_error("stat", self.path / name, error, is_read=True) from error
+        return stat.S_ISREG(status.st_mode)
 
     def read_small(self, name: str) -> bytes:
         """Reads a whole file (metadata). Raises: as `open_small`."""
@@ -246,7 +283,7 @@ class Directory:
             try:
                 status = os.fstat(fd)
             except OSError as error:
-                raise storage_error("read", path, error, is_read=True) from error
+                raise storage_error("fstat", path, error, is_read=True) from error
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
                 raise CorruptionError(
                     f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B",
@@ -255,7 +292,7 @@ class Directory:
                 )
             yield SmallFile(fd, path, status.st_size)
         finally:
-            os.close(fd)
+            close_read(fd, path)
 
     def create(self, name: str, pieces: Iterable[Buffer], *, is_durable: bool) -> None:
         """Writes a new file of these bytes, fsynced. Raises: StorageError."""
@@ -273,9 +310,9 @@ class Directory:
                 if is_durable:
                     os.fsync(fd)
             except BaseException:
-                os.close(fd)
+                close_read(fd, path)  # the error that is there says more
                 raise
-            os.close(fd)
+            close_written(fd)
         except OSError as error:
             left = needed - done if done < needed else needed  # at the fsync all of it is written
             at = done if done < needed else 0
@@ -284,14 +321,14 @@ class Directory:
     def rename(self, old: str, new: str) -> None:
         """Renames over `new`, atomically. Raises: StorageError."""
         try:
-            os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            uninterrupted(os.rename, old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except OSError as error:
             raise storage_error(f"rename '{old}' to", self.path / new, error) from error
 
     def unlink(self, name: str) -> None:
         """Removes a file; that it is gone already is fine. Raises: StorageError."""
         try:
-            os.unlink(name, dir_fd=self.fd)
+            uninterrupted(os.unlink, name, dir_fd=self.fd)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -310,11 +347,13 @@ class Directory:
         Nothing is done for the root of a mount: it has no entry that could be lost.
 
         Raises:
-            StorageError: the fsync failed.
+            StorageError: the parent may be read, but not opened now, or the fsync failed.
         """
         try:
             fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise storage_error("open directory", self.path.parent, error) from error
             logger.warning(
                 "the entry of '%s' in its parent is not synced: %s", self.path, str(error)
             )
@@ -325,4 +364,4 @@ class Directory:
         except OSError as error:
             raise storage_error("fsync directory", self.path.parent, error) from error
         finally:
-            os.close(fd)
+            close_read(fd, self.path.parent)

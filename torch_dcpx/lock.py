@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 from torch_dcpx.directory import Directory, storage_error
-from torch_dcpx.errors import ConcurrentSaveError
+from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.running_save import RunningSave
+from torch_dcpx.system_calls import close_read
 
 __all__ = ["SaveLock"]
 
@@ -31,6 +32,7 @@ logger = logging.getLogger("torch_dcpx")
 
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _MAX_OTHERS = 16  # machines that are remembered
+_MAX_RECORD_BYTES = 4096
 _Key = tuple[int, int]  # (st_dev, st_ino)
 _held: dict[_Key, dict[int, weakref.ref[SaveLock]]] = {}  # by descriptor; several if shared
 _guard = threading.RLock()
@@ -60,7 +62,7 @@ class SaveLock:
 
         Raises:
             ConcurrentSaveError: another process or thread is saving here; `owner` says who.
-            StorageError: the lock file cannot be opened.
+            StorageError: the lock file cannot be opened, locked or read.
         """
         self.path = directory.path / name
         self.is_held = False  # False as well where the file system has no locks
@@ -72,11 +74,15 @@ class SaveLock:
         try:
             key = self._acquire()
         except BaseException:
-            os.close(self._fd)
+            close_read(self._fd, self.path)
             raise
-        self._finalizer = weakref.finalize(self, _release, self._fd, key)
+        self._finalizer = weakref.finalize(self, _release, self._fd, key, self.path)
         if key is not None and not is_shared:
-            self._take_over_record()
+            try:
+                self._take_over_record()
+            except BaseException:
+                self.release()
+                raise
 
     def _open(self, directory: Directory, name: str) -> tuple[int, bool]:
         """Returns a descriptor, and whether it may be written: another user may own the file."""
@@ -94,7 +100,10 @@ class SaveLock:
 
     def _acquire(self) -> _Key | None:
         """Returns what the lock is entered under in the table; None: there are no locks here."""
-        status = os.fstat(self._fd)
+        try:
+            status = os.fstat(self._fd)
+        except OSError as error:
+            raise storage_error("fstat", self.path, error, is_read=True) from error
         key = (status.st_dev, status.st_ino)
         with _guard:
             for entry in list(_held.get(key, {}).values()):
@@ -147,11 +156,24 @@ class SaveLock:
             logger.warning("'%s' does not name its owner: %s", self.path, str(error))
 
     def _record(self) -> list[str]:
-        """Returns a line for each save that took the lock and has not ended, the last one first."""
-        return os.pread(self._fd, 4096, 0).decode("utf-8", "replace").splitlines()
+        """Returns a line for each save that took the lock and has not ended, the last one first.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            record = os.pread(self._fd, _MAX_RECORD_BYTES, 0)
+        except OSError as error:
+            raise storage_error(
+                "read", self.path, error, offset=0, nbytes=_MAX_RECORD_BYTES, is_read=True
+            ) from error
+        return record.decode("utf-8", "replace").splitlines()
 
     def _concurrent(self) -> ConcurrentSaveError:
-        owner = (self._record() or ["unknown"])[0]
+        try:
+            owner = (self._record() or ["unknown"])[0]
+        except StorageError as error:
+            owner = f"unknown: {error}"
         return ConcurrentSaveError(
             f"another save is writing to '{self.path.parent}' ({owner}); wait for it, or save to "
             "another directory",
@@ -175,7 +197,7 @@ class SaveLock:
         self._finalizer()
 
 
-def _release(fd: int, key: _Key | None) -> None:
+def _release(fd: int, key: _Key | None, path: Path) -> None:
     with _guard:
         if key is not None:
             _held[key].pop(fd, None)
@@ -188,7 +210,7 @@ def _release(fd: int, key: _Key | None) -> None:
             if error.errno not in _UNSUPPORTED:
                 logger.warning("a lock is given back by closing its file alone: %s", str(error))
         finally:
-            os.close(fd)
+            close_read(fd, path)
 
 
 def _forget_parents_locks() -> None:
@@ -201,7 +223,7 @@ def _forget_parents_locks() -> None:
             if lock is not None:
                 lock._finalizer.detach()
                 lock.is_held = False
-            os.close(fd)
+            close_read(fd, "a lock of the parent process")
     _held.clear()
 
 

@@ -39,7 +39,7 @@ from torch_dcpx.commit import (
     remove_unpublished,
     verify_results,
 )
-from torch_dcpx.directory import Directory, make_directory
+from torch_dcpx.directory import Directory, look_into, make_directory
 from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
@@ -216,7 +216,7 @@ class DcpxWriter(FileSystemWriter):
                 self.__lock(directory)
                 if not self.use_collectives:
                     refuse_beside_global(directory)
-                plan = super().prepare_local_plan(plan)
+                plan = look_into(directory.path, super().prepare_local_plan, plan)
                 if self.__locks.are_taken and not is_new:
                     self.__tidy(directory)
             is_paused = self.__is_coordinator and not (self.__save and self.__save.is_driven)

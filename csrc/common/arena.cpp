@@ -1,6 +1,5 @@
 #include "common/arena.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -55,7 +54,7 @@ Arena::Arena(UniqueFd fd, std::uint64_t nbytes) : fd_(std::move(fd)), nbytes_(nb
 
 Arena Arena::attach(int fd, std::uint64_t nbytes) {
   DCPX_CHECK(nbytes <= INT64_MAX / 2, "an arena of half the address space");
-  UniqueFd own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  UniqueFd own = UniqueFd::copy_of(fd);
   if (!own.is_open()) throw storage_error("dup", kName, errno);
   struct ::stat status{};
   if (::fstat(own.get(), &status) != 0) throw storage_error("fstat", kName, errno);

@@ -1,8 +1,10 @@
 // An owned file descriptor. close() reports what close(2) says; the destructor cannot.
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <utility>
 
 namespace dcpx {
@@ -22,6 +24,15 @@ class UniqueFd {  // Movable, not copyable. Not thread-safe.
   UniqueFd(const UniqueFd&) = delete;
   UniqueFd& operator=(const UniqueFd&) = delete;
   ~UniqueFd() { reset(); }
+
+  // Another descriptor of the same open file, not inherited; where it is not open, errno says why.
+  static UniqueFd copy_of(int fd) noexcept {
+    int copy = -1;
+    do {
+      copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    } while (copy < 0 && errno == EINTR);
+    return UniqueFd(copy);
+  }
 
   int get() const noexcept { return fd_; }
   bool is_open() const noexcept { return fd_ >= 0; }

@@ -1,7 +1,5 @@
 #include "engine/write_job.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -78,9 +76,7 @@ std::uint64_t block_count_of(std::uint64_t data_bytes) {
 }  // namespace
 
 WriteJob::WriteJob(int dir_fd, std::string dir_path, const WriteOptions& options)
-    : dir_fd_(::fcntl(dir_fd, F_DUPFD_CLOEXEC, 0)),
-      dir_path_(std::move(dir_path)),
-      options_(options) {
+    : dir_fd_(UniqueFd::copy_of(dir_fd)), dir_path_(std::move(dir_path)), options_(options) {
   if (!dir_fd_.is_open()) throw storage_error("dup", dir_path_, errno);
   DCPX_CHECK(options_.workers > 0 && options_.files_at_once > 0 &&
                  options_.segment_bytes >= kMinSegmentBytes &&

@@ -48,7 +48,12 @@ bool is_aligned(const std::byte* data, std::uint64_t nbytes, std::uint64_t offse
 
 bool set_direct_flag(int fd, bool is_direct) {
   const int flags = ::fcntl(fd, F_GETFL);
-  return flags >= 0 && ::fcntl(fd, F_SETFL, is_direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+  if (flags < 0) return false;
+  int failed = 0;
+  do {
+    failed = ::fcntl(fd, F_SETFL, is_direct ? flags | O_DIRECT : flags & ~O_DIRECT);
+  } while (failed != 0 && errno == EINTR);
+  return failed == 0;
 }
 
 }  // namespace

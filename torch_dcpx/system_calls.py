@@ -1,0 +1,53 @@
+"""What Python leaves to its caller of a system call: a signal in the middle, and a failing close.
+
+PEP 475 begins most calls again that a signal interrupted, but none that works on names: mkdir,
+rename, unlink, stat, listing. Network file systems interrupt those as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["close_read", "close_written", "uninterrupted"]
+
+logger = logging.getLogger("torch_dcpx")
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def uninterrupted(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Returns what `call` returns, made again while a signal interrupts it.
+
+    A handler that raises ends it: Python runs handlers before the next attempt.
+
+    Raises:
+        OSError: as `call`, but no InterruptedError.
+    """
+    while True:
+        try:
+            return call(*args, **kwargs)
+        except InterruptedError:
+            continue
+
+
+def close_written(fd: int) -> None:
+    """Closes a descriptor that was written through. Raises: OSError: what was written is lost."""
+    try:
+        os.close(fd)
+    except InterruptedError:
+        return  # the descriptor is gone on Linux; what a write lost, fsync has reported
+
+
+def close_read(fd: int, path: str | os.PathLike[str]) -> None:
+    """Closes a descriptor through which nothing was written, so that nothing can be lost.
+
+    An error is logged: it says nothing of the call that is ending well, or badly by another error.
+    """
+    try:
+        os.close(fd)
+    except OSError as error:
+        logger.warning("close '%s': %s", os.fspath(path), str(error))
