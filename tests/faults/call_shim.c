@@ -23,7 +23,7 @@
 
 // What happens to the call that is due. call_shim.py has the same numbers.
 enum { COUNT, KILL, HALF_KILL, FAIL, SHORT, POWER, DROP };
-enum { CHANGES = 1, READS = 2, DIR_FSYNC = 4, FILE_FSYNC = 8, WRITES = 16 };
+enum { CHANGES = 1, READS = 2, DIR_FSYNC = 4, FILE_FSYNC = 8, WRITES = 16, MOVES = 32 };
 enum { MOST = 100000 };
 
 static char tree[PATH_MAX];
@@ -105,7 +105,9 @@ static int verdict(const char* name, int kind, int is_watched) {
   return action;
 }
 
-#define ON(kind, watched) const int v = verdict(__func__, kind, left >= 0 || is_lasting ? (watched) : 0)
+static int is_armed(void) { return left >= 0 || is_lasting; }
+
+#define ON(kind, watched) const int v = verdict(__func__, kind, is_armed() ? (watched) : 0)
 #define GO_OR_FAIL(failed) \
   if (v == FAIL) return failed; \
   if (v == DROP) return 0
@@ -136,15 +138,18 @@ OPEN(openat, (int d, const char* p, int flags, ...), (d, p, flags, mode), is_wat
 OPEN(openat64, (int d, const char* p, int flags, ...), (d, p, flags, mode), is_watched_at(d, p))
 // openat2 has no wrapper in libc, nor has cachestat.
 long syscall(long number, ...) {
+  enum { kCachestat = 451 };
   long a[6];
   va_list list;
   va_start(list, number);
   for (int i = 0; i < 6; ++i) a[i] = va_arg(list, long);
   va_end(list);
-  if (number == SYS_openat2 && left >= 0) {
-    const int v = verdict("openat2", READS, is_watched_at((int)a[0], (const char*)a[1]));
-    if (v == FAIL) return -1;
-  }
+  int v = COUNT;
+  if (number == SYS_openat2 && is_armed())
+    v = verdict("openat2", READS, is_watched_at((int)a[0], (const char*)a[1]));
+  if (number == kCachestat && is_armed())
+    v = verdict("cachestat", READS, is_watched_fd((int)a[0]));
+  if (v == FAIL) return -1;
   return NEXT(syscall)(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
 
@@ -155,22 +160,22 @@ static int is_directory(int fd) {
 }
 CALL(int, fsync, (int fd), (fd), FSYNC(fd), is_watched_fd(fd))
 CALL(int, fdatasync, (int fd), (fd), FSYNC(fd), is_watched_fd(fd))
-MOVE(pwrite, (int fd, const void* b, size_t n, off_t o), (fd, b, n, o), (fd, b, half_of(n), o), CHANGES | WRITES, is_watched_fd(fd))
-MOVE(pwrite64, (int fd, const void* b, size_t n, off64_t o), (fd, b, n, o), (fd, b, half_of(n), o), CHANGES | WRITES, is_watched_fd(fd))
-MOVE(write, (int fd, const void* b, size_t n), (fd, b, n), (fd, b, half_of(n)), CHANGES | WRITES, is_watched_fd(fd))
-MOVE(pread, (int fd, void* b, size_t n, off_t o), (fd, b, n, o), (fd, b, half_of(n), o), READS, is_watched_fd(fd))
-MOVE(pread64, (int fd, void* b, size_t n, off64_t o), (fd, b, n, o), (fd, b, half_of(n), o), READS, is_watched_fd(fd))
-MOVE(read, (int fd, void* b, size_t n), (fd, b, n), (fd, b, half_of(n)), READS, is_watched_fd(fd))
+MOVE(pwrite, (int fd, const void* b, size_t n, off_t o), (fd, b, n, o), (fd, b, half_of(n), o), CHANGES | WRITES | MOVES, is_watched_fd(fd))
+MOVE(pwrite64, (int fd, const void* b, size_t n, off64_t o), (fd, b, n, o), (fd, b, half_of(n), o), CHANGES | WRITES | MOVES, is_watched_fd(fd))
+MOVE(write, (int fd, const void* b, size_t n), (fd, b, n), (fd, b, half_of(n)), CHANGES | WRITES | MOVES, is_watched_fd(fd))
+MOVE(pread, (int fd, void* b, size_t n, off_t o), (fd, b, n, o), (fd, b, half_of(n), o), READS | MOVES, is_watched_fd(fd))
+MOVE(pread64, (int fd, void* b, size_t n, off64_t o), (fd, b, n, o), (fd, b, half_of(n), o), READS | MOVES, is_watched_fd(fd))
+MOVE(read, (int fd, void* b, size_t n), (fd, b, n), (fd, b, half_of(n)), READS | MOVES, is_watched_fd(fd))
 static ssize_t read_first(int fd, const struct iovec* parts, off64_t o) {
   return NEXT(pread64)(fd, parts->iov_base, half_of(parts->iov_len), o);
 }
 ssize_t preadv(int fd, const struct iovec* parts, int count, off_t o) {
-  ON(READS, is_watched_fd(fd));
+  ON(READS | MOVES, is_watched_fd(fd));
   GO_OR_FAIL(-1);
   return v == SHORT && parts->iov_len > 1 ? read_first(fd, parts, o) : NEXT(preadv)(fd, parts, count, o);
 }
 ssize_t preadv64(int fd, const struct iovec* parts, int count, off64_t o) {
-  ON(READS, is_watched_fd(fd));
+  ON(READS | MOVES, is_watched_fd(fd));
   GO_OR_FAIL(-1);
   return v == SHORT && parts->iov_len > 1 ? read_first(fd, parts, o) : NEXT(preadv64)(fd, parts, count, o);
 }
@@ -215,3 +220,23 @@ DIR* opendir(const char* p) {
   ON(READS, is_watched_at(AT_FDCWD, p));
   return v == FAIL ? NULL : NEXT(opendir)(p);
 }
+#define READDIR(type, name) \
+  struct type* name(DIR* d) { \
+    ON(READS, is_watched_fd(dirfd(d))); \
+    return v == FAIL ? NULL : NEXT(name)(d); \
+  }
+READDIR(dirent, readdir)
+READDIR(dirent64, readdir64)
+// What copies a descriptor and what switches O_DIRECT.
+#define FCNTL(name) \
+  int name(int fd, int command, ...) { \
+    va_list list; \
+    va_start(list, command); \
+    void* value = va_arg(list, void*); \
+    va_end(list); \
+    ON(READS, (command == F_DUPFD_CLOEXEC || command == F_SETFL) && is_watched_fd(fd)); \
+    if (v == FAIL) return -1; \
+    return NEXT(name)(fd, command, value); \
+  }
+FCNTL(fcntl)
+FCNTL(fcntl64)

@@ -34,6 +34,7 @@ class Kind(enum.IntFlag):
     DIR_FSYNC = 4
     FILE_FSYNC = 8
     WRITES = 16
+    MOVES = 32
     ALL = CHANGES | READS
 
 
