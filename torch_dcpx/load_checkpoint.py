@@ -12,7 +12,6 @@ NCCL only will do, and a rank that is lost is named at the deadline.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
@@ -28,6 +27,7 @@ from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.paths import AnyPath
 from torch_dcpx.reader import DcpxReader
 
 __all__ = ["load"]
@@ -39,7 +39,7 @@ logger = logging.getLogger("torch_dcpx")
 
 def load(
     state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: AnyPath | None = None,
     *,
     storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None,
@@ -241,7 +241,7 @@ def _options_of(options: ReadOptions | None, reader: StorageReader | None) -> Re
 
 def _reader_for(
     reader: StorageReader | None,
-    checkpoint_id: str | os.PathLike[str] | None,
+    checkpoint_id: AnyPath | None,
     options: ReadOptions | None,
 ) -> DcpxReader:
     if reader is None:

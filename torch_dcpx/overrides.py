@@ -9,7 +9,6 @@ docs/options.md, "Subclasses", is the table of this.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from os import PathLike, fspath
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import (
@@ -31,7 +30,6 @@ __all__ = [
     "refuse_bypassed",
     "refuse_changed",
     "refuse_other_metadata_file",
-    "refuse_url",
 ]
 
 Plugin = FileSystemWriter | FileSystemReader
@@ -153,13 +151,4 @@ def refuse_other_metadata_file(writer: FileSystemWriter, rank: int | None) -> No
         raise UnsupportedError(
             f"{type(writer).__name__} overrides `_get_metadata_path` with '{given}'; DcpxWriter "
             f"commits by '{stock.name}' alone"
-        )
-
-
-def refuse_url(path: str | PathLike[str]) -> None:
-    """Raises UnsupportedError for a URL as the writer's path."""
-    if "://" in fspath(path):
-        raise UnsupportedError(
-            f"'{path}' is a URL; DcpxWriter writes to mounted file systems, torch's FsspecWriter "
-            "to others"
         )

@@ -38,7 +38,6 @@ from torch_dcpx.errors import (
     DcpxError,
     NotCommittedError,
     StorageError,
-    UnsupportedError,
 )
 from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.layout import METADATA_NAME, FileEntry, is_data_file_name, is_metadata_name
@@ -46,6 +45,7 @@ from torch_dcpx.locate import Found, locate_items
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.overrides import has_own_hooks, metadata_file, refuse_bypassed
+from torch_dcpx.paths import AnyPath, checked_path
 from torch_dcpx.read_coverage import check_coverage, meeting_targets
 from torch_dcpx.read_files import read_items
 from torch_dcpx.reports import ReadReport, loaded_line
@@ -53,6 +53,8 @@ from torch_dcpx.reports import ReadReport, loaded_line
 __all__ = ["DcpxReader"]
 
 logger = logging.getLogger("torch_dcpx")
+
+_WAY_OUT = "DcpxReader reads mounted file systems. Use torch's FsspecReader"
 
 
 class DcpxReader(FileSystemReader):
@@ -64,7 +66,7 @@ class DcpxReader(FileSystemReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: AnyPath,
         _extension_registry: ExtensionRegistry | None = None,
         *,
         options: ReadOptions | None = None,
@@ -77,11 +79,11 @@ class DcpxReader(FileSystemReader):
             options: see `ReadOptions`.
 
         Raises:
+            OptionError: a path with a NUL.
             UnsupportedError: a URL as path, or a subclass that overrides what would not be called
                 (docs/options.md).
         """
-        _refuse_url(path)
-        super().__init__(path, _extension_registry)
+        super().__init__(checked_path(path, _WAY_OUT), _extension_registry)
         self.options = options if options is not None else ReadOptions()
         self.last_report: ReadReport | None = None
         self.__checkpoint: CheckpointMetadata | None = None
@@ -100,11 +102,9 @@ class DcpxReader(FileSystemReader):
         own = {"_DcpxReader__found": None, "_DcpxReader__pause": PlanningPause()}
         return {**self.__dict__, **own}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Starts another load, of `checkpoint_id` where given. Raises: UnsupportedError."""
-        if checkpoint_id:
-            _refuse_url(checkpoint_id)
-        super().reset(checkpoint_id)
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
+        """Starts another load, of `checkpoint_id` where given. Raises: as the constructor."""
+        super().reset(checked_path(checkpoint_id, _WAY_OUT) if checkpoint_id else None)
         self.__checkpoint = self.__generation = None
         self.__kept_error = None
         self.__pause.end()
@@ -355,10 +355,3 @@ def _fitting_workers(workers: int) -> int:
 
 def _empty_metadata() -> Metadata:
     return Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
-
-
-def _refuse_url(path: str | os.PathLike[str]) -> None:
-    if "://" in os.fspath(path):
-        raise UnsupportedError(
-            f"'{path}' is a URL; DcpxReader reads mounted file systems. Use torch's FsspecReader"
-        )

@@ -16,6 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -63,6 +64,7 @@ class RunningSave:
 
     def __init__(self, writer: object) -> None:
         self.save_id = uuid.uuid4().hex  # each save has its own
+        self.directory: Path | None = None  # where it saves to, once the writer knows
         self.thread = threading.current_thread()
         begun = getattr(_driving, "begun", None)
         self.is_driven = begun is not None

@@ -34,6 +34,7 @@ from torch_dcpx.errors import (
 from torch_dcpx.exchange import exchange_for
 from torch_dcpx.item_staging import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.paths import AnyPath
 from torch_dcpx.plan_round import default_save_planner, forget_default_plans
 from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_planner import DcpxSavePlanner
@@ -53,7 +54,7 @@ _NOTED_WAIT_S = 0.001  # a shorter one is nobody's loss
 
 def save(
     state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: AnyPath | None = None,
     *,
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
@@ -101,7 +102,7 @@ def save(
 
 def async_save(
     state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    checkpoint_id: AnyPath | None = None,
     *,
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
@@ -210,7 +211,7 @@ def close() -> None:
 
 def _begin(
     state_dict: dict[str, Any],
-    checkpoint_id: str | os.PathLike[str] | None,
+    checkpoint_id: AnyPath | None,
     storage_writer: StorageWriter | None,
     planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
@@ -220,7 +221,7 @@ def _begin(
     """Begins a save with all ranks: whatever fails from here on they are told, or tell."""
     try:
         writer = _writer(storage_writer, checkpoint_id, options)
-        path = os.fspath(checkpoint_id or writer.path)
+        path = os.fsdecode(checkpoint_id or writer.path)
     except Exception:
         # This rank takes its number all the same, or its later saves would meet under others.
         with exchange_for(process_group, no_dist, WriteOptions.save_timeout_s):
@@ -258,16 +259,16 @@ def _is_admitted(run: SaveRun) -> bool:
 
 def _writer(
     storage_writer: StorageWriter | None,
-    checkpoint_id: str | os.PathLike[str] | None,
+    checkpoint_id: AnyPath | None,
     options: WriteOptions | None,
 ) -> DcpxWriter:
     """Returns who writes."""
     if storage_writer is None:
-        if checkpoint_id is None:
+        if not checkpoint_id:
             raise OptionError(
                 "a save needs a checkpoint_id, or a storage_writer that has a path",
                 option="checkpoint_id",
-                value=None,
+                value=checkpoint_id,
             )
         return DcpxWriter(checkpoint_id, options=options)
     if not isinstance(storage_writer, DcpxWriter):

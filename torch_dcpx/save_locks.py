@@ -6,7 +6,7 @@ one shared, and one of its own. Followers hold none.
 
 from __future__ import annotations
 
-from torch_dcpx.commit import Leftovers
+from torch_dcpx.commit import Leftovers, remove_leftovers
 from torch_dcpx.directory import Directory
 from torch_dcpx.layout import LOCK_NAME
 from torch_dcpx.lock import SaveLock
@@ -59,3 +59,22 @@ class SaveLocks:
         if not self.are_held or any(lock.left_by == "another machine" for lock in self._locks):
             return "nobody"
         return "everybody" if self._rank is None else self._rank
+
+    def tidy(self, directory: Directory, name: str, *, is_durable: bool) -> None:
+        """Makes room after a save that did not end well: the next one may fail for want of it.
+
+        Args:
+            directory: of the save, which was there before it.
+            name: of the save's metadata.
+            is_durable: whether a new checkpoint's directory is to be so.
+
+        Raises:
+            StorageError: the directory cannot be read or synced.
+        """
+        if not self.are_taken:
+            return
+        if name in directory.names():
+            if self.found_leftovers:
+                remove_leftovers(directory, self.leftovers_of(), is_durable)
+        elif is_durable:
+            directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made

@@ -25,6 +25,7 @@ from torch_dcpx.ballot import Ballot
 from torch_dcpx.committed import committed_save_id
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.exchange_base import Exchange
+from torch_dcpx.paths import AnyPath
 from torch_dcpx.plan_round import Answer, Offer, PlanRound
 from torch_dcpx.reports import WriteReport
 from torch_dcpx.running_save import RunningSave, driven
@@ -61,12 +62,12 @@ class SaveRun:
     def __init__(
         self,
         state_dict: dict[str, Any],
-        path: str | os.PathLike[str],
+        path: AnyPath,
         writer: DcpxWriter,
         planner: SavePlanner,
         exchange: Exchange,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
         self.writer = writer
         self.planner: Any = planner  # until nobody needs the state any more
         self.exchange = exchange
@@ -183,7 +184,7 @@ class SaveRun:
         return Committed(self.save_id, len(results), len(sizes), sum(sizes))
 
     def _was_committed(self) -> bool:
-        return committed_save_id(self.path) == self.save_id
+        return committed_save_id(self._begun[0].directory or self.path) == self.save_id
 
     def cancel(self) -> bool:
         """Stops the save on all ranks, from any thread; False once it is decided to commit it."""

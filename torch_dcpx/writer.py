@@ -9,7 +9,6 @@ finish                  checks the results of all ranks, commits, removes what w
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,6 @@ from torch_dcpx.commit import (
     check_present,
     commit,
     refuse_beside_global,
-    remove_leftovers,
     remove_unpublished,
     verify_results,
 )
@@ -43,12 +41,8 @@ from torch_dcpx.directory import Directory, look_into, make_directory
 from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
-from torch_dcpx.overrides import (
-    refuse_bypassed,
-    refuse_changed,
-    refuse_other_metadata_file,
-    refuse_url,
-)
+from torch_dcpx.overrides import refuse_bypassed, refuse_changed, refuse_other_metadata_file
+from torch_dcpx.paths import AnyPath, PathAnchor, checked_path
 from torch_dcpx.plan_wire import travelling
 from torch_dcpx.progress import WriteProgress, reporting
 from torch_dcpx.reports import WriteReport, saved_line
@@ -64,6 +58,8 @@ __all__ = ["DcpxWriter", "abandon_save"]
 
 logger = logging.getLogger("torch_dcpx")
 
+_WAY_OUT = "DcpxWriter writes to mounted file systems, torch's FsspecWriter to others"
+
 
 class DcpxWriter(FileSystemWriter):
     """Writes checkpoints that stock `dcp.load` reads, at the speed of the storage.
@@ -77,7 +73,7 @@ class DcpxWriter(FileSystemWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: AnyPath,
         single_file_per_rank: bool = True,
         sync_files: bool | None = None,
         thread_count: int | None = None,
@@ -92,7 +88,8 @@ class DcpxWriter(FileSystemWriter):
         """Arguments as those of `FileSystemWriter`; docs/options.md says what each does here.
 
         Args:
-            path: directory of the checkpoint; made with its parents where missing.
+            path: directory of the checkpoint; made with its parents where missing. A relative one
+                is meant from where the process is when a save is asked for.
             single_file_per_rank: False writes one file per item. Default True.
             sync_files: False is `durability="none"`; None (default) leaves it to `options`.
             thread_count: workers on the rank's file; None (default) chooses by cores.
@@ -115,9 +112,8 @@ class DcpxWriter(FileSystemWriter):
                 f"serialization_format={serialization_format} is not written by DcpxWriter; use "
                 "torch's HuggingFaceStorageWriter for safetensors"
             )
-        refuse_url(path)
         super().__init__(
-            path,
+            checked_path(path, _WAY_OUT),
             single_file_per_rank,
             self.options.durability == "full",
             self.options.resolved_workers(),
@@ -133,6 +129,8 @@ class DcpxWriter(FileSystemWriter):
         self.__own_files: list[str] = []  # of the save under way
         self.__locks = SaveLocks()
         self.__use = WriterUse()
+        self.__anchor = PathAnchor()
+        self.__anchor.see(Path(self.path))
         self.__save: RunningSave | None = None
         self.__pause = PlanningPause()
         refuse_bypassed(self, DcpxWriter)
@@ -148,21 +146,21 @@ class DcpxWriter(FileSystemWriter):
         }
         return {**self.__dict__, **own}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """Starts another save, to `checkpoint_id` where given.
 
         Raises:
-            UnsupportedError: a URL as `checkpoint_id`.
+            UnsupportedError, OptionError: a URL as `checkpoint_id`; one with a NUL.
             ConcurrentSaveError: a save through this writer is under way.
         """
-        if checkpoint_id:
-            refuse_url(checkpoint_id)
+        target = checked_path(checkpoint_id, _WAY_OUT) if checkpoint_id else None
         with self.__use.hold():
             self.__use.check()
-            if checkpoint_id:
-                self.__use.retarget(os.fspath(checkpoint_id))
+            if target:
+                self.__use.retarget(target)
             self.__release()
-            super().reset(checkpoint_id)
+            super().reset(target)
+            self.__anchor.see(Path(self.path))
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies `state_dict` to the host for `dcp.async_save`, as `DcpxStager` does.
@@ -172,6 +170,7 @@ class DcpxWriter(FileSystemWriter):
             StagingError: no memory for it; a forked child.
         """
         self.__use.check()
+        self.__anchor.see(Path(self.path))
         memory, timeout_s = self.options.host_memory_bytes, self.options.save_timeout_s
         return DcpxStager(host_memory_bytes=memory, timeout_s=timeout_s)._staged(state_dict)[0]
 
@@ -189,6 +188,7 @@ class DcpxWriter(FileSystemWriter):
             save = self.__use.begin(self, str(self.path))
             self.__release()
             self.__save = save
+            save.directory = self.__anchor.see(Path(self.path))
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self.__is_coordinator = is_coordinator
         self.__own_files = []
@@ -216,9 +216,12 @@ class DcpxWriter(FileSystemWriter):
                 self.__lock(directory)
                 if not self.use_collectives:
                     refuse_beside_global(directory)
-                plan = look_into(directory.path, super().prepare_local_plan, plan)
-                if self.__locks.are_taken and not is_new:
-                    self.__tidy(directory)
+                with self.__anchor.applied(self):
+                    plan = look_into(directory.path, super().prepare_local_plan, plan)
+                if not is_new:
+                    self.__locks.tidy(
+                        directory, self.__metadata_name(), is_durable=self.__is_durable
+                    )
             is_paused = self.__is_coordinator and not (self.__save and self.__save.is_driven)
             self.__pause.begin(len(plan.items) if is_paused else 0)
             return travelling(plan) if self.use_collectives else plan
@@ -320,14 +323,6 @@ class DcpxWriter(FileSystemWriter):
         )
         return files
 
-    def __tidy(self, directory: Directory) -> None:
-        """Makes room after a save that did not end well: this one may fail for want of it."""
-        if self.__metadata_name() in directory.names():
-            if self.__locks.found_leftovers:
-                remove_leftovers(directory, self.__locks.leftovers_of(), self.__is_durable)
-        elif self.__is_durable:
-            directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made
-
     def __remove_unpublished(self) -> None:
         if not self.__own_files:
             return
@@ -343,7 +338,7 @@ class DcpxWriter(FileSystemWriter):
         return self.options.durability == "full"
 
     def __directory_path(self) -> Path:
-        return Path(self.path)
+        return self.__anchor.directory(Path(self.path))
 
     def __metadata_name(self) -> str:
         return metadata_name(None if self.use_collectives else self.rank)

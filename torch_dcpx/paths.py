@@ -1,0 +1,74 @@
+"""Where checkpoints lie: paths as users give them, and which directory a relative one means."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch_dcpx.errors import OptionError, UnsupportedError
+
+__all__ = ["AnyPath", "PathAnchor", "checked_path"]
+
+AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+
+def checked_path(path: AnyPath, way_out: str) -> str:
+    """Returns a path as text; bytes that are no UTF-8 come back as `os.fsdecode` has them.
+
+    Args:
+        path: as given.
+        way_out: what to say where it is a URL.
+
+    Raises:
+        UnsupportedError: it is a URL.
+        OptionError: it holds a NUL, which no file system can keep.
+    """
+    text = os.fsdecode(path)
+    if "://" in text:
+        raise UnsupportedError(f"'{text}' is a URL; {way_out}")
+    if "\0" in text:
+        raise OptionError(f"{text!r} holds a NUL: no path can", option="path", value=text)
+    return text
+
+
+class PathAnchor:
+    """Which directory a writer's relative path means, whoever changes the process's directory.
+
+    It counts from where the thread that made the writer is whenever that thread makes, resets,
+    stages or saves through it. Another thread or process only saves what it was given to save: a
+    `chdir` meanwhile is none of its business. Not thread-safe; picklable with its writer.
+    """
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._base: str | None = None
+        self._seen_by = (0, 0)
+
+    def see(self, path: Path) -> Path:
+        """Notes where a call of the writer is made from. Returns the directory of `path`."""
+        caller = (os.getpid(), threading.get_ident())
+        if not path.is_absolute() and (path != self._path or caller == self._seen_by):
+            self._path, self._seen_by = path, caller
+            try:
+                self._base = os.getcwd()  # noqa: PTH109
+            except OSError:  # the directory is gone: so says whoever makes the path
+                self._base = None
+        return self.directory(path)
+
+    def directory(self, path: Path) -> Path:
+        """Returns the directory of `path`, absolute where that was seen."""
+        return path if self._base is None or path != self._path else Path(self._base, path)
+
+    @contextmanager
+    def applied(self, owner: Any) -> Iterator[None]:
+        """Lets `owner.path` be the directory: stock's hooks then look where ours do."""
+        given = owner.path
+        owner.path = self.directory(Path(given))
+        try:
+            yield
+        finally:
+            owner.path = given
