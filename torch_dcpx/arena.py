@@ -33,7 +33,8 @@ _arenas: weakref.WeakSet[_C.Arena] = weakref.WeakSet()
 
 
 class ArenaPool:
-    """Arenas that are used again. Thread-safe; a forked child is refused.
+    """Arenas that are used again. Thread-safe; a child forked from a process that has had one is
+    refused.
 
     The smallest free arena that fits is taken. Where none fits, free ones are given back to the
     system before a larger one is made, so that a growing state never holds both.
@@ -49,6 +50,7 @@ class ArenaPool:
         self._seen_written: dict[int, int] = {}  # by id: `written` when it was lent last
         self._guard = threading.Condition()
         self._pid = os.getpid()
+        self._has_made_one = False
 
     @property
     def nbytes(self) -> int:
@@ -214,6 +216,7 @@ class ArenaPool:
             arena = _C.Arena(nbytes, is_shared=is_shared)
         except StorageError as error:
             raise StagingError(f"cannot stage {nbytes} B: {error}") from error
+        self._has_made_one = True
         self._arenas.append(arena)
         self._seen_written[id(arena)] = 0
         _arenas.add(arena)
@@ -224,6 +227,14 @@ class ArenaPool:
         del self._seen_written[id(arena)]
         _arenas.discard(arena)
         arena.release()
+
+
+def _start_anew(pool: ArenaPool) -> None:
+    """In a forked child: a pool that the parent has never used is the child's own."""
+    if not pool._has_made_one:
+        pool._guard = threading.Condition()  # another thread of the parent may have held it
+        pool._taken.clear()
+        pool._pid = os.getpid()
 
 
 def _prefault(arena: _C.Arena, workers: int) -> None:
@@ -254,6 +265,9 @@ def make_ready(arena: _C.Arena, device: int, workers: int) -> None:
 
 
 _pool = ArenaPool()
+
+
+os.register_at_fork(after_in_child=lambda: _start_anew(_pool))
 
 
 def process_pool() -> ArenaPool:

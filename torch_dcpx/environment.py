@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch_dcpx.errors import OptionError
 
-__all__ = ["options_from_environment", "variable_of"]
+__all__ = ["options_from_environment", "usable_cores", "variable_of"]
 
 _Options = TypeVar("_Options")
 _Parser = Callable[[str, str], Any]
@@ -125,3 +125,11 @@ def _naming_variables(error: OptionError, texts: dict[str, str]) -> OptionError:
     read = ", ".join(f"{variable_of(name)}={text!r}" for name, text in texts.items())
     message = f"{error.message} (from the environment: {read})"
     return OptionError(message, option=option, value=value)
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may run on; of a container that does not say, all."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except OSError:
+        return os.cpu_count() or 1

@@ -30,7 +30,8 @@ __all__ = ["SaveLock"]
 
 logger = logging.getLogger("torch_dcpx")
 
-_UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+# EPERM: of a container's filter of system calls.
+_UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 _MAX_OTHERS = 16  # machines that are remembered
 _MAX_RECORD_BYTES = 4096
 _Key = tuple[int, int]  # (st_dev, st_ino)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch_dcpx.environment import options_from_environment
+from torch_dcpx.environment import options_from_environment, usable_cores
 from torch_dcpx.errors import OptionError
 
 __all__ = ["ReadOptions", "WriteOptions", "merge_write_options"]
@@ -80,7 +80,7 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
         return workers
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     ranks = max(1, int(local_ranks) if local_ranks.isdigit() else 1)
-    share = _WORKERS_A_CORE * len(os.sched_getaffinity(0)) // ranks
+    share = _WORKERS_A_CORE * usable_cores() // ranks
     return max(1, min(max(2, share), 16, host_memory_bytes // slot_bytes))
 
 

@@ -20,6 +20,7 @@ from torch_dcpx._compat import dlpack_dtypes, from_dlpack, to_dlpack
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx.arena import ArenaPool, make_ready, process_pool
 from torch_dcpx.copy_guard import CopyGuard
+from torch_dcpx.environment import usable_cores
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.tensor_memory import check_storage, has_strides
 
@@ -35,7 +36,7 @@ def staging_workers() -> int:
     More than a few do not copy faster: memory is what they wait for.
     """
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = len(os.sched_getaffinity(0)) // max(1, int(local_ranks) if local_ranks.isdigit() else 1)
+    share = usable_cores() // max(1, int(local_ranks) if local_ranks.isdigit() else 1)
     return min(max(2, share), 8)
 
 

@@ -2,10 +2,11 @@
 
 #include <sys/mman.h>
 
-#include <new>
+#include <cerrno>
 #include <utility>
 
 #include "common/bytes.h"
+#include "common/error.h"
 
 namespace dcpx {
 
@@ -13,6 +14,7 @@ namespace {
 
 constexpr std::uint64_t kPageBytes = 4096;
 constexpr std::uint64_t kHugePageBytes = 2 << 20;
+constexpr const char* kName = "the workers' slots (fewer workers or smaller slots need less)";
 
 }  // namespace
 
@@ -20,7 +22,8 @@ Slot::Slot(std::uint64_t nbytes, std::uint64_t alignment) : nbytes_(nbytes) {
   const std::uint64_t spare = alignment > kPageBytes ? alignment : 0;
   void* mapped = ::mmap(nullptr, static_cast<std::size_t>(nbytes + spare), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) throw std::bad_alloc();
+  if (mapped == MAP_FAILED)
+    throw storage_error("mmap", kName, errno, -1, static_cast<std::int64_t>(nbytes + spare));
   auto* first = static_cast<std::byte*>(mapped);
   if (spare == 0) {
     data_ = first;

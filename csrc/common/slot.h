@@ -11,7 +11,7 @@ namespace dcpx {
 class Slot {
  public:
   Slot() = default;
-  // `alignment` is a power of two, at least the page size. Throws std::bad_alloc.
+  // `alignment` is a power of two, at least the page size. Throws Error (ENOMEM).
   explicit Slot(std::uint64_t nbytes, std::uint64_t alignment = 4096);
   Slot(Slot&& other) noexcept;
   Slot& operator=(Slot&& other) noexcept;
@@ -32,7 +32,7 @@ class Slot {
 class SlotArena {
  public:
   SlotArena() = default;
-  // REQUIRES: `slot_bytes` is a multiple of the page size. Throws std::bad_alloc.
+  // REQUIRES: `slot_bytes` is a multiple of the page size. Throws Error (ENOMEM).
   SlotArena(unsigned count, std::uint64_t slot_bytes);
 
   std::byte* slot(unsigned number) noexcept { return memory_.data() + number * slot_bytes_; }

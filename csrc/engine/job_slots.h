@@ -14,7 +14,7 @@ class JobSlots {  // Not thread-safe, but for slot().
  public:
   JobSlots() = default;
   // `device` is the ordinal of one that uses them, -1 for none. Where page-locking is refused the
-  // slots stay as they are, and copies are slower. Throws std::bad_alloc.
+  // slots stay as they are, and copies are slower. Throws Error (ENOMEM).
   JobSlots(unsigned count, std::uint64_t slot_bytes, int device);
   JobSlots(JobSlots&& other) noexcept = default;
   JobSlots& operator=(JobSlots&& other) noexcept;

@@ -104,7 +104,8 @@ bool OutputFile::preallocate(std::uint64_t offset, std::uint64_t nbytes,
       continue;
     }
     if (errno == EINTR) continue;
-    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return true;
+    // EPERM: a container's filter of system calls. Then the room is found while it is written.
+    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL || errno == EPERM) return true;
     throw write_error("fallocate", path_, errno, path_, static_cast<std::int64_t>(offset),
                       static_cast<std::int64_t>(nbytes), held);
   }
