@@ -263,7 +263,7 @@ class WriteTable:
         if self._transform is not None:
             stream = self._transform.apply(item, stream.getbuffer())
         kind = self._type(tensor.dtype, about.properties, is_plain=False)
-        return self._serialised(item, file, TORCH_TENSOR, kind, stream)
+        return self._serialised(item, file, TORCH_TENSOR, kind, stream, about)
 
     def _row_in_place(
         self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
@@ -301,12 +301,24 @@ class WriteTable:
         )
 
     def _serialised(
-        self, item: WriteItem, file: int, kind: int, type_index: int, data: io.BytesIO
+        self,
+        item: WriteItem,
+        file: int,
+        kind: int,
+        type_index: int,
+        data: io.BytesIO,
+        about: TensorWriteData | None = None,
     ) -> Resolved:
-        """Returns the row of bytes that are the item."""
+        """Returns the row of bytes that are the item; of a tensor its footer names the chunk."""
         buffer, fqn = data.getbuffer(), item.index.fqn
+        sizes: tuple[int, ...] = ()
+        offsets: tuple[int, ...] = ()
+        shape: tuple[int, ...] = ()
+        if about is not None and len(about.size) == len(about.chunk.sizes):
+            sizes, offsets, shape = about.chunk.sizes, about.chunk.offsets, about.size
+        strides = (0,) * len(sizes)  # nothing of the stored bytes is addressed by them
         row = WriteRow(
-            file, kind, type_index, buffer, len(buffer), (), (), True, fqn, (), (),
+            file, kind, type_index, buffer, len(buffer), sizes, strides, True, fqn, shape, offsets,
             self._paths.get(fqn),
         )  # fmt: skip
         return Resolved(row, data, len(buffer))
