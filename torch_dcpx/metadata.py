@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -23,7 +23,7 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._version import __version__
 from torch_dcpx.columns import ColumnReader, encode_body
 from torch_dcpx.directory import SmallFile
-from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
+from torch_dcpx.errors import CorruptionError, PlanError
 from torch_dcpx.layout import FileEntry
 from torch_dcpx.lazy_metadata import plain_metadata
 from torch_dcpx.metadata_decode import (
@@ -34,24 +34,29 @@ from torch_dcpx.metadata_decode import (
     optional_str,
 )
 from torch_dcpx.metadata_encode import encode_columns, stock_storage_meta
+from torch_dcpx.metadata_parts import (
+    MAGIC,
+    TAIL,
+    VERSION,
+    Content,
+    check_crc,
+    check_tail,
+    has_tail,
+    stock_pickle,
+)
 from torch_dcpx.open_columns import open_columns, open_planner
 from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.stock_pickle import pickle_any
-from torch_dcpx.unpickle import malformed_is_corruption
 
 __all__ = [
     "CheckpointMetadata",
+    "decode_columns",
     "decode_file_names",
     "decode_metadata",
     "decode_save_id",
     "encode_metadata",
     "encode_pieces",
 ]
-
-_MAGIC = b"DCPXMETA"
-_VERSION = 1
-# magic, version, pickle CRC, pickle, body and header bytes, body CRC, zeros, CRC of the 60 B before
-_TAIL = struct.Struct("<8sIIQQQI16sI")
 
 
 class CheckpointMetadata(NamedTuple):
@@ -112,9 +117,9 @@ def encode_pieces(
     body_crc = 0
     for piece in body:
         body_crc = _C.crc32(piece, body_crc)
-    tail = _TAIL.pack(
-        _MAGIC,
-        _VERSION,
+    tail = TAIL.pack(
+        MAGIC,
+        VERSION,
         _C.crc32(stock),
         len(stock),
         sum(map(len, body)),
@@ -162,40 +167,58 @@ def decode_metadata(
         UnsafePickleError: a pickle asks for a global that is not allowed.
         UnsupportedError: a newer version of the format.
     """
-    content = _Content.of(data)
+    content = Content.of(data)
     with paused_gc():
-        if not _has_tail(content):
+        if not has_tail(content):
             whole = content.whole()
             metadata = _load_pickle(whole, path, safe_globals, trusted)
             return CheckpointMetadata(metadata, _digest([whole]), None)
-        pickle_bytes, pickle_crc, columns = _check_tail(content, path)
-        strings = columns.strings()
-        entries: dict[str, Any]
-        storage: dict[MetadataIndex, Any]
-        if HAS_KNOWN_ITEMS:
-            entries, storage = open_columns(columns, strings)
-        else:
-            entries, storage = decode_entries(columns, strings), decode_storage(columns, strings)
-        files = decode_files(columns, strings)
+        pickle_bytes, pickle_crc, columns = check_tail(content, path)
         planner: Any = None
-        where = columns.header.get("planner_data")
-        if where == "columns":
-            planner = open_planner(columns, strings)
-        elif where == "pickle":
+        if columns.header.get("planner_data") == "pickle":
             stock = bytes(content.part(0, pickle_bytes))
             # The file may be another one by now: these bytes are decoded, these are checked.
-            _check_crc(_C.crc32(stock), pickle_crc, 0, pickle_bytes, "pickle", path)
+            check_crc(_C.crc32(stock), pickle_crc, 0, pickle_bytes, "pickle", path)
             planner = _load_pickle(stock, path, safe_globals, trusted).planner_data
-        elif where != "none":
-            raise columns.error(f"planner_data is said to be in {where!r}")
-        meta = decode_storage_meta(columns)
-        version = optional_str(columns, columns.header, "version")
-        save_id = optional_str(columns, columns.header, "save_id")
+        metadata, save_id, files = _of_columns(columns, planner)
         return CheckpointMetadata(
-            Metadata(entries, planner, storage, meta, version),
-            save_id or _digest(content.pieces(content.nbytes)),
-            files,
+            metadata, save_id or _digest(content.pieces(content.nbytes)), files
         )
+
+
+def _of_columns(
+    columns: ColumnReader, planner: Any
+) -> tuple[Metadata, str | None, dict[str, FileEntry]]:
+    """Returns metadata, save id and file table; `planner` is what the pickle alone holds."""
+    strings = columns.strings()
+    entries: dict[str, Any]
+    storage: dict[MetadataIndex, Any]
+    if HAS_KNOWN_ITEMS:
+        entries, storage = open_columns(columns, strings)
+    else:
+        entries, storage = decode_entries(columns, strings), decode_storage(columns, strings)
+    files = decode_files(columns, strings)
+    where = columns.header.get("planner_data")
+    if where == "columns":
+        planner = open_planner(columns, strings)
+    elif where not in ("none", "pickle"):
+        raise columns.error(f"planner_data is said to be in {where!r}")
+    meta = decode_storage_meta(columns)
+    version = optional_str(columns, columns.header, "version")
+    save_id = optional_str(columns, columns.header, "save_id")
+    return Metadata(entries, planner, storage, meta, version), save_id, files
+
+
+def decode_columns(columns: ColumnReader) -> CheckpointMetadata | None:
+    """What whole columns say alone; None where `planner_data` is in the pickle only.
+
+    Raises:
+        CorruptionError, UnsupportedError: as `decode_metadata`.
+    """
+    if columns.header.get("planner_data") == "pickle":
+        return None
+    metadata, save_id, files = _of_columns(columns, None)
+    return CheckpointMetadata(metadata, save_id or "", files)
 
 
 def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
@@ -204,10 +227,10 @@ def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
     Raises:
         CorruptionError, UnsafePickleError, UnsupportedError: as `decode_metadata`.
     """
-    content = _Content.of(data)
+    content = Content.of(data)
     with paused_gc():
-        if _has_tail(content):
-            columns = _check_tail(content, path)[-1]
+        if has_tail(content):
+            columns = check_tail(content, path)[-1]
             return set(decode_files(columns, columns.strings()))
         storage_data = _load_pickle(content.whole(), path, (), False).storage_data
         if not isinstance(storage_data, dict):
@@ -221,41 +244,11 @@ def decode_save_id(data: bytes | SmallFile, path: str) -> str | None:
     Raises:
         CorruptionError, UnsupportedError: the trailer is damaged, or of another version.
     """
-    content = _Content.of(data)
-    if not _has_tail(content):
+    content = Content.of(data)
+    if not has_tail(content):
         return None
-    columns = _check_tail(content, path)[-1]
+    columns = check_tail(content, path)[-1]
     return optional_str(columns, columns.header, "save_id")
-
-
-class _Content(NamedTuple):
-    """The bytes of a `.metadata` file: in memory, or read when they are wanted."""
-
-    nbytes: int
-    part: Callable[[int, int], bytes | memoryview]  # offset, bytes
-
-    @classmethod
-    def of(cls, data: bytes | SmallFile) -> _Content:
-        if isinstance(data, SmallFile):
-            return cls(data.nbytes, data.part)
-        view = memoryview(data)
-
-        def part(offset: int, nbytes: int) -> bytes | memoryview:
-            return data if nbytes == len(data) else view[offset : offset + nbytes]
-
-        return cls(len(data), part)
-
-    def whole(self) -> bytes:
-        found = self.part(0, self.nbytes)
-        return found if type(found) is bytes else bytes(found)
-
-    def pieces(self, end: int) -> Iterator[bytes | memoryview]:
-        """The bytes before `end`, by parts of a size that stays in the cache."""
-        for offset in range(0, end, _PIECE_BYTES):
-            yield self.part(offset, min(_PIECE_BYTES, end - offset))
-
-
-_PIECE_BYTES = 1 << 20
 
 
 def _digest(pieces: Iterable[bytes | memoryview]) -> str:
@@ -265,23 +258,9 @@ def _digest(pieces: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def _has_tail(content: _Content) -> bool:
-    at = content.nbytes - _TAIL.size
-    return at >= 0 and bytes(content.part(at, len(_MAGIC))) == _MAGIC
-
-
 def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
     """Stock's pickle, which must fill `data`."""
-    with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
-        end = _C.scan_pickle(data)
-    if end != len(data):
-        behind = len(data) - end
-        raise CorruptionError(
-            f"read {path!r}: {behind} bytes behind the pickle are no valid trailer",
-            path=path,
-            offset=end,
-            nbytes=behind,
-        )
+    stock_pickle(data, path)
     metadata: object = load_stock_metadata(
         data, path, safe_globals, trusted=trusted, is_scanned=True
     )
@@ -293,59 +272,3 @@ def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: b
             nbytes=len(data),
         )
     return metadata
-
-
-def _check_tail(content: _Content, path: str) -> tuple[int, int, ColumnReader]:
-    """Checks sizes and checksums of the whole file; returns the pickle's size and CRC-32, and the
-    columns.
-    """
-    tail_at = content.nbytes - _TAIL.size
-    tail = content.part(tail_at, _TAIL.size)
-    _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, _, tail_crc = (
-        _TAIL.unpack(tail)
-    )
-    _check_crc(_C.crc32(memoryview(tail)[:-4]), tail_crc, tail_at, _TAIL.size - 4, "tail", path)
-    if version != _VERSION:
-        raise UnsupportedError(
-            f"read {path!r}: its format is version {version}, torch-dcpx {__version__} "
-            f"reads version {_VERSION}"
-        )
-    if pickle_bytes + body_bytes != tail_at:
-        raise CorruptionError(
-            f"read {path!r}: {pickle_bytes} B of pickle, {body_bytes} B of columns and the tail "
-            f"make no file of {content.nbytes} B",
-            path=path,
-            offset=tail_at,
-            nbytes=_TAIL.size,
-        )
-    if header_bytes % 8 or header_bytes > body_bytes:
-        raise CorruptionError(
-            f"read {path!r}: a header of {header_bytes} B in {body_bytes} B of columns is no "
-            "multiple of 8, or too long",
-            path=path,
-            offset=tail_at,
-            nbytes=_TAIL.size,
-        )
-    crc = 0
-    for piece in content.pieces(pickle_bytes):
-        crc = _C.crc32(piece, crc)
-    _check_crc(crc, pickle_crc, 0, pickle_bytes, "pickle", path)
-    body = content.part(pickle_bytes, body_bytes)
-    _check_crc(_C.crc32(body), body_crc, pickle_bytes, body_bytes, "columns", path)
-    if type(body) is not bytes and pickle_bytes % 8:  # numbers begin at multiples of 8
-        body = bytes(body)
-    columns = ColumnReader(memoryview(body), header_bytes, path, pickle_bytes)
-    return pickle_bytes, pickle_crc, columns
-
-
-def _check_crc(found: int, expected: int, offset: int, nbytes: int, what: str, path: str) -> None:
-    if found != expected:
-        raise CorruptionError(
-            f"checksum {nbytes} B of {what} at offset {offset} of {path!r}: "
-            f"CRC-32 {found:08x} where {expected:08x} was written",
-            path=path,
-            offset=offset,
-            nbytes=nbytes,
-            expected=f"{expected:08x}",
-            found=f"{found:08x}",
-        )

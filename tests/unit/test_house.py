@@ -38,6 +38,7 @@ MODULES_WITH_EXTENSION = {
     "device_memory",
     "metadata",
     "metadata_encode",
+    "metadata_parts",
     "lazy_metadata",
     "locate",
     "open_columns",

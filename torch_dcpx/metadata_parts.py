@@ -1,0 +1,194 @@
+"""The parts of a `.metadata` file and what checks them: pickle, columns, tail.
+
+    [pickle][body of columns][tail, 64 B]
+
+Each part has a checksum in the tail, so that one may be whole where another is damaged.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch_dcpx import _C
+from torch_dcpx._version import __version__
+from torch_dcpx.columns import ColumnReader
+from torch_dcpx.directory import SmallFile
+from torch_dcpx.errors import CorruptionError, UnsupportedError
+from torch_dcpx.unpickle import malformed_is_corruption
+
+__all__ = [
+    "MAGIC",
+    "TAIL",
+    "VERSION",
+    "Content",
+    "MetadataParts",
+    "check_crc",
+    "check_layout",
+    "check_tail",
+    "decode_parts",
+    "has_tail",
+    "stock_pickle",
+]
+
+MAGIC = b"DCPXMETA"
+VERSION = 1
+# magic, version, pickle CRC, pickle, body and header bytes, body CRC, zeros, CRC of the 60 B before
+TAIL = struct.Struct("<8sIIQQQI16sI")
+
+
+class Content(NamedTuple):
+    """The bytes of a `.metadata` file: in memory, or read when they are wanted."""
+
+    nbytes: int
+    part: Callable[[int, int], bytes | memoryview]  # offset, bytes
+
+    @classmethod
+    def of(cls, data: bytes | SmallFile) -> Content:
+        if isinstance(data, SmallFile):
+            return cls(data.nbytes, data.part)
+        view = memoryview(data)
+
+        def part(offset: int, nbytes: int) -> bytes | memoryview:
+            return data if nbytes == len(data) else view[offset : offset + nbytes]
+
+        return cls(len(data), part)
+
+    def whole(self) -> bytes:
+        found = self.part(0, self.nbytes)
+        return found if type(found) is bytes else bytes(found)
+
+    def pieces(self, end: int) -> Iterator[bytes | memoryview]:
+        """The bytes before `end`, by parts of a size that stays in the cache."""
+        for offset in range(0, end, _PIECE_BYTES):
+            yield self.part(offset, min(_PIECE_BYTES, end - offset))
+
+
+_PIECE_BYTES = 1 << 20
+
+
+def has_tail(content: Content) -> bool:
+    at = content.nbytes - TAIL.size
+    return at >= 0 and bytes(content.part(at, len(MAGIC))) == MAGIC
+
+
+def stock_pickle(data: bytes, path: str) -> bytes:
+    """Returns `data`, which one pickle must fill: so a whole file of stock's does."""
+    with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
+        end = _C.scan_pickle(data)
+    if end != len(data):
+        behind = len(data) - end
+        raise CorruptionError(
+            f"read {path!r}: {behind} bytes behind the pickle are no valid trailer",
+            path=path,
+            offset=end,
+            nbytes=behind,
+        )
+    return data
+
+
+def check_tail(content: Content, path: str) -> tuple[int, int, ColumnReader]:
+    """Checks sizes and checksums of the whole file; returns the pickle's size and CRC-32, and the
+    columns.
+    """
+    pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = check_layout(content, path)
+    crc = 0
+    for piece in content.pieces(pickle_bytes):
+        crc = _C.crc32(piece, crc)
+    check_crc(crc, pickle_crc, 0, pickle_bytes, "pickle", path)
+    body = content.part(pickle_bytes, body_bytes)
+    check_crc(_C.crc32(body), body_crc, pickle_bytes, body_bytes, "columns", path)
+    if type(body) is not bytes and pickle_bytes % 8:  # numbers begin at multiples of 8
+        body = bytes(body)
+    columns = ColumnReader(memoryview(body), header_bytes, path, pickle_bytes)
+    return pickle_bytes, pickle_crc, columns
+
+
+def check_layout(content: Content, path: str) -> tuple[int, int, int, int, int]:
+    """Checks the tail; returns bytes of pickle, body, header, and the CRCs of pickle and body."""
+    tail_at = content.nbytes - TAIL.size
+    tail = content.part(tail_at, TAIL.size)
+    _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, _, tail_crc = (
+        TAIL.unpack(tail)
+    )
+    check_crc(_C.crc32(memoryview(tail)[:-4]), tail_crc, tail_at, TAIL.size - 4, "tail", path)
+    if version != VERSION:
+        raise UnsupportedError(
+            f"read {path!r}: its format is version {version}, torch-dcpx {__version__} "
+            f"reads version {VERSION}"
+        )
+    if pickle_bytes + body_bytes != tail_at:
+        raise CorruptionError(
+            f"read {path!r}: {pickle_bytes} B of pickle, {body_bytes} B of columns and the tail "
+            f"make no file of {content.nbytes} B",
+            path=path,
+            offset=tail_at,
+            nbytes=TAIL.size,
+        )
+    if header_bytes % 8 or header_bytes > body_bytes:
+        raise CorruptionError(
+            f"read {path!r}: a header of {header_bytes} B in {body_bytes} B of columns is no "
+            "multiple of 8, or too long",
+            path=path,
+            offset=tail_at,
+            nbytes=TAIL.size,
+        )
+    return pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc
+
+
+def check_crc(found: int, expected: int, offset: int, nbytes: int, what: str, path: str) -> None:
+    if found != expected:
+        raise CorruptionError(
+            f"checksum {nbytes} B of {what} at offset {offset} of {path!r}: "
+            f"CRC-32 {found:08x} where {expected:08x} was written",
+            path=path,
+            offset=offset,
+            nbytes=nbytes,
+            expected=f"{expected:08x}",
+            found=f"{found:08x}",
+        )
+
+
+class MetadataParts(NamedTuple):
+    """What of a `.metadata` file is as it was written, each part by its own checksum."""
+
+    errors: tuple[CorruptionError, ...]  # empty: all of it
+    pickle: bytes | None  # without the columns; None where it is damaged or cannot be told
+    columns: ColumnReader | None
+
+
+def decode_parts(data: bytes, path: str) -> MetadataParts:
+    """Looks at pickle, columns and tail of a `.metadata` file of ours, each for itself.
+
+    Args:
+        data: the whole file.
+        path: its name, for errors.
+
+    Raises:
+        UnsupportedError: a newer version of the format.
+    """
+    content = Content.of(data)
+    errors: list[CorruptionError] = []
+    try:
+        if not has_tail(content):
+            end = len(stock_pickle(data, path))
+            return MetadataParts((), data[:end], None)
+        sizes = check_layout(content, path)
+    except CorruptionError as error:
+        return MetadataParts((error,), None, None)
+    pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = sizes
+    stock: bytes | None = data[:pickle_bytes]
+    columns: ColumnReader | None = None
+    try:
+        check_crc(_C.crc32(stock), pickle_crc, 0, pickle_bytes, "pickle", path)
+    except CorruptionError as error:
+        errors.append(error)
+        stock = None
+    try:
+        body = data[pickle_bytes : pickle_bytes + body_bytes]
+        check_crc(_C.crc32(body), body_crc, pickle_bytes, body_bytes, "columns", path)
+        columns = ColumnReader(memoryview(body), header_bytes, path, pickle_bytes)
+    except CorruptionError as error:
+        errors.append(error)
+    return MetadataParts(tuple(errors), stock, columns)
