@@ -198,6 +198,38 @@ class ReadJob:
     def touched(self) -> list[bool]: ...
     def report(self) -> dict[str, int]: ...
 
+class VerifyJob:
+    def __init__(
+        self,
+        *,
+        dir_fd: int,
+        dir_path: str | bytes,
+        workers: int,
+        slot_bytes: int,
+        use_direct: bool,
+    ) -> None: ...
+    def has_footer(self, path: str) -> bool: ...
+    def add_file(
+        self, path: str
+    ) -> tuple[
+        int,
+        tuple[int, bytes, int, int] | None,
+        list[tuple[Any, ...]] | None,
+        list[tuple[str, str, int, int, str, str, str]],
+    ]: ...  # bytes, tail, index rows, findings; see footers.py
+    def add_foreign(
+        self, path: str, items: list[tuple[int, int, bool]]
+    ) -> tuple[int, list[tuple[str, str, int, int, str, str, str]]]: ...
+    def sum(
+        self, progress: Callable[[int, int], None] | None = None
+    ) -> list[tuple[str, str, int, int, str, str, str]]: ...
+    @property
+    def done_bytes(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def direct_bytes(self) -> int: ...
+
 class Arena:
     def __init__(self, nbytes: int, *, is_shared: bool = False) -> None: ...
     @staticmethod

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         PlanError,
         RankError,
         RankLostError,
+        RepairError,
         ShortReadError,
         StagingError,
         StorageError,
@@ -51,10 +52,14 @@ if TYPE_CHECKING:
     from .load_report import LoadReport
     from .options import ReadOptions, WriteOptions
     from .reader import DcpxReader
+    from .repair_checkpoint import repair
+    from .repair_report import RepairReport
     from .save_handle import SaveHandle
     from .save_planner import DcpxSavePlanner
     from .save_report import SaveReport
     from .stager import DcpxStager
+    from .verify_checkpoint import verify
+    from .verify_report import Finding, VerifyReport
     from .writer import DcpxWriter
 
 __all__ = [
@@ -67,6 +72,7 @@ __all__ = [
     "DcpxSavePlanner",
     "DcpxStager",
     "DcpxWriter",
+    "Finding",
     "LoadReport",
     "MismatchError",
     "NotCommittedError",
@@ -76,6 +82,8 @@ __all__ = [
     "RankError",
     "RankLostError",
     "ReadOptions",
+    "RepairError",
+    "RepairReport",
     "SaveHandle",
     "SaveReport",
     "ShortReadError",
@@ -84,6 +92,7 @@ __all__ = [
     "StoreLostError",
     "UnsafePickleError",
     "UnsupportedError",
+    "VerifyReport",
     "WriteOptions",
     "__version__",
     "async_save",
@@ -92,7 +101,9 @@ __all__ = [
     "guard_optimizer",
     "load",
     "prewarm",
+    "repair",
     "save",
+    "verify",
     "wait",
 ]
 
@@ -103,12 +114,17 @@ _MODULE_OF = {
     "DcpxSavePlanner": "save_planner",
     "DcpxStager": "stager",
     "DcpxWriter": "writer",
+    "Finding": "verify_report",
     "LoadReport": "load_report",
     "ReadOptions": "options",
+    "RepairReport": "repair_report",
     "SaveHandle": "save_handle",
     "SaveReport": "save_report",
+    "VerifyReport": "verify_report",
     "WriteOptions": "options",
     "guard_optimizer": "copy_guard",
+    "repair": "repair_checkpoint",
+    "verify": "verify_checkpoint",
     **dict.fromkeys(
         ("async_save", "close", "drain_on_sigterm", "load", "prewarm", "save", "wait"),
         "checkpoint",

@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -293,6 +293,18 @@ class Directory:
             yield SmallFile(fd, path, status.st_size)
         finally:
             close_read(fd, path)
+
+    def read_at(self, name: str, offsets: Sequence[int], nbytes: int) -> list[bytes]:
+        """Returns up to `nbytes` at each offset of a regular file. Raises: StorageError."""
+        path = self.path / name
+        try:
+            fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)
+            try:
+                return [os.pread(fd, nbytes, offset) for offset in offsets]
+            finally:
+                close_read(fd, path)
+        except OSError as error:
+            raise storage_error("read", path, error, is_read=True) from error
 
     def create(self, name: str, pieces: Iterable[Buffer], *, is_durable: bool) -> None:
         """Writes a new file of these bytes, fsynced. Raises: StorageError."""

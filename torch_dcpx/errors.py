@@ -15,6 +15,7 @@
     +-- RankLostError(TimeoutError)         a rank gave no sign by the deadline: ranks, phases
     +-- StoreLostError(ConnectionError)     the process group's store is gone or does not answer
     +-- OutcomeUnknownError(RuntimeError)   the coordinator was lost while it committed
+    +-- RepairError(ValueError)             `repair` cannot prove what was there: candidates
     +-- UnsupportedError(NotImplementedError)   valid, but refused by name
 
 An error of these classes on another rank is raised as its own class with its own fields, and a
@@ -37,6 +38,7 @@ __all__ = [
     "PlanError",
     "RankError",
     "RankLostError",
+    "RepairError",
     "ShortReadError",
     "StagingError",
     "StorageError",
@@ -217,6 +219,18 @@ class OutcomeUnknownError(DcpxError, RuntimeError):
 
     The directory holds either the previous checkpoint or the new one, whole.
     """
+
+
+class RepairError(DcpxError, ValueError):
+    """`repair` refuses: the metadata is good, or what the footers say makes no whole checkpoint.
+
+    `path` is the file of metadata that was to be made anew, `candidates` the data files from which
+    nobody can choose, or that lack something.
+    """
+
+    FIELDS: tuple[str, ...] = ("path", "candidates")
+    path: str | None
+    candidates: tuple[str, ...] | None
 
 
 class UnsupportedError(DcpxError, NotImplementedError):

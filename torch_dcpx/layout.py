@@ -17,6 +17,7 @@ __all__ = [
     "data_file_names",
     "is_data_file_name",
     "is_metadata_name",
+    "is_rank_lock",
     "is_temporary_name",
     "metadata_name",
     "temporary_name",
@@ -27,6 +28,7 @@ LOCK_NAME = ".dcpx.lock"
 
 _DATA_FILE = re.compile(r"__[A-Za-z0-9_.-]{1,200}\.distcp")
 _METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
+_RANK_LOCK = re.compile(r"\.dcpx\.\d{1,9}\.lock")
 _TEMPORARY = re.compile(r"(\.metadata|__\d{1,9}\.metadata)\.[0-9a-f]{12}\.tmp")
 
 
@@ -75,3 +77,8 @@ def is_temporary_name(name: str) -> bool:
 def is_metadata_name(name: str) -> bool:
     """Whether `name` commits a checkpoint: `.metadata` or `__{rank}.metadata`."""
     return _METADATA.fullmatch(name) is not None
+
+
+def is_rank_lock(name: str) -> bool:
+    """Whether `name` is the lock of a rank that saved its own checkpoint (rank-local mode)."""
+    return _RANK_LOCK.fullmatch(name) is not None

@@ -50,7 +50,7 @@ from torch_dcpx.read_coverage import check_coverage, meeting_targets
 from torch_dcpx.read_files import read_items
 from torch_dcpx.reports import ReadReport, loaded_line
 
-__all__ = ["DcpxReader"]
+__all__ = ["DcpxReader", "fitting_workers"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -244,7 +244,7 @@ class DcpxReader(FileSystemReader):
             job = _C.ReadJob(
                 dir_fd=directory.fd,
                 dir_path=os.fsencode(directory.path),
-                workers=_fitting_workers(self.options.resolved_workers()),
+                workers=fitting_workers(self.options.resolved_workers()),
                 slot_bytes=self.options.slot_bytes,
                 use_direct=self.options.direct_io,
                 verify=self.options.verify == "blocks",
@@ -348,7 +348,7 @@ def _max_open_files() -> int:
     return min(4096, _free_descriptors() // 2)
 
 
-def _fitting_workers(workers: int) -> int:
+def fitting_workers(workers: int) -> int:
     """Returns the workers for which the other half is enough: each may open a file twice."""
     return max(1, min(workers, _free_descriptors() // 4 - 1))
 

@@ -37,6 +37,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "RankLostError": (errors.DcpxError, TimeoutError),
     "StoreLostError": (errors.DcpxError, ConnectionError),
     "OutcomeUnknownError": (errors.DcpxError, RuntimeError),
+    "RepairError": (errors.DcpxError, ValueError),
     "UnsupportedError": (errors.DcpxError, NotImplementedError),
 }
 
@@ -48,7 +49,7 @@ VALUES: dict[str, Any] = {
     "original": "builtins.KeyError", "ranks": (1, 3), "phases": ("staging", "writing"),
     "waited_s": 30.0, "missing": ("a.b",), "shapes": (("w", (4,), (2, 2)),),
     "dtypes": (("w", "float32", "bfloat16"),), "kinds": (("lr", "object", "tensor"),),
-    "nearest": {"a.b": ("b",)},
+    "nearest": {"a.b": ("b",)}, "candidates": ("__0_0.distcp",),
 }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ MODULES_WITH_EXTENSION = {
     "columns",
     "copy_guard",
     "device_memory",
+    "footers",
     "metadata",
     "metadata_encode",
     "metadata_parts",
@@ -52,6 +53,9 @@ MODULES_WITH_EXTENSION = {
     "staging",
     "trust",
     "unpickle",
+    "verify_checkpoint",
+    "verify_files",
+    "verify_metadata",
     "write_files",
     "write_table",
 }

@@ -1,0 +1,114 @@
+"""What a data file says of itself: the rows of its footer, and what is wrong with it.
+
+The looking is done by C++ (`VerifyJob`); here its tables get names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch_dcpx import _C
+
+__all__ = [
+    "BYTES",
+    "TENSOR",
+    "TORCH_TENSOR",
+    "FileFacts",
+    "FooterRow",
+    "RawFinding",
+    "Tail",
+    "add_file",
+    "key_path",
+]
+
+TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
+
+
+class RawFinding(NamedTuple):
+    """One finding as C++ gives it."""
+
+    kind: str
+    path: str  # directory and name
+    offset: int  # bytes; -1: unknown
+    nbytes: int
+    expected: str
+    found: str
+    message: str
+
+
+class FooterRow(NamedTuple):
+    """One item of a footer's index. Sizes and offsets in elements, the rest in bytes."""
+
+    kind: int
+    flags: int  # 1 requires_grad + 2 pin_memory
+    memory_format: int
+    item_offset: int
+    item_bytes: int
+    payload_offset: int
+    payload_bytes: int
+    global_sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    prop_dtype: str
+    layout: str
+    fqn: str
+    path: str  # JSON, or empty
+
+
+class Tail(NamedTuple):
+    """The end of a whole footer."""
+
+    rank: int
+    file_id: bytes
+    footer_crc: int
+    data_bytes: int
+
+
+class FileFacts(NamedTuple):
+    """What one data file says of itself."""
+
+    name: str
+    nbytes: int
+    tail: Tail | None  # None: no footer, or a damaged one
+    rows: list[FooterRow] | None  # None: the index is damaged
+    findings: list[RawFinding]
+
+
+def add_file(job: _C.VerifyJob, name: str) -> FileFacts:
+    """Adds a file to what `job` sums, and returns what its footer says.
+
+    Raises:
+        CorruptionError: it is no regular file beneath the directory.
+        StorageError: it cannot be read.
+        UnsupportedError: a newer version of the footer.
+    """
+    nbytes, tail, rows, findings = job.add_file(name)
+    return FileFacts(
+        name,
+        nbytes,
+        None if tail is None else Tail(*tail),
+        None if rows is None else list(map(FooterRow._make, rows)),
+        list(map(RawFinding._make, findings)),
+    )
+
+
+def key_path(row: FooterRow) -> tuple[str | int, ...] | None:
+    """Returns where flattening found the item; None: the footer does not say.
+
+    Raises:
+        ValueError: the row holds no such list.
+    """
+    if not row.path:
+        return None
+    keys: Any = json.loads(row.path)
+    if type(keys) is not list or not _are_keys(keys):
+        raise ValueError(f"{row.path!r:.200} is no list of names and integers")
+    return tuple(keys)
+
+
+def _are_keys(keys: Iterable[object]) -> bool:
+    return all(type(key) is str or type(key) is int for key in keys)

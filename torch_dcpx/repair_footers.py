@@ -1,0 +1,178 @@
+"""A Metadata out of the footers of data files, as far as they prove that it is one checkpoint's.
+
+A footer knows its file's items: names, shapes, chunks, properties and paths. It does not know which
+files were saved with it. So one file per rank and number must be there, all named in one way, none
+damaged, and together they must hold every element of every tensor once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torch_dcpx._compat import DTYPES, LAYOUTS
+from torch_dcpx.errors import RepairError
+from torch_dcpx.footers import BYTES, TORCH_TENSOR, FileFacts, FooterRow, key_path
+from torch_dcpx.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.verify_metadata import coverage_offences
+
+__all__ = ["check_ranks", "data_file_rank", "metadata_of", "one_generation"]
+
+_NAME = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
+
+_WAY_OUT = (
+    "move the files of other saves out of the directory, or name those of this one: "
+    "repair(..., files=[...])"
+)
+
+
+def data_file_rank(name: str) -> int | None:
+    """Returns the rank that a data file's name says; None where it says none."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found is not None else None
+
+
+def one_generation(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) -> None:
+    """Checks that files with whole footers are those of one save, as far as that can be told.
+
+    Args:
+        facts: of every candidate.
+        path: the metadata that is to be made, for errors.
+        is_chosen: the caller named the files, and vouches for what names cannot tell.
+
+    Raises:
+        RepairError: they are not, or nobody can tell.
+    """
+    by_place: dict[tuple[int, int], list[str]] = {}
+    plain: list[str] = []
+    own: list[str] = []
+    for one in facts:
+        found = _NAME.fullmatch(one.name)
+        if found is None or one.tail is None:
+            _refuse(path, f"'{one.name}' is no name of a data file of ours", [one.name])
+        if found[3] is not None and found[3] != one.tail.file_id.hex()[:12]:
+            why = f"'{one.name}' holds file {one.tail.file_id.hex()}: it was renamed"
+            _refuse(path, why, [one.name])
+        by_place.setdefault((int(found[1]), int(found[2])), []).append(one.name)
+        (plain if found[3] is None else own).append(one.name)
+    for (rank, number), names in sorted(by_place.items()):
+        if len(names) > 1:
+            why = f"{len(names)} files may be file {number} of rank {rank}: of several saves"
+            _refuse(path, f"{why}; {_WAY_OUT}", names)
+    if is_chosen:
+        return
+    if plain and own:
+        why = "files with and without an id in their names are of several saves, or may be"
+        _refuse(path, f"{why}; {_WAY_OUT}", [*plain, *own])
+    numbers: dict[int, list[int]] = {}
+    for rank, number in sorted(by_place):
+        numbers.setdefault(rank, []).append(number)
+    for rank, found_numbers in numbers.items():
+        if found_numbers != list(range(len(found_numbers))):
+            why = f"rank {rank} has files {found_numbers}: one between them is lost, or may be"
+            _refuse(path, f"{why}; {_WAY_OUT}", [name for name, *_ in by_place.values()])
+
+
+def check_ranks(facts: Iterable[FileFacts], path: str) -> None:
+    """Raises RepairError where a rank between others, or before them, has no file."""
+    ranks = sorted({data_file_rank(one.name) or 0 for one in facts})
+    if ranks != list(range(len(ranks))):
+        why = f"there are files of the ranks {ranks}: those of others are lost, or may be"
+        _refuse(path, f"{why}; {_WAY_OUT}", [one.name for one in facts])
+
+
+def metadata_of(facts: Sequence[FileFacts], path: str, *, is_whole: bool) -> Metadata:
+    """Returns the metadata of what these files hold.
+
+    Args:
+        facts: of all files of one save.
+        path: the metadata that is to be made, for errors.
+        is_whole: every tensor must be there as a whole: of a checkpoint of all ranks.
+
+    Raises:
+        RepairError: items contradict each other, or leave holes.
+    """
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for one in sorted(facts, key=lambda one: (data_file_rank(one.name) or 0, one.name)):
+        for row in one.rows or ():
+            index = _add_entry(entries, row, path, one.name)
+            if index in storage:
+                names = [storage[index].relative_path, one.name]
+                _refuse(path, f"'{row.fqn}' at offset {index.offset} is there twice", names)
+            storage[index] = _StorageInfo(one.name, row.item_offset, row.item_bytes)
+            try:
+                keys = key_path(row)
+            except ValueError as error:
+                _refuse(path, f"the path of '{row.fqn}': {error}", [one.name])
+            if keys is not None:
+                paths[row.fqn] = keys
+    if is_whole:
+        for fqn, _, text in coverage_offences(entries):
+            files = {info.relative_path for index, info in storage.items() if index.fqn == fqn}
+            why = f"the files do not hold all of '{fqn}' once, so not all of the save is there"
+            _refuse(path, f"{why}: {text}", sorted(files))
+    return Metadata(entries, paths or None, storage, None, CURRENT_DCP_VERSION)
+
+
+def _add_entry(entries: dict[str, Any], row: FooterRow, path: str, name: str) -> MetadataIndex:
+    """Adds what a row says of its name to `entries`; returns its index."""
+    before = entries.get(row.fqn)
+    if row.kind == BYTES:
+        if before is not None:
+            _refuse(path, f"'{row.fqn}' is there twice", [name])
+        entries[row.fqn] = BytesStorageMetadata()
+        return MetadataIndex(row.fqn)
+    if row.kind == TORCH_TENSOR and not row.sizes:
+        why = f"the footer names no shape of '{row.fqn}': an older torch-dcpx wrote it, or it has "
+        _refuse(path, why + "no dimensions", [name])
+    size = torch.Size(row.global_sizes)
+    properties = _properties(row, path, name)
+    if before is None:
+        before = entries[row.fqn] = TensorStorageMetadata(properties, size, [])
+    is_same = isinstance(before, TensorStorageMetadata) and (before.properties, before.size) == (
+        properties,
+        size,
+    )
+    if not is_same:
+        _refuse(path, f"'{row.fqn}' is there with different shapes or properties", [name])
+    chunk = ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes))
+    before.chunks.append(chunk)
+    return MetadataIndex(row.fqn, chunk.offsets, len(before.chunks) - 1)
+
+
+def _properties(row: FooterRow, path: str, name: str) -> TensorProperties:
+    is_known = (
+        row.prop_dtype in DTYPES
+        and row.layout in LAYOUTS
+        and row.memory_format < len(MEMORY_FORMATS)
+    )
+    if not is_known:
+        why = f"'{row.fqn}' is a {row.layout} tensor of {row.prop_dtype}, which this torch lacks"
+        _refuse(path, why, [name])
+    return TensorProperties(
+        DTYPES[row.prop_dtype],
+        LAYOUTS[row.layout],
+        bool(row.flags & 1),
+        MEMORY_FORMATS[row.memory_format],
+        bool(row.flags & 2),
+    )
+
+
+def _refuse(path: str, why: str, candidates: Iterable[str]) -> NoReturn:
+    names = tuple(candidates)
+    listed = ", ".join(f"'{name}'" for name in names[:20])
+    raise RepairError(f"repair '{path}': {why} (files: {listed})", path=path, candidates=names)

@@ -1,0 +1,226 @@
+"""`torch_dcpx.verify`: is what lies in a directory what was written there?
+
+1. `.metadata` is read and its parts are compared; without it each rank's own, or none at all.
+2. Every data file that it names is opened, and its footer (of stock's its zip items) compared with
+   what the metadata says. Without metadata: every data file there is, by its footer alone.
+3. All bytes that a checksum covers are read and summed, by several workers.
+
+Nothing ends at the first finding, no process group is needed, and nothing of a file is trusted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch_dcpx import _C
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import NotCommittedError, StorageError
+from torch_dcpx.footers import RawFinding
+from torch_dcpx.layout import (
+    METADATA_NAME,
+    is_data_file_name,
+    is_metadata_name,
+    is_temporary_name,
+)
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader import fitting_workers
+from torch_dcpx.verify_files import LookedAt, look_at_file, look_at_named
+from torch_dcpx.verify_findings import file_finding, of_raw
+from torch_dcpx.verify_metadata import StoredCheckpoint, read_checkpoint
+from torch_dcpx.verify_report import Finding, VerifyReport
+
+__all__ = ["open_checkpoint", "verify", "verify_job"]
+
+logger = logging.getLogger("torch_dcpx")
+
+_MIN_SLOT_BYTES = 256 << 10  # csrc/engine/verify_job.cpp
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    workers: int | None = None,
+    host_memory_bytes: int | None = None,
+    safe_globals: Sequence[Any] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> VerifyReport:
+    """Compares a whole checkpoint with its checksums, and says all that is wrong with it.
+
+    Args:
+        path: directory of a checkpoint, of ours or of stock's, of all ranks or of each rank's own.
+        workers: threads that read and sum. Default None: as in `ReadOptions`.
+        host_memory_bytes: bound on the memory that files are read into. Default None: 64 MiB.
+        safe_globals: classes that the metadata's pickle may name beside stock's own.
+        progress: called about ten times a second with the bytes summed so far and those to sum.
+
+    Returns:
+        The report: `report.ok`, `report.findings`. What is wrong raises nothing.
+
+    Raises:
+        NotCommittedError: `path` is no directory.
+        StorageError: the directory cannot be opened or listed.
+        OptionError: workers or memory that cannot work.
+    """
+    began = time.perf_counter()
+    options = ReadOptions(workers=workers)
+    if host_memory_bytes is not None:
+        options = replace(options, host_memory_bytes=host_memory_bytes)
+    with open_checkpoint(path) as directory:
+        run = _Run(directory, verify_job(directory, options), safe_globals)
+        run.look()
+        looked = time.perf_counter()
+        run.sum(progress)
+        ended = time.perf_counter()
+    return VerifyReport(
+        path=str(directory.path),
+        findings=tuple(sorted(run.findings, key=_order)),
+        metadata_files=tuple(run.commits),
+        files=run.files,
+        items=run.items,
+        checked_bytes=run.checked_bytes,
+        metadata_s=looked - began,
+        sum_s=ended - looked,
+        total_s=ended - began,
+    )
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
+    """Opens the directory of a checkpoint.
+
+    Raises:
+        NotCommittedError: there is no such directory.
+        StorageError: it cannot be opened.
+    """
+    try:
+        return Directory(Path(path))
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        raise NotCommittedError(
+            f"'{os.fspath(path)}' is no directory: there is no checkpoint",
+            errno=error.errno,
+            path=os.fspath(path),
+        ) from error
+
+
+def verify_job(directory: Directory, options: ReadOptions) -> _C.VerifyJob:
+    """Returns a job whose slots stay within the options' memory."""
+    slot_bytes = max(_MIN_SLOT_BYTES, 1 << (options.slot_bytes.bit_length() - 1))
+    slots = max(1, options.host_memory_bytes // slot_bytes)
+    return _C.VerifyJob(
+        dir_fd=directory.fd,
+        dir_path=os.fsencode(directory.path),
+        workers=min(fitting_workers(options.resolved_workers()), slots),
+        slot_bytes=slot_bytes,
+        use_direct=options.direct_io,
+    )
+
+
+def _order(finding: Finding) -> tuple[bool, str, int]:
+    return not finding.is_fault, finding.file, finding.offset or 0
+
+
+class _Run:
+    """One verification of one directory. Not thread-safe."""
+
+    def __init__(
+        self, directory: Directory, job: _C.VerifyJob, safe_globals: Sequence[Any]
+    ) -> None:
+        self._directory = directory
+        self._job = job
+        self._safe_globals = safe_globals
+        self._looked: dict[str, LookedAt] = {}  # by file
+        self.findings: list[Finding] = []
+        self.commits: list[str] = []
+        self.items = 0
+        self.checked_bytes = 0
+
+    @property
+    def files(self) -> int:
+        """How many data files could be read."""
+        return sum(one.is_there for one in self._looked.values())
+
+    def look(self) -> None:
+        """Steps 1 and 2."""
+        names = self._directory.names()
+        metadata_names = list(filter(is_metadata_name, names))
+        self.commits = [METADATA_NAME] if METADATA_NAME in names else metadata_names
+        checkpoints = [self._read(name) for name in self.commits]
+        known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+        for checkpoint in known:
+            self._look_at(checkpoint)
+        data_names = [name for name in names if is_data_file_name(name)]
+        unnamed = [name for name in data_names if name not in self._looked]
+        if not self.commits:
+            self._say_uncommitted(len(data_names))
+        if len(known) < len(checkpoints) or not known:
+            for name in unnamed:  # whose they are nobody knows: each is looked at by itself
+                _, looked = look_at_file(self._job, name)
+                self._add(name, looked)
+        else:
+            self._note_leftovers(unnamed)
+        beside = set(metadata_names) - set(self.commits)
+        self._note_leftovers([*beside, *filter(is_temporary_name, names)])
+
+    def sum(self, progress: Callable[[int, int], None] | None) -> None:
+        """Step 3."""
+        for row in self._job.sum(progress):
+            raw = RawFinding._make(row)
+            name = os.path.relpath(raw.path, self._directory.path)
+            looked = self._looked.get(name)
+            self.findings.append(of_raw(raw, name, looked.items if looked is not None else None))
+        self.checked_bytes += self._job.done_bytes
+
+    def _read(self, name: str) -> StoredCheckpoint | None:
+        checkpoint, findings, nbytes = read_checkpoint(self._directory, name, self._safe_globals)
+        self.findings += findings
+        if checkpoint is not None and checkpoint.files is not None:
+            self.checked_bytes += nbytes
+        return checkpoint
+
+    def _look_at(self, checkpoint: StoredCheckpoint) -> None:
+        self.items += len(checkpoint.metadata.storage_data)
+        for name in dict.fromkeys([*(checkpoint.files or ()), *checkpoint.items]):
+            if name not in self._looked:
+                self._add(name, look_at_named(self._job, checkpoint, name))
+
+    def _add(self, name: str, looked: LookedAt) -> None:
+        self._looked[name] = looked
+        self.findings += looked.findings
+
+    def _say_uncommitted(self, data_files: int) -> None:
+        message = (
+            f"'{self._directory.path}' holds no committed checkpoint: no '{METADATA_NAME}' and "
+            f"none of a rank, but {data_files} data files; if a save of theirs ended well, "
+            "`torch_dcpx.repair` can make it anew of their footers"
+        )
+        self.findings.append(file_finding("uncommitted", METADATA_NAME, message))
+
+    def _note_leftovers(self, names: Iterable[str]) -> None:
+        """Notes files that nothing names; of a rank without metadata that is a fault."""
+        commits = set(self.commits)
+        for name in sorted(names):
+            rank = name.removeprefix("__").split("_")[0].split(".")[0]
+            own = f"__{rank}{METADATA_NAME}"
+            if METADATA_NAME not in commits and rank.isdigit() and own not in commits:
+                message = f"'{name}' is of rank {rank}, of which there is no '{own}'"
+                self.findings.append(file_finding("uncommitted", name, message))
+            elif not self._is_empty(name):
+                message = f"'{name}' is named by no metadata that counts: of a save that failed or "
+                message += "was replaced"
+                self.findings.append(file_finding("leftover", name, message))
+
+    def _is_empty(self, name: str) -> bool:
+        """Whether it is what stock leaves for a rank that has nothing to write."""
+        try:
+            status = os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False)
+        except OSError:
+            return False
+        return status.st_size == 0 and is_data_file_name(name)
