@@ -50,9 +50,11 @@ class Chunked(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        if index.index is not None:
-            return self.parts[index.index]
-        return self.parts[[box.offsets for box in self.boxes].index(tuple(index.offset or ()))]
+        begins, begin = [box.offsets for box in self.boxes], tuple(index.offset or ())
+        at = index.index  # of all ranks: another box's, where this rank has few of them
+        if at is None or at >= len(begins) or begins[at] != begin:
+            at = begins.index(begin)
+        return self.parts[at]
 
     def size(self, *_: Any) -> torch.Size:
         return self.whole_size
