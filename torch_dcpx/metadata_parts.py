@@ -112,7 +112,7 @@ def check_layout(content: Content, path: str) -> tuple[int, int, int, int, int]:
     _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, _, tail_crc = (
         TAIL.unpack(tail)
     )
-    check_crc(_C.crc32(memoryview(tail)[:-4]), tail_crc, tail_at, TAIL.size - 4, "tail", path)
+    check_crc(_C.crc32(memoryview(tail)[:-4]), tail_crc, tail_at, TAIL.size, "tail", path)
     if version != VERSION:
         raise UnsupportedError(
             f"read {path!r}: its format is version {version}, torch-dcpx {__version__} "

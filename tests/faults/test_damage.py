@@ -17,6 +17,7 @@ from saves import data_files, flipped, load, raises_one, read_footer, save
 from states import assert_same, blank_like
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
+from verified import EVERY_POINT, assert_found
 
 from torch_dcpx import (
     CorruptionError,
@@ -28,6 +29,7 @@ from torch_dcpx import (
 )
 
 BLOCK_BYTES = 64 << 10
+VERIFIED_SHARE = 1.0 if EVERY_POINT else 0.2  # of the points of a sweep
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:
@@ -274,6 +276,8 @@ def sweep(directory: Path, seed: int, name: str, *, share: float) -> None:
         if rng.random() >= share:
             continue
         with flipped(path, offset, mask):
+            if rng.random() < VERIFIED_SHARE:
+                assert_found(directory, name, offset)
             try:
                 assert_same(state, load(state, directory))
             except CheckpointException as failure:
