@@ -58,7 +58,8 @@ def verify(
         workers: threads that read and sum. Default None: as in `ReadOptions`.
         host_memory_bytes: bound on the memory that files are read into. Default None: 64 MiB.
         safe_globals: classes that the metadata's pickle may name beside stock's own.
-        progress: called about ten times a second with the bytes summed so far and those to sum.
+        progress: called about ten times a second, and at the end, with the bytes summed so far
+            and those to sum.
 
     Returns:
         The report: `report.ok`, `report.findings`. What is wrong raises nothing.
@@ -176,6 +177,8 @@ class _Run:
             name = os.path.relpath(raw.path, self._directory.path)
             looked = self._looked.get(name)
             self.findings.append(of_raw(raw, name, looked.items if looked is not None else None))
+        if progress is not None:
+            progress(self._job.done_bytes, self._job.total_bytes)
         self.checked_bytes += self._job.done_bytes
 
     def _read(self, name: str) -> StoredCheckpoint | None:
