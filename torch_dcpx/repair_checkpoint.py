@@ -82,18 +82,17 @@ def repair(
         raise OptionError(f"files={files!r} is one name, not several", option="files", value=files)
     with open_checkpoint(path) as directory:
         run = _Repair(directory, files, safe_globals)
-        targets = run.targets(rank_local)
         locks = SaveLocks()
         try:
-            if not dry_run:
+            if not dry_run:  # before anything is looked at: a save may commit meanwhile
                 locks.take(directory, RunningSave(run))
-            made = [run.plan(name) for name in targets]
+            made = [run.plan(name) for name in run.targets(rank_local)]
             if not dry_run:
                 for one in made:
                     run.publish(one)
         finally:
-            # Whether leftovers of an earlier save are to be expected is not decided here.
-            locks.release(has_ended_well=not locks.found_leftovers)
+            # What is known of saves that did not end stays known.
+            locks.release(has_ended_well=not locks.found_unended)
     return RepairReport(str(directory.path), tuple(one.report for one in made), dry_run)
 
 

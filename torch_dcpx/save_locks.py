@@ -54,6 +54,11 @@ class SaveLocks:
         """Whether a save of this machine took them before and did not end."""
         return any(lock.left_by == "this machine" for lock in self._locks)
 
+    @property
+    def found_unended(self) -> bool:
+        """Whether a save of any machine took them before and did not end."""
+        return any(lock.left_by != "nobody" for lock in self._locks)
+
     def leftovers_of(self) -> Leftovers:
         """Whose leftovers may be removed: nobody's where another save may be running."""
         if not self.are_held or any(lock.left_by == "another machine" for lock in self._locks):

@@ -37,6 +37,7 @@ from torch_dcpx.directory import Directory
 from torch_dcpx.lock import SaveLock
 from torch_dcpx.metadata_parts import TAIL
 from torch_dcpx.running_save import RunningSave
+from torch_dcpx.save_locks import SaveLocks
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:
@@ -340,3 +341,31 @@ def test_repair_waits_for_no_save_and_disturbs_none(tmp_path: Path) -> None:
         lock.release()
     dcpx.repair(other)
     assert_loads(state_of(), other)
+
+
+def test_repair_forgets_no_save_that_did_not_end(tmp_path: Path) -> None:
+    save(state_of(), tmp_path)
+    for line in ("host=a pid=1 boot=elsewhere\n", ""):
+        leave(tmp_path / ".metadata", None)
+        (tmp_path / ".dcpx.lock").write_text(line)
+        dcpx.repair(tmp_path)
+        assert (tmp_path / ".dcpx.lock").read_text().endswith(line)
+        assert bool((tmp_path / ".dcpx.lock").read_text()) is bool(line)
+
+
+def test_metadata_that_is_committed_before_the_lock_is_taken_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state_of(), tmp_path)
+    good = (tmp_path / ".metadata").read_bytes()
+    leave(tmp_path / ".metadata", None)
+    take = SaveLocks.take
+
+    def commit_first(*args: Any) -> None:
+        (tmp_path / ".metadata").write_bytes(good)
+        take(*args)
+
+    monkeypatch.setattr(SaveLocks, "take", commit_first)
+    with pytest.raises(RepairError, match="it is good"):
+        dcpx.repair(tmp_path)
+    assert (tmp_path / ".metadata").read_bytes() == good
