@@ -159,10 +159,15 @@ py::object ItemMaker::tensor_write(const py::object& index, bool is_shard, const
 
 py::object ItemMaker::write_item(const py::object& index, int type, const py::object& data) const {
   const py::object* const types[] = {&tensor_, &shard_, &byte_io_};
+  return write_item(index, *types[type], py::none(), data);
+}
+
+py::object ItemMaker::write_item(const py::object& index, const py::object& type,
+                                 const py::object& bytes_io_data, const py::object& data) const {
   py::object made = make(write_class_);
   set_field(made, names.index, index);
-  set_field(made, names.type, *types[type]);
-  set_field(made, names.bytes_io_data, py::none());
+  set_field(made, names.type, type);
+  set_field(made, names.bytes_io_data, bytes_io_data);
   set_field(made, names.tensor_data, data);
   return made;
 }
@@ -210,19 +215,6 @@ py::object ItemMaker::place(const py::object& path, std::int64_t offset,
   set_field(made, names.relative_path, path);
   set_field(made, names.offset, py::int_(offset));
   set_field(made, names.length, py::int_(length));
-  return made;
-}
-
-py::object ItemMaker::reindexed(const py::handle& write_item, const py::handle& index,
-                                std::int64_t hint) const {
-  py::object offset = get_attr(index, names.offset);
-  if (offset.is_none()) offset = py::object();
-  const py::object moved = metadata_index(get_attr(index, names.fqn), offset, py::int_(hint));
-  py::object made = make(write_class_);
-  set_field(made, names.index, moved);
-  for (const py::object& name : {names.type, names.bytes_io_data, names.tensor_data}) {
-    set_field(made, name, get_attr(write_item, name));
-  }
   return made;
 }
 

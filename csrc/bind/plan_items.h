@@ -61,8 +61,6 @@ class ItemMaker {
   pybind11::object tensor_write(const pybind11::object& index, bool is_shard,
                                 const pybind11::object& chunk, const pybind11::object& properties,
                                 const pybind11::object& size) const;
-  pybind11::object reindexed(const pybind11::handle& write_item, const pybind11::handle& index,
-                             std::int64_t hint) const;
   pybind11::object chunk(const pybind11::object& offsets, const pybind11::object& sizes) const;
   // Of a tensor, as TensorProperties.create_from_tensor; `requires_grad` null: the tensor's own.
   pybind11::object properties(const pybind11::handle& tensor,
@@ -82,6 +80,9 @@ class ItemMaker {
 
   // The same, of parts that are there. `type`: a code of `write_type_code`.
   pybind11::object write_item(const pybind11::object& index, int type,
+                              const pybind11::object& data) const;
+  pybind11::object write_item(const pybind11::object& index, const pybind11::object& type,
+                              const pybind11::object& bytes_io_data,
                               const pybind11::object& data) const;
   pybind11::object write_data(const pybind11::object& chunk, const pybind11::object& properties,
                               const pybind11::object& size) const;
