@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <numeric>
 #include <vector>
@@ -24,14 +25,49 @@ struct Entry {
   std::size_t first;    // of the offset's numbers
 };
 
-// What the plans of all ranks hold.
+// Do the offsets of a name ascend from item to item, as shards do from rank to rank? Then no two of
+// them are the same chunk. Of each name the last offset alone is looked at, and lies here: one line
+// of memory a name, where all items of a name are spread over those of all ranks.
+class Order {
+ public:
+  void add(const std::int64_t* offset, std::int32_t ndim) {
+    if (is_doubtful_) return;
+    const std::int64_t* end = offset + std::max(ndim, 0);
+    if (ndim > kMaxDims) {
+      is_doubtful_ = true;
+    } else if (ndim_ != kNone) {
+      is_doubtful_ =
+          ndim != ndim_ || !std::lexicographical_compare(
+                               last_.data(), last_.data() + std::max(ndim, 0), offset, end);
+    }
+    if (is_doubtful_) return;
+    ndim_ = ndim;
+    std::copy(offset, end, last_.data());
+  }
+  bool is_doubtful() const { return is_doubtful_; }
+
+ private:
+  static constexpr std::int32_t kMaxDims = 7;
+  static constexpr std::int32_t kNone = -2;
+
+  std::array<std::int64_t, kMaxDims> last_{};
+  std::int32_t ndim_ = kNone;  // as `Entry`'s
+  bool is_doubtful_ = false;
+};
+
+// What the plans of all ranks hold. Throws ValueError where a plan is no list.
 class Entries {
  public:
-  Entries(const ItemMaker& maker, const py::list& plans) : maker_(maker), plans_(plans) {
-    std::vector<std::uint32_t> counts;
-    for (std::size_t rank = 0; rank < plans.size(); ++rank) {
-      const auto items = py::cast<py::list>(plans[rank]);
-      for (std::size_t place = 0; place < items.size(); ++place) {
+  Entries(const ItemMaker& maker, const py::list& plans) {
+    std::size_t item_count = 0;
+    for (const py::handle& items : plans) {
+      if (PyList_Check(items.ptr()) == 0) throw py::value_error("a list of items a plan is wanted");
+      plans_.push_back(py::reinterpret_borrow<py::list>(items));
+      item_count += plans_.back().size();
+    }
+    entries_.reserve(item_count);
+    for (std::size_t rank = 0; rank < plans_.size(); ++rank) {
+      for (std::size_t place = 0; place < plans_[rank].size(); ++place) {
         const py::object index = get_attr(item_at(rank, place), maker.names.index);
         Entry entry{};
         entry.name = number_of(get_attr(index, maker.names.fqn));
@@ -40,24 +76,44 @@ class Entries {
         entry.first = numbers_.size();
         const py::object offset = get_attr(index, maker.names.offset);
         entry.ndim = offset.is_none() ? -1 : static_cast<int>(append_ints(offset, &numbers_));
+        if (entry.name == orders_.size()) orders_.emplace_back();
+        orders_[entry.name].add(numbers_.data() + entry.first, entry.ndim);
         entries_.push_back(entry);
       }
     }
   }
 
-  std::vector<Entry>& entries() { return entries_; }
+  const Entry& operator[](std::size_t number) const { return entries_[number]; }
+  std::size_t size() const { return entries_.size(); }
+
+  // Numbers of the entries that may be the same chunk as another: by name, then offset, then rank,
+  // then place.
+  std::vector<std::size_t> doubtful() const {
+    std::vector<std::size_t> begins(orders_.size() + 1, 0);
+    for (const Entry& entry : entries_) {
+      if (orders_[entry.name].is_doubtful()) ++begins[entry.name + 1];
+    }
+    std::partial_sum(begins.begin(), begins.end(), begins.begin());
+    std::vector<std::size_t> sorted(begins.back());
+    std::vector<std::size_t> next(begins);
+    for (std::size_t i = 0; i < entries_.size(); ++i) {
+      const std::uint32_t name = entries_[i].name;
+      if (orders_[name].is_doubtful()) sorted[next[name]++] = i;
+    }
+    for (std::size_t name = 0; name < orders_.size(); ++name) {
+      std::stable_sort(
+          sorted.data() + begins[name], sorted.data() + begins[name + 1],
+          [&](std::size_t a, std::size_t b) { return compare(entries_[a], entries_[b]) < 0; });
+    }
+    return sorted;
+  }
 
   py::object item_at(std::size_t rank, std::size_t place) const {
-    return py::object(plans_[rank][py::int_(place)]);
+    PyObject* item = PyList_GetItem(plans_[rank].ptr(), static_cast<Py_ssize_t>(place));
+    if (item == nullptr) throw py::error_already_set();
+    return py::reinterpret_borrow<py::object>(item);
   }
   py::object item_of(const Entry& entry) const { return item_at(entry.rank, entry.place); }
-
-  // By name, then offset, then rank, then place.
-  bool is_before(const Entry& a, const Entry& b) const {
-    const int order = compare(a, b);
-    if (order != 0) return order < 0;
-    return a.rank != b.rank ? a.rank < b.rank : a.place < b.place;
-  }
   bool are_same(const Entry& a, const Entry& b) const { return compare(a, b) == 0; }
 
  private:
@@ -83,9 +139,9 @@ class Entries {
     return number;
   }
 
-  const ItemMaker& maker_;
-  const py::list& plans_;
-  std::vector<Entry> entries_;
+  std::vector<py::list> plans_;
+  std::vector<Entry> entries_;  // by rank, then place
+  std::vector<Order> orders_;   // by name
   Numbers numbers_;
   py::dict names_;
 };
@@ -145,7 +201,7 @@ py::object piece_of(ItemMaker& maker, const py::object& item, const Extent& exte
                             get_attr(data, maker.names.size));
 }
 
-// Entries of one chunk, [first, last), that several ranks hold.
+// Entries of one chunk, [first, last) of the sorted ones, that several ranks hold.
 struct Group {
   std::size_t first;
   std::size_t last;
@@ -158,9 +214,6 @@ class Dedup {
       : maker_(maker), plans_(plans), all_(maker, plans), loads_(plans.size(), 0) {
     for (const py::handle& flag : can_split) can_split_.push_back(flag.cast<bool>());
     if (can_split_.size() != plans.size()) throw py::value_error("a flag a plan is wanted");
-    std::vector<Entry>& entries = all_.entries();
-    std::sort(entries.begin(), entries.end(),
-              [&](const Entry& a, const Entry& b) { return all_.is_before(a, b); });
   }
 
   // `lowest_names` go to the lowest rank that has them, `whole_names` are not cut.
@@ -174,7 +227,7 @@ class Dedup {
     std::vector<plan::SharedChunk> chunks;
     std::vector<std::uint32_t> owners;
     for (const Group& group : groups_) {
-      const Entry& entry = all_.entries()[group.first];
+      const Entry& entry = sorted(group.first);
       const py::object fqn =
           get_attr(get_attr(all_.item_of(entry), maker_.names.index), maker_.names.fqn);
       plan::SharedChunk chunk{group.extent.nbytes, 1, owners.size(), 0};
@@ -182,8 +235,8 @@ class Dedup {
       // One item a rank, the same on all of them.
       bool is_plain = !whole_names.contains(fqn);
       for (std::size_t i = group.first; i < group.last; ++i) {
-        const Entry& own = all_.entries()[i];
-        const bool is_again = i > group.first && all_.entries()[i - 1].rank == own.rank;
+        const Entry& own = sorted(i);
+        const bool is_again = i > group.first && sorted(i - 1).rank == own.rank;
         is_plain = is_plain && !is_again && can_split_[own.rank];
         if (!is_again) owners.push_back(own.rank);
         if (is_plain && group.extent.rows > 1 && i > group.first) {
@@ -204,33 +257,32 @@ class Dedup {
   }
 
  private:
+  const Entry& sorted(std::size_t at) const { return all_[sorted_[at]]; }
+
   // Notes the loads of what one rank alone holds.
   void find_groups() {
-    const std::vector<Entry>& entries = all_.entries();
-    for (std::size_t first = 0; first < entries.size();) {
+    sorted_ = all_.doubtful();
+    std::vector<bool> is_shared(all_.size(), false);
+    for (std::size_t first = 0; first < sorted_.size();) {
       std::size_t last = first + 1;
-      while (last < entries.size() && all_.are_same(entries[first], entries[last])) ++last;
-      if (entries[last - 1].rank != entries[first].rank) {
-        groups_.push_back({first, last, extent_of(maker_, all_.item_of(entries[first]))});
+      while (last < sorted_.size() && all_.are_same(sorted(first), sorted(last))) ++last;
+      if (sorted(last - 1).rank != sorted(first).rank) {
+        groups_.push_back({first, last, extent_of(maker_, all_.item_of(sorted(first)))});
+        for (std::size_t i = first; i < last; ++i) is_shared[sorted_[i]] = true;
       }
       first = last;
     }
     if (groups_.empty()) return;
-    std::size_t next = 0;
-    for (std::size_t i = 0; i < entries.size(); ++i) {
-      if (next < groups_.size() && i == groups_[next].first) {
-        i = groups_[next++].last - 1;
-        continue;
-      }
-      loads_[entries[i].rank] +=
-          extent_of(maker_, all_.item_of(entries[i])).nbytes + plan::kItemBytes;
+    for (std::size_t i = 0; i < all_.size(); ++i) {
+      if (is_shared[i]) continue;
+      loads_[all_[i].rank] += extent_of(maker_, all_.item_of(all_[i])).nbytes + plan::kItemBytes;
     }
   }
 
   // The owner of a share keeps its item, or rows of it; `kept` drops those of the others.
   void note(const Group& group, const plan::Share& share, std::int64_t rows) {
     for (std::size_t i = group.first; i < group.last; ++i) {
-      const Entry& entry = all_.entries()[i];
+      const Entry& entry = sorted(i);
       char& state = is_dropped_[entry.rank][entry.place];
       if (entry.rank == share.rank) {
         state = kKept;
@@ -264,6 +316,7 @@ class Dedup {
   ItemMaker& maker_;
   const py::list& plans_;
   Entries all_;
+  std::vector<std::size_t> sorted_;  // numbers of `all_`
   std::vector<std::int64_t> loads_;
   std::vector<bool> can_split_;
   std::vector<Group> groups_;
