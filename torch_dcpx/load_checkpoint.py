@@ -29,6 +29,7 @@ from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.reader import DcpxReader
+from torch_dcpx.reader_lock import being_read
 
 __all__ = ["load"]
 
@@ -96,7 +97,8 @@ def load(
         rules = LoadRules.of(strict, allow_missing, cast)
         return RankPlan(reader, planner if planner is not None else DcpxLoadPlanner(), rules)
 
-    with exchange_for(process_group, no_dist, timeout_s, "load") as exchange:
+    path = checkpoint_id or getattr(storage_reader, "path", None)
+    with exchange_for(process_group, no_dist, timeout_s, "load") as exchange, being_read(path):
         run = _Load(exchange, state_dict)
         try:
             error = run.plan(prepared)

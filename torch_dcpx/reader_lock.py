@@ -1,0 +1,97 @@
+"""Who reads a checkpoint holds a shared lock; who deletes it takes the same lock alone, or waits.
+
+The lock is a file of its own, `.dcpx.readers`: a save into the directory need not wait for readers,
+which get the old checkpoint or the new one anyway. A reader that finds no such file, or may not
+open it, reads without a lock: what it loses to a deletion then is a typed error.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch_dcpx.directory import storage_error
+from torch_dcpx.errors import ConcurrentSaveError
+
+__all__ = ["READERS_NAME", "being_deleted", "being_read", "make_readers_file"]
+
+logger = logging.getLogger("torch_dcpx")
+
+READERS_NAME = ".dcpx.readers"
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_BUSY = frozenset({errno.EWOULDBLOCK, errno.EACCES})
+
+
+def make_readers_file(path: Path) -> None:
+    """Makes a checkpoint's lock file, so that readers who may not write find it. Raises:
+    StorageError."""
+    name = path / READERS_NAME
+    try:
+        os.close(os.open(name, _FLAGS | os.O_CREAT, 0o666))
+    except OSError as error:
+        raise storage_error("create", name, error) from error
+
+
+@contextmanager
+def being_read(path: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Keeps the checkpoint in `path` from deletion by a manager while the block runs.
+
+    Never fails: where there is no lock to be had, what is deleted meanwhile is an error of the
+    read.
+    """
+    fd = -1
+    try:
+        if path is not None:
+            fd = os.open(Path(path) / READERS_NAME, _FLAGS)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (OSError, ValueError, TypeError) as error:
+        logger.debug("read '%s' without a lock: %s", path, error)
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            _unlock(fd)
+
+
+@contextmanager
+def being_deleted(path: Path) -> Iterator[None]:
+    """Keeps readers from the checkpoint in `path` while the block runs.
+
+    Raises:
+        ConcurrentSaveError: somebody reads it.
+        StorageError: the lock file cannot be opened or locked.
+    """
+    name = path / READERS_NAME
+    try:
+        fd = os.open(name, _FLAGS | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise storage_error("open lock", name, error) from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _BUSY:
+                raise ConcurrentSaveError(
+                    f"delete '{path}': somebody reads it; try again when the load has ended",
+                    errno=errno.EBUSY,
+                    path=str(path),
+                ) from error
+            logger.debug("delete '%s' without a lock against readers: %s", path, error)
+        yield
+    finally:
+        _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    try:
+        # Closing is not enough: a process that was forked meanwhile shares the lock.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError as error:
+        logger.debug("a reader's lock is given back by closing its file alone: %s", error)
+    finally:
+        os.close(fd)
