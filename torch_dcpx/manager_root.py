@@ -1,0 +1,274 @@
+"""The directory that a manager keeps its checkpoints in, as one rank (the coordinator) sees it.
+
+Which checkpoint is the newest:
+1. What the pointer names, if it is whole and still that save; of what was committing when the
+   pointer was written, whatever is whole and was committed later.
+2. Else all directories are looked at once: the newest whole one by step, then by commit.
+What is skipped on the way is told with the reason. Not thread-safe but for `note_*`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from torch_dcpx.checkpoint_tags import is_tag
+from torch_dcpx.directory import Directory, fsync_path
+from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
+from torch_dcpx.newest_pointer import Pointer, is_own_name, read_pointer, write_pointer
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.stored_checkpoint import Stored, examine, identity_of
+
+__all__ = ["TRASH_PREFIX", "ManagerRoot", "Newest"]
+
+logger = logging.getLogger("torch_dcpx")
+
+TRASH_PREFIX = ".dcpx.trash."  # of directories on their way out
+_MAX_SHOWN = 8
+
+
+class Newest(NamedTuple):
+    """What a look for the newest checkpoint has found."""
+
+    stored: Stored | None
+    skipped: tuple[tuple[str, str], ...]  # tag, reason
+    order: int  # the highest that was seen
+
+
+class ManagerRoot:
+    """A root directory. `note_committing` and `note_committed` may come from several threads."""
+
+    def __init__(self, path: Path, options: ReadOptions | None, *, is_durable: bool) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            path: the root; need not exist.
+            options: of readers.
+            is_durable: whether what is written here is fsynced.
+        """
+        self.path = path
+        self.is_durable = is_durable
+        self._options = options
+        self.commit_guard = threading.Lock()  # one commit at a time: the pointer follows each
+        self._guard = threading.RLock()
+        self._pointer: Pointer | None = None  # as this process has written or found it
+        self._committing: list[str] = []
+        self._next_order = 0
+        self._known: dict[str, tuple[object, Stored]] = {}
+
+    # ---- Looking -------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Returns the names in the root, none where it does not exist. Raises: StorageError."""
+        try:
+            with Directory(self.path) as directory:
+                return directory.names()
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return []
+            raise
+
+    def directories(self) -> list[str]:
+        """Returns the names in the root that may be checkpoints' (no links)."""
+        found: list[str] = []
+        for name in filter(is_tag, self.names()):
+            try:
+                mode = (self.path / name).lstat().st_mode
+            except OSError:
+                continue  # removed meanwhile
+            if stat.S_ISDIR(mode):
+                found.append(name)
+        return found
+
+    def examined(self, tag: str) -> Stored:
+        """Returns a checkpoint that is whole; one that has not changed keeps its record.
+
+        Raises:
+            DcpxError: it is not whole, and why.
+        """
+        path = self.path / tag
+        identity = identity_of(path)
+        with self._guard:
+            known = self._known.get(tag)
+        if known is not None and identity is not None and known[0] == identity:
+            return known[1]
+        stored = examine(path, self._options)
+        with self._guard:
+            if identity is not None:
+                self._known[tag] = identity, stored
+        return stored
+
+    def forget(self, tag: str) -> None:
+        """Says that a checkpoint is gone, or may have changed."""
+        with self._guard:
+            self._known.pop(tag, None)
+
+    def listed(self) -> tuple[list[Stored], list[tuple[str, str]]]:
+        """Returns all whole checkpoints, the newest first, and why others are skipped."""
+        stored: list[Stored] = []
+        skipped: list[tuple[str, str]] = []
+        for tag in self.directories():
+            try:
+                stored.append(self.examined(tag))
+            except DcpxError as error:
+                skipped.append((tag, _reason(error)))
+        stored.sort(key=lambda found: found.rank_among, reverse=True)
+        return stored, skipped
+
+    def newest(self) -> Newest:
+        """Looks for the newest whole checkpoint, and starts from what it finds.
+
+        Raises:
+            StorageError: the root cannot be listed.
+        """
+        self._known.clear()
+        skipped: list[tuple[str, str]] = []
+        try:
+            pointer = read_pointer(self.path)
+        except DcpxError as error:
+            if isinstance(error, StorageError) and error.errno == errno.ENOTDIR:
+                raise
+            logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
+            pointer = None
+        stored = None if pointer is None else self._pointed(pointer, skipped)
+        order = 0 if pointer is None else pointer.order
+        if stored is None:
+            found, skipped = self.listed()
+            order = max([order, *(each.order for each in found)])
+            stored = found[0] if found else None
+        for tag, reason in skipped:
+            logger.warning("skipped checkpoint '%s' beneath '%s': %s", tag, self.path, reason)
+        with self._guard:
+            order = max(order, 0 if stored is None else stored.order)
+            self._next_order = max(self._next_order, order + 1)
+            if self._pointer is None or order >= self._pointer.order:  # else one was committed now
+                self._pointer = _pointer_to(stored, order)
+        return Newest(stored, tuple(skipped), order)
+
+    def _pointed(self, pointer: Pointer, skipped: list[tuple[str, str]]) -> Stored | None:
+        """Returns the newest of what the pointer names; None where it says nothing of use."""
+        found: list[Stored] = []
+        for tag in dict.fromkeys((*pointer.committing, pointer.tag)):
+            if tag is None or tag in self._committing:  # by this process, at this moment
+                continue
+            try:
+                stored = self.examined(tag)
+            except DcpxError as error:
+                skipped.append((tag, _reason(error)))
+                continue
+            is_same = tag == pointer.tag and stored.save_id == pointer.save_id
+            if is_same or stored.order > pointer.order:
+                found.append(stored)
+        return max(found, key=lambda each: each.order, default=None)
+
+    def check_fresh(self, newest: Newest) -> None:
+        """Raises NotCommittedError where nothing is whole, and yet something is there."""
+        names = [name for name in self.names() if not is_own_name(name)]
+        names = [name for name in names if not name.startswith(TRASH_PREFIX)]
+        if newest.stored is not None or not names:
+            return
+        reasons = dict(newest.skipped)
+        shown = [f"'{name}' ({reasons.get(name, 'no checkpoint')})" for name in names[:_MAX_SHOWN]]
+        more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+        raise NotCommittedError(
+            f"resume from '{self.path}': of {len(names)} entries none is a whole checkpoint: "
+            f"{', '.join(shown)}{more}; allow_fresh=True starts anew all the same",
+            errno=errno.ENOENT,
+            path=str(self.path),
+        )
+
+    # ---- Commits -------------------------------------------------------------------------------
+
+    def take_order(self) -> int:
+        """Returns the next commit's number; looks for the newest checkpoint first, where the
+        pointer is not as this process has left it: another job was here."""
+        if self._pointer is None or not self._is_own_pointer():
+            self.newest()
+        with self._guard:
+            order, self._next_order = self._next_order, self._next_order + 1
+        return order
+
+    def _is_own_pointer(self) -> bool:
+        with self._guard:
+            try:
+                found = read_pointer(self.path)
+            except DcpxError:
+                return False
+            own = self._pointer
+            return own is not None and found is not None and found[:4] == own[:4]
+
+    @property
+    def newest_tag(self) -> str | None:
+        """The tag of the newest checkpoint, as this process knows."""
+        with self._guard:
+            return None if self._pointer is None else self._pointer.tag
+
+    @contextmanager
+    def committing(self, tag: str) -> Iterator[None]:
+        """Notes durably that a commit begins, and afterwards that its checkpoint is the newest.
+
+        Raises:
+            StorageError: the first could not be written: nothing is to be committed.
+        """
+        with self._guard:
+            self._committing.append(tag)
+            self.forget(tag)
+            try:
+                self._write()
+            except BaseException:
+                self._committing.remove(tag)
+                raise
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._committing.remove(tag)
+
+    def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
+        """Points to a checkpoint that is committed, unless a later one was.
+
+        What fails is logged: the pointer before says where to look.
+        """
+        with self._guard:
+            if self._pointer is None or order >= self._pointer.order:
+                self._pointer = Pointer(tag, step, save_id, order)
+            still = [other for other in self._committing if other != tag]
+            try:
+                self._write(still)
+            except StorageError as error:
+                logger.warning("'%s' is committed; the pointer does not say so: %s", tag, error)
+
+    def point_to(self, stored: Stored) -> None:
+        """Makes an older checkpoint the newest, before that is deleted. Raises: StorageError."""
+        with self._guard:
+            order = 0 if self._pointer is None else self._pointer.order
+            self._pointer = _pointer_to(stored, max(order, stored.order))
+            self._write()
+
+    def _write(self, committing: list[str] | None = None) -> None:
+        pointer = self._pointer or Pointer(None, None, None, 0)
+        tags = self._committing if committing is None else committing
+        write_pointer(
+            self.path, pointer._replace(committing=tuple(tags)), is_durable=self.is_durable
+        )
+
+    def sync(self) -> None:
+        """Makes the root's entries durable. Raises: StorageError."""
+        if self.is_durable:
+            fsync_path(self.path)
+
+
+def _pointer_to(stored: Stored | None, order: int) -> Pointer:
+    if stored is None:
+        return Pointer(None, None, None, order)
+    return Pointer(stored.tag, stored.step, stored.save_id, order)
+
+
+def _reason(error: DcpxError) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,180 @@
+"""What lies in one directory beneath a manager's root: is it whole, and what does it say of itself.
+
+Whole: its `.metadata` reads, and every data file that it names is there with its size. No data are
+read but the manager's own record, a line of JSON that every checkpoint of a manager holds as its
+item `dcpx.manager`: `.metadata` commits it together with everything else.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_dcpx.checkpoint_tags import step_of_name
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import CorruptionError, NotCommittedError, ShortReadError, StorageError
+from torch_dcpx.layout import METADATA_NAME
+from torch_dcpx.load_checkpoint import load
+from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
+from torch_dcpx.options import ReadOptions
+
+__all__ = ["Record", "Stored", "examine", "identity_of"]
+
+_RECORD_ITEM = "dcpx.manager"
+_FORMAT = 1
+_MAX_RECORD_BYTES = 1 << 20
+
+
+class Record(NamedTuple):
+    """What a manager notes in a checkpoint."""
+
+    tag: str  # as it was saved; its directory may have another name by now
+    step: int
+    order: int  # of the commit among all beneath this root
+    ranks: int  # that saved it
+    metrics: dict[str, float]
+    parts: tuple[str, ...]  # what was given to `save`, sorted: "model", "optimizer" ...
+    per_rank: tuple[str, ...]  # what each rank has its own of, by path, sorted
+
+    def encoded(self) -> str:
+        """Returns it as JSON."""
+        return json.dumps({"format": _FORMAT, **self._asdict()}, separators=(",", ":"))
+
+    @classmethod
+    def decoded(cls, text: Any, path: Path) -> Record:
+        """Returns what `encoded` gave. Raises CorruptionError: it gives no such thing."""
+        try:
+            found = json.loads(text)
+            record = cls(
+                found["tag"],
+                found["step"],
+                found["order"],
+                found["ranks"],
+                {name: float(value) for name, value in found["metrics"].items()},
+                tuple(found["parts"]),
+                tuple(found["per_rank"]),
+            )
+            numbers = (found["format"], record.step, record.order, record.ranks)
+            is_right = all(type(number) is int and number >= 0 for number in numbers)
+            words = (record.tag, *record.parts, *record.per_rank)
+            if not is_right or not all(type(word) is str for word in words):
+                raise TypeError(f"{found!r:.200}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptionError(
+                f"read the item '{_RECORD_ITEM}' of '{path}': no record of a manager: {error}",
+                fqn=_RECORD_ITEM,
+                path=str(path),
+            ) from error
+        if numbers[0] != _FORMAT:
+            raise CorruptionError(
+                f"read the item '{_RECORD_ITEM}' of '{path}': its format is {numbers[0]}, this "
+                f"torch-dcpx reads {_FORMAT}",
+                fqn=_RECORD_ITEM,
+                path=str(path),
+            )
+        return record
+
+
+class Stored(NamedTuple):
+    """A whole checkpoint beneath a root."""
+
+    tag: str  # the directory's name
+    path: Path
+    save_id: str
+    record: Record | None  # None: no manager saved it
+
+    @property
+    def step(self) -> int | None:
+        return step_of_name(self.tag) if self.record is None else self.record.step
+
+    @property
+    def order(self) -> int:
+        return 0 if self.record is None else self.record.order
+
+    @property
+    def rank_among(self) -> tuple[int, int, str]:
+        """What the newest has most of: step, then commit. Clocks say nothing."""
+        return (-1 if self.step is None else self.step, self.order, self.tag)
+
+
+def identity_of(path: Path) -> tuple[int, int, int] | None:
+    """Returns what tells one `.metadata` of a directory from the next; None where there is none."""
+    try:
+        status = (path / METADATA_NAME).lstat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def examine(path: Path, options: ReadOptions | None = None) -> Stored:
+    """Returns the checkpoint in `path`, which is whole.
+
+    Args:
+        path: the directory; its name is the tag.
+        options: of the reader.
+
+    Raises:
+        NotCommittedError: no `.metadata`: it was never committed, or is half deleted.
+        StorageError: a data file is missing or cannot be looked at.
+        ShortReadError: a data file is shorter than it was written, or longer.
+        CorruptionError: `.metadata` or the manager's record cannot be read.
+    """
+    with Directory(path) as directory:
+        if METADATA_NAME not in directory.names():
+            raise NotCommittedError(
+                f"'{path}' holds no '{METADATA_NAME}': a save that did not end, or a deletion",
+                errno=errno.ENOENT,
+                path=str(path / METADATA_NAME),
+            )
+        with directory.open_small(METADATA_NAME) as file:
+            found = decode_metadata(file, str(path / METADATA_NAME))
+        _check_files(directory, found)
+    if _RECORD_ITEM not in found.metadata.state_dict_metadata:
+        return Stored(path.name, path, found.save_id, None)
+    item: dict[str, Any] = {"dcpx": {"manager": ""}}
+    load(item, path, no_dist=True, options=options)
+    text = item["dcpx"]["manager"]
+    if type(text) is not str or len(text) > _MAX_RECORD_BYTES:
+        text = ""
+    record = Record.decoded(text, path)
+    if any(math.isnan(value) for value in record.metrics.values()):
+        kept = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
+        record = record._replace(metrics=kept)
+    return Stored(path.name, path, found.save_id, record)
+
+
+def _check_files(directory: Directory, found: CheckpointMetadata) -> None:
+    """Raises unless each data file is a regular one with its size; stock's, with enough of it."""
+    is_exact = found.files is not None
+    sizes: dict[str, int] = {}
+    if found.files is not None:
+        sizes = {name: entry.nbytes for name, entry in found.files.items()}
+    else:
+        for place in (found.metadata.storage_data or {}).values():
+            end = place.offset + place.length
+            sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
+    for name, nbytes in sizes.items():
+        path = str(directory.path / name)
+        try:
+            status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                f"stat '{path}', which '{METADATA_NAME}' names: {error}",
+                errno=getattr(error, "errno", None),
+                path=path,
+            ) from error
+        is_right = status.st_size == nbytes if is_exact else status.st_size >= nbytes
+        if not stat.S_ISREG(status.st_mode) or not is_right:
+            least = "" if is_exact else "at least "
+            raise ShortReadError(
+                f"'{path}' is no regular file of {least}{nbytes} B: it has {status.st_size} B",
+                errno=errno.EIO,
+                path=path,
+                offset=0,
+                nbytes=nbytes,
+            )
