@@ -1,0 +1,196 @@
+"""Removes a checkpoint so that nobody, killed or not, ever sees half of one.
+
+1. The directory's lock and the readers' lock are taken; who saves or reads there has it now.
+2. `.metadata` is renamed to `.dcpx.deleted`, the directory fsynced: no checkpoint any more.
+3. The data files that it names go, and leftovers of failed saves.
+4. The directory, in which nothing but our own small files is left, is renamed to a name of the
+   root's own, and emptied and removed there. One that holds anything else stays, without ours.
+
+Whoever is killed in between leaves a file or a name that says so, and `resume_removals` goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch_dcpx.commit import referenced_files, remove_replaced
+from torch_dcpx.directory import Directory, storage_error
+from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError
+from torch_dcpx.layout import (
+    LOCK_NAME,
+    METADATA_NAME,
+    is_data_file_name,
+    is_metadata_name,
+    is_temporary_name,
+)
+from torch_dcpx.lock import SaveLock
+from torch_dcpx.manager_root import TRASH_PREFIX, ManagerRoot
+from torch_dcpx.reader_lock import READERS_NAME, being_deleted
+from torch_dcpx.running_save import RunningSave, driven
+
+__all__ = ["PIN_NAME", "remove_checkpoint", "resume_removals"]
+
+logger = logging.getLogger("torch_dcpx")
+
+PIN_NAME = ".dcpx.pin"
+_TOMBSTONE = ".dcpx.deleted"
+_OWN_NAMES = frozenset((LOCK_NAME, READERS_NAME, PIN_NAME, _TOMBSTONE))
+
+
+class _Removal:
+    """On whose behalf a directory's lock is held."""
+
+
+@contextmanager
+def _locked(directory: Directory) -> Iterator[SaveLock]:
+    """Keeps saves and readers out. Raises: ConcurrentSaveError, StorageError."""
+    owner = _Removal()
+    with driven():
+        save = RunningSave(owner)
+    lock = SaveLock(directory, LOCK_NAME, save)
+    try:
+        with being_deleted(directory.path):
+            yield lock
+    finally:
+        save.end()
+        # What was found unfinished is finished, or noted in the directory itself.
+        lock.release(has_ended_well=lock.left_by != "another machine")
+
+
+def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
+    """Removes a checkpoint, or goes on with a removal that did not end.
+
+    Raises:
+        ConcurrentSaveError: somebody saves or reads there; nothing was removed.
+        CorruptionError: its `.metadata` cannot be read, so that nobody knows what it names.
+        StorageError: a system call failed; what is left is removed by the next attempt.
+    """
+    root.forget(tag)
+    with Directory(root.path / tag) as directory, _locked(directory):
+        names = directory.names()
+        if METADATA_NAME in names:
+            if referenced_files(directory, METADATA_NAME) is None:
+                raise CorruptionError(
+                    f"delete '{directory.path}': its '{METADATA_NAME}' cannot be read, so nobody "
+                    "knows which files are its own; remove the directory by hand",
+                    path=str(directory.path / METADATA_NAME),
+                )
+            directory.rename(METADATA_NAME, _TOMBSTONE)
+            if root.is_durable:
+                directory.sync()
+        _empty(root, directory)
+
+
+def _empty(root: ManagerRoot, directory: Directory) -> None:
+    """Removes what is ours of a directory whose `.metadata` is gone; under its locks."""
+    named: set[str] = set()
+    if directory.is_regular(_TOMBSTONE):
+        named = referenced_files(directory, _TOMBSTONE) or set()
+    remove_replaced(directory, named, "everybody")
+    rest = [name for name in directory.names() if name not in _OWN_NAMES]
+    if rest:
+        if not any(map(is_data_file_name, rest)):
+            directory.unlink(_TOMBSTONE)
+            directory.unlink(PIN_NAME)
+        shown = ", ".join(rest[:5])
+        logger.warning("'%s' stays, for it holds %s besides", directory.path, shown)
+        return
+    if root.is_durable:
+        directory.sync()  # the data are gone before the name is
+    trash = root.path / f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}"
+    try:
+        directory.path.rename(trash)
+    except OSError as error:
+        raise storage_error("rename", directory.path, error) from error
+    root.sync()
+    _remove_trash(trash)
+
+
+def _remove_trash(path: Path) -> None:
+    """Removes a directory on its way out. Raises: StorageError."""
+    try:
+        with Directory(path) as directory:
+            for name in directory.names():
+                if name in _OWN_NAMES:
+                    directory.unlink(name)
+        path.rmdir()
+    except OSError as error:
+        raise storage_error("remove", path, error) from error
+
+
+def resume_removals(root: ManagerRoot, busy: Collection[str], *, leftovers: bool) -> list[str]:
+    """Ends removals that did not end, and removes what saves that were killed have left.
+
+    Args:
+        busy: tags that this job saves to at the moment.
+        leftovers: whether directories in which a save of this machine did not end, and which hold
+            nothing but its files, go as well.
+
+    Returns:
+        The directories that went. Failures are logged.
+    """
+    removed: list[str] = []
+    for name in root.names():
+        if name.startswith(TRASH_PREFIX):
+            with suppress_and_log(f"remove '{root.path / name}'"):
+                _remove_trash(root.path / name)
+                removed.append(name)
+    for tag in root.directories():
+        if tag in busy:
+            continue
+        with suppress_and_log(f"tidy '{root.path / tag}'"):
+            if _tidy(root, tag, leftovers=leftovers):
+                removed.append(tag)
+    return removed
+
+
+def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> bool:
+    """Returns whether the directory of a removal, or of a killed save, was removed."""
+    with Directory(root.path / tag) as directory:
+        names = directory.names()
+        is_tombstone = _TOMBSTONE in names
+        if METADATA_NAME in names:
+            if is_tombstone:  # saved to again: the old one's files go, and the note
+                with _locked(directory):
+                    named = referenced_files(directory, _TOMBSTONE) or set()
+                    remove_replaced(directory, named, "nobody")
+                    directory.unlink(_TOMBSTONE)
+            return False
+        if not is_tombstone and not (leftovers and _is_ours_alone(names)):
+            return False
+        with _locked(directory) as lock:
+            if not is_tombstone and (not lock.is_held or lock.left_by != "this machine"):
+                return False
+            if METADATA_NAME in directory.names():
+                return False  # committed meanwhile
+            _empty(root, directory)
+    return not (root.path / tag).exists()
+
+
+def _is_ours_alone(names: list[str]) -> bool:
+    """Whether a directory holds only what a save of all ranks leaves, and its lock file."""
+    if LOCK_NAME not in names or any(map(is_metadata_name, names)):
+        return False
+    ours = (
+        name in _OWN_NAMES or is_data_file_name(name) or is_temporary_name(name) for name in names
+    )
+    return all(ours)
+
+
+@contextmanager
+def suppress_and_log(doing: str) -> Iterator[None]:
+    """Logs an error of ours that leaves the block, and goes on: the next run tries again."""
+    try:
+        yield
+    except ConcurrentSaveError as error:
+        logger.info("%s: later: %s", doing, error)
+    except DcpxError as error:
+        if getattr(error, "errno", None) == errno.ENOENT:  # somebody else has removed it
+            logger.debug("%s: %s", doing, error)
+        else:
+            logger.warning("%s: %s", doing, error)

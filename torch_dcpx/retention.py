@@ -1,0 +1,170 @@
+"""Which checkpoints are kept, and the thread that removes the others.
+
+Only committed checkpoints count, and only those that a manager has saved are ever removed. A run
+begins behind a commit, in a thread of its own; the commit after it waits for it, so that never more
+than the save in flight is there beyond what is to be kept. What is pinned or being read stays, and
+is asked for again by the next run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch_dcpx.checkpoint_tags import check_step
+from torch_dcpx.errors import DcpxError, OptionError
+from torch_dcpx.manager_root import ManagerRoot
+from torch_dcpx.removal import PIN_NAME, remove_checkpoint, resume_removals, suppress_and_log
+from torch_dcpx.stored_checkpoint import Stored
+
+__all__ = ["KeepRules", "Retention"]
+
+logger = logging.getLogger("torch_dcpx")
+
+
+class KeepRules(NamedTuple):
+    """What is kept: the union of the rules, and always the last commit. No rule keeps all."""
+
+    last: int | None
+    every: int | None
+    best: tuple[str, Literal["min", "max"], int] | None
+
+    @classmethod
+    def of(cls, last: Any, every: Any, best: Any) -> KeepRules:
+        """Returns the rules. Raises OptionError: a value that cannot work."""
+        for name, value in (("keep_last", last), ("keep_every", every)):
+            if value is not None:
+                check_step(value, name)
+                if value == 0:
+                    _refuse(name, value, "at least 1, or None")
+        if best is not None:
+            is_right = (
+                isinstance(best, (tuple, list))
+                and len(best) == 3
+                and type(best[0]) is str
+                and best[1] in ("min", "max")
+                and type(best[2]) is int
+                and best[2] >= 1
+            )
+            if not is_right:
+                _refuse("keep_best", best, '(metric, "min" or "max", how many)')
+            best = (best[0], best[1], best[2])
+        return cls(last, every, best)
+
+    @property
+    def keep_all(self) -> bool:
+        return self.last is None and self.every is None and self.best is None
+
+    def condemned(self, stored: Iterable[Stored], pinned: Callable[[str], bool]) -> list[Stored]:
+        """Returns what no rule keeps, the oldest commit first.
+
+        Args:
+            stored: whole checkpoints; those without a manager's record are kept.
+            pinned: whether a tag is.
+        """
+        own = sorted((s for s in stored if s.record is not None), key=lambda s: s.order)
+        if self.keep_all or not own:
+            return []
+        kept = {s.tag for s in own[-(self.last or 1) :]}
+        if self.every is not None:
+            every = self.every
+            kept |= {s.tag for s in own if s.step is not None and s.step % every == 0}
+        if self.best is not None:
+            kept |= {s.tag for s in _best(own, *self.best)}
+        return [s for s in own if s.tag not in kept and not pinned(s.tag)]
+
+
+def _best(own: Sequence[Stored], metric: str, mode: str, count: int) -> list[Stored]:
+    """Returns the best by a metric; of equal ones, the later commits."""
+    sign = 1 if mode == "max" else -1
+    scored = [
+        (sign * s.record.metrics[metric], s.order, s)
+        for s in own
+        if s.record is not None and not math.isnan(s.record.metrics.get(metric, math.nan))
+    ]
+    scored.sort(key=lambda row: row[:2], reverse=True)
+    return [s for _, _, s in scored[:count]]
+
+
+def _refuse(name: str, value: Any, wanted: str) -> None:
+    raise OptionError(f"{name} must be {wanted}, got {value!r:.80}", option=name, value=value)
+
+
+class Retention:
+    """Removes what is not kept, in the background. Thread-safe; lives on the coordinator."""
+
+    def __init__(self, root: ManagerRoot, rules: KeepRules) -> None:
+        self._root = root
+        self._rules = rules
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._has_run = False
+        self.busy: set[str] = set()  # tags that are being saved to
+
+    def start(self) -> None:
+        """Begins a run, behind one that is under way."""
+        self.wait()
+        thread = threading.Thread(target=self.run, name="dcpx-retention", daemon=True)
+        with self._guard:
+            self._thread = thread
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self._guard:
+                self._thread = None
+            logger.warning("no thread to remove old checkpoints: %s", error)
+
+    def wait(self) -> None:
+        """Waits for the run that is under way."""
+        with self._guard:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def catch_up(self) -> None:
+        """Waits, and before this process' first commit does what an earlier job left undone."""
+        self.wait()
+        if not self._has_run:
+            self.run()
+
+    def run(self) -> None:
+        """Removes what is not kept. What fails is logged, and tried again by the next run."""
+        self._has_run = True
+        root = self._root
+        try:
+            with suppress_and_log(f"remove old checkpoints beneath '{root.path}'"):
+                resume_removals(root, frozenset(self.busy), leftovers=not self._rules.keep_all)
+                if not self._rules.keep_all:
+                    self._remove_condemned()
+        except Exception:
+            logger.exception("old checkpoints beneath '%s' stay", root.path)
+
+    def _remove_condemned(self) -> None:
+        root = self._root
+        stored, _ = root.listed()
+        condemned = self._rules.condemned(stored, self.is_pinned)
+        condemned = [each for each in condemned if each.tag != root.newest_tag]
+        if not condemned:
+            return
+        gone = {each.tag for each in condemned}
+        newest = max((s for s in stored if s.tag not in gone), key=lambda s: s.order, default=None)
+        try:
+            if newest is None:
+                return
+            root.forget(newest.tag)
+            root.examined(newest.tag)  # nothing goes while what stays is not whole
+        except DcpxError as error:
+            logger.warning("old checkpoints stay: the newest one is not whole: %s", error)
+            return
+        for each in condemned:
+            if each.tag not in self.busy:
+                with suppress_and_log(f"remove '{each.path}'"):
+                    remove_checkpoint(root, each.tag)
+                    logger.info("removed checkpoint '%s'", each.path)
+
+    def is_pinned(self, tag: str) -> bool:
+        """Whether a checkpoint carries the mark that keeps it."""
+        return (self._root.path / tag / PIN_NAME).exists()
