@@ -50,7 +50,11 @@ if TYPE_CHECKING:
     )
     from .load_planner import DcpxLoadPlanner
     from .load_report import LoadReport
+    from .manager import CheckpointManager
+    from .manager_resume import ResumeInfo
     from .options import ReadOptions, WriteOptions
+    from .per_rank import PerRank
+    from .preemption import Preemption
     from .reader import DcpxReader
     from .repair_checkpoint import repair
     from .repair_report import RepairReport
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from .writer import DcpxWriter
 
 __all__ = [
+    "CheckpointManager",
     "ConcurrentSaveError",
     "CopyGuard",
     "CorruptionError",
@@ -78,12 +83,15 @@ __all__ = [
     "NotCommittedError",
     "OptionError",
     "OutcomeUnknownError",
+    "PerRank",
     "PlanError",
+    "Preemption",
     "RankError",
     "RankLostError",
     "ReadOptions",
     "RepairError",
     "RepairReport",
+    "ResumeInfo",
     "SaveHandle",
     "SaveReport",
     "ShortReadError",
@@ -108,6 +116,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "CheckpointManager": "manager",
     "CopyGuard": "copy_guard",
     "DcpxLoadPlanner": "load_planner",
     "DcpxReader": "reader",
@@ -116,8 +125,11 @@ _MODULE_OF = {
     "DcpxWriter": "writer",
     "Finding": "verify_report",
     "LoadReport": "load_report",
+    "PerRank": "per_rank",
+    "Preemption": "preemption",
     "ReadOptions": "options",
     "RepairReport": "repair_report",
+    "ResumeInfo": "manager_resume",
     "SaveHandle": "save_handle",
     "SaveReport": "save_report",
     "VerifyReport": "verify_report",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch_dcpx.directory import storage_error
 from torch_dcpx.errors import ConcurrentSaveError
+from torch_dcpx.paths import AnyPath
 
 __all__ = ["READERS_NAME", "being_deleted", "being_read", "make_readers_file"]
 
@@ -38,7 +39,7 @@ def make_readers_file(path: Path) -> None:
 
 
 @contextmanager
-def being_read(path: str | os.PathLike[str] | None) -> Iterator[None]:
+def being_read(path: AnyPath | None) -> Iterator[None]:
     """Keeps the checkpoint in `path` from deletion by a manager while the block runs.
 
     Never fails: where there is no lock to be had, what is deleted meanwhile is an error of the
@@ -47,7 +48,7 @@ def being_read(path: str | os.PathLike[str] | None) -> Iterator[None]:
     fd = -1
     try:
         if path is not None:
-            fd = os.open(Path(path) / READERS_NAME, _FLAGS)
+            fd = os.open(Path(os.fsdecode(path)) / READERS_NAME, _FLAGS)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, ValueError, TypeError) as error:
         logger.debug("read '%s' without a lock: %s", path, error)

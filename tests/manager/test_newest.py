@@ -1,0 +1,220 @@
+"""Which checkpoint `resume` takes: the newest that is whole, whatever the pointer says."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from saves import save
+from trainings import manager_of, on_disk, save_steps
+
+from torch_dcpx import DcpxError, NotCommittedError, PlanError, manager_root
+
+
+def lose(root: Path) -> None:
+    (root / "newest").unlink()
+
+
+def tear(root: Path) -> None:
+    (root / "newest").write_bytes((root / "newest").read_bytes()[:20])
+
+
+def empty(root: Path) -> None:
+    (root / "newest").write_bytes(b"")
+
+
+def lie(root: Path) -> None:
+    fields = json.loads((root / "newest").read_bytes())
+    (root / "newest").write_text(json.dumps({**fields, "tag": "../elsewhere"}))
+
+
+def point_nowhere(root: Path) -> None:
+    fields = json.loads((root / "newest").read_bytes())
+    (root / "newest").write_text(json.dumps({**fields, "tag": "step-99"}))
+
+
+def make_a_link(root: Path) -> None:
+    (root / "newest").unlink()
+    (root / "newest").symlink_to("/etc/passwd")
+
+
+def make_a_directory(root: Path) -> None:
+    (root / "newest").unlink()
+    (root / "newest").mkdir()
+
+
+BREAK = [lose, tear, empty, lie, point_nowhere, make_a_link]
+
+
+@pytest.mark.parametrize("breaks", BREAK)
+def test_pointer_that_is_broken_costs_one_listing(
+    tmp_path: Path, breaks: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 2, 10, 9)
+    assert manager_of(tmp_path).latest() == "step-9"  # the last commit
+    breaks(tmp_path)
+    listings: list[Path] = []
+    listed = manager_root.ManagerRoot.listed
+
+    def counted(self: manager_root.ManagerRoot) -> object:
+        listings.append(self.path)
+        return listed(self)
+
+    monkeypatch.setattr(manager_root.ManagerRoot, "listed", counted)
+    target = {"x": torch.zeros(3)}
+    info = manager_of(tmp_path).resume(state=target)
+    assert (info.tag, target["x"].tolist()) == ("step-10", [10.0] * 3)  # by step
+    assert len(listings) == 1
+    save_steps(manager_of(tmp_path), 11)  # and it is written anew
+    assert manager_of(tmp_path).latest() == "step-11"
+    assert len(listings) == 2
+
+
+def cut_metadata(path: Path) -> None:
+    (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-70])
+
+
+def lose_a_data_file(path: Path) -> None:
+    next(path.glob("__*.distcp")).unlink()
+
+
+def cut_a_data_file(path: Path) -> None:
+    name = next(path.glob("__*.distcp"))
+    os.truncate(name, name.stat().st_size - 1)
+
+
+def lose_metadata(path: Path) -> None:
+    (path / ".metadata").unlink()
+
+
+def lose_all(path: Path) -> None:
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    "breaks", [cut_metadata, lose_a_data_file, cut_a_data_file, lose_metadata, lose_all]
+)
+def test_broken_newest_is_skipped_with_the_reason(
+    tmp_path: Path,
+    breaks: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    save_steps(manager_of(tmp_path), 1, 2, 3)
+    breaks(tmp_path / "step-3")
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        info = manager_of(tmp_path).resume()
+    assert info.tag == "step-2"
+    if breaks is not lose_all:
+        ((tag, reason),) = info.skipped
+        assert tag == "step-3"
+        assert "step-3" in reason and reason in caplog.text
+    with pytest.raises(DcpxError):
+        manager_of(tmp_path).resume(tag=3)
+    assert manager_of(tmp_path).tags() == ["step-1", "step-2"]
+
+
+def test_tag_that_is_asked_for_is_taken(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path), 1, 2)
+    manager = manager_of(tmp_path)
+    target = {"x": torch.zeros(3)}
+    assert manager.resume(state=target, tag=1).step == 1
+    assert target["x"].tolist() == [1.0] * 3
+    with pytest.raises(DcpxError, match="step-7"):
+        manager.resume(tag=7)
+
+
+def test_after_going_back_the_last_commit_is_the_newest(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path), 100, 300)
+    manager = manager_of(tmp_path)
+    manager.resume(tag=100)
+    save_steps(manager, 110)
+    assert manager_of(tmp_path).resume().step == 110
+
+
+def test_save_over_the_newest_is_the_newest(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    manager.save("last", step=1, user_content="old")
+    manager.save("last", step=2, user_content="new")
+    info = manager_of(tmp_path).resume()
+    assert (info.tag, info.step, info.user_content) == ("last", 2, "new")
+
+
+def test_missing_or_empty_root_starts_fresh(tmp_path: Path) -> None:
+    info = manager_of(tmp_path / "none").resume()
+    assert info.is_fresh and (info.tag, info.step, info.report) == (None, None, None)
+    assert not (tmp_path / "none").exists()
+    assert manager_of(tmp_path).resume().is_fresh
+    assert manager_of(tmp_path).latest() is None
+    assert manager_of(tmp_path).tags() == []
+
+
+def test_root_with_nothing_whole_raises_and_names_what_lies_there(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path), 4)
+    lose_metadata(tmp_path / "step-4")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(NotCommittedError, match=r"step-4.*notes\.txt|notes\.txt.*step-4") as info:
+        manager_of(tmp_path).resume()
+    assert "allow_fresh=True" in str(info.value)
+    fresh = manager_of(tmp_path, allow_fresh=True).resume()
+    assert fresh.is_fresh and fresh.skipped[0][0] == "step-4"
+
+
+def test_checkpoint_of_stock_is_found_by_its_name(tmp_path: Path) -> None:
+    for step in (9, 10):
+        save({"model": {"w": torch.full((2,), float(step))}}, tmp_path / f"step-{step}", "stock")
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(2))
+    info = manager_of(tmp_path).resume(model=model)
+    assert (info.tag, info.step, info.user_content) == ("step-10", 10, None)
+    assert model.w.tolist() == [10.0, 10.0]
+    name = next((tmp_path / "step-10").glob("__*.distcp"))
+    os.truncate(name, 100)
+    assert manager_of(tmp_path).latest() == "step-9"
+
+
+def test_root_that_is_a_file_raises(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for ask in ("resume", "latest", "tags"):
+        with pytest.raises(DcpxError):
+            getattr(manager_of(tmp_path / "file"), ask)()
+
+
+def test_links_in_the_root_are_no_checkpoints(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path / "a"), 1)
+    save_steps(manager_of(tmp_path / "b"), 2)
+    (tmp_path / "a" / "step-9").symlink_to(tmp_path / "b" / "step-2")
+    assert manager_of(tmp_path / "a").tags() == ["step-1"]
+
+
+def test_pointer_that_is_a_directory_fails_no_resume_but_the_save(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path), 1)
+    make_a_directory(tmp_path)
+    assert manager_of(tmp_path).latest() == "step-1"
+    with pytest.raises(DcpxError):
+        save_steps(manager_of(tmp_path), 2)
+    assert manager_of(tmp_path).tags() == ["step-1"]
+    assert on_disk(tmp_path) >= {"step-1"}
+
+
+def test_pieces_of_the_pointer_go(tmp_path: Path) -> None:
+    (tmp_path / "newest.0123456789ab.tmp").write_text("torn")
+    save_steps(manager_of(tmp_path), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step-1"]
+
+
+def test_same_call_is_compared() -> None:
+    from torch_dcpx.call_agreement import Call, check_same_call
+
+    same = Call("save", {"tag": "a", "model": "one"})
+    assert check_same_call([same, Call("save", dict(same.arguments))]) is same
+    with pytest.raises(PlanError, match=r"rank 1: tag='b' where rank 0 has 'a'; optimizer='one' "):
+        check_same_call([same, Call("save", {"tag": "b", "model": "one", "optimizer": "one"})])
+    with pytest.raises(PlanError, match="rank 2 called resume, rank 0 save"):
+        check_same_call([same, same, Call("resume", {})])

@@ -1,0 +1,208 @@
+"""What is kept and what goes: only behind a newer commit, and never what is not ours."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saves import save
+from trainings import manager_of, on_disk, save_steps
+
+from torch_dcpx import (
+    ConcurrentSaveError,
+    DcpxError,
+    OptionError,
+    UnsupportedError,
+    WriteOptions,
+    async_save,
+    load,
+)
+from torch_dcpx.reader_lock import being_read
+
+
+def kept(root: Path, *steps: int, metrics: Any = None, **rules: Any) -> list[str]:
+    manager = manager_of(root, **rules)
+    for step in steps:
+        value = None if metrics is None else {"loss": metrics[step]}
+        save_steps(manager, step, metrics=value)
+    manager.wait()
+    assert on_disk(root) == set(manager.tags())
+    return manager.tags()
+
+
+def test_no_rule_keeps_all(tmp_path: Path) -> None:
+    assert kept(tmp_path, 1, 2, 3) == ["step-1", "step-2", "step-3"]
+
+
+def test_last_commits_are_kept(tmp_path: Path) -> None:
+    assert kept(tmp_path, 1, 2, 3, 4, keep_last=2) == ["step-3", "step-4"]
+
+
+def test_multiples_are_kept_for_ever(tmp_path: Path) -> None:
+    tags = kept(tmp_path, *range(1, 9), keep_last=1, keep_every=3)
+    assert tags == ["step-3", "step-6", "step-8"]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", [2, 4]), ("max", [1, 3])])
+def test_best_by_metric_are_kept(tmp_path: Path, mode: str, best: list[int]) -> None:
+    losses = {1: 9.0, 2: 1.0, 3: 8.0, 4: 2.0, 5: 5.0, 6: float("nan")}
+    tags = kept(tmp_path, *losses, metrics=losses, keep_best=("loss", mode, 2))
+    assert tags == [f"step-{step}" for step in (*best, 6)]
+
+
+def test_rules_hold_over_the_jobs_of_a_training(tmp_path: Path) -> None:
+    kept(tmp_path, 1, 2, 3)
+    assert kept(tmp_path, 4, keep_last=2) == ["step-3", "step-4"]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0}, {"keep_last": True},
+     {"keep_best": ("loss", "least", 1)}, {"keep_best": ("loss", "min", 0)}, {"keep_best": "loss"}],
+    ids=repr,
+)  # fmt: skip
+def test_rule_that_cannot_work_is_refused(tmp_path: Path, rules: Any) -> None:
+    with pytest.raises(OptionError):
+        manager_of(tmp_path, **rules)
+
+
+def test_pinned_checkpoints_stay_until_they_are_unpinned(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, keep_last=1)
+    save_steps(manager, 1)
+    manager.pin(1)
+    save_steps(manager, 2)
+    with manager_of(tmp_path, keep_last=1) as other:  # another job respects it
+        save_steps(other, 3)
+    manager.wait()
+    assert manager.tags() == ["step-1", "step-3"]
+    with pytest.raises(UnsupportedError, match="pinned"):
+        manager.delete(1)
+    with pytest.raises(DcpxError):
+        manager.pin(9)
+    manager.pin(1)  # again is fine
+    manager.unpin(1)
+    save_steps(manager, 4)
+    manager.wait()
+    assert manager.tags() == ["step-4"]
+
+
+def test_commits_of_two_managers_have_one_order(tmp_path: Path) -> None:
+    """One of them at a time: what another has committed meanwhile is older."""
+    one, two = manager_of(tmp_path, keep_last=1), manager_of(tmp_path, keep_last=1)
+    for step in range(1, 7):
+        manager = one if step % 2 else two
+        save_steps(manager, step)
+        manager.wait()
+        assert manager.tags() == [f"step-{step}"] == [manager.latest()]
+
+
+def test_checkpoint_that_is_read_stays_until_it_is_not(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, keep_last=1)
+    save_steps(manager, 1)
+    with being_read(tmp_path / "step-1"):
+        save_steps(manager, 2)
+        manager.wait()
+        assert manager.tags() == ["step-1", "step-2"]
+        with pytest.raises(ConcurrentSaveError, match="reads"):
+            manager.delete(1)
+    save_steps(manager, 3)
+    manager.wait()
+    assert manager.tags() == ["step-3"]
+
+
+def test_load_keeps_what_it_reads_from_deletion(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, keep_last=1)
+    save_steps(manager, 1)
+    seen: list[list[str]] = []
+
+    class Reads:
+        def state_dict(self) -> dict[str, Any]:
+            save_steps(manager, 2)
+            manager.wait()
+            seen.append(manager.tags())
+            return {"x": torch.zeros(3)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            seen.append(state["x"].tolist())
+
+    load({"state": Reads()}, tmp_path / "step-1", no_dist=True)
+    assert seen == [["step-1", "step-2"], [1.0] * 3]
+    assert manager_of(tmp_path).latest() == "step-2"
+
+
+def test_save_under_way_keeps_its_directory(tmp_path: Path) -> None:
+    """A directory without metadata, whose lock somebody holds, is no leftover."""
+    manager = manager_of(tmp_path, keep_last=1)
+    save_steps(manager, 1)
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        waits.set()
+        assert goes_on.wait(60)
+
+    handle = async_save(
+        {"x": torch.zeros(3)}, tmp_path / "other", options=WriteOptions(progress=progress)
+    )
+    assert waits.wait(60)
+    manager._retention.run()
+    assert (tmp_path / "other").exists()
+    goes_on.set()
+    handle.result(60)
+    save_steps(manager, 2, 3)
+    manager.wait()
+    assert on_disk(tmp_path) == {"other", "step-3"}  # no manager has saved `other`
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    save({"x": torch.zeros(2)}, tmp_path / "step-0", "stock")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "__0_0.distcp").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    manager = manager_of(tmp_path, keep_last=1)
+    save_steps(manager, 1)
+    (tmp_path / "step-1" / "notes.txt").write_text("mine")
+    save_steps(manager, 2, 3)
+    manager.wait()
+    assert on_disk(tmp_path) == {"step-0", "logs", "empty", "step-1", "step-3"}
+    left = {path.name for path in (tmp_path / "step-1").iterdir()}
+    assert left == {"notes.txt", ".dcpx.lock", ".dcpx.readers"}
+    assert manager.tags() == ["step-0", "step-3"]
+
+
+def test_nothing_goes_while_the_newest_is_not_whole(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1, 2, 3)
+    manager = manager_of(tmp_path, keep_last=1)
+    manager.tags()
+    name = next((tmp_path / "step-3").glob("__*.distcp"))
+    os.truncate(name, 10)
+    manager._retention.run()
+    assert on_disk(tmp_path) == {"step-1", "step-2", "step-3"}
+    save_steps(manager, 4)
+    manager.wait()
+    assert manager.tags() == ["step-4"]
+
+
+def test_delete_takes_one_and_the_newest_is_told_anew(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1, 2, 3)
+    manager.delete(3)
+    manager.delete("step-1")
+    assert manager_of(tmp_path).latest() == "step-2"
+    assert on_disk(tmp_path) == {"step-2"}
+    with pytest.raises(UnsupportedError, match="the last whole checkpoint"):
+        manager.delete(2)
+    with pytest.raises(DcpxError, match="step-3"):
+        manager.delete(3)
+    save_steps(manager, 4)
+    assert manager_of(tmp_path).latest() == "step-4"
+
+
+def test_retention_leaves_no_threads_or_files_open(tmp_path: Path, no_leaks: None) -> None:
+    with manager_of(tmp_path, keep_last=1, async_save=True) as manager:
+        save_steps(manager, 1, 2, 3)
+    assert on_disk(tmp_path) == {"step-3"}

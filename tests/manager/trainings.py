@@ -1,0 +1,58 @@
+"""Small trainings on one process, and what a manager's root holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_dcpx import CheckpointManager, WriteOptions
+
+# No fsync: tests of the order of system calls have them.
+FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10)
+
+
+def manager_of(root: Path, **kwargs: Any) -> CheckpointManager:
+    return CheckpointManager(root, **{"options": FAST, "async_save": False, **kwargs})
+
+
+class Training:
+    """A linear model, AdamW and a scheduler; every step's gradients come from the step's number."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4])
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.scheduler,
+        }
+
+    def train(self, step: int) -> float:
+        loss = self.gradients(step)
+        self.optimizer.step()
+        self.scheduler.step()
+        return loss
+
+    def gradients(self, step: int) -> float:
+        generator = torch.Generator().manual_seed(step)
+        self.optimizer.zero_grad()
+        loss = self.model(torch.rand(4, 5, generator=generator)).square().sum()
+        loss.backward()
+        return loss.item()
+
+
+def save_steps(manager: CheckpointManager, *steps: int, **kwargs: Any) -> None:
+    for step in steps:
+        manager.save(step, state={"x": torch.full((3,), float(step))}, **kwargs)
+
+
+def on_disk(root: Path) -> set[str]:
+    """Names of the directories in the root."""
+    return {path.name for path in root.iterdir() if path.is_dir()}

@@ -1,0 +1,198 @@
+"""What a manager's root holds: asked and changed by the coordinator, in the name of all ranks."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch_dcpx.call_agreement import Call, check_same_call
+from torch_dcpx.checkpoint_tags import tag_of
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    NotCommittedError,
+    OptionError,
+    StorageError,
+    UnsupportedError,
+)
+from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.manager_resume import Chosen
+from torch_dcpx.manager_root import ManagerRoot
+from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.paths import AnyPath, checked_path
+from torch_dcpx.reader_lock import being_read, make_readers_file
+from torch_dcpx.removal import PIN_NAME, remove_checkpoint
+from torch_dcpx.retention import KeepRules, Retention
+from torch_dcpx.stored_checkpoint import identity_of
+
+__all__ = ["CheckpointCatalog"]
+
+_T = TypeVar("_T")
+_WAY_OUT = "a CheckpointManager's root is a directory of a mounted file system"
+
+logger = logging.getLogger("torch_dcpx")
+
+_MAX_CHOICES = 8  # while others delete what is chosen
+
+
+class CheckpointCatalog:
+    """The checkpoints beneath one root. Every rank makes every call. Belongs to one process."""
+
+    def __init__(
+        self,
+        root: AnyPath,
+        rules: KeepRules,
+        process_group: Any,
+        no_dist: bool,
+        options: WriteOptions,
+        read_options: ReadOptions,
+    ) -> None:
+        """Touches nothing yet; the arguments are those of CheckpointManager."""
+        self.root = Path(checked_path(root, _WAY_OUT)).absolute()
+        self._group = process_group
+        self._no_dist = no_dist
+        self._options = options
+        self._read_options = read_options
+        is_durable = options.durability == "full"
+        self._root = ManagerRoot(self.root, read_options, is_durable=is_durable)
+        self._retention = Retention(self._root, rules)
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def latest(self) -> str | None:
+        """Returns the tag that `resume` would take; None where there is none."""
+
+        def look() -> str | None:
+            stored = self._root.newest().stored
+            return None if stored is None else stored.tag
+
+        return self._on_coordinator("latest", None, lambda _: look())
+
+    def tags(self) -> list[str]:
+        """Returns the tags of all whole checkpoints, the oldest first: by step, then commit."""
+
+        def look() -> list[str]:
+            return [stored.tag for stored in reversed(self._root.listed()[0])]
+
+        return self._on_coordinator("tags", None, lambda _: look())
+
+    def pin(self, tag: str | int) -> None:
+        """Keeps a checkpoint from retention and `delete`, until `unpin`, beyond this job.
+
+        Raises:
+            NotCommittedError, and others: it is not there, or not whole.
+        """
+
+        def mark(name: str) -> None:
+            stored = self._root.examined(name)
+            with Directory(stored.path) as directory:
+                if not directory.is_regular(PIN_NAME):
+                    directory.create(PIN_NAME, [], is_durable=self._root.is_durable)
+                    directory.sync()
+
+        self._on_coordinator("pin", tag, mark)
+
+    def unpin(self, tag: str | int) -> None:
+        """Takes the mark of `pin` away; none is fine. Raises StorageError: no such checkpoint."""
+
+        def unmark(name: str) -> None:
+            with Directory(self.root / name) as directory:
+                directory.unlink(PIN_NAME)
+                directory.sync()
+
+        self._on_coordinator("unpin", tag, unmark)
+
+    def delete(self, tag: str | int) -> None:
+        """Deletes a checkpoint now.
+
+        Raises:
+            UnsupportedError: it is pinned, or the last one that is whole.
+            ConcurrentSaveError: somebody saves or reads there.
+            NotCommittedError, and others: it is not there, or not whole.
+        """
+
+        def remove(name: str) -> None:
+            self._retention.wait()
+            root = self._root
+            root.examined(name)
+            if self._retention.is_pinned(name):
+                raise UnsupportedError(f"delete '{root.path / name}': it is pinned; unpin it first")
+            if name in self._retention.busy:
+                raise ConcurrentSaveError(
+                    f"delete '{root.path / name}': a save to it is under way; wait for it",
+                    errno=errno.EBUSY,
+                    path=str(root.path / name),
+                )
+            newest = root.newest().stored
+            others = [stored for stored in root.listed()[0] if stored.tag != name]
+            if not others:
+                raise UnsupportedError(
+                    f"delete '{root.path / name}': it is the last whole checkpoint beneath "
+                    f"'{root.path}'; remove the directory by hand"
+                )
+            if newest is not None and newest.tag == name:
+                root.point_to(others[0])
+            remove_checkpoint(root, name)
+
+        self._on_coordinator("delete", tag, remove)
+
+    def _choose(self, tag: str | None, stack: ExitStack, *, allow_fresh: bool) -> Chosen:
+        """Returns what is resumed, and keeps it from deletion until the stack ends."""
+        for _ in range(_MAX_CHOICES):
+            skipped: tuple[tuple[str, str], ...] = ()
+            if tag is not None:
+                stored = self._root.examined(tag)
+            else:
+                newest = self._root.newest()
+                skipped = newest.skipped
+                if newest.stored is None:
+                    if not allow_fresh:
+                        self._root.check_fresh(newest)
+                    return Chosen(None, "", None, None, skipped)
+                stored = newest.stored
+            try:
+                make_readers_file(stored.path)
+            except StorageError as error:
+                logger.debug("%s: read without a lock", error)
+            stack.enter_context(being_read(stored.path))
+            if identity_of(stored.path) is not None:
+                path = str(stored.path)
+                return Chosen(stored.tag, path, stored.step, stored.record, skipped)
+        raise NotCommittedError(
+            f"resume from '{self.root}': checkpoints are deleted faster than one can be chosen",
+            errno=errno.ESTALE,
+            path=str(self.root),
+        )
+
+    # ---- With all ranks ------------------------------------------------------------------------
+
+    def _exchange(self, what: str) -> Exchange:
+        return exchange_for(self._group, self._no_dist, self._read_options.load_timeout_s, what)
+
+    def _on_coordinator(self, name: str, tag: Any, work: Callable[[Any], _T]) -> _T:
+        """Has the coordinator do something that all ranks ask for; all get the answer or error."""
+        self._check_usable()
+
+        def local() -> Call:
+            return Call(name, {} if tag is None else {"tag": tag_of(tag)})
+
+        def reduce(calls: list[Call]) -> _T:
+            return work(check_same_call(calls).arguments.get("tag"))
+
+        with self._exchange(name) as exchange:
+            answer: _T = exchange.all_reduce(name, local, reduce)
+        return answer
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise UnsupportedError(
+                f"this manager belongs to process {self._pid}, which process {os.getpid()} was "
+                "forked from: only the parent can use it"
+            )
+        if self._is_closed:
+            raise OptionError("this manager is closed: make a new one", option=None, value=None)

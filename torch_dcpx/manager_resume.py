@@ -1,0 +1,187 @@
+"""One `resume` of a manager.
+
+1. The coordinator chooses: the newest whole checkpoint, or the tag that was asked for. It holds the
+   readers' lock from here on, so that nobody's retention takes it away.
+2. What was asked for and is not there, and what was each of other ranks' own, is refused.
+3. `dcpx.load`: checked as a whole, then read, then handed to model, optimizers and state.
+4. What is small is handed to scheduler and data loader, and returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_dcpx.errors import MismatchError
+from torch_dcpx.load_report import LoadReport
+from torch_dcpx.manager_save import Parts
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.per_rank import Merge, PerRank, check_mergeable, merged
+from torch_dcpx.stored_checkpoint import Record
+from torch_dcpx.train_state import ModelPart, OptimizerPart, StatePart, load_states
+from torch_dcpx.user_content import decode_content, with_own
+
+__all__ = ["Chosen", "ResumeInfo", "Wanted"]
+
+
+@dataclass(frozen=True)
+class ResumeInfo:
+    """What a training goes on from.
+
+    Attributes:
+        tag: of the checkpoint; None: there is none, the training starts fresh.
+        step: that it was saved with; None of a fresh start, and of a checkpoint of others whose
+            name is not "step-N".
+        user_content: as it was saved; None if nothing was.
+        metrics: that were saved with it.
+        report: of the load; None of a fresh start.
+        skipped: (tag, reason) of directories that were passed over on the way to this one.
+    """
+
+    tag: str | None = None
+    step: int | None = None
+    user_content: Any = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    report: LoadReport | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there was nothing to resume."""
+        return self.tag is None
+
+
+class Chosen(NamedTuple):
+    """What the coordinator tells all ranks of the checkpoint it has chosen."""
+
+    tag: str | None
+    path: str
+    step: int | None
+    record: Record | None
+    skipped: tuple[tuple[str, str], ...]
+
+
+class Wanted:
+    """What one rank asks of the chosen checkpoint."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        chosen: Chosen,
+        rank: int,
+        world_size: int,
+        *,
+        strict: bool,
+        merge: Merge,
+    ) -> None:
+        """Raises MismatchError where it does not have that: the same on every rank."""
+        self._parts = parts
+        self._chosen = chosen
+        self._rank = rank
+        self._world_size = world_size
+        self._merge = merge
+        record = chosen.record
+        self._stored = frozenset() if record is None else frozenset(record.parts)
+        self._own_names = () if record is None else record.per_rank
+        saved_ranks = 0 if record is None else record.ranks
+        self._check_parts(strict=strict)
+        self._names = self._asked_own()
+        check_mergeable(self._names, merge, saved_ranks, world_size, chosen.path)
+        self._ranks: Iterable[int] = ()  # whose own is read
+        if self._names:
+            self._ranks = [rank] if saved_ranks == world_size else range(saved_ranks)
+        self._target: dict[str, Any] = {}
+        self._strict = strict
+
+    def _check_parts(self, *, strict: bool) -> None:
+        """Small parts that were not saved are an error; of the others `load` says so by name."""
+        chosen = self._chosen
+        missing = [
+            name
+            for name in ("lr_scheduler", "dataloader")
+            if getattr(self._parts, name) is not None and name not in self._stored
+        ]
+        own = [f"state.{k}" for k, v in (self._parts.state or {}).items() if type(v) is PerRank]
+        missing += [name for name in own if name not in self._own_names]
+        if missing and strict:
+            raise MismatchError(
+                f"resume from '{chosen.path}': {', '.join(missing)} was not saved there; "
+                "strict=False leaves it as it is",
+                fqn=missing[0],
+                path=chosen.path,
+                missing=tuple(missing),
+            )
+
+    def _asked_own(self) -> list[str]:
+        """Returns the names of what is each rank's own that this call gives back."""
+        state = self._parts.state or {}
+        found: list[str] = []
+        for name in self._own_names:
+            part, _, key = name.partition(".")
+            is_asked = part == "user_content"
+            is_asked |= part == "dataloader" and self._parts.dataloader is not None
+            is_asked |= part == "lr_scheduler" and self._parts.lr_scheduler is not None
+            is_asked |= part == "state" and type(state.get(key)) is PerRank
+            if is_asked:
+                found.append(name)
+        return found
+
+    def target(self) -> dict[str, Any]:
+        """Returns what `dcpx.load` is to fill."""
+        parts = self._parts
+        target: dict[str, Any] = {}
+        small: dict[str, Any] = {}
+        if parts.model is not None:
+            target["model"] = ModelPart(parts.model, strict=self._strict)
+        if parts.optimizer is not None:
+            target["optimizer"] = OptimizerPart(parts.model, parts.optimizer, strict=self._strict)
+        if parts.state is not None:
+            target["state"] = StatePart(parts.state)
+        if "user_content" in self._stored:
+            small["user_content"] = b""
+        if "lr_scheduler" in self._stored and parts.lr_scheduler is not None:
+            small["lr_scheduler"] = b""
+        if self._names:
+            small["rank"] = {str(rank): b"" for rank in self._ranks}
+        if small:
+            target["dcpx"] = small
+        self._target = target
+        return target
+
+    def hand_over(self, options: ReadOptions | None) -> Any:
+        """Gives what is small to whom it belongs; returns the user's content.
+
+        Raises:
+            CorruptionError: it is not what a manager saves.
+        """
+        small: dict[str, Any] = self._target.get("dcpx", {})
+        own = self._own(small, options)
+        parts, path = self._parts, self._chosen.path
+        given: dict[str, Any] = {}
+        for name in ("user_content", "lr_scheduler"):
+            if name in small:
+                value = decode_content(small[name], f"dcpx.{name}", path, options)
+                given[name] = with_own(value, own)
+        if "lr_scheduler" in given:
+            load_states(parts.lr_scheduler, given["lr_scheduler"])
+        if parts.dataloader is not None and "dataloader" in own:
+            parts.dataloader.load_state_dict(own["dataloader"])
+        for key, value in (parts.state or {}).items():
+            if type(value) is PerRank and f"state.{key}" in own:
+                value.value = own[f"state.{key}"]
+        return given.get("user_content")
+
+    def _own(self, small: dict[str, Any], options: ReadOptions | None) -> dict[str, Any]:
+        """Returns this rank's own by path: what it saved, or what the merge gives."""
+        if not self._names:
+            return {}
+        path, record = Path(self._chosen.path), self._chosen.record
+        stored = [
+            decode_content(small["rank"][str(rank)], f"dcpx.rank.{rank}", str(path), options)
+            for rank in self._ranks
+        ]
+        if record is not None and record.ranks == self._world_size:
+            return {name: stored[0][name] for name in self._names}
+        return merged(stored, self._names, self._merge, self._rank, self._world_size)

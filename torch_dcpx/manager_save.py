@@ -1,0 +1,195 @@
+"""One `save` of a manager: what is written, and what happens around its commit.
+
+1. Each rank says what it was given, and encodes what is small. The coordinator compares, and gives
+   the save its number.
+2. `dcpx.save` or `async_save` of the parts; their `state_dict` is asked while the ranks plan.
+3. Coordinator, before the commit: what earlier jobs left to remove goes; the pointer notes the tag.
+4. Coordinator, after it: the pointer names the checkpoint; retention begins. Then the save is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_dcpx.call_agreement import Call
+from torch_dcpx.committed import committed_save_id
+from torch_dcpx.errors import OptionError, StorageError
+from torch_dcpx.manager_root import ManagerRoot
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.per_rank import PerRank
+from torch_dcpx.reader_lock import make_readers_file
+from torch_dcpx.retention import Retention
+from torch_dcpx.stored_checkpoint import Record
+from torch_dcpx.train_state import (
+    ModelPart,
+    OptimizerPart,
+    StatePart,
+    check_parts,
+    kind_of,
+    states_of,
+)
+from torch_dcpx.user_content import encode_content, split_content
+from torch_dcpx.value_digests import digests_of
+from torch_dcpx.writer import DcpxWriter
+
+__all__ = ["ManagedWriter", "Parts", "Small", "checked_metrics", "state_of"]
+
+logger = logging.getLogger("torch_dcpx")
+
+
+class Parts(NamedTuple):
+    """What `save` or `resume` was given."""
+
+    model: Any = None
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    dataloader: Any = None
+    state: Any = None
+    user_content: Any = None
+
+    def check(self) -> None:
+        """Raises OptionError for parts that are not what they are given as."""
+        check_parts(self.model, self.optimizer, self.lr_scheduler, self.dataloader, self.state)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """What sort of thing each given part is, by name."""
+        return {
+            name: kind_of(part) if name in ("optimizer", "lr_scheduler") else "one"
+            for name, part in self._asdict().items()
+            if part is not None
+        }
+
+    def small(self) -> Small:
+        """Returns what goes into byte items, encoded: it may change afterwards.
+
+        Raises:
+            UnsupportedError: something that would not load again without execution.
+        """
+        own: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
+        if self.lr_scheduler is not None:
+            states = states_of(self.lr_scheduler)
+            shared["lr_scheduler"], found = split_content(states, "lr_scheduler")
+            own |= found
+        if self.user_content is not None:
+            shared["user_content"], found = split_content(self.user_content, "user_content")
+            own |= found
+        if self.dataloader is not None:
+            state = PerRank(self.dataloader.state_dict())
+            own |= split_content(state, "dataloader")[1]
+        for key, value in (self.state or {}).items():
+            if type(value) is PerRank:
+                own |= split_content(value, f"state.{key}")[1]
+        digests = digests_of(shared)
+        encoded = {name: encode_content(value) for name, value in shared.items()}
+        return Small(encoded, encode_content(own) if own else b"", sorted(own), digests)
+
+    def call(self, name: str, small: Small | None, **arguments: Any) -> Call:
+        """Returns what all ranks compare of a call."""
+        kinds = self.given
+        per_rank = [] if small is None else small.per_rank
+        digests = {} if small is None else small.digests
+        return Call(name, {**arguments, **kinds, "per_rank": per_rank}, digests)
+
+
+class Small(NamedTuple):
+    """What goes into byte items of one rank."""
+
+    shared: dict[str, bytes]  # by part
+    own: bytes  # this rank's own, b"" if there is nothing
+    per_rank: list[str]  # their paths
+    digests: dict[str, bytes]
+
+
+def state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str, Any]:
+    """Returns the state that this rank gives to a save."""
+    state: dict[str, Any] = {}
+    if parts.model is not None:
+        state["model"] = ModelPart(parts.model)
+    if parts.optimizer is not None:
+        state["optimizer"] = OptimizerPart(parts.model, parts.optimizer)
+    if parts.state is not None:
+        state["state"] = StatePart(parts.state)
+    items: dict[str, Any] = {"manager": record.encoded()}
+    if rank == 0:  # one of them is kept: the same one each time
+        items |= small.shared
+    if small.own:
+        items["rank"] = {str(rank): small.own}
+    state["dcpx"] = items
+    return state
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    """Returns metrics as floats. Raises OptionError: what is no dict of numbers by name."""
+    found: dict[str, float] = {}
+    if metrics is not None and not isinstance(metrics, Mapping):
+        _refuse_metric(metrics)
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            _refuse_metric(value)
+        if type(name) is not str:
+            _refuse_metric(name)
+        if not math.isnan(number):
+            found[name] = number
+    return found
+
+
+def _refuse_metric(value: Any) -> None:
+    raise OptionError(
+        f"metrics must be numbers by name (str), such as {{'loss': 0.1}}; got {value!r:.80}",
+        option="metrics",
+        value=None,
+    )
+
+
+class ManagedWriter(DcpxWriter):
+    """Writes one checkpoint of a manager; on the coordinator, `finish` also keeps the root."""
+
+    def __init__(
+        self,
+        path: Path,
+        options: WriteOptions | None,
+        record: Record,
+        root: ManagerRoot,
+        retention: Retention,
+    ) -> None:
+        super().__init__(path, options=options)
+        self.__record = record
+        self.__root = root
+        self.__retention = retention
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits, and points to what was committed.
+
+        Raises:
+            StorageError: as `DcpxWriter`, or the pointer could not be written: nothing was
+                published.
+        """
+        root, record = self.__root, self.__record
+        tag = Path(self.path).name
+        with root.commit_guard:
+            self.__retention.catch_up()
+            with root.committing(tag):
+                super().finish(metadata, results)
+                self.__note(tag, record)
+            self.__retention.start()
+
+    def __note(self, tag: str, record: Record) -> None:
+        path = Path(self.path)
+        try:
+            make_readers_file(path)
+        except StorageError as error:
+            logger.warning("'%s': its readers have no lock: %s", path, error)
+        save_id = committed_save_id(path)
+        if save_id is not None:
+            self.__root.note_committed(tag, record.step, save_id, record.order)

@@ -1,0 +1,171 @@
+"""Model, optimizers and the rest of a training as parts of one state.
+
+Each part is a `Stateful` object, which a save or a load asks when the ranks are past the point
+where an error of one is raised on all. Model and optimizers go through DCP's own functions
+(`torch.distributed.checkpoint.state_dict`), so that names are those of the plain model, however it
+is wrapped or sharded. These run on every rank, and with FSDP1 run collectives of the model's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torch_dcpx.errors import OptionError
+from torch_dcpx.per_rank import PerRank
+
+__all__ = [
+    "ModelPart",
+    "OptimizerPart",
+    "StatePart",
+    "check_parts",
+    "kind_of",
+    "load_states",
+    "states_of",
+]
+
+
+class ModelPart:
+    """The parameters and buffers of a module. Belongs to one save or load."""
+
+    def __init__(self, model: torch.nn.Module, *, strict: bool = True) -> None:
+        self._model = model
+        self._options = StateDictOptions(strict=strict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self._model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self._model, state, options=self._options)
+
+
+class OptimizerPart:
+    """One optimizer, several as one (a list), or several by name (a dict), of one model."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, *, strict: bool = True) -> None:
+        self._model = model
+        self._named = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
+        self._is_named = isinstance(optimizer, Mapping)
+        self._options = StateDictOptions(strict=strict)
+
+    def state_dict(self) -> dict[str, Any]:
+        states: dict[str, Any] = {
+            name: get_optimizer_state_dict(self._model, _each(optimizers))
+            for name, optimizers in self._named.items()
+        }
+        return states if self._is_named else states[""]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, optimizers in self._named.items():
+            own = state[name] if self._is_named else state
+            set_optimizer_state_dict(
+                self._model, _each(optimizers), optim_state_dict=own, options=self._options
+            )
+
+
+class StatePart:
+    """A user's dict. Its `Stateful` values are asked, the others replaced in it."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            key: value.state_dict() if isinstance(value, Stateful) else value
+            for key, value in self._state.items()
+            if type(value) is not PerRank
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, value in state.items():
+            current = self._state[key]
+            if isinstance(current, Stateful):
+                current.load_state_dict(value)
+            else:
+                self._state[key] = value
+
+
+def _each(optimizers: Any) -> list[torch.optim.Optimizer]:
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, state: Any) -> None:
+    """Raises OptionError for parts that are not what they are given as."""
+    if model is not None and not isinstance(model, torch.nn.Module):
+        _refuse("model", model, "a torch.nn.Module; other things go into `state`")
+    if optimizer is not None:
+        if model is None:
+            _refuse("optimizer", optimizer, "given with its model, whose names its state has")
+        for one in _flat(optimizer):
+            if not isinstance(one, torch.optim.Optimizer):
+                _refuse("optimizer", one, "an Optimizer, or a list or dict of them")
+    for one in _flat(lr_scheduler):
+        if not isinstance(one, Stateful):
+            _refuse("lr_scheduler", one, "Stateful (state_dict, load_state_dict), or a list or "
+                    "dict of such")  # fmt: skip
+    if dataloader is not None and not isinstance(dataloader, Stateful):
+        _refuse("dataloader", dataloader, "Stateful (state_dict, load_state_dict)")
+    if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
+        _refuse("state", state, "a dict with str as keys")
+
+
+def _refuse(name: str, value: Any, wanted: str) -> None:
+    raise OptionError(
+        f"{name} must be {wanted}; got a {type(value).__name__}", option=name, value=None
+    )
+
+
+def _flat(parts: Any) -> Sequence[Any]:
+    if parts is None:
+        return ()
+    if isinstance(parts, Mapping):
+        return list(parts.values())
+    return parts if isinstance(parts, (list, tuple)) else (parts,)
+
+
+def states_of(parts: Any) -> Any:
+    """Returns `state_dict()` of one Stateful object, or of each in a list or dict."""
+    if isinstance(parts, Mapping):
+        return {name: part.state_dict() for name, part in parts.items()}
+    if isinstance(parts, (list, tuple)):
+        return [part.state_dict() for part in parts]
+    return parts.state_dict()
+
+
+def load_states(parts: Any, states: Any) -> None:
+    """Hands what `states_of` gave back. Raises OptionError: there are more or fewer of them."""
+    fits, pairs = True, [(parts, states)]
+    if isinstance(parts, Mapping):
+        fits = type(states) is dict and states.keys() == parts.keys()
+        pairs = [(part, states[name]) for name, part in parts.items()] if fits else []
+    elif isinstance(parts, (list, tuple)):
+        fits = type(states) is list and len(states) == len(parts)
+        pairs = list(zip(parts, states, strict=True)) if fits else []
+    if not fits:
+        raise OptionError(
+            f"lr_scheduler is {kind_of(parts)}, and another sort was saved: give as many, under "
+            "the same names",
+            option="lr_scheduler",
+            value=None,
+        )
+    for part, state in pairs:
+        part.load_state_dict(state)
+
+
+def kind_of(part: Any) -> str:
+    """Returns what sort of thing a part is, for all ranks to compare."""
+    if isinstance(part, Mapping):
+        return f"a dict of {', '.join(map(str, part))}"
+    if isinstance(part, (list, tuple)):
+        return f"a list of {len(part)}"
+    return "one"
