@@ -1,0 +1,232 @@
+"""A manager on several ranks, FSDP2 on the CPU: `test_manager_ranks.py` starts it.
+
+manager_worker.py save ROOT      two ranks: each function below, and a checkpoint for the others
+manager_worker.py resume ROOT    three ranks
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dcp"))
+from no_collectives import no_collectives
+from ranks import leave_well
+from states import assert_same
+
+from torch_dcpx import (
+    CheckpointManager,
+    DcpxError,
+    MismatchError,
+    PerRank,
+    PlanError,
+    RankError,
+    UnsupportedError,
+    WriteOptions,
+    manager_root,
+)
+
+FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=60)
+
+
+def manager_of(root: Path, **kwargs: Any) -> CheckpointManager:
+    return CheckpointManager(root, **{"options": FAST, **kwargs})
+
+
+class Loader:
+    position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Training:
+    def __init__(self, seed: int, wrap: str = "fsdp") -> None:
+        torch.manual_seed(seed)
+        self.model: Any = torch.nn.Sequential(torch.nn.Linear(8, 13), torch.nn.Linear(13, 4))
+        self.model[0].bias.requires_grad_(False)
+        if wrap == "fsdp":
+            for layer in self.model:
+                fully_shard(layer)
+            fully_shard(self.model)
+        elif wrap == "ddp":
+            self.model = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.loader = Loader()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.scheduler,
+            "dataloader": self.loader,
+        }
+
+    def train(self, step: int) -> float:
+        generator = torch.Generator().manual_seed(step)  # the same batch on every rank
+        self.optimizer.zero_grad()
+        loss = self.model(torch.rand(6, 8, generator=generator)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.loader.position += 1 + dist.get_rank()
+        return loss.item()
+
+
+def resumed_training_equals_the_uninterrupted(root: Path) -> None:
+    rank = dist.get_rank()
+    first = Training(0)
+    with manager_of(root / "fsdp", keep_last=1) as manager:
+        for step in (1, 2):
+            first.train(step)
+            manager.save(step, **first.parts, user_content={"step": step, "rng": PerRank([rank])})
+        expected = [first.train(step) for step in (3, 4)]
+    again = Training(1)
+    manager = manager_of(root / "fsdp")
+    with no_collectives():
+        assert manager.tags() == ["step-2"]
+    info = manager.resume(**again.parts)
+    assert (info.tag, info.step) == ("step-2", 2)
+    assert info.user_content == {"step": 2, "rng": [rank]}
+    assert again.loader.position == 2 * (1 + rank)
+    assert [again.train(step) for step in (3, 4)] == expected
+
+
+def ddp_and_plain_models_share_their_names(root: Path) -> None:
+    ddp, plain = Training(0, "ddp"), Training(1, "plain")
+    ddp.train(1)
+    with manager_of(root / "ddp") as manager:
+        manager.save(1, model=ddp.model, optimizer=ddp.optimizer)
+    manager_of(root / "ddp").resume(model=plain.model, optimizer=plain.optimizer)
+    assert_same(ddp.model.module.state_dict(), plain.model.state_dict())
+
+
+def other_calls_are_refused_on_every_rank_before_the_first_byte(root: Path) -> None:
+    is_odd = dist.get_rank() == 1
+    training = Training(0)
+    manager = manager_of(root / "none")
+    calls: list[tuple[type[DcpxError], str, Any, dict[str, Any]]] = [
+        (PlanError, "rank 1: tag=", "odd" if is_odd else "even", {}),
+        (PlanError, "rank 1: .*step=7", "a", {"step": 7 if is_odd else 8}),
+        (PlanError, "rank 1: model=nothing", 1, {} if is_odd else {"model": training.model}),
+        (PlanError, "per_rank", 1, {"user_content": PerRank(1) if is_odd else 1}),
+        (UnsupportedError, "rank 1.*user_content.f", 1, {"user_content": {"f": is_odd and print}}),
+        (RankError, "rank 1.*no state", 1, {"state": {"x": Failing(is_odd)}}),
+    ]
+    for kind, text, tag, arguments in calls:
+        with pytest.raises(kind, match=text):
+            manager.save(tag, **arguments)
+    with pytest.raises(PlanError, match="rank 1 called latest, rank 0 tags"):
+        manager.latest() if is_odd else manager.tags()
+    with pytest.raises(DcpxError, match="step-9"):
+        manager.pin(9)
+    dist.barrier()
+    assert not list(root.glob("none/*/.metadata"))
+    assert manager.latest() is None
+
+
+class Failing:
+    """Its state fails on one rank, while the ranks plan."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise KeyError("no state")
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def one_rank_lists_where_the_pointer_is_broken(root: Path) -> None:
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 0:
+        (root / "fsdp" / "newest").write_text("torn")
+    dist.barrier()
+    listings = []
+    listed = manager_root.ManagerRoot.listed
+    manager_root.ManagerRoot.listed = lambda self: listings.append(1) or listed(self)  # type: ignore
+    info = manager_of(root / "fsdp").resume()
+    manager_root.ManagerRoot.listed = listed  # type: ignore[method-assign]
+    assert info.tag == "step-2"
+    assert len(listings) == (1 if rank == 0 else 0)
+
+
+def signal_on_one_rank_saves_on_all(root: Path) -> None:
+    training = Training(0)
+    saved = []
+    with manager_of(root / "signal") as manager:
+        watch = manager.save_on_signal([signal.SIGUSR1], time_left_s=600)
+        for step in range(1, 8):
+            training.train(step)
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if watch.requested(step):
+                saved.append(step)
+                manager.save(step, model=training.model)
+        assert len(saved) == 1 and saved[0] in (4, 5), saved
+        assert manager.latest() == f"step-{saved[0]}"
+
+
+def a_merge_is_asked_for_where_ranks_changed(root: Path) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    training, expected = Training(1), Training(0)
+    for step in (1, 2):
+        expected.train(step)
+    manager = manager_of(root / "fsdp")
+    with pytest.raises(MismatchError, match=r"'dataloader', 'user_content\.rng' .*of 2 ranks"):
+        manager.resume(**training.parts)
+    calls = []
+
+    def merge(values: list[Any], own: int, ranks: int) -> Any:
+        calls.append((own, ranks))
+        return values[min(own, 1)]
+
+    info = manager.resume(**training.parts, merge=merge)
+    assert info.user_content == {"step": 2, "rng": [min(rank, 1)]}
+    assert training.loader.position == 2 * (1 + min(rank, 1))
+    assert calls == [(rank, world_size)] * 2
+    for name, value in expected.model.state_dict().items():
+        found = training.model.state_dict()[name].full_tensor()
+        torch.testing.assert_close(found, value.full_tensor())  # two ranks trained it
+
+
+SAVE = (
+    resumed_training_equals_the_uninterrupted,
+    ddp_and_plain_models_share_their_names,
+    other_calls_are_refused_on_every_rank_before_the_first_byte,
+    one_rank_lists_where_the_pointer_is_broken,
+    signal_on_one_rank_saves_on_all,
+)
+RESUME = (a_merge_is_asked_for_where_ranks_changed,)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for function in SAVE if sys.argv[1] == "save" else RESUME:
+        function(Path(sys.argv[2]))
+        dist.barrier()
+    leave_well()
+
+
+if __name__ == "__main__":
+    main()

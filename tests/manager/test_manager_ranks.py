@@ -1,0 +1,17 @@
+"""The manager on two ranks, and what they saved on three."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+WORKER = Path(__file__).with_name("manager_worker.py")
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_two_ranks_save_and_resume_alike_and_three_resume_what_they_saved(tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, "save", str(tmp_path))
+    run_ranks(WORKER, 3, "resume", str(tmp_path))
