@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         UnsafePickleError,
         UnsupportedError,
     )
+    from .key_map import KeyMap, Merge, Split, Transpose
     from .load_planner import DcpxLoadPlanner
     from .load_report import LoadReport
     from .manager import CheckpointManager
@@ -78,7 +79,9 @@ __all__ = [
     "DcpxStager",
     "DcpxWriter",
     "Finding",
+    "KeyMap",
     "LoadReport",
+    "Merge",
     "MismatchError",
     "NotCommittedError",
     "OptionError",
@@ -95,9 +98,11 @@ __all__ = [
     "SaveHandle",
     "SaveReport",
     "ShortReadError",
+    "Split",
     "StagingError",
     "StorageError",
     "StoreLostError",
+    "Transpose",
     "UnsafePickleError",
     "UnsupportedError",
     "VerifyReport",
@@ -137,6 +142,7 @@ _MODULE_OF = {
     "guard_optimizer": "copy_guard",
     "repair": "repair_checkpoint",
     "verify": "verify_checkpoint",
+    **dict.fromkeys(("KeyMap", "Merge", "Split", "Transpose"), "key_map"),
     **dict.fromkeys(
         ("async_save", "close", "drain_on_sigterm", "load", "prewarm", "save", "wait"),
         "checkpoint",

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.load_checks import LoadRules
 from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful
 from torch_dcpx.load_planner import DcpxLoadPlanner
@@ -50,6 +51,7 @@ def load(
     strict: bool = True,
     allow_missing: Iterable[str] = (),
     cast: Literal["error", "allow"] = "error",
+    key_map: KeyRules | None = None,
 ) -> LoadReport:
     """Loads a checkpoint into `state_dict`, in place, as `dcp.load` does, and says what it did.
 
@@ -74,6 +76,9 @@ def load(
             such as "head.*"; names as in the error, flattened by dots. Default ().
         cast: "error" (default): stored and wanted dtypes must be equal. "allow": differences are
             converted as `Tensor.copy_` does, and reported.
+        key_map: stored names and shapes to the state's (`KeyMap`), with a `DcpxLoadPlanner`.
+            Differences of names that it renames are told by stored name. Default None: names are
+            equal, letter by letter; `KeyMap()` leaves wrappers out.
 
     Returns:
         What this rank loaded.
@@ -81,6 +86,8 @@ def load(
     Raises:
         MismatchError: names are missing, or shapes, dtypes or kinds (tensor or object) differ; on
             every rank with all of them, before anything is read.
+        PlanError: `key_map` does not fit what is stored: a rule without a match, two entries under
+            one name.
         OptionError: an argument that cannot work.
         UnsupportedError: a reader that is no DcpxReader.
         NotCommittedError, CorruptionError, StorageError, UnsafePickleError: as `DcpxReader`; of any
@@ -95,7 +102,8 @@ def load(
     def prepared() -> RankPlan:
         reader = _reader_for(storage_reader, checkpoint_id, options)
         rules = LoadRules.of(strict, allow_missing, cast)
-        return RankPlan(reader, planner if planner is not None else DcpxLoadPlanner(), rules)
+        own_planner = planner if planner is not None else DcpxLoadPlanner()
+        return RankPlan(reader, own_planner, rules, checked_map(key_map))
 
     path = checkpoint_id or getattr(storage_reader, "path", None)
     with exchange_for(process_group, no_dist, timeout_s, "load") as exchange, being_read(path):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_dcpx._compat import dtype_name, wanted_sizes
 from torch_dcpx.errors import MismatchError, OptionError
 from torch_dcpx.lazy_metadata import outline_of
+from torch_dcpx.mapped_state import MappedState, MappedTarget
 from torch_dcpx.near_names import NearNames
 
 __all__ = ["Differences", "LoadRules", "compare", "mismatch_error"]
@@ -78,6 +79,7 @@ def compare(
     *,
     sources: Mapping[str, Collection[str]] | None = None,
     is_dtype_known: bool = True,
+    mapped: MappedState | None = None,
 ) -> Differences:
     """Compares a flat state with what the checkpoint holds.
 
@@ -88,6 +90,7 @@ def compare(
         sources: for a planner that plans its own way: the stored names that fill each entry of the
             state; such a planner is believed on shapes and kinds. None: each has its own name.
         is_dtype_known: whether what is read ends in the state's own tensors.
+        mapped: where `state` goes by stored names: what did not fit when they were found.
     """
     missing, shapes, dtypes, kinds = [], [], [], []
     outline = outline_of(stored)
@@ -113,13 +116,17 @@ def compare(
             sizes = wanted_sizes(target) if sources is None else None
             if sizes is not None and tuple(entry.size) != sizes:
                 shapes.append((fqn, tuple(entry.size), sizes))
-            dtype = getattr(target, "dtype", None)
-            if (
-                is_dtype_known
-                and isinstance(dtype, torch.dtype)
-                and dtype != entry.properties.dtype
-            ):
-                dtypes.append((fqn, dtype_name(entry.properties.dtype), dtype_name(dtype)))
+            dtypes += [
+                (fqn, dtype_name(entry.properties.dtype), dtype_name(dtype))
+                for dtype in (_dtypes(target) if is_dtype_known else ())
+                if dtype != entry.properties.dtype
+            ]
+    if mapped is not None:
+        missing, shapes, kinds = (
+            missing + mapped.missing,
+            shapes + mapped.shapes,
+            kinds + mapped.kinds,
+        )
     refused = [fqn for fqn in missing if rules.is_strict and not rules.may_miss(fqn)]
     found = Differences(tuple(missing), tuple(refused), tuple(shapes), tuple(dtypes), tuple(kinds))
     if not refused:
@@ -165,8 +172,8 @@ def mismatch_error(
         wrapped = max(own.wrapped for own in all_differences)
         if wrapped:
             lines.append(
-                f"  {wrapped} of them are stored under names with other wrappers: rename the "
-                "state's keys"
+                f"  {wrapped} of them are stored under names with other wrappers: "
+                "key_map=KeyMap() leaves them out"
             )
         lines.append("  strict=False, or allow_missing=[globs], leaves them as they are")
     if shapes:
@@ -187,6 +194,13 @@ def mismatch_error(
         nearest=nearest,
         ranks=tuple(ranks),
     )
+
+
+def _dtypes(target: Any) -> Iterable[torch.dtype]:
+    if isinstance(target, MappedTarget):
+        return target.dtypes()
+    dtype = getattr(target, "dtype", None)
+    return (dtype,) if isinstance(dtype, torch.dtype) else ()
 
 
 def _bad(name: str, value: Any, wanted: str) -> OptionError:

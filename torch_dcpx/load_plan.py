@@ -22,8 +22,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx._compat import flattened_before_2_4
-from torch_dcpx.errors import MismatchError, PlanError
+from torch_dcpx.errors import MismatchError, OptionError, PlanError
+from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_error
+from torch_dcpx.load_planner import DcpxLoadPlanner
+from torch_dcpx.mapped_state import MappedState, map_state
 from torch_dcpx.planner_hooks import has_stock_hooks
 from torch_dcpx.reader import DcpxReader
 
@@ -53,8 +56,23 @@ class Answer(NamedTuple):
 class RankPlan:
     """One rank's state, what the checkpoint holds of it, and its plan."""
 
-    def __init__(self, reader: DcpxReader, planner: LoadPlanner, rules: LoadRules) -> None:
+    def __init__(
+        self,
+        reader: DcpxReader,
+        planner: LoadPlanner,
+        rules: LoadRules,
+        key_map: KeyRules | None = None,
+    ) -> None:
         """Plans a load through `reader`, forgiving what the rules forgive."""
+        if key_map is not None and not _can_map(planner):
+            raise OptionError(
+                "key_map needs a DcpxLoadPlanner with flatten_state_dict=True, got "
+                f"{type(planner).__name__}",
+                option="key_map",
+                value=key_map,
+            )
+        self._key_map = key_map
+        self._mapped: MappedState | None = None
         self.reader = reader
         self.planner = planner
         self.rules = rules
@@ -84,6 +102,7 @@ class RankPlan:
         planner.set_up_planner(self.state, metadata, is_coordinator)
         reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
         self._stored = metadata.state_dict_metadata
+        self._map_state()
         if not self._make_plan():
             return Offer(self.differences, None, False, (0, 0), b"", has_stateful)
         self.plan = reader.prepare_local_plan(self.plan)
@@ -113,6 +132,20 @@ class RankPlan:
         mask = zlib.decompress(self._unasked() if unasked is None else unasked)
         return tuple(itertools.compress(self._stored, mask))
 
+    def _map_state(self) -> None:
+        """Gives the planner the state by stored names, unless that is what it has."""
+        self._mapped = None
+        if self._key_map is None:
+            return
+        planner: Any = self.planner
+        mapped = map_state(planner.state_dict, self._stored, self._key_map)
+        is_same = len(mapped.state) == len(planner.state_dict) and all(
+            name == stored for stored, name in mapped.names.items()
+        )
+        if not is_same or len(mapped.names) < len(mapped.state):
+            self._mapped = mapped
+            planner._use_mapped(mapped)
+
     def _make_plan(self) -> bool:
         """Has the planner plan. Returns whether `differences` allow the load."""
         planner, stored, rules = self.planner, self._stored, self.rules
@@ -122,7 +155,9 @@ class RankPlan:
         is_stock = has_stock_hooks(planner, ("create_local_plan",))
         if is_stock:
             state = _planned_state(planner, stored)
-            self.differences = compare(state, stored, rules, is_dtype_known=is_dtype_known)
+            self.differences = compare(
+                state, stored, rules, is_dtype_known=is_dtype_known, mapped=self._mapped
+            )
             if self.differences.is_refused(rules):
                 return False
         with _partial_load_allowed(planner):
@@ -133,7 +168,12 @@ class RankPlan:
                 sources.setdefault(item.dest_index.fqn, {})[item.storage_index.fqn] = None
             state = _state_of(planner)
             self.differences = compare(
-                state, stored, rules, sources=sources, is_dtype_known=is_dtype_known
+                state,
+                stored,
+                rules,
+                sources=sources,
+                is_dtype_known=is_dtype_known,
+                mapped=self._mapped,
             )
         return not self.differences.is_refused(rules)
 
@@ -205,6 +245,10 @@ def _read_metadata(reader: DcpxReader, rank: int) -> tuple[Metadata, bool]:
     return reader.read_metadata(rank=rank), False
 
 
+def _can_map(planner: LoadPlanner) -> bool:
+    return isinstance(planner, DcpxLoadPlanner) and planner.flatten_state_dict
+
+
 def _state_of(planner: LoadPlanner) -> Mapping[str, Any]:
     state = getattr(planner, "state_dict", None)
     return state if isinstance(state, Mapping) else {}
@@ -216,6 +260,8 @@ def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[s
     It goes back to the names of torch before 2.4 where the checkpoint has such.
     """
     state = _state_of(planner)
+    if getattr(planner, "_is_mapped", False):
+        return state
     if getattr(planner, "flatten_state_dict", False) and not stored.keys() <= state.keys():
         before = flattened_before_2_4(getattr(planner, "original_state_dict", {}))
         if any(name in stored and name not in state for name in before):

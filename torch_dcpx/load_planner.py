@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
@@ -38,6 +39,7 @@ from torch_dcpx._gc import bounded_pause
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.kept_plan import KeptPlan, is_kept
 from torch_dcpx.lazy_metadata import StoredEntries, chunks_in, outline_of
+from torch_dcpx.mapped_state import MappedState, MappedTarget
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.planner_hooks import plans_as_stock
@@ -69,6 +71,20 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
     _kept: KeptPlan | None = None  # the plan at hand, where the other ranks do not see its items
     # The state that was planned, and its items; they were asked whether they cover it.
     _covered: tuple[Any, tuple[ReadItem, ...]] | None = None
+    _is_mapped = False  # whether the state goes by stored names, which a KeyMap has found
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Returns the state's tensor, or shard, that a read item names."""
+        target = self.state_dict.get(index.fqn)
+        if isinstance(target, MappedTarget):
+            return target.view(index)
+        return super().lookup_tensor(index)
+
+    def _use_mapped(self, mapped: MappedState) -> None:
+        """Plans a state by stored names. REQUIRES: `set_up_planner`, with a flat state."""
+        self._is_mapped = True
+        self.state_dict = mapped.state
+        self.mappings = {stored: self.mappings[name] for stored, name in mapped.names.items()}
 
     def create_local_plan(self) -> LoadPlan:
         """Plans what this rank reads.
@@ -139,6 +155,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         Source: DefaultLoadPlanner.create_local_plan.
         """
         stored = self.metadata.state_dict_metadata.keys()  # type: ignore[union-attr]
+        if self._is_mapped:
+            return
         if not stored <= self.state_dict.keys():
             state, mappings = flatten_before_2_4(self.original_state_dict)
             if not (stored - self.state_dict.keys()).isdisjoint(state):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from torch_dcpx.key_rules import WRAPPERS
+
 __all__ = ["NearNames"]
 
-_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MAX_LENGTH = 300  # of names that are compared letter by letter
 _MAX_COMPARED = 1000  # names, for one that is missing
 _MAX_NEAREST = 3
@@ -19,7 +20,7 @@ _MAX_NEAREST = 3
 
 def _unwrapped(name: str) -> str:
     """Returns a name without the components of wrappers, and without a leading `model`."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
     begin = next((i for i, part in enumerate(parts) if part != "model"), 0)
     return ".".join(parts[begin:])
 

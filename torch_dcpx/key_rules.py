@@ -1,0 +1,322 @@
+"""The rules of a KeyMap: stored names and shapes to those of a model, while a load is planned.
+
+1. Wrapper components leave the stored names (`wrappers=True`).
+2. Rules are applied in their order, each to what the last has left.
+3. Two entries under one name, and a rule that nothing matches, are errors with names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias, cast
+
+from torch_dcpx.errors import OptionError, PlanError
+from torch_dcpx.mapped_tensor import MappedTensor, Sizes
+
+__all__ = [
+    "WRAPPERS",
+    "KeyRules",
+    "Merge",
+    "Split",
+    "Transpose",
+    "checked_map",
+    "unwrapped",
+]
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
+
+Entries: TypeAlias = dict[str, MappedTensor]
+
+
+class Split(NamedTuple):
+    """One stored tensor becomes several, along a dimension.
+
+    Args:
+        pattern: regular expression that a whole name matches.
+        into: names of the parts, in order; `\\1` stands for the pattern's first group.
+        dim: the dimension. Default 0.
+        sizes: of the parts along it, in elements. Default None: equal ones.
+        squeeze: the dimension goes, as in `unbind`; each part is one slice. Default False.
+    """
+
+    pattern: str
+    into: Sequence[str]
+    dim: int = 0
+    sizes: Sequence[int] | None = None
+    squeeze: bool = False
+
+
+class Merge(NamedTuple):
+    """Several stored tensors become one, one after the other along a dimension.
+
+    Args:
+        patterns: regular expressions that whole names match, in the order of the parts. Names that
+            match the same one are ordered by its groups, numbers as numbers.
+        into: the new name; `\\1` stands for the first group. Names that give the same are merged.
+        dim: the dimension. Default 0.
+        stack: along a new dimension, as `torch.stack` does. Default False: `torch.cat`.
+    """
+
+    patterns: Sequence[str]
+    into: str
+    dim: int = 0
+    stack: bool = False
+
+
+class Transpose(NamedTuple):
+    """Two dimensions of a tensor are swapped. `pattern` is a regular expression of whole names."""
+
+    pattern: str
+    dims: tuple[int, int] = (0, 1)
+
+
+Rule: TypeAlias = (
+    Mapping[str, str | None]
+    | tuple[str, str]
+    | Callable[[str], str | None]
+    | Split
+    | Merge
+    | Transpose
+)
+
+
+class KeyRules:
+    """What a KeyMap does; see there."""
+
+    def __init__(self, *rules: Rule, wrappers: bool = True) -> None:
+        if type(wrappers) is not bool:
+            raise OptionError(
+                f"wrappers must be True or False, got {wrappers!r}",
+                option="wrappers",
+                value=wrappers,
+            )
+        self.rules = tuple(map(_checked, rules))
+        self.wrappers = wrappers
+
+    def resolve(self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False) -> Entries:
+        """Returns what the stored entries become, by their new names.
+
+        Args:
+            stored: sizes of tensors by stored name, None for objects.
+            tensors_only: whether None stands for a tensor of unknown sizes instead.
+
+        Raises:
+            PlanError: two entries get one name, a rule matches nothing, or shapes do not allow it.
+        """
+        entries = {name: MappedTensor.whole(name, sizes) for name, sizes in stored.items()}
+        if self.wrappers:
+            entries = _without_wrappers(entries)
+        objects = frozenset() if tensors_only else _objects(stored)
+        for number, rule in enumerate(self.rules):
+            if isinstance(rule, Split):
+                entries = _split(entries, rule, number, objects)
+            elif isinstance(rule, Merge):
+                entries = _merge(entries, rule, number, objects)
+            elif isinstance(rule, Transpose):
+                entries = _transpose(entries, rule, number, objects)
+            else:
+                entries = _rename(entries, rule, number)
+        return entries
+
+
+def checked_map(key_map: KeyRules | None) -> KeyRules | None:
+    """Returns the argument of an entry point. Raises: OptionError."""
+    if key_map is not None and not isinstance(key_map, KeyRules):
+        raise OptionError(
+            f"key_map must be a KeyMap or None, got {type(key_map).__name__}",
+            option="key_map",
+            value=key_map,
+        )
+    return key_map
+
+
+def unwrapped(name: str) -> str:
+    """Returns a name without the components that wrappers put into it."""
+    if not any(wrapper in name for wrapper in WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _checked(rule: Rule) -> Rule:
+    """Returns a rule that can work."""
+    if isinstance(rule, Merge) and isinstance(rule.patterns, str):
+        rule = rule._replace(patterns=(rule.patterns,))
+    patterns: Sequence[str] = ()
+    if isinstance(rule, Merge):
+        patterns = rule.patterns
+    elif isinstance(rule, (Split, Transpose)):
+        patterns = (rule.pattern,)
+    elif isinstance(rule, tuple) and len(rule) == 2:
+        patterns = rule[:1]
+    elif not isinstance(rule, Mapping) and not callable(rule):
+        raise OptionError(
+            f"a rule of a KeyMap is a dict, a pair of texts, a callable, a Split, a Merge or a "
+            f"Transpose, got {rule!r}",
+            option="rules",
+            value=rule,
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise OptionError(
+                f"{pattern!r} is no regular expression: {error}", option="rules", value=rule
+            ) from error
+    return rule
+
+
+def _objects(stored: Mapping[str, Sizes | None]) -> frozenset[str]:
+    return frozenset(name for name, sizes in stored.items() if sizes is None)
+
+
+def _without_wrappers(entries: Entries) -> Entries:
+    """Returns entries by names without wrappers; those that would then meet keep theirs."""
+    counts: dict[str, int] = {}
+    for name in entries:
+        bare = unwrapped(name)
+        counts[bare] = counts.get(bare, 0) + 1
+    return {
+        (unwrapped(name) if counts[unwrapped(name)] == 1 and unwrapped(name) else name): entry
+        for name, entry in entries.items()
+    }
+
+
+def _put(entries: Entries, name: str, entry: MappedTensor, number: int) -> None:
+    other = entries.get(name)
+    if other is not None:
+        both = " and ".join(f"'{' + '.join(one.sources)}'" for one in (other, entry))
+        raise PlanError(f"{both} both become '{name}' by rule {number} of the KeyMap", fqn=name)
+    entries[name] = entry
+
+
+def _unmatched(number: int, rule: Rule, what: object) -> PlanError:
+    return PlanError(
+        f"rule {number} of the KeyMap, {type(rule).__name__}, matches no stored name: {what!r}",
+        fqn=what if isinstance(what, str) else None,
+    )
+
+
+def _rename(entries: Entries, rule: Rule, number: int) -> Entries:
+    new: Entries = {}
+    matches = 0
+    if isinstance(rule, Mapping):
+        missing = [name for name in rule if name not in entries]
+        if missing:
+            raise _unmatched(number, rule, missing[0] if len(missing) == 1 else missing)
+    for name, entry in entries.items():
+        renamed: str | None
+        if isinstance(rule, Mapping):
+            renamed = rule.get(name, name)
+        elif isinstance(rule, tuple):
+            pattern, replacement = cast("tuple[str, str]", rule)
+            renamed, found = re.subn(pattern, replacement, name)
+            matches += found
+        else:
+            renamed = rule(name)
+        if renamed is None:
+            continue
+        if not isinstance(renamed, str):
+            raise PlanError(f"a rule of the KeyMap makes {renamed!r} of '{name}'", fqn=name)
+        _put(new, renamed, entry, number)
+    if isinstance(rule, tuple) and not matches:
+        raise _unmatched(number, rule, rule[0])
+    return new
+
+
+def _check_tensor(name: str, entry: MappedTensor, objects: frozenset[str], what: str) -> None:
+    if not objects.isdisjoint(entry.sources):
+        raise PlanError(f"'{name}' is an object, which nobody can {what}", fqn=name)
+
+
+def _split(entries: Entries, rule: Split, number: int, objects: frozenset[str]) -> Entries:
+    new: Entries = {}
+    is_matched = False
+    for name, entry in entries.items():
+        found = re.fullmatch(rule.pattern, name)
+        if found is None:
+            _put(new, name, entry, number)
+            continue
+        is_matched = True
+        _check_tensor(name, entry, objects, "split")
+        lengths = _part_lengths(name, entry, rule)
+        begin = 0
+        for into, length in zip(rule.into, lengths, strict=True):
+            part = (
+                entry.selected(rule.dim, begin)
+                if rule.squeeze
+                else entry.narrowed(rule.dim, begin, length)
+            )
+            _put(new, found.expand(into), part, number)
+            begin += length
+    if not is_matched:
+        raise _unmatched(number, rule, rule.pattern)
+    return new
+
+
+def _part_lengths(name: str, entry: MappedTensor, rule: Split) -> list[int]:
+    """Returns the lengths of a split's parts. Raises: PlanError where they do not fit."""
+    count = len(rule.into)
+    if entry.sizes is None:
+        return [1] * count
+    size = entry.sizes[entry._dim(rule.dim)]
+    lengths = [size // max(1, count)] * count if rule.sizes is None else list(rule.sizes)
+    is_fitting = len(lengths) == count and sum(lengths) == size and min(lengths, default=0) >= 0
+    if not is_fitting or (rule.squeeze and set(lengths) - {1}):
+        raise PlanError(
+            f"'{name}' of sizes {list(entry.sizes)} cannot be split along dimension {rule.dim} "
+            f"into {count} parts of {lengths}",
+            fqn=name,
+        )
+    return lengths
+
+
+def _merge(entries: Entries, rule: Merge, number: int, objects: frozenset[str]) -> Entries:
+    new: Entries = {}
+    merged: dict[str, list[tuple[int, tuple[object, ...], MappedTensor]]] = {}
+    for name, entry in entries.items():
+        for order, pattern in enumerate(rule.patterns):
+            found = re.fullmatch(pattern, name)
+            if found is not None:
+                _check_tensor(name, entry, objects, "merge")
+                group = merged.setdefault(found.expand(rule.into), [])
+                group.append((order, tuple(map(_natural, found.groups())), entry))
+                break
+        else:
+            _put(new, name, entry, number)
+    if not merged:
+        raise _unmatched(number, rule, tuple(rule.patterns))
+    for into, group in merged.items():
+        absent = set(range(len(rule.patterns))) - {order for order, _, _ in group}
+        if absent:
+            raise PlanError(
+                f"'{into}' is merged of {len(rule.patterns)} parts, and nothing is stored for "
+                f"{', '.join(repr(rule.patterns[order]) for order in sorted(absent))}",
+                fqn=into,
+            )
+        parts = [part for _, _, part in sorted(group, key=lambda row: row[:2])]
+        if rule.stack:
+            parts = [part.unsqueezed(rule.dim) for part in parts]
+        _put(new, into, MappedTensor.joined(parts, rule.dim, into), number)
+    return new
+
+
+def _natural(group: str | None) -> tuple[int, int, str]:
+    """Returns what orders a pattern's groups: numbers as numbers, before texts."""
+    text = group or ""
+    return (0, int(text), "") if text.isdecimal() else (1, 0, text)
+
+
+def _transpose(entries: Entries, rule: Transpose, number: int, objects: frozenset[str]) -> Entries:
+    new: Entries = {}
+    is_matched = False
+    for name, entry in entries.items():
+        if re.fullmatch(rule.pattern, name):
+            is_matched = True
+            _check_tensor(name, entry, objects, "transpose")
+            _put(new, name, entry.transposed(*rule.dims), number)
+        else:
+            _put(new, name, entry, number)
+    if not is_matched:
+        raise _unmatched(number, rule, rule.pattern)
+    return new

@@ -1,0 +1,265 @@
+"""A tensor put together from boxes of stored ones: split, merged, transposed, never copied.
+
+A `MappedTensor` says which box of which stored tensor lies where in it. Reading or writing a part
+of one is an intersection of boxes and a view of the caller's memory with its dimensions in another
+order: whoever moves the bytes sees plain regions of plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_dcpx.errors import PlanError
+
+__all__ = ["MappedTensor", "Piece", "StoredPart"]
+
+Sizes = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A box of one stored tensor, and where it lies in the mapped one. All in elements."""
+
+    fqn: str  # stored name
+    offsets: Sizes  # in the mapped tensor, one a dimension of it
+    lengths: Sizes  # likewise
+    stored_offsets: Sizes  # in the stored tensor, one a dimension of it
+    axes: tuple[int | None, ...]  # of each stored dimension: the mapped one; None: of length 1
+
+
+class StoredPart(NamedTuple):
+    """What one stored tensor has of a wanted box."""
+
+    fqn: str
+    offsets: Sizes  # in the stored tensor
+    lengths: Sizes  # likewise
+    view: torch.Tensor  # the caller's memory for it, in the order of the stored dimensions
+
+
+class MappedTensor(NamedTuple):
+    """A tensor, or an object, by the stored names that make it."""
+
+    sizes: Sizes | None  # None: an object, or a tensor whose sizes nobody has told
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def whole(cls, fqn: str, sizes: Sequence[int] | None) -> MappedTensor:
+        """Returns a stored tensor as it is."""
+        if sizes is None:
+            return cls(None, (Piece(fqn, (), (), (), ()),))
+        shape, zeros = tuple(sizes), (0,) * len(sizes)
+        return cls(shape, (Piece(fqn, zeros, shape, zeros, tuple(range(len(shape)))),))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Stored names, each once."""
+        return tuple(dict.fromkeys(piece.fqn for piece in self.pieces))
+
+    def is_whole(self, sizes: Sequence[int] | None) -> bool:
+        """Returns whether it is one stored tensor of `sizes`, or one object, as it is."""
+        return len(self.pieces) == 1 and self == MappedTensor.whole(self.pieces[0].fqn, sizes)
+
+    def transposed(self, first: int, second: int) -> MappedTensor:
+        """Returns it with two dimensions swapped."""
+        if self.sizes is None:
+            return self
+        order = list(range(len(self.sizes)))
+        a, b = self._dim(first), self._dim(second)
+        order[a], order[b] = b, a
+
+        def permuted(values: Sizes) -> Sizes:
+            return tuple(values[dim] for dim in order)
+
+        pieces = tuple(
+            piece._replace(
+                offsets=permuted(piece.offsets),
+                lengths=permuted(piece.lengths),
+                axes=tuple(axis if axis is None else order.index(axis) for axis in piece.axes),
+            )
+            for piece in self.pieces
+        )
+        return MappedTensor(permuted(self.sizes), pieces)
+
+    def narrowed(self, dim: int, begin: int, length: int) -> MappedTensor:
+        """Returns the elements [begin, begin + length) along a dimension."""
+        if self.sizes is None:
+            return self
+        at = self._dim(dim)
+        box_begin = tuple(begin if d == at else 0 for d in range(len(self.sizes)))
+        box = tuple(length if d == at else size for d, size in enumerate(self.sizes))
+        pieces = []
+        for piece in self.pieces:
+            cut = _cut(piece, box_begin, box)
+            if cut is not None:
+                shifted = tuple(o - b for o, b in zip(cut.offsets, box_begin, strict=True))
+                pieces.append(cut._replace(offsets=shifted))
+        return MappedTensor(box, tuple(pieces))
+
+    def selected(self, dim: int, index: int) -> MappedTensor:
+        """Returns the slice at `index` along a dimension, which goes."""
+        if self.sizes is None:
+            return self
+        at, cut = self._dim(dim), self.narrowed(dim, index, 1)
+
+        def without(values: Sizes) -> Sizes:
+            return values[:at] + values[at + 1 :]
+
+        pieces = tuple(
+            piece._replace(
+                offsets=without(piece.offsets),
+                lengths=without(piece.lengths),
+                axes=tuple(
+                    None if axis is None or axis == at else axis - (axis > at)
+                    for axis in piece.axes
+                ),
+            )
+            for piece in cut.pieces
+        )
+        return MappedTensor(without(self.sizes), pieces)
+
+    def unsqueezed(self, dim: int) -> MappedTensor:
+        """Returns it with one more dimension, of one element."""
+        if self.sizes is None:
+            return self
+        count = len(self.sizes) + 1
+        if not -count <= dim < count:
+            raise PlanError(f"there is no dimension {dim} to stack along in {count} dimensions")
+        at = dim % count
+        pieces = tuple(
+            piece._replace(
+                offsets=(*piece.offsets[:at], 0, *piece.offsets[at:]),
+                lengths=(*piece.lengths[:at], 1, *piece.lengths[at:]),
+                axes=tuple(None if axis is None else axis + (axis >= at) for axis in piece.axes),
+            )
+            for piece in self.pieces
+        )
+        return MappedTensor((*self.sizes[:at], 1, *self.sizes[at:]), pieces)
+
+    @staticmethod
+    def joined(parts: Sequence[MappedTensor], dim: int, fqn: str) -> MappedTensor:
+        """Returns parts one after the other along a dimension.
+
+        Raises:
+            PlanError: their other dimensions differ; `fqn` names the result.
+        """
+        if any(part.sizes is None for part in parts):
+            return MappedTensor(None, tuple(piece for part in parts for piece in part.pieces))
+        shapes = [part.sizes or () for part in parts]
+        at = parts[0]._dim(dim)
+        others = {(len(shape), shape[:at], shape[at + 1 :]) for shape in shapes}
+        if len(others) > 1:
+            raise PlanError(
+                f"'{fqn}' cannot be merged along dimension {at}: its parts have sizes {shapes}",
+                fqn=fqn,
+            )
+        pieces, begin = [], 0
+        for part, shape in zip(parts, shapes, strict=True):
+            for piece in part.pieces:
+                offsets = list(piece.offsets)
+                offsets[at] += begin
+                pieces.append(piece._replace(offsets=tuple(offsets)))
+            begin += shape[at]
+        return MappedTensor((*shapes[0][:at], begin, *shapes[0][at + 1 :]), tuple(pieces))
+
+    def parts_of(self, offsets: Sequence[int], target: torch.Tensor) -> Iterator[StoredPart]:
+        """Yields where the bytes of a wanted box lie in stored tensors.
+
+        Args:
+            offsets: of the box in the mapped tensor.
+            target: the box's memory.
+        """
+        for piece in self.pieces:
+            cut = _cut(piece, tuple(offsets), tuple(target.shape))
+            if cut is None:
+                continue
+            view = target.detach()
+            for dim, (at, begin) in enumerate(zip(cut.offsets, offsets, strict=True)):
+                view = view.narrow(dim, at - begin, cut.lengths[dim])
+            view = _in_stored_order(view, cut.axes)
+            yield StoredPart(cut.fqn, cut.stored_offsets, tuple(view.shape), view)
+
+    def boxes_of(
+        self, fqn: str, offsets: Sequence[int], source: torch.Tensor
+    ) -> Iterator[tuple[Sizes, torch.Tensor]]:
+        """Yields (offsets in the mapped tensor, view of `source`) of a chunk of a stored tensor.
+
+        Args:
+            fqn: the stored tensor.
+            offsets: of the chunk in it.
+            source: the chunk's memory.
+        """
+        for piece in self.pieces:
+            if piece.fqn != fqn:
+                continue
+            lengths = [1 if axis is None else piece.lengths[axis] for axis in piece.axes]
+            begins, view = list(piece.offsets), source.detach()
+            is_empty = False
+            for dim, axis in enumerate(piece.axes):
+                first = max(piece.stored_offsets[dim], offsets[dim])
+                last = min(
+                    piece.stored_offsets[dim] + lengths[dim], offsets[dim] + source.shape[dim]
+                )
+                if last <= first:
+                    is_empty = True
+                    break
+                view = view.narrow(dim, first - offsets[dim], last - first)
+                if axis is not None:
+                    begins[axis] += first - piece.stored_offsets[dim]
+            if not is_empty:
+                yield tuple(begins), _in_mapped_order(view, piece)
+
+    def _dim(self, dim: int) -> int:
+        count = len(self.sizes or ())
+        if not -count <= dim < count:
+            raise PlanError(
+                f"'{self.pieces[0].fqn}' has {count} dimensions, none is number {dim}",
+                fqn=self.pieces[0].fqn,
+            )
+        return dim % count
+
+
+def _cut(piece: Piece, begins: Sizes, lengths: Sizes) -> Piece | None:
+    """Returns what of a piece lies in a box of the mapped tensor; None: nothing."""
+    first = tuple(map(max, piece.offsets, begins))
+    ends = tuple(
+        min(offset + have, begin + want)
+        for offset, have, begin, want in zip(
+            piece.offsets, piece.lengths, begins, lengths, strict=True
+        )
+    )
+    if any(end <= begin for begin, end in zip(first, ends, strict=True)):
+        return None
+    stored = tuple(
+        offset + (0 if axis is None else first[axis] - piece.offsets[axis])
+        for offset, axis in zip(piece.stored_offsets, piece.axes, strict=True)
+    )
+    kept = tuple(end - begin for begin, end in zip(first, ends, strict=True))
+    return piece._replace(offsets=first, lengths=kept, stored_offsets=stored)
+
+
+def _in_stored_order(view: torch.Tensor, axes: Sequence[int | None]) -> torch.Tensor:
+    """Returns a view of mapped memory as the stored tensor has its dimensions."""
+    kept = [axis for axis in axes if axis is not None]
+    added = [dim for dim in range(view.dim()) if dim not in kept]  # of stacks, of length 1
+    view = view.permute([*kept, *added])
+    for _ in added:
+        view = view.squeeze(-1)
+    for dim, axis in enumerate(axes):
+        if axis is None:
+            view = view.unsqueeze(dim)
+    return view
+
+
+def _in_mapped_order(view: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Returns a view of stored memory as the mapped tensor has its dimensions."""
+    for dim in reversed(range(len(piece.axes))):
+        if piece.axes[dim] is None:
+            view = view.squeeze(dim)
+    kept = [axis for axis in piece.axes if axis is not None]
+    view = view.permute(sorted(range(len(kept)), key=kept.__getitem__))
+    for dim in range(len(piece.offsets)):
+        if dim not in kept:
+            view = view.unsqueeze(dim)
+    return view
