@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from .key_map import KeyMap, Merge, Split, Transpose
     from .load_planner import DcpxLoadPlanner
+    from .load_pretrained import load_pretrained
     from .load_report import LoadReport
     from .manager import CheckpointManager
     from .manager_resume import ResumeInfo
@@ -113,6 +114,7 @@ __all__ = [
     "drain_on_sigterm",
     "guard_optimizer",
     "load",
+    "load_pretrained",
     "prewarm",
     "repair",
     "save",
@@ -142,6 +144,7 @@ _MODULE_OF = {
     "guard_optimizer": "copy_guard",
     "repair": "repair_checkpoint",
     "verify": "verify_checkpoint",
+    "load_pretrained": "load_pretrained",
     **dict.fromkeys(("KeyMap", "Merge", "Split", "Transpose"), "key_map"),
     **dict.fromkeys(
         ("async_save", "close", "drain_on_sigterm", "load", "prewarm", "save", "wait"),

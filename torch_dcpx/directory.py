@@ -180,6 +180,14 @@ def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     yield memoryview(b"".join(small))
 
 
+def _irregular(path: Path, nbytes: int) -> CorruptionError:
+    return CorruptionError(
+        f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B",
+        path=str(path),
+        nbytes=nbytes,
+    )
+
+
 class SmallFile:
     """An open file of metadata."""
 
@@ -272,6 +280,19 @@ class Directory:
             CorruptionError: it is no regular file, or too large to be metadata.
             StorageError: it cannot be opened (FileNotFoundError's errno included) or read.
         """
+        with self.open_regular(name) as file:
+            if file.nbytes > MAX_METADATA_BYTES:
+                raise _irregular(self.path / name, file.nbytes)
+            yield file
+
+    @contextmanager
+    def open_regular(self, name: str) -> Iterator[SmallFile]:
+        """Opens a file of any size to be read by parts.
+
+        Raises:
+            CorruptionError: it is no regular file.
+            StorageError: it cannot be opened (FileNotFoundError's errno included) or read.
+        """
         path = self.path / name
         try:
             fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)
@@ -284,12 +305,8 @@ class Directory:
                 status = os.fstat(fd)
             except OSError as error:
                 raise storage_error("fstat", path, error, is_read=True) from error
-            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
-                raise CorruptionError(
-                    f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B",
-                    path=str(path),
-                    nbytes=status.st_size,
-                )
+            if not stat.S_ISREG(status.st_mode):
+                raise _irregular(path, status.st_size)
             yield SmallFile(fd, path, status.st_size)
         finally:
             close_read(fd, path)

@@ -94,17 +94,24 @@ class KeyRules:
         self.rules = tuple(map(_checked, rules))
         self.wrappers = wrappers
 
-    def resolve(self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False) -> Entries:
+    def resolve(
+        self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False, part: str = ""
+    ) -> Entries:
         """Returns what the stored entries become, by their new names.
 
         Args:
             stored: sizes of tensors by stored name, None for objects.
             tensors_only: whether None stands for a tensor of unknown sizes instead.
+            part: what begins the names that are meant; rules see those without it. Default: all.
 
         Raises:
             PlanError: two entries get one name, a rule matches nothing, or shapes do not allow it.
         """
-        entries = {name: MappedTensor.whole(name, sizes) for name, sizes in stored.items()}
+        entries = {
+            name.removeprefix(part): MappedTensor.whole(name, sizes)
+            for name, sizes in stored.items()
+            if name.startswith(part)
+        }
         if self.wrappers:
             entries = _without_wrappers(entries)
         objects = frozenset() if tensors_only else _objects(stored)

@@ -32,7 +32,7 @@ from torch_dcpx.paths import AnyPath
 from torch_dcpx.reader import DcpxReader
 from torch_dcpx.reader_lock import being_read
 
-__all__ = ["load"]
+__all__ = ["LoadRun", "load"]
 
 _T = TypeVar("_T")
 
@@ -97,7 +97,6 @@ def load(
     """
     began = time.perf_counter()
     timeout_s = _options_of(options, storage_reader).load_timeout_s
-    error: MismatchError | None = None
 
     def prepared() -> RankPlan:
         reader = _reader_for(storage_reader, checkpoint_id, options)
@@ -107,25 +106,17 @@ def load(
 
     path = checkpoint_id or getattr(storage_reader, "path", None)
     with exchange_for(process_group, no_dist, timeout_s, "load") as exchange, being_read(path):
-        run = _Load(exchange, state_dict)
-        try:
-            error = run.plan(prepared)
-            if error is None:
-                run.read()
-                run.apply()
-        except BaseException:
-            run.release()
-            raise
-    if error is not None:  # raised here: inside, ranks that have it would be told once more
-        run.release()
-        raise error
-    return run.report(time.perf_counter() - began)
+        run = LoadRun(exchange, state_dict, began)
+        error = run.run(prepared)
+    return run.ended(error)
 
 
-class _Load:
+class LoadRun:
     """One rank's part in one load."""
 
-    def __init__(self, exchange: Exchange, target: dict[str, Any]) -> None:
+    def __init__(self, exchange: Exchange, target: dict[str, Any], began: float) -> None:
+        """Loads into `target` with the ranks of an exchange; `began` is a `perf_counter()`."""
+        self._began = began
         self._exchange = exchange
         self._target = target
         self._own: RankPlan | None = None
@@ -138,6 +129,28 @@ class _Load:
         """This rank's plan. REQUIRES: `plan` made it."""
         assert self._own is not None  # noqa: S101 - for the type checker
         return self._own
+
+    def run(self, make_own: Callable[[], RankPlan]) -> MismatchError | None:
+        """Plans, reads and applies. Returns the error of all ranks, if the state does not fit."""
+        try:
+            error = self.plan(make_own)
+            if error is None:
+                self.read()
+                self.apply()
+            return error
+        except BaseException:
+            self.release()
+            raise
+
+    def ended(self, error: MismatchError | None) -> LoadReport:
+        """Returns what was done, or raises the error of all ranks.
+
+        REQUIRES: the exchange is over: ranks that have the error would be told once more.
+        """
+        if error is not None:
+            self.release()
+            raise error
+        return self.report(time.perf_counter() - self._began)
 
     def plan(self, make_own: Callable[[], RankPlan]) -> MismatchError | None:
         """Agrees on the plan. Returns the error of all ranks, if there is one."""

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
@@ -26,7 +26,7 @@ from torch_dcpx.errors import MismatchError, OptionError, PlanError
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.load_planner import DcpxLoadPlanner
-from torch_dcpx.mapped_state import MappedState, map_state
+from torch_dcpx.mapped_state import MappedState, map_state, model_part
 from torch_dcpx.planner_hooks import has_stock_hooks
 from torch_dcpx.reader import DcpxReader
 
@@ -62,8 +62,21 @@ class RankPlan:
         planner: LoadPlanner,
         rules: LoadRules,
         key_map: KeyRules | None = None,
+        *,
+        is_model: bool = False,
+        twins: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """Plans a load through `reader`, forgiving what the rules forgive."""
+        """Plans a load through `reader`, forgiving what the rules forgive.
+
+        Args:
+            reader: of the checkpoint.
+            planner: plans the load.
+            rules: what is forgiven.
+            key_map: from stored names to the state's.
+            is_model: whether the model's part is meant, where the checkpoint has parts.
+            twins: with a map: by name of the state, other names of the same tensor. Of those it is
+                enough that one is stored.
+        """
         if key_map is not None and not _can_map(planner):
             raise OptionError(
                 "key_map needs a DcpxLoadPlanner with flatten_state_dict=True, got "
@@ -72,6 +85,8 @@ class RankPlan:
                 value=key_map,
             )
         self._key_map = key_map
+        self._is_model = is_model
+        self._twins = twins or {}
         self._mapped: MappedState | None = None
         self.reader = reader
         self.planner = planner
@@ -102,7 +117,7 @@ class RankPlan:
         planner.set_up_planner(self.state, metadata, is_coordinator)
         reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
         self._stored = metadata.state_dict_metadata
-        self._map_state()
+        self._map_state(model_part(metadata) if self._is_model else "")
         if not self._make_plan():
             return Offer(self.differences, None, False, (0, 0), b"", has_stateful)
         self.plan = reader.prepare_local_plan(self.plan)
@@ -132,13 +147,17 @@ class RankPlan:
         mask = zlib.decompress(self._unasked() if unasked is None else unasked)
         return tuple(itertools.compress(self._stored, mask))
 
-    def _map_state(self) -> None:
+    def _map_state(self, part: str) -> None:
         """Gives the planner the state by stored names, unless that is what it has."""
         self._mapped = None
         if self._key_map is None:
             return
         planner: Any = self.planner
-        mapped = map_state(planner.state_dict, self._stored, self._key_map)
+        mapped = map_state(planner.state_dict, self._stored, self._key_map, part)
+        missing = frozenset(mapped.missing)
+        mapped.missing[:] = [
+            name for name in mapped.missing if missing.issuperset(self._twins.get(name, ()))
+        ]
         is_same = len(mapped.state) == len(planner.state_dict) and all(
             name == stored for stored, name in mapped.names.items()
         )

@@ -22,7 +22,7 @@ from torch_dcpx.lazy_metadata import StoredPlaces
 if TYPE_CHECKING:
     from torch_dcpx import _C
 
-__all__ = ["Form", "Found", "Located", "locate_items"]
+__all__ = ["Form", "Found", "Located", "RawPlace", "locate_items"]
 
 
 class Form:
@@ -73,6 +73,16 @@ class Form:
                     return
                 numel *= size
             self.run_bytes = numel * self.dtype.itemsize
+
+
+class RawPlace(NamedTuple):
+    """Where the bytes of a tensor lie with no frame around them, in place of a `_StorageInfo`."""
+
+    relative_path: str
+    offset: int
+    length: int
+    form: Form
+    transform_descriptors: None = None
 
 
 class Located(NamedTuple):
@@ -152,6 +162,7 @@ def locate_items(
     numbers: dict[str, int] = {}
     specs: list[tuple[str, bool, int, bytes, int]] = []
     entries, files, wanted = [], [], []
+    raws = 0
     byte_io, is_foreign = LoadItemType.BYTE_IO, table is None
     for item, entry in zip(items, _places(items, storage_data), strict=True):
         index = item.storage_index
@@ -168,7 +179,10 @@ def locate_items(
             number = numbers[entry.relative_path] = len(specs)
             specs.append(_file_spec(entry.relative_path, index.fqn, table))
         # Extensions make a tensor's item opaque: only its bytes are looked for.
+        is_raw = type(entry) is RawPlace  # its form is known: only its bytes are looked for
         is_tensor = item.type is not byte_io and not (is_foreign and entry.transform_descriptors)
+        is_tensor = is_tensor and not is_raw
+        raws += is_raw
         entries.append(entry)
         files.append(number)
         wanted.append((number, entry.offset, entry.length, is_tensor))
@@ -183,7 +197,25 @@ def locate_items(
         raise
     names = [os.path.join(directory, spec[0]) for spec in specs]  # noqa: PTH118 - as C++ says it
     forms = [Form(*row) for row in form_rows]
+    if raws:
+        places = _with_raw_forms(entries, forms, places)
     return Found(job, directory, list(items), entries, files, names, forms, places)
+
+
+def _with_raw_forms(
+    entries: Sequence[Any], forms: list[Form], places: Sequence[tuple[int, int, int, int]]
+) -> list[tuple[int, int, int, int]]:
+    """Returns the places with the forms that raw ones bring, which are added to `forms`."""
+    numbers: dict[int, int] = {}
+    rows = []
+    for entry, place in zip(entries, places, strict=True):
+        number = place[0]
+        if type(entry) is RawPlace:
+            number = numbers.setdefault(id(entry.form), len(forms))
+            if number == len(forms):
+                forms.append(entry.form)
+        rows.append((number, *place[1:]))
+    return rows
 
 
 def _places(items: Sequence[ReadItem], storage_data: Mapping[Any, Any]) -> list[Any]:

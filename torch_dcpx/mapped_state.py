@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -23,7 +24,7 @@ from torch_dcpx.key_rules import KeyRules, unwrapped
 from torch_dcpx.lazy_metadata import outline_of
 from torch_dcpx.mapped_tensor import MappedTensor, StoredPart
 
-__all__ = ["MappedState", "MappedTarget", "map_state", "sizes_of"]
+__all__ = ["MappedState", "MappedTarget", "map_state", "model_part", "sizes_of"]
 
 
 class MappedTarget:
@@ -82,8 +83,21 @@ def sizes_of(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     }
 
 
+def model_part(metadata: Metadata) -> str:
+    """Returns what begins the names of the model in a checkpoint that has parts ("model."); "" for
+    others. Parts are keys of the saved dict, as its planner noted them.
+    """
+    paths = metadata.planner_data
+    if not isinstance(paths, dict):
+        return ""
+    is_part = any(
+        isinstance(path, tuple) and len(path) > 1 and path[0] == "model" for path in paths.values()
+    )
+    return "model." if is_part else ""
+
+
 def map_state(
-    state: Mapping[str, Any], stored: Mapping[str, Any], key_map: KeyRules
+    state: Mapping[str, Any], stored: Mapping[str, Any], key_map: KeyRules, part: str = ""
 ) -> MappedState:
     """Returns a flat state by stored names.
 
@@ -91,12 +105,13 @@ def map_state(
         state: tensors and objects by their own names.
         stored: entries of the metadata.
         key_map: from stored names to the state's.
+        part: what begins the stored names that are meant, and is left out. Default: all.
 
     Raises:
         PlanError: the map does not fit what is stored, or two names mean the same entry.
     """
     sizes = sizes_of(stored)
-    entries = key_map.resolve(sizes)
+    entries = key_map.resolve(sizes, part=part)
     found = MappedState({}, {}, [], [], [])
     for name, entry_name in _matches(state, entries, key_map).items():
         if entry_name is None:

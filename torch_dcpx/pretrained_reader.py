@@ -1,15 +1,109 @@
-"""Names and sizes of what a path holds, without a byte of the tensors."""
+"""PretrainedReader: a checkpoint, or safetensors files from anywhere, for `load_pretrained`.
+
+Safetensors files become a Metadata of one chunk a tensor, and places without a frame around them:
+everything behind that, from the plan to the reads, is that of a checkpoint.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from torch_dcpx._compat import dtype_by_name
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.generation import Generation
+from torch_dcpx.locate import Form, RawPlace
 from torch_dcpx.mapped_state import sizes_of
+from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader import DcpxReader
+from torch_dcpx.safetensors_files import Safetensors, find_safetensors, read_safetensors
 
-__all__ = ["stored_sizes"]
+__all__ = ["PretrainedReader", "stored_sizes"]
+
+
+class PretrainedReader(DcpxReader):
+    """Reads a checkpoint, or the safetensors files that a path means. As `DcpxReader` else."""
+
+    def __init__(self, path: str | os.PathLike[str], *, options: ReadOptions | None = None) -> None:
+        """Reads `path`: a directory of either kind, a safetensors file, or an index of such.
+
+        Raises:
+            NotCommittedError, StorageError: there is nothing to read.
+            UnsupportedError: a URL.
+        """
+        DcpxReader(path)  # refuses what is no path before it is looked for
+        found = find_safetensors(Path(path))
+        super().__init__(path if found is None else found[0], options=options)
+        self._file_name = None if found is None else found[1]
+        self._held_digest = ""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Reads `.metadata`, or the headers of the safetensors files. Raises: as they do."""
+        if self._file_name is None:
+            return super().read_metadata(*args, **kwargs)
+        held = read_safetensors(Path(self.path), self._file_name)
+        self._held_digest = held.digest
+        return _metadata_of(held, StorageMeta(load_id=self.load_id))
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Opens every file that the plan needs, and notes which headers it goes by."""
+        plan = super().prepare_local_plan(plan)
+        if self._file_name is None:
+            return plan
+        directory = os.path.abspath(self.path)  # noqa: PTH100 - as of checkpoints
+        return dataclasses.replace(plan, storage_data=Generation(directory, self._held_digest))
 
 
 def stored_sizes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:
-    """Returns sizes of the tensors in a checkpoint by name, None for objects."""
-    return sizes_of(DcpxReader(path).read_metadata().state_dict_metadata)
+    """Returns sizes of the tensors by name, None for objects, of a checkpoint or of safetensors.
+
+    Raises:
+        NotCommittedError, CorruptionError, StorageError: it cannot be read.
+    """
+    return sizes_of(PretrainedReader(path).read_metadata().state_dict_metadata)
+
+
+def _metadata_of(held: Safetensors, storage_meta: StorageMeta) -> Metadata:
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    forms: dict[tuple[str, tuple[int, ...]], Form] = {}
+    for name, (file, offset, row) in held.tensors.items():
+        dtype = dtype_by_name(row.dtype)
+        if dtype is None:
+            raise UnsupportedError(
+                f"'{name}' is stored as {row.dtype}, which torch {torch.__version__} lacks"
+            )
+        form = forms.get((row.dtype, row.sizes))
+        if form is None:
+            strides = _strides(row.sizes)
+            form = Form("plain", row.sizes, strides, row.dtype, "", "", is_big_endian=False)
+            forms[row.dtype, row.sizes] = form
+        sizes, zeros = torch.Size(row.sizes), torch.Size([0] * len(row.sizes))
+        entries[name] = TensorStorageMetadata(
+            TensorProperties(dtype=dtype), sizes, [ChunkStorageMetadata(zeros, sizes)]
+        )
+        nbytes = row.end - row.begin
+        places[MetadataIndex(name, zeros, 0)] = RawPlace(file, offset, nbytes, form)
+    return Metadata(entries, storage_data=places, storage_meta=storage_meta)
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides of a tensor in C order, in elements."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))

@@ -27,7 +27,7 @@ def random_case(rng: random.Random) -> tuple[dict[str, torch.Tensor], list[Any],
             if kind == "squeeze":
                 sizes = [1] * tensor.shape[dim]
             else:
-                cut = rng.randint(1, tensor.shape[dim])
+                cut = rng.randint(0, tensor.shape[dim])
                 sizes = [cut, tensor.shape[dim] - cut]
             into = [f"s{step}.{i}" for i in range(len(sizes))]
             parts = tensor.split(sizes, dim)

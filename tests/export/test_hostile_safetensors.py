@@ -1,0 +1,150 @@
+"""Safetensors headers that lie: a typed error before anything is allocated or read."""
+
+from __future__ import annotations
+
+import json
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch as st
+import torch
+
+from torch_dcpx import CorruptionError, load
+from torch_dcpx.pretrained_reader import PretrainedReader, stored_sizes
+
+HUGE = 10**18
+
+
+def row(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8), **more: Any) -> Any:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets, **more}
+
+
+def write(path: Path, header: Any, data_bytes: int = 8, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = len(text) if length is None else length
+    path.write_bytes(size.to_bytes(8, "little") + text + bytes(data_bytes))
+    return path
+
+
+HOSTILE = {
+    "no JSON": b"{]",
+    "no object": b"[1]",
+    "space first": b' {"a":1}',
+    "not UTF-8": b'{"\xff":1}',
+    "deep": b'{"a":' * 60000,
+    "twice": b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32"}}',
+    "row is a list": {"a": [1]},
+    "field missing": {"a": {"dtype": "F32", "shape": [2]}},
+    "field too many": {"a": row(extra=1)},
+    "unknown dtype": {"a": row("F33")},
+    "dtype is a list": {"a": row(["F32"])},
+    "dtype lies": {"a": row("F64")},
+    "shape lies": {"a": row(shape=[3])},
+    "negative size": {"a": row(shape=[-2])},
+    "size is true": {"a": row(shape=[True, 2])},
+    "size is a float": {"a": row(shape=[2.0])},
+    "huge size": {"a": row(shape=[HUGE], offsets=[0, 4 * HUGE])},
+    "huge product": {"a": row(shape=[1 << 32, 1 << 32])},
+    "huge number": b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}',
+    "many dims": {"a": row(shape=[1] * 65 + [2])},
+    "offset behind": {"a": row(offsets=[HUGE, HUGE + 8])},
+    "offsets turned": {"a": row(offsets=[8, 0])},
+    "three offsets": {"a": row(offsets=[0, 8, 8])},
+    "overlap": {"a": row(), "b": row(offsets=[4, 12])},
+    "gap": {"a": row(shape=[1], offsets=[4, 8])},
+    "too short": {"a": row(shape=[1], offsets=[0, 4])},
+    "NaN": b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}',
+    "metadata": {"__metadata__": {"a": 1}, "a": row()},
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_header_is_a_typed_error_that_names_the_file(tmp_path: Path, what: str) -> None:
+    path = write(tmp_path / "model.safetensors", HOSTILE[what])
+    with pytest.raises(CorruptionError, match=r"model\.safetensors") as raised:
+        stored_sizes(path)
+    assert raised.value.path == str(path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 100_000_001, HUGE, (1 << 64) - 1])
+def test_header_length_is_compared_with_the_file_before_it_is_read(
+    tmp_path: Path, length: int
+) -> None:
+    path = write(tmp_path / "model.safetensors", b"{}", 4, length)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptionError, match="header is"):
+            stored_sizes(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 8])
+def test_file_too_short_for_a_header_is_refused(tmp_path: Path, nbytes: int) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(nbytes))
+    with pytest.raises(CorruptionError):
+        stored_sizes(tmp_path)
+
+
+INDICES = {
+    "no JSON": "{",
+    "no map": "{}",
+    "map of numbers": '{"weight_map": {"a": 1}}',
+    "path above": '{"weight_map": {"a": "../model.safetensors"}}',
+    "absolute path": '{"weight_map": {"a": "/etc/passwd.safetensors"}}',
+    "path below": '{"weight_map": {"a": "x/model.safetensors"}}',
+    "other file": '{"weight_map": {"a": "model.bin"}}',
+    "name is not there": '{"weight_map": {"none": "model.safetensors"}}',
+}
+
+
+@pytest.mark.parametrize("what", INDICES)
+def test_hostile_index_is_a_typed_error(tmp_path: Path, what: str) -> None:
+    write(tmp_path / "model.safetensors", {"a": row()})
+    (tmp_path / "model.safetensors.index.json").write_text(INDICES[what])
+    with pytest.raises(CorruptionError, match=r"index\.json"):
+        stored_sizes(tmp_path)
+
+
+def test_what_is_refused_is_refused_by_the_real_package_and_the_other_way_round(
+    tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    path = tmp_path / "model.safetensors"
+    st.save_file({"a": torch.ones(3), "b": torch.arange(4), "c": torch.zeros(0)}, path)
+    good = path.read_bytes()
+    for _ in range(300):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 2)):
+            data[rng.randrange(len(data) - 44)] = rng.choice(b'0123456789,:[]{}" FIU\x00\xff')
+        path.write_bytes(data)
+        try:
+            ours: Any = stored_sizes(path)
+        except CorruptionError:
+            ours = None
+        try:
+            with safetensors.safe_open(path, "pt") as held:
+                theirs: Any = {
+                    name: tuple(held.get_slice(name).get_shape()) for name in held.keys()
+                }
+        except Exception:  # noqa: BLE001 - any error is a refusal
+            theirs = None
+        if ours is not None:  # ours may refuse more: what it takes, they take
+            assert ours == theirs, bytes(data)
+
+
+def test_file_that_becomes_shorter_is_a_typed_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    st.save_file({"a": torch.ones(100000)}, path)
+    reader = PretrainedReader(path)
+    metadata = reader.read_metadata()
+    with path.open("r+b") as file:
+        file.truncate(2000)
+    reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+    with pytest.raises(CorruptionError, match=r"model\.safetensors"):
+        load({"a": torch.zeros(100000)}, storage_reader=reader)

@@ -1,0 +1,216 @@
+"""`dcpx.load_pretrained`: weights into a model that is not there yet, each rank its own shards.
+
+1. Parameters and buffers on `meta` are looked through; what no file can fill is refused.
+2. They get memory: of a DTensor its local shard alone, so that no rank ever holds the model.
+3. One load (`load_checkpoint`) reads byte ranges of the files straight into them.
+4. Names that are forgiven and not stored go back to `meta`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.exchange import exchange_for
+from torch_dcpx.key_rules import KeyRules, checked_map
+from torch_dcpx.load_checkpoint import LoadRun
+from torch_dcpx.load_checks import LoadRules
+from torch_dcpx.load_plan import RankPlan
+from torch_dcpx.load_planner import DcpxLoadPlanner
+from torch_dcpx.load_report import LoadReport
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.pretrained_reader import PretrainedReader
+
+__all__ = ["load_pretrained"]
+
+_EXTRA = "_extra_state"
+
+
+def load_pretrained(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key_map: KeyRules | None = None,
+    strict: bool = True,
+    allow_missing: Iterable[str] = (),
+    cast: Literal["error", "allow"] = "error",
+    device: torch.device | str | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    options: ReadOptions | None = None,
+) -> LoadReport:
+    """Loads weights into `model`, whose parameters may still be on `meta`.
+
+    Every rank of the group calls it, with the same arguments but for the model's shards. Of a
+    checkpoint with parts (a dict with "model" was saved) the model's part is meant.
+
+    Args:
+        model: a module, parallelised or not; parameters and buffers are filled in place, those on
+            `meta` are replaced by memory first. After an error those are on `meta` again.
+        path: a checkpoint; a safetensors file; an index of such (`*.index.json`); or a directory
+            with `.metadata`, `model.safetensors.index.json`, `model.safetensors` or one
+            `*.safetensors`.
+        key_map: stored names and shapes to the model's. Default `KeyMap()`: names without wrappers.
+        strict: whether names that are not stored are an error. Default True; with False they stay
+            as they are, on `meta` where they were.
+        allow_missing: globs of names that may be missing all the same. Default ().
+        cast: "error" (default): stored and wanted dtypes must be equal. "allow": converted.
+        device: of what is on `meta`. Default None: the mesh's device for shards, else the CPU.
+        process_group: ranks that load together. Default None: all of them.
+        no_dist: loads in this process alone. Default False.
+        options: see `ReadOptions`. Safetensors files hold no checksums that could be checked.
+
+    Returns:
+        What this rank loaded. A name that shares its parameter with one that is stored is not
+        missing.
+
+    Raises:
+        UnsupportedError: a buffer on `meta` that is not persistent, which no file holds: make it on
+            its device before.
+        MismatchError, OptionError, PlanError, NotCommittedError, CorruptionError, StorageError,
+        RankError, RankLostError, StoreLostError: as `dcpx.load`.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}",
+            option="model",
+            value=model,
+        )
+    began = time.perf_counter()
+    own_options = options if options is not None else ReadOptions()
+    weights = _Weights(model, device)
+    target: dict[str, Any] = {}
+
+    def prepared() -> RankPlan:
+        rules = LoadRules.of(strict, allow_missing, cast)
+        names = checked_map(key_map) or KeyRules()
+        reader = PretrainedReader(path, options=own_options)
+        twins = weights.materialise()
+        target.update(model.state_dict())
+        rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
+        planner = DcpxLoadPlanner()
+        return RankPlan(reader, planner, rules, names, is_model=True, twins=twins)
+
+    try:
+        with exchange_for(process_group, no_dist, own_options.load_timeout_s, "load") as exchange:
+            run = LoadRun(exchange, target, began)
+            error = run.run(prepared)
+        report = run.ended(error)
+    except BaseException:
+        weights.put_back()
+        raise
+    weights.put_back(report.missing)
+    extra = {name: value for name, value in target.items() if name.endswith(_EXTRA)}
+    if extra.keys() - report.missing:
+        model.load_state_dict(
+            {name: extra[name] for name in extra.keys() - report.missing}, strict=False
+        )
+    return report
+
+
+class _Weights:
+    """What of a model is on `meta`, while a load fills it."""
+
+    def __init__(self, model: nn.Module, device: torch.device | str | None) -> None:
+        self._model = model
+        self._device = device
+        self._names: frozenset[str] = frozenset()  # that were on meta
+
+    def materialise(self) -> dict[str, set[str]]:
+        """Gives memory to what is on `meta`.
+
+        Returns:
+            By name, the names of the same parameter, where there are several.
+
+        Raises:
+            UnsupportedError: a buffer there is in no file.
+        """
+        model = self._model
+        _refuse_transient(model)
+        state = _tensors_of(model)
+        groups: dict[int, set[str]] = {}
+        for name, tensor in state.items():
+            groups.setdefault(id(tensor), set()).add(name)
+        twins = {name: group for group in groups.values() if len(group) > 1 for name in group}
+        self._names = frozenset(name for name, tensor in state.items() if tensor.is_meta)
+        if self._names:
+            self._replace(state, self._names, self._empty)
+        return twins
+
+    def put_back(self, names: Collection[str] | None = None) -> None:
+        """Puts on `meta` again what was there: of `names`, or all."""
+        back = self._names if names is None else self._names.intersection(names)
+        if back:
+            self._replace(
+                _tensors_of(self._model), back, lambda one: torch.empty_like(one, device="meta")
+            )
+
+    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = self._device
+        if device is None:
+            is_shard = isinstance(tensor, DTensor)
+            device = tensor.device_mesh.device_type if is_shard else "cpu"  # type: ignore[attr-defined]
+        return torch.empty_like(tensor, device=device)
+
+    def _replace(
+        self,
+        state: Mapping[str, torch.Tensor],
+        names: Collection[str],
+        make: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Replaces tensors by others, one for all the places that share one.
+
+        Source: torch.nn.Module.to_empty, which takes shared parameters apart.
+        """
+        chosen = {id(state[name]) for name in names}
+        before = dict(_places_of(self._model))
+        apply: Any = self._model._apply
+        apply(lambda one: make(one) if id(one) in chosen else one)
+        new: dict[int, Any] = {}
+        for (module, kind, key), old in before.items():
+            if id(old) in chosen:
+                slots = getattr(module, kind)
+                slots[key] = new.setdefault(id(old), slots[key])
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters and persistent buffers themselves, by the names of the state."""
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _places_of(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str, str], torch.Tensor]]:
+    """Yields ((module, its dict, key), tensor) of every place that holds one."""
+    for module in model.modules():
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None:
+                    yield (module, kind, key), tensor
+
+
+def _refuse_transient(model: nn.Module) -> None:
+    """Raises UnsupportedError for buffers on `meta` that no state holds."""
+    names = [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules()
+        for key in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(key)) is not None and buffer.is_meta
+    ]
+    if names:
+        shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        raise UnsupportedError(
+            f"{len(names)} buffers on meta are not persistent, so no file holds them: {shown}; "
+            "make them on their device before load_pretrained"
+        )
+
+
+def _or_extra_state(may_miss: Callable[[str], object]) -> Callable[[str], object]:
+    """Returns whether a name may be missing: a module's extra state always may."""
+    return lambda name: name.endswith(_EXTRA) or may_miss(name)

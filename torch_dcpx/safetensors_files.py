@@ -1,0 +1,160 @@
+"""Which safetensors files a path means, and which tensors lie in them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
+from torch_dcpx.layout import METADATA_NAME
+from torch_dcpx.safetensors_header import (
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    HeaderEntry,
+    header_bytes,
+    parse_header,
+)
+
+__all__ = [
+    "INDEX_NAME",
+    "SINGLE_NAME",
+    "Safetensors",
+    "StoredTensor",
+    "find_safetensors",
+    "read_safetensors",
+]
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies."""
+
+    file: str  # relative to the directory
+    offset: int  # bytes from the start of the file
+    entry: HeaderEntry
+
+
+class Safetensors(NamedTuple):
+    """What one file, or the files of one index, hold."""
+
+    directory: Path
+    tensors: dict[str, StoredTensor]
+    digest: str  # of all headers
+
+
+def find_safetensors(path: Path) -> tuple[Path, str] | None:
+    """Returns (directory, name of the file or index) that a path means; None: a checkpoint of DCP.
+
+    Args:
+        path: a file `*.safetensors` or `*.index.json`, or a directory. In a directory, a
+            `.metadata` comes first, then the index, then `model.safetensors`, then the only
+            `*.safetensors`.
+
+    Raises:
+        NotCommittedError: it holds none of these.
+        StorageError: it cannot be listed.
+    """
+    if path.name.endswith((".safetensors", ".index.json")) and not path.is_dir():
+        return path.parent, path.name
+    try:
+        with Directory(path) as directory:
+            names = set(directory.names())
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        raise NotCommittedError(
+            f"'{path}' is no directory: there is nothing to load", errno=error.errno, path=str(path)
+        ) from error
+    if METADATA_NAME in names or any(name.endswith(METADATA_NAME) for name in names):
+        return None
+    single = [name for name in names if name.endswith(".safetensors")]
+    for name in (INDEX_NAME, SINGLE_NAME, *(single if len(single) == 1 else ())):
+        if name in names:
+            return path, name
+    raise NotCommittedError(
+        f"'{path}' holds no {METADATA_NAME}, no {INDEX_NAME} and no {SINGLE_NAME}: name one of its "
+        f"{len(single)} safetensors files",
+        errno=errno.ENOENT,
+        path=str(path),
+    )
+
+
+def read_safetensors(directory_path: Path, name: str) -> Safetensors:
+    """Reads the headers of a file, or of the files of an index.
+
+    Raises:
+        CorruptionError: headers or the index are not what they may be; a link or a FIFO.
+        StorageError: a file cannot be read.
+    """
+    with Directory(directory_path) as directory:
+        if not name.endswith(".json"):
+            rows, digest = _tensors(directory, name)
+            return Safetensors(directory_path, rows, digest)
+        weight_map = _weight_map(directory, name)
+        held: dict[str, dict[str, StoredTensor]] = {}
+        digests = hashlib.sha256()
+        for file in sorted(set(weight_map.values())):
+            held[file], digest = _tensors(directory, file)
+            digests.update(digest.encode())
+        tensors = {}
+        for fqn, file in weight_map.items():
+            if fqn not in held[file]:
+                raise CorruptionError(
+                    f"'{directory_path / name}' says that '{fqn}' lies in '{file}', which does not "
+                    "hold it",
+                    path=str(directory_path / name),
+                    fqn=fqn,
+                    touched=(),
+                )
+            tensors[fqn] = held[file][fqn]
+        return Safetensors(directory_path, tensors, digests.hexdigest())
+
+
+def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], str]:
+    """Returns the tensors of one file, and the digest of its header."""
+    path = str(directory.path / name)
+    with directory.open_regular(name) as file:
+        prefix = file.part(0, min(LENGTH_BYTES, file.nbytes))
+        length = header_bytes(prefix, file.nbytes, path)
+        header = file.part(LENGTH_BYTES, length)
+        entries = parse_header(header, file.nbytes, path)
+    base = LENGTH_BYTES + length
+    rows = {entry.name: StoredTensor(name, base + entry.begin, entry) for entry in entries}
+    return rows, hashlib.sha256(prefix + header).hexdigest()
+
+
+def _weight_map(directory: Directory, name: str) -> dict[str, str]:
+    """Returns file by tensor, as the index says."""
+    path = str(directory.path / name)
+
+    def fail(what: str) -> CorruptionError:
+        return CorruptionError(f"'{path}' is no index of safetensors: {what}", path=path)
+
+    with directory.open_regular(name) as file:
+        if file.nbytes > MAX_HEADER_BYTES:
+            raise fail(f"it holds {file.nbytes} B, more than {MAX_HEADER_BYTES}")
+        text = file.part(0, file.nbytes)
+    try:
+        index: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise fail(f"no JSON that it may be: {str(error)[:200]}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not _are_texts(weight_map.values()):
+        raise fail("it has no weight_map of texts")
+    for file_name in sorted(set(weight_map.values())):
+        if _FILE_NAME.fullmatch(file_name) is None:
+            raise fail(f"{file_name[:200]!r} is no name of a file beside it")
+    return weight_map
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
