@@ -48,15 +48,16 @@ if TYPE_CHECKING:
         UnsafePickleError,
         UnsupportedError,
     )
+    from .export_artifact import ExportReport, export
     from .key_map import KeyMap, Merge, Split, Transpose
     from .load_planner import DcpxLoadPlanner
-    from .load_pretrained import load_pretrained
     from .load_report import LoadReport
     from .manager import CheckpointManager
     from .manager_resume import ResumeInfo
     from .options import ReadOptions, WriteOptions
     from .per_rank import PerRank
     from .preemption import Preemption
+    from .pretrained import load_pretrained
     from .reader import DcpxReader
     from .repair_checkpoint import repair
     from .repair_report import RepairReport
@@ -79,6 +80,7 @@ __all__ = [
     "DcpxSavePlanner",
     "DcpxStager",
     "DcpxWriter",
+    "ExportReport",
     "Finding",
     "KeyMap",
     "LoadReport",
@@ -112,6 +114,7 @@ __all__ = [
     "async_save",
     "close",
     "drain_on_sigterm",
+    "export",
     "guard_optimizer",
     "load",
     "load_pretrained",
@@ -144,7 +147,8 @@ _MODULE_OF = {
     "guard_optimizer": "copy_guard",
     "repair": "repair_checkpoint",
     "verify": "verify_checkpoint",
-    "load_pretrained": "load_pretrained",
+    **dict.fromkeys(("ExportReport", "export"), "export_artifact"),
+    "load_pretrained": "pretrained",
     **dict.fromkeys(("KeyMap", "Merge", "Split", "Transpose"), "key_map"),
     **dict.fromkeys(
         ("async_save", "close", "drain_on_sigterm", "load", "prewarm", "save", "wait"),

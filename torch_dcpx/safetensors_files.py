@@ -56,8 +56,8 @@ def find_safetensors(path: Path) -> tuple[Path, str] | None:
 
     Args:
         path: a file `*.safetensors` or `*.index.json`, or a directory. In a directory, a
-            `.metadata` comes first, then the index, then `model.safetensors`, then the only
-            `*.safetensors`.
+            `.metadata` comes first, then `model.safetensors`, then the index, then the only
+            `*.safetensors`: the order of Hugging Face's loaders.
 
     Raises:
         NotCommittedError: it holds none of these.
@@ -77,7 +77,7 @@ def find_safetensors(path: Path) -> tuple[Path, str] | None:
     if METADATA_NAME in names or any(name.endswith(METADATA_NAME) for name in names):
         return None
     single = [name for name in names if name.endswith(".safetensors")]
-    for name in (INDEX_NAME, SINGLE_NAME, *(single if len(single) == 1 else ())):
+    for name in (SINGLE_NAME, INDEX_NAME, *(single if len(single) == 1 else ())):
         if name in names:
             return path, name
     raise NotCommittedError(

@@ -73,6 +73,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_write(m);
   dcpx::bind_read(m);
   dcpx::bind_verify(m);
+  dcpx::bind_range(m);
   dcpx::bind_stage(m);
   dcpx::bind_device(m);
 }

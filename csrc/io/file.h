@@ -30,6 +30,9 @@ class OutputFile {
   // Throws Error(kStorage).
   static OutputFile create(int dir_fd, const std::string& dir_path,
                            const std::vector<std::string>& names, bool use_direct);
+  // Opens a file that another process has made, to write to it through the page cache; no link.
+  // Throws Error(kStorage).
+  static OutputFile open(int dir_fd, const std::string& dir_path, const std::string& name);
 
   OutputFile() = default;
   OutputFile(OutputFile&& other) noexcept;

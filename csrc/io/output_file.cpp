@@ -93,6 +93,21 @@ OutputFile OutputFile::create(int dir_fd, const std::string& dir_path,
   throw storage_error("create", dir_path + "/" + names.back(), EEXIST);
 }
 
+OutputFile OutputFile::open(int dir_fd, const std::string& dir_path, const std::string& name) {
+  constexpr int kFlags = O_WRONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
+  OutputFile file;
+  file.name_ = name;
+  file.path_ = dir_path + "/" + name;
+  for (;;) {
+    const int fd = open_at(dir_fd, name.c_str(), kFlags, 0);
+    if (fd >= 0) {
+      file.fd_ = UniqueFd(fd);
+      return file;
+    }
+    if (errno != EINTR) throw storage_error("open", file.path_, errno);
+  }
+}
+
 bool OutputFile::preallocate(std::uint64_t offset, std::uint64_t nbytes,
                              const std::function<bool()>& is_stopped) {
   for (std::uint64_t held = 0; held < nbytes;) {

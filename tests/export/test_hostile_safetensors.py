@@ -129,9 +129,8 @@ def test_what_is_refused_is_refused_by_the_real_package_and_the_other_way_round(
             ours = None
         try:
             with safetensors.safe_open(path, "pt") as held:
-                theirs: Any = {
-                    name: tuple(held.get_slice(name).get_shape()) for name in held.keys()
-                }
+                names = list(held.keys())
+                theirs: Any = {n: tuple(held.get_slice(n).get_shape()) for n in names}
         except Exception:  # noqa: BLE001 - any error is a refusal
             theirs = None
         if ours is not None:  # ours may refuse more: what it takes, they take

@@ -1,0 +1,188 @@
+#include "engine/range_job.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "common/bytes.h"
+#include "common/error.h"
+#include "common/slot.h"
+#include "common/stopwatch.h"
+#include "format/crc32.h"
+
+namespace dcpx::engine {
+namespace {
+
+// Runs of memory from here on are written from where they lie, whatever lies beside them.
+constexpr std::uint64_t kInPlaceRunBytes = 64 << 10;
+constexpr std::uint64_t kBlockBytes = 4 << 20;      // what a worker takes at a time
+constexpr std::uint64_t kWriteBackBytes = 1 << 20;  // ranges from here on are written back at once
+
+}  // namespace
+
+// A row in the order of the file: runs of `run_bytes` at `region.src_strides` there, and pieces of
+// `region.elem_bytes` at `gather.src_strides` in memory.
+struct RangeJob::Plan {
+  const RangeRow* row = nullptr;
+  plan::Region region;  // src: the file; dst: memory
+  plan::Region gather;  // src: memory
+  std::uint64_t total_bytes = 0;
+  std::uint64_t run_bytes = 0;
+  std::uint64_t outer_dims = 0;  // dimensions outside of a run
+  bool is_in_place = false;
+
+  explicit Plan(const RangeRow& source) : row(&source) {
+    plan::Region turned = source.region;
+    std::swap(turned.src_strides, turned.dst_strides);
+    region = plan::simplify(turned);
+    gather = {region.elem_bytes, region.lengths, region.dst_strides, {}};
+    gather.dst_strides.resize(region.dims());
+    total_bytes = region.elem_bytes;
+    for (const std::uint64_t length : region.lengths)
+      total_bytes = checked_mul(total_bytes, length);
+    run_bytes = region.elem_bytes;
+    outer_dims = region.dims();
+    is_in_place = true;
+    if (run_bytes >= kInPlaceRunBytes) return;
+    while (outer_dims > 0 && region.src_strides[outer_dims - 1] == run_bytes) {
+      run_bytes *= region.lengths[--outer_dims];
+      is_in_place = false;
+    }
+  }
+
+  // Offset of run `index` by these strides.
+  std::uint64_t offset_of(std::uint64_t index, const std::vector<std::uint64_t>& strides) const {
+    std::uint64_t offset = 0;
+    for (std::uint64_t dim = outer_dims; dim-- > 0; index /= region.lengths[dim])
+      offset += index % region.lengths[dim] * strides[dim];
+    return offset;
+  }
+};
+
+// Bytes [begin, end) of a plan, counted in the order of the file.
+struct RangeJob::Block {
+  std::uint32_t plan = 0;
+  std::uint64_t begin = 0;
+  std::uint64_t end = 0;
+};
+
+RangeJob::RangeJob(int dir_fd, std::string dir_path, const RangeOptions& options)
+    : dir_path_(std::move(dir_path)), options_(options) {
+  DCPX_CHECK(options.workers > 0, "a job needs a worker");
+  DCPX_CHECK(options.slot_bytes >= 2 * kInPlaceRunBytes, "a slot holds two runs");
+  const int own = ::fcntl(dir_fd, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) throw storage_error("fcntl", dir_path_, errno);
+  dir_fd_ = UniqueFd(own);
+}
+
+std::uint32_t RangeJob::add_file(const std::string& name, std::uint64_t file_bytes, bool is_new,
+                                 const PollFunction& poll) {
+  File file;
+  file.file_bytes = file_bytes;
+  if (is_new) {
+    file.file = io::OutputFile::create(dir_fd_.get(), dir_path_, {name}, /*use_direct=*/false);
+    file.file.preallocate(0, file_bytes, [&] {
+      poll();
+      return false;
+    });
+  } else {
+    file.file = io::OutputFile::open(dir_fd_.get(), dir_path_, name);
+  }
+  files_.push_back(std::move(file));
+  return static_cast<std::uint32_t>(files_.size() - 1);
+}
+
+void RangeJob::write(const std::vector<RangeRow>& rows, const PollFunction& poll) {
+  const Stopwatch watch(engine_ns_);
+  std::vector<Plan> plans;
+  std::vector<Block> blocks;
+  plans.reserve(rows.size());
+  bool needs_slots = false;
+  for (const RangeRow& row : rows) {
+    DCPX_CHECK(row.file < files_.size(), "a row's file was not added");
+    const std::uint64_t end = checked_add(row.offset, plan::dst_span_bytes(row.region));
+    DCPX_CHECK(end <= files_[row.file].file_bytes, "a row reaches behind its file");
+    if (row.tag != kNoTag) {
+      DCPX_CHECK(end <= row.payload_end, "a row reaches behind its payload");
+      if (shares_.size() <= row.tag) shares_.resize(std::size_t{row.tag} + 1);
+    }
+    const Plan& plan = plans.emplace_back(row);
+    needs_slots = needs_slots || !plan.is_in_place;
+    const std::uint64_t elem = plan.region.elem_bytes;
+    const std::uint64_t step =
+        plan.is_in_place ? kBlockBytes : std::max(elem, options_.slot_bytes / elem * elem);
+    for (std::uint64_t at = 0; at < plan.total_bytes; at += step) {
+      blocks.push_back({static_cast<std::uint32_t>(plans.size() - 1), at,
+                        std::min(at + step, plan.total_bytes)});
+    }
+  }
+  const unsigned workers =
+      static_cast<unsigned>(std::clamp<std::uint64_t>(blocks.size(), 1, options_.workers));
+  SlotArena slots;
+  if (needs_slots) slots = SlotArena(workers, options_.slot_bytes);
+  slot_bytes_ = std::max(slot_bytes_.load(), slots.size_bytes());
+  std::atomic<std::size_t> next{0};
+  const auto work = [&](unsigned worker, StopFlag& stop) {
+    std::vector<std::uint32_t> shares(shares_.size());
+    for (std::size_t i = next++; i < blocks.size() && !stop.is_set(); i = next++)
+      write_block(plans[blocks[i].plan], blocks[i], needs_slots ? slots.slot(worker) : nullptr,
+                  shares);
+    const std::lock_guard lock(mutex_);
+    for (std::size_t tag = 0; tag < shares.size(); ++tag) shares_[tag] ^= shares[tag];
+  };
+  run_workers(workers, work, poll);
+}
+
+void RangeJob::write_block(const Plan& plan, const Block& block, std::byte* slot,
+                           std::vector<std::uint32_t>& shares) {
+  const RangeRow& row = *plan.row;
+  if (!plan.is_in_place) plan::gather_range(plan.gather, row.source, block.begin, block.end, slot);
+  for (std::uint64_t at = block.begin; at < block.end;) {
+    const std::uint64_t run = at / plan.run_bytes, within = at % plan.run_bytes;
+    const std::uint64_t nbytes = std::min(plan.run_bytes - within, block.end - at);
+    const std::byte* data = plan.is_in_place
+                                ? row.source + plan.offset_of(run, plan.region.dst_strides) + within
+                                : slot + (at - block.begin);
+    const std::uint64_t offset = row.offset + plan.offset_of(run, plan.region.src_strides) + within;
+    write_run(plan, data, nbytes, offset, shares);
+    at += nbytes;
+  }
+  if (plan.is_in_place)
+    in_place_bytes_.fetch_add(block.end - block.begin, std::memory_order_relaxed);
+}
+
+void RangeJob::write_run(const Plan& plan, const std::byte* data, std::uint64_t nbytes,
+                         std::uint64_t offset, std::vector<std::uint32_t>& shares) {
+  const RangeRow& row = *plan.row;
+  io::OutputFile& file = files_[row.file].file;
+  if (row.tag != kNoTag) {
+    const std::uint64_t behind = row.payload_end - (offset + nbytes);
+    shares[row.tag] ^= crc32_combine(crc32(0, data, nbytes), 0, behind);
+  }
+  file.write_at(data, nbytes, offset);
+  if (options_.is_durable && nbytes >= kWriteBackBytes) file.start_write_back(offset, nbytes);
+  written_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  writes_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void RangeJob::finish(bool is_whole) {
+  const Stopwatch watch(engine_ns_);
+  for (File& file : files_) {
+    if (options_.is_durable) file.file.sync();
+    if (is_whole) file.file.close(file.file_bytes);
+  }
+  abandon();
+}
+
+void RangeJob::abandon() noexcept {
+  for (File& file : files_) file.file = io::OutputFile();
+  dir_fd_ = UniqueFd();
+}
+
+RangeReport RangeJob::report() const {
+  return {written_bytes_.load(), in_place_bytes_.load(), writes_.load(), slot_bytes_.load(),
+          engine_ns_.load()};
+}
+
+}  // namespace dcpx::engine

@@ -1,0 +1,377 @@
+"""`dcpx.export`: one artifact for inference, written by all ranks at once.
+
+1. Each rank: the names that it sees. All: the same list, and what the key map makes of it.
+2. Each rank: the boxes that it holds. Coordinator: who writes which, the layout, empty files.
+3. Each rank writes its boxes to their places, and syncs. Nothing is sent to another rank.
+4. Coordinator: heads, sizes, the last rename (`export_files`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from torch_dcpx import _C
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import OptionError
+from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.export_files import ArtifactFiles, open_job, temporary_name
+from torch_dcpx.export_layout import ExportTensor, Layout, index_of, safetensors_layout
+from torch_dcpx.export_plan import assigned, refuse_objects, tensors_of, tied, united
+from torch_dcpx.export_rows import ExportRows, Target
+from torch_dcpx.export_source import Box, Entry, LiveSource, Offer, StoredSource, selected
+from torch_dcpx.key_rules import KeyRules, checked_map
+from torch_dcpx.mapped_tensor import MappedTensor
+from torch_dcpx.options import ReadOptions, WriteOptions
+
+__all__ = ["ExportReport", "export"]
+
+_UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What one `dcpx.export` did.
+
+    Attributes:
+        path: directory of the artifact.
+        files: names of its files, without the index.
+        tensors: number of tensors in it.
+        nbytes: size of all files.
+        aliases: (name, name that has its bytes): tied weights, kept once.
+        skipped: names of objects that were not asked for by name, and are not in it.
+        written_bytes: by this rank.
+        in_place_bytes: of these, from where they lay, with no copy.
+        plan_s, write_s, total_s: up to the first byte; this rank's writing and syncing; all.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    aliases: tuple[tuple[str, str], ...]
+    skipped: tuple[str, ...]
+    written_bytes: int
+    in_place_bytes: int
+    plan_s: float
+    write_s: float
+    total_s: float
+
+
+def export(
+    source: str | os.PathLike[str] | nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    format: Literal["safetensors", "torch"] = "safetensors",  # noqa: A002 - as torch and HF say
+    keys: Iterable[str] | None = None,
+    key_map: KeyRules | None = None,
+    max_shard_bytes: int | str = "5GB",
+    process_group: Any = None,
+    no_dist: bool = False,
+    options: WriteOptions | None = None,
+) -> ExportReport:
+    """Writes the tensors of `source` as one artifact, which other libraries open.
+
+    Every rank of the group calls it with the same arguments, but for its shards. Each writes its
+    own part straight into the files; no rank ever holds more than `options.host_memory_bytes` of
+    the others' bytes, or of copies.
+
+    Args:
+        source: a checkpoint of torch-dcpx or stock DCP, or safetensors, by path; or a module or
+            state dict, whose tensors may be sharded (DTensor).
+        path: directory, or the file in it (`*.safetensors`); it is made if it is not there.
+        format: "safetensors" (default): `model.safetensors`, or `model-00001-of-00002.safetensors`
+            and so on with `model.safetensors.index.json`, as Hugging Face lays them out.
+        keys: globs (`fnmatch`) of names to export, as they are in `source`, flattened by dots.
+            Default None: the tensors of the model where the source has parts (a dict with a dict
+            under "model"), without that prefix; else all tensors.
+        key_map: names and shapes of the source to those of the artifact. Default `KeyMap()`: names
+            without wrappers.
+        max_shard_bytes: tensor bytes in a file, an int or a text such as "5GB"; a tensor that is
+            larger has a file of its own. Default "5GB".
+        process_group: ranks that export together. Default None: all of them.
+        no_dist: exports in this process alone. Default False.
+        options: durability, host_memory_bytes, workers, slot_bytes and save_timeout_s of
+            `WriteOptions`.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UnsupportedError: what the format cannot hold, with all names; nothing was written.
+        PlanError: ranks contradict each other, a glob or a rule matches nothing, two tensors get
+            one name.
+        OptionError: an argument that cannot work.
+        CorruptionError, StorageError, RankError, RankLostError, StoreLostError: of any rank, on
+            all; what was at `path` is there as it was.
+    """
+    began = time.perf_counter()
+    own_options = options if options is not None else WriteOptions()
+    run: _Export | None = None
+    with exchange_for(process_group, no_dist, own_options.save_timeout_s, "export") as exchange:
+        run = _Export(exchange, own_options)
+        try:
+            run.prepare(source, path, format, keys, key_map, max_shard_bytes)
+            run.plan()
+            run.write()
+        finally:
+            run.close()
+    return run.report(time.perf_counter() - began)
+
+
+class _Arguments(NamedTuple):
+    """Arguments that were checked."""
+
+    directory: Path
+    stem: str
+    keys: tuple[str, ...] | None
+    key_map: KeyRules
+    max_shard_bytes: int
+
+
+class _Order(NamedTuple):
+    """What the coordinator tells a rank to write."""
+
+    export_id: str
+    layout: Layout
+    tensors: tuple[ExportTensor, ...]  # of the artifact, in the order of the layout's payloads
+    numbers: tuple[int, ...]  # of the payload, for each tensor that was offered; -1: an alias
+    own: tuple[tuple[int, Box], ...] | None  # None: by its share
+
+
+class _Export:
+    """One rank's part in one export."""
+
+    def __init__(self, exchange: Exchange, options: WriteOptions) -> None:
+        self._exchange = exchange
+        self._options = options
+        self._source: LiveSource | StoredSource
+        self._arguments: _Arguments
+        self._tensors: list[ExportTensor] = []
+        self._mapped: dict[str, MappedTensor] = {}
+        self._objects: list[str] = []
+        self._files: ArtifactFiles | None = None
+        self._order: _Order
+        self._counts = {"written_bytes": 0, "in_place_bytes": 0}
+        self._plan_s = self._write_s = 0.0
+
+    def prepare(
+        self,
+        source: Any,
+        path: str | os.PathLike[str],
+        file_format: str,
+        keys: Iterable[str] | None,
+        key_map: KeyRules | None,
+        max_shard_bytes: int | str,
+    ) -> None:
+        """Agrees on the names, on every rank the same."""
+        began = time.perf_counter()
+
+        def own() -> tuple[dict[str, Entry], str]:
+            self._arguments = _checked(path, file_format, keys, key_map, max_shard_bytes)
+            self._source = _source_of(source, self._options)
+            return self._source.entries()
+
+        def reduce(
+            of_ranks: list[tuple[dict[str, Entry], str]],
+        ) -> tuple[dict[str, Entry], str]:
+            parts = sorted({part for _, part in of_ranks})
+            return united(entries for entries, _ in of_ranks), parts[-1]
+
+        entries, part = self._exchange.all_reduce("names", own, reduce)
+        arguments = self._arguments
+        chosen, part = selected(entries, part, arguments.keys)
+        self._tensors, self._mapped, self._objects = tensors_of(
+            chosen, part, arguments.key_map, is_safetensors=True
+        )
+        if arguments.keys is not None:
+            refuse_objects(self._objects)
+        self._plan_s = time.perf_counter() - began
+
+    def plan(self) -> None:
+        """Agrees on who writes what, and where; the coordinator makes the files."""
+        began = time.perf_counter()
+
+        def own() -> list[Offer]:
+            return self._source.offers(self._tensors, self._mapped)
+
+        self._order = self._exchange.reduce_scatter("plan", own, self._orders)
+        self._plan_s += time.perf_counter() - began
+
+    def write(self) -> None:
+        """Writes this rank's boxes; the coordinator makes the artifact of all."""
+        self._exchange.note_phase("writing")
+
+        def own() -> None:
+            began = time.perf_counter()
+            try:
+                self._write_own()
+            finally:
+                self._write_s = time.perf_counter() - began
+                self._exchange.deadline = Deadline(self._exchange.deadline.timeout_s)
+
+        self._exchange.all_reduce("write", own, lambda _: self._publish())
+
+    def close(self) -> None:
+        """Removes what an export that failed has made."""
+        if self._files is not None:
+            self._files.close()
+
+    def report(self, total_s: float) -> ExportReport:
+        """Returns what was done."""
+        layout, tensors = self._order.layout, self._order.tensors
+        return ExportReport(
+            path=str(self._arguments.directory),
+            files=tuple(file.name for file in layout.files),
+            tensors=len(tensors),
+            nbytes=sum(file.nbytes for file in layout.files),
+            aliases=tuple((alias, one.name) for one in tensors for alias in one.aliases),
+            skipped=tuple(self._objects),
+            written_bytes=self._counts["written_bytes"],
+            in_place_bytes=self._counts["in_place_bytes"],
+            plan_s=self._plan_s,
+            write_s=self._write_s,
+            total_s=total_s,
+        )
+
+    def _orders(self, of_ranks: list[list[Offer]]) -> list[_Order]:
+        """The coordinator's: layout, empty files, and an order for each rank."""
+        arguments, is_shared = self._arguments, self._source.is_shared
+        tensors = tied(self._tensors, of_ranks)
+        aliases = {alias for tensor in tensors for alias in tensor.aliases}
+        kept = tuple(tensor for tensor in tensors if tensor.name not in aliases)
+        boxes = assigned(tensors, of_ranks[:1] if is_shared else of_ranks)
+        files = ArtifactFiles(arguments.directory, arguments.stem, ".safetensors", self._options)
+        self._files = files
+        layout = safetensors_layout(kept, arguments.stem, arguments.max_shard_bytes)
+        if len(layout.files) > 1:
+            stem = files.shard_stem(arguments.stem)
+            layout = safetensors_layout(kept, stem, arguments.max_shard_bytes)
+        files.make(layout)
+        places = {tensor.name: number for number, tensor in enumerate(kept)}
+        numbers = tuple(places.get(tensor.name, -1) for tensor in tensors)
+        orders = []
+        for rank in range(len(of_ranks)):
+            own = None if is_shared else tuple(box for box in boxes[rank] if numbers[box[0]] >= 0)
+            # Heads are the coordinator's to write.
+            seen = (
+                layout
+                if rank == 0
+                else layout._replace(files=tuple(file._replace(head=b"") for file in layout.files))
+            )
+            orders.append(_Order(files.export_id, seen, kept, numbers, own))
+        return orders
+
+    def _write_own(self) -> None:
+        order, memory_bytes = self._order, self._options.resolved_memory_bytes()
+        own: Iterable[tuple[int, Box]]
+        if order.own is not None:
+            own = order.own
+        else:
+            assert isinstance(self._source, StoredSource)  # noqa: S101 - for the type checker
+            piece_bytes = min(8 << 20, memory_bytes // 4)
+            exchange = self._exchange
+            own = self._source.shares(exchange.rank, exchange.world_size, piece_bytes)
+        boxes = [box for box in own if order.numbers[box[0]] >= 0]
+        if not boxes:
+            return
+        with Directory(self._arguments.directory) as directory:
+            job = open_job(directory, self._options)
+            try:
+                targets = self._targets(job, {box[0] for box in boxes})
+                self._source.write(boxes, targets, ExportRows(job, memory_bytes))
+                job.finish(is_whole=False)
+            finally:
+                job.abandon()
+            self._counts = job.report()
+
+    def _targets(self, job: _C.RangeJob, used: set[int]) -> list[Target]:
+        """Opens the files that this rank writes to. Returns the place of each offered tensor."""
+        order = self._order
+        opened: dict[int, int] = {}
+        targets = []
+        for number, place in enumerate(order.numbers):
+            if number not in used:
+                targets.append(Target(-1, 0, 0, -1))
+                continue
+            payload = order.layout.payloads[place]
+            if payload.file not in opened:
+                file = order.layout.files[payload.file]
+                name = temporary_name(file.name, order.export_id)
+                opened[payload.file] = job.add_file(name, file.nbytes, is_new=False)
+            targets.append(Target(opened[payload.file], payload.offset, payload.nbytes, -1))
+        return targets
+
+    def _publish(self) -> None:
+        """The coordinator's: all ranks have written."""
+        assert self._files is not None  # noqa: S101 - for the type checker
+        self._exchange.note_phase("committing")
+        order = self._order
+        heads = [(number, 0, file.head) for number, file in enumerate(order.layout.files)]
+        index = index_of(order.tensors, order.layout) if len(order.layout.files) > 1 else None
+        self._files.publish(heads, index)
+
+
+def _source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
+    if isinstance(source, (nn.Module, Mapping)):
+        return LiveSource(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise OptionError(
+            f"source must be a path, a module or a state dict, got {type(source).__name__}",
+            option="source",
+            value=source,
+        )
+    slot_bytes = min(2 << 20, options.resolved_memory_bytes() // 2)
+    memory_bytes = max(slot_bytes, options.resolved_memory_bytes() // 2)
+    return StoredSource(source, ReadOptions(host_memory_bytes=memory_bytes, slot_bytes=slot_bytes))
+
+
+def _checked(
+    path: str | os.PathLike[str],
+    file_format: str,
+    keys: Iterable[str] | None,
+    key_map: KeyRules | None,
+    max_shard_bytes: int | str,
+) -> _Arguments:
+    if file_format != "safetensors":
+        raise OptionError(
+            f"format must be 'safetensors', got {file_format!r}", option="format", value=file_format
+        )
+    globs = None
+    if keys is not None:
+        globs = tuple(keys) if not isinstance(keys, str) else (keys,)
+        if not all(isinstance(glob, str) for glob in globs):
+            raise OptionError(f"keys must be globs, got {keys!r}", option="keys", value=keys)
+    if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
+        raise OptionError(f"path must be a path, got {path!r}", option="path", value=path)
+    directory, stem = Path(path), "model"
+    if directory.suffix == ".safetensors":
+        directory, stem = directory.parent, directory.stem
+    return _Arguments(
+        directory, stem, globs, checked_map(key_map) or KeyRules(), _shard_bytes(max_shard_bytes)
+    )
+
+
+def _shard_bytes(value: int | str) -> int:
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    unit = _UNITS.get(found[2].upper(), 0) if found else 0
+    number = int(found[1]) * unit if found else value
+    if type(number) is not int or number < 1:
+        raise OptionError(
+            f"max_shard_bytes must be bytes, or a text such as '5GB', got {value!r}",
+            option="max_shard_bytes",
+            value=value,
+        )
+    return number

@@ -1,0 +1,153 @@
+"""The files of an export, from names that nobody reads to their own: the coordinator's part.
+
+1. Every file is made under a temporary name, at its full size, before a byte is written.
+2. All ranks have written and synced. Heads are written, files synced, their sizes checked.
+3. Shards get their names, which are new; then **the last rename** (the single file, or the index)
+   makes the artifact, and the directory is synced.
+4. What the replaced artifact named, and nothing else, is removed.
+Whatever fails before the last rename leaves what was there, and removes what was made.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_dcpx import _C
+from torch_dcpx.directory import Directory, make_directory
+from torch_dcpx.errors import DcpxError, StorageError
+from torch_dcpx.export_layout import Layout
+from torch_dcpx.options import WriteOptions
+
+__all__ = ["ArtifactFiles", "open_job", "temporary_name"]
+
+logger = logging.getLogger("torch_dcpx")
+
+
+def temporary_name(name: str, export_id: str) -> str:
+    """Returns under which name a file is written until all are."""
+    return f".{name}.{export_id}.tmp"
+
+
+def open_job(directory: Directory, options: WriteOptions) -> _C.RangeJob:
+    """Returns a job that writes to files of a directory. Raises: StorageError."""
+    return _C.RangeJob(
+        dir_fd=directory.fd,
+        dir_path=str(directory.path),
+        workers=options.resolved_workers(),
+        slot_bytes=options.slot_bytes,
+        is_durable=options.durability == "full",
+    )
+
+
+class ArtifactFiles:
+    """The files of one export, from being made to being seen. Not thread-safe."""
+
+    def __init__(self, path: Path, stem: str, suffix: str, options: WriteOptions) -> None:
+        """Makes the directory, durably. Raises: StorageError."""
+        self._is_durable = options.durability == "full"
+        make_directory(path, is_durable=self._is_durable)
+        self.directory = Directory(path)
+        self.export_id = uuid.uuid4().hex[:12]
+        self._index_name = f"{stem}{suffix}.index.json"
+        self._single_name = f"{stem}{suffix}"
+        self._shard = re.compile(
+            re.escape(stem) + r"(-[0-9a-f]{12})?-\d{5,9}-of-\d{5,9}" + re.escape(suffix)
+        )
+        self._made: list[str] = []
+        self._job = open_job(self.directory, options)
+        self._replaced = self._old_shards()
+        self._names: tuple[str, ...] = ()
+
+    def shard_stem(self, stem: str) -> str:
+        """Returns what names of shards begin with, so that none exists."""
+        taken = [name for name in self.directory.names() if self._shard.fullmatch(name)]
+        return f"{stem}-{self.export_id}" if taken else stem
+
+    def make(self, layout: Layout) -> None:
+        """Makes every file under its temporary name, at its full size. Raises: StorageError."""
+        for file in layout.files:
+            name = temporary_name(file.name, self.export_id)
+            self._made.append(name)
+            self._job.add_file(name, file.nbytes, is_new=True)
+        self._names = tuple(file.name for file in layout.files)
+
+    def publish(self, patches: Sequence[tuple[int, int, bytes]], index: bytes | None) -> None:
+        """Writes what only now is known, and makes the artifact.
+
+        Args:
+            patches: (file, offset, bytes), heads among them.
+            index: of several files; None: there is one.
+
+        Raises:
+            StorageError: the artifact is not there; it may be where the very last sync failed.
+        """
+        rows = [
+            (file, offset, len(data), (), (), (), data, len(data), -1, offset + len(data))
+            for file, offset, data in patches
+            if data
+        ]
+        self._job.write(rows)
+        self._job.finish(is_whole=True)
+        directory = self.directory
+        last = self._index_name if index is not None else self._names[0]
+        if index is not None:
+            temporary = temporary_name(last, self.export_id)
+            self._made.append(temporary)
+            directory.create(temporary, [index], is_durable=self._is_durable)
+            for name in self._names:
+                directory.rename(temporary_name(name, self.export_id), name)
+                self._made.append(name)
+        self._sync()
+        directory.rename(temporary_name(last, self.export_id), last)
+        self._made.clear()
+        self._sync()
+        self._remove_replaced(index is not None)
+
+    def close(self) -> None:
+        """Removes what was made and is no artifact, and closes the directory. Never raises."""
+        self._job.abandon()
+        for name in self._made:
+            self._remove(name)
+        self._made.clear()
+        self.directory.close()
+
+    def _sync(self) -> None:
+        if self._is_durable:
+            self.directory.sync()
+
+    def _old_shards(self) -> frozenset[str]:
+        """Returns the shards that the index names which is here now."""
+        if not self.directory.is_regular(self._index_name):
+            return frozenset()
+        try:
+            index: Any = json.loads(self.directory.read_small(self._index_name))
+            names = set(index["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError, DcpxError) as error:
+            logger.warning(
+                "'%s' is no index that can be read (%s); the files that it names stay",
+                self.directory.path / self._index_name,
+                str(error)[:200],
+            )
+            return frozenset()
+        return frozenset(n for n in names if isinstance(n, str) and self._shard.fullmatch(n))
+
+    def _remove_replaced(self, has_index: bool) -> None:
+        """Removes the artifact that was replaced; first the name by which it is found."""
+        directory = self.directory
+        other = self._single_name if has_index else self._index_name
+        old = [other] if directory.is_regular(other) else []
+        for name in (*old, *sorted(self._replaced.difference(self._names))):
+            if directory.is_regular(name):
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.directory.unlink(name)
+        except StorageError as error:
+            logger.warning("an export left '%s' behind: %s", name, error)

@@ -1,0 +1,134 @@
+"""Where the bytes of an export go: tensors to files, files to a header and payloads.
+
+A tensor's place in its file is known before any rank writes, and a payload is the tensor in C
+order: so every part of it, of whatever rank, has its place by strides alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_dcpx._compat import dtype_by_name
+from torch_dcpx.safetensors_header import DTYPE_CODES, HeaderEntry, encode_header
+
+__all__ = [
+    "ExportTensor",
+    "Layout",
+    "OutputPlan",
+    "Payload",
+    "file_view",
+    "index_of",
+    "is_held",
+    "safetensors_layout",
+]
+
+
+class ExportTensor(NamedTuple):
+    """A tensor of the artifact."""
+
+    name: str
+    dtype: str  # torch's name
+    sizes: tuple[int, ...]
+    aliases: tuple[str, ...] = ()  # other names of the same memory
+
+    @property
+    def itemsize(self) -> int:
+        """Returns bytes an element."""
+        dtype = dtype_by_name(self.dtype)
+        return 1 if dtype is None else dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Returns bytes of all elements."""
+        return math.prod(self.sizes) * self.itemsize
+
+
+class OutputPlan(NamedTuple):
+    """One file."""
+
+    name: str  # that it gets at the end
+    nbytes: int
+    head: bytes  # its first bytes, where they are known before the payloads
+
+
+class Payload(NamedTuple):
+    """Where a tensor's bytes go."""
+
+    file: int
+    offset: int
+    nbytes: int
+
+
+class Layout(NamedTuple):
+    """All files of an artifact."""
+
+    files: tuple[OutputPlan, ...]
+    payloads: tuple[Payload, ...]  # of each tensor
+
+
+def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_bytes: int) -> Layout:
+    """Returns the files of safetensors; several have names as Hugging Face gives them.
+
+    Args:
+        tensors: in the order in which they fill the files.
+        stem: what file names begin with.
+        max_shard_bytes: of tensors in a file; a larger one has a file of its own.
+    """
+    shards: list[list[int]] = [[]]
+    held = 0
+    for number, tensor in enumerate(tensors):
+        if shards[-1] and held + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(number)
+        held += tensor.nbytes
+    names = [f"{stem}.safetensors"]
+    if len(shards) > 1:
+        names = [
+            f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)
+        ]
+    payloads = [Payload(0, 0, 0)] * len(tensors)
+    files = []
+    for file, (name, shard) in enumerate(zip(names, shards, strict=True)):
+        # As the format's own writer: wide elements first, so that all are aligned.
+        shard.sort(key=lambda i: (-tensors[i].itemsize, tensors[i].name))
+        rows, at = [], 0
+        for i in shard:
+            tensor = tensors[i]
+            end = at + tensor.nbytes
+            rows.append(HeaderEntry(tensor.name, tensor.dtype, tensor.sizes, at, end))
+            at = end
+        # The names that are left out, as safetensors.torch.save_model notes them.
+        aliases = {alias: tensors[i].name for i in shard for alias in tensors[i].aliases}
+        head = encode_header(rows, {"format": "pt", **aliases})
+        for i, row in zip(shard, rows, strict=True):
+            payloads[i] = Payload(file, len(head) + row.begin, row.end - row.begin)
+        files.append(OutputPlan(name, len(head) + at, head))
+    return Layout(tuple(files), tuple(payloads))
+
+
+def index_of(tensors: Sequence[ExportTensor], layout: Layout) -> bytes:
+    """Returns the index of several files, as Hugging Face writes it."""
+    weight_map = {
+        tensor.name: layout.files[payload.file].name
+        for tensor, payload in zip(tensors, layout.payloads, strict=True)
+    }
+    total = sum(tensor.nbytes for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def file_view(tensor: ExportTensor) -> torch.Tensor:
+    """Returns a tensor without memory whose strides are the payload's."""
+    dtype = dtype_by_name(tensor.dtype)
+    return torch.empty(tensor.sizes, dtype=dtype, device="meta")
+
+
+def is_held(dtype: str) -> bool:
+    """Returns whether safetensors has this dtype."""
+    return dtype in DTYPE_CODES

@@ -1,0 +1,136 @@
+"""Who writes which box of an export, and where: what the coordinator decides for all ranks."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch_dcpx import _C
+from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
+from torch_dcpx.export_layout import ExportTensor, is_held
+from torch_dcpx.export_source import Box, Entry, Offer
+from torch_dcpx.key_rules import KeyRules
+from torch_dcpx.mapped_tensor import MappedTensor
+
+__all__ = ["assigned", "check_whole", "tensors_of", "tied", "united"]
+
+_MAX_SHOWN = 10
+
+
+def united(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
+    """Returns the names of all ranks. Raises: PlanError where ranks contradict each other."""
+    entries: dict[str, Entry] = {}
+    for rank, own in enumerate(of_ranks):
+        for name, entry in own.items():
+            if entries.setdefault(name, entry) != entry:
+                raise PlanError(
+                    f"'{name}' is {_text(entry)} on rank {rank} and {_text(entries[name])} on one "
+                    "before",
+                    fqn=name,
+                )
+    return entries
+
+
+def tensors_of(
+    entries: Mapping[str, Entry], part: str, key_map: KeyRules, *, is_safetensors: bool
+) -> tuple[list[ExportTensor], dict[str, MappedTensor], list[str]]:
+    """Returns tensors of the artifact, of what they are made, and names of objects.
+
+    Raises:
+        UnsupportedError: dtypes that safetensors lacks, with all names.
+        PlanError: the map does not fit.
+    """
+    mapped = key_map.resolve({name: entry.sizes for name, entry in entries.items()}, part=part)
+    tensors, objects, refused = [], [], []
+    for name, entry in mapped.items():
+        if entry.sizes is None:
+            objects.append(name)
+            continue
+        dtypes = {str(entries[source].dtype) for source in entry.sources}
+        if len(dtypes) > 1:
+            raise PlanError(f"'{name}' is merged of dtypes {sorted(dtypes)}", fqn=name)
+        dtype = dtypes.pop() if dtypes else "float32"
+        if is_safetensors and not is_held(dtype):
+            refused.append(f"'{name}' ({dtype})")
+        tensors.append(ExportTensor(name, dtype, entry.sizes))
+    if refused:
+        raise UnsupportedError(
+            f"safetensors cannot hold {len(refused)} tensors: {_listed(refused)}; leave them out "
+            "by keys, or use format='torch'"
+        )
+    return tensors, mapped, objects
+
+
+def tied(
+    tensors: Sequence[ExportTensor], of_ranks: Sequence[Sequence[Offer]]
+) -> list[ExportTensor]:
+    """Returns tensors with the names of the same memory as aliases of the first; those stay in the
+    list, at their place, with the alias of None.
+    """
+    first: dict[str, str] = {}
+    for number, tensor in enumerate(tensors):
+        twins = {offers[number].twin for offers in of_ranks} - {None}
+        if len(twins) == 1:
+            first[tensor.name] = str(twins.pop())
+    aliases: dict[str, list[str]] = {}
+    for name, twin in first.items():
+        if name != twin:
+            aliases.setdefault(twin, []).append(name)
+    return [tensor._replace(aliases=tuple(aliases.get(tensor.name, ()))) for tensor in tensors]
+
+
+def assigned(
+    tensors: Sequence[ExportTensor], of_ranks: Sequence[Sequence[Offer]]
+) -> list[list[tuple[int, Box]]]:
+    """Returns by rank the boxes that it writes: each once, by the rank with the least to do."""
+    ranks: list[list[tuple[int, Box]]] = [[] for _ in of_ranks]
+    loads = [0] * len(of_ranks)
+    for number, tensor in enumerate(tensors):
+        holders: dict[Box, list[int]] = {}
+        for rank, offers in enumerate(of_ranks):
+            for box in offers[number].boxes:
+                holders.setdefault(box, []).append(rank)
+        check_whole(tensor, list(holders))
+        for box, able in holders.items():
+            rank = min(able, key=loads.__getitem__)
+            ranks[rank].append((number, box))
+            loads[rank] += math.prod(box[1]) * tensor.itemsize
+    return ranks
+
+
+def check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
+    """Raises CorruptionError unless the boxes hold each element once."""
+    ndims, sizes, counts = (
+        array("q", values) for values in ([len(tensor.sizes)], tensor.sizes, [len(boxes)])
+    )
+    offsets = array("q", [at for box in boxes for at in box[0]])
+    lengths = array("q", [n for box in boxes for n in box[1]])
+    for _, offence, first, second, point in _C.check_coverage(
+        ndims, sizes, counts, offsets, lengths
+    ):
+        what = (
+            f"no rank and no chunk holds element {list(point)}"
+            if offence == "hole"
+            else f"{offence} of boxes {first} and {second}"
+        )
+        raise CorruptionError(
+            f"'{tensor.name}' of sizes {list(tensor.sizes)} cannot be exported: {what}",
+            fqn=tensor.name,
+        )
+
+
+def refuse_objects(names: Sequence[str]) -> None:
+    """Raises UnsupportedError for objects that were asked for by name."""
+    if names:
+        shown = _listed([repr(name) for name in names])
+        raise UnsupportedError(f"safetensors cannot hold {len(names)} objects: {shown}")
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
+    return ", ".join(texts[:_MAX_SHOWN]) + more
+
+
+def _text(entry: Entry) -> str:
+    return "an object" if entry.sizes is None else f"{entry.dtype} {list(entry.sizes)}"

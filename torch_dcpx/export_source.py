@@ -1,0 +1,288 @@
+"""What is exported: names, dtypes and sizes of all ranks, and this rank's part of the bytes.
+
+A live state is exported from where its shards lie: of what several ranks hold, one writes. Of a
+stored checkpoint each rank reads and writes the boxes that begin in its share of the bytes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
+from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
+from torch_dcpx.errors import PlanError, UnsupportedError
+from torch_dcpx.export_layout import ExportTensor, file_view
+from torch_dcpx.export_rows import ExportRows, Target, share_of, slabs
+from torch_dcpx.load_plan import is_stateful
+from torch_dcpx.mapped_state import model_part
+from torch_dcpx.mapped_tensor import MappedTensor, Sizes
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.pretrained_reader import PretrainedReader
+from torch_dcpx.tensor_memory import has_strides
+
+__all__ = ["Box", "Entry", "LiveSource", "Offer", "Source", "StoredSource", "selected"]
+
+Box = tuple[Sizes, Sizes]  # offsets and lengths, in elements
+
+
+class Entry(NamedTuple):
+    """A name of the source. Objects have neither dtype nor sizes."""
+
+    dtype: str | None
+    sizes: Sizes | None
+
+
+class Offer(NamedTuple):
+    """What this rank holds of one tensor of the artifact."""
+
+    boxes: tuple[Box, ...]
+    twin: str | None  # the first name of the same memory, its own too; None: no bytes here
+
+
+class Source(Protocol):
+    """Where the bytes come from."""
+
+    is_shared: bool  # whether any rank can write any box
+
+    def entries(self) -> tuple[dict[str, Entry], str]:
+        """Returns all names that this rank sees, and what begins those of the model."""
+
+    def offers(
+        self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]
+    ) -> list[Offer]:
+        """Returns what this rank holds of each tensor."""
+
+    def write(
+        self, own: Sequence[tuple[int, Box]], targets: Sequence[Target], rows: ExportRows
+    ) -> None:
+        """Writes boxes: (number of the tensor, box)."""
+
+
+def selected(
+    entries: Mapping[str, Entry], part: str, keys: Iterable[str] | None
+) -> tuple[dict[str, Entry], str]:
+    """Returns the entries that are meant, and what begins their names and is left out.
+
+    Raises:
+        PlanError: a glob matches nothing.
+    """
+    if keys is None:
+        return {name: one for name, one in entries.items() if name.startswith(part)}, part
+    chosen: dict[str, Entry] = {}
+    for glob in keys:
+        match = re.compile(fnmatch.translate(glob)).match
+        found = {name: one for name, one in entries.items() if match(name)}
+        if not found:
+            raise PlanError(f"keys: nothing is named {glob!r} among {len(entries)} names")
+        chosen |= found
+    return {name: one for name, one in entries.items() if name in chosen}, ""
+
+
+class LiveSource:
+    """A module or state dict, sharded or not."""
+
+    is_shared = False
+
+    def __init__(self, source: nn.Module | Mapping[str, Any]) -> None:
+        if isinstance(source, nn.Module):
+            state: dict[str, Any] = source.state_dict()
+        else:
+            state = {k: v.state_dict() if is_stateful(v) else v for k, v in source.items()}
+        self.state, paths = flatten_state_dict(state)
+        is_part = any(len(path) > 1 and path[0] == "model" for path in paths.values())
+        self._part = "model." if is_part else ""
+        self._memory: dict[tuple[int, Sizes], torch.Tensor] = {}
+        self._tensors: Sequence[ExportTensor] = ()
+
+    def entries(self) -> tuple[dict[str, Entry], str]:
+        """Returns all names that this rank sees, and what begins those of the model."""
+        found = {}
+        for name, value in self.state.items():
+            sizes = wanted_sizes(value) if isinstance(value, torch.Tensor) else None
+            found[name] = (
+                Entry(None, None) if sizes is None else Entry(dtype_name(value.dtype), sizes)
+            )
+        return found, self._part
+
+    def offers(
+        self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]
+    ) -> list[Offer]:
+        """Returns what this rank holds of each tensor. Raises: UnsupportedError."""
+        self._tensors = tensors
+        first: dict[Any, str] = {}
+        offers = []
+        for number, tensor in enumerate(tensors):
+            boxes, memory = [], []
+            for source in mapped[tensor.name].sources:
+                for offsets, local in self._chunks(source):
+                    for at, view in mapped[tensor.name].boxes_of(source, offsets, local):
+                        if view.numel() == 0:
+                            continue
+                        boxes.append((at, tuple(view.shape)))
+                        self._memory[number, at] = view
+                        memory.append((at, view.data_ptr(), view.shape, view.stride()))
+            key = (tensor.dtype, tuple(memory))
+            twin = first.setdefault(key, tensor.name) if memory and memory[0][1] else None
+            offers.append(Offer(tuple(boxes), twin or (tensor.name if memory else None)))
+        return offers
+
+    def write(
+        self, own: Sequence[tuple[int, Box]], targets: Sequence[Target], rows: ExportRows
+    ) -> None:
+        """Writes boxes: (number of the tensor, box)."""
+        for number, (offsets, lengths) in own:
+            tensor = self._tensors[number]
+            place = _narrowed(file_view(tensor), offsets, lengths)
+            rows.add(self._memory[number, offsets], place, targets[number], tensor.name)
+        rows.flush()
+
+    def _chunks(self, name: str) -> Iterable[tuple[Sizes, torch.Tensor]]:
+        target = self.state.get(name)
+        if target is None:  # another rank's
+            return
+        for index, chunk in enumerate(wanted_chunks(target)):
+            place = MetadataIndex(name, chunk.offsets, index)
+            local = find_state_dict_object({name: target}, place).detach()
+            if not has_strides(local):
+                raise UnsupportedError(
+                    f"'{name}' is a {type(local).__name__} of layout {local.layout}, which an "
+                    "export cannot lay out"
+                )
+            yield tuple(chunk.offsets), local
+
+
+class StoredSource:
+    """A checkpoint, ours or stock's, or safetensors."""
+
+    is_shared = True
+
+    def __init__(self, path: str | os.PathLike[str], options: ReadOptions) -> None:
+        self.reader = PretrainedReader(path, options=options)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+        self._tensors: Sequence[ExportTensor] = ()
+        self._mapped: Mapping[str, MappedTensor] = {}
+
+    def entries(self) -> tuple[dict[str, Entry], str]:
+        """Returns all names that this rank sees, and what begins those of the model."""
+        found = {}
+        for name, entry in self.metadata.state_dict_metadata.items():
+            is_tensor = isinstance(entry, TensorStorageMetadata)
+            found[name] = (
+                Entry(dtype_name(entry.properties.dtype), tuple(entry.size))  # type: ignore[union-attr]
+                if is_tensor
+                else Entry(None, None)
+            )
+        return found, model_part(self.metadata)
+
+    def offers(
+        self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]
+    ) -> list[Offer]:
+        """Returns the boxes that are stored, of each tensor."""
+        self._tensors, self._mapped = tensors, mapped
+        offers = []
+        for tensor in tensors:
+            boxes: list[Box] = []
+            for source in mapped[tensor.name].sources:
+                for chunk in self.metadata.state_dict_metadata[source].chunks:  # type: ignore[union-attr]
+                    local = torch.empty(chunk.sizes, device="meta")
+                    found = mapped[tensor.name].boxes_of(source, tuple(chunk.offsets), local)
+                    boxes += [(at, tuple(view.shape)) for at, view in found if view.numel()]
+            offers.append(Offer(tuple(boxes), tensor.name))
+        return offers
+
+    def shares(self, rank: int, ranks: int, piece_bytes: int) -> list[tuple[int, Box]]:
+        """Returns the boxes that this rank reads and writes."""
+        total, begin = sum(tensor.nbytes for tensor in self._tensors), 0
+        own = []
+        for number, tensor in enumerate(self._tensors):
+            for offsets, lengths in slabs(tensor.sizes, tensor.itemsize, piece_bytes):
+                if share_of(begin, total, ranks) == rank:
+                    own.append((number, (offsets, lengths)))
+                nbytes = tensor.itemsize
+                for length in lengths:
+                    nbytes *= length
+                begin += nbytes
+        return own
+
+    def write(
+        self, own: Sequence[tuple[int, Box]], targets: Sequence[Target], rows: ExportRows
+    ) -> None:
+        """Writes boxes: (number of the tensor, box)."""
+        planner = _ExportPlanner(rows)
+        items: list[ReadItem] = []
+        for number, (offsets, lengths) in own:
+            tensor = self._tensors[number]
+            place = _narrowed(file_view(tensor), offsets, lengths)
+            for part in self._mapped[tensor.name].parts_of(offsets, place):
+                stored: Any = self.metadata.state_dict_metadata[part.fqn]
+                wanted = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.lengths))
+                for item in create_read_items_for_chunk_list(part.fqn, stored, [wanted]):
+                    there = _narrowed(part.view, item.dest_offsets, item.lengths)
+                    items.append(planner.placed(item, there, targets[number]))
+        plan = self.reader.prepare_local_plan(LoadPlan(items))
+        self.reader.read_data(plan, planner).wait()
+        rows.flush()
+
+
+class _ExportPlanner(LoadPlanner):  # type: ignore[misc, unused-ignore]
+    """Gives each read item memory of its own, and hands it to the files when it is filled."""
+
+    def __init__(self, rows: ExportRows) -> None:
+        self._rows = rows
+        self._places: list[tuple[torch.Tensor, Target]] = []
+
+    def placed(self, item: ReadItem, place: torch.Tensor, target: Target) -> ReadItem:
+        """Returns an item of the plan whose bytes belong to a place of a payload."""
+        zeros = torch.Size([0] * len(item.lengths))
+        index = MetadataIndex(str(len(self._places)), zeros)
+        self._places.append((place, target))
+        return ReadItem(
+            item.type, index, zeros, item.storage_index, item.storage_offsets, item.lengths
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        place, _ = self._places[int(read_item.dest_index.fqn)]
+        return torch.empty(read_item.lengths, dtype=place.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        place, target = self._places[int(read_item.dest_index.fqn)]
+        self._rows.add_copy(tensor, place, target)
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing to set up."""
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise PlanError(f"'{read_item.storage_index.fqn}' is an object, not a tensor")
+
+
+def _narrowed(view: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
+        view = view.narrow(dim, begin, length)
+    return view
