@@ -9,11 +9,9 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -21,24 +19,19 @@ from torch import nn
 from torch_dcpx import _C
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.directory import Directory
-from torch_dcpx.errors import OptionError
 from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.export_arguments import ExportArguments, checked_arguments, source_of
 from torch_dcpx.export_files import ArtifactFiles, open_job, temporary_name
 from torch_dcpx.export_layout import ExportTensor, Layout, index_of, safetensors_layout
 from torch_dcpx.export_plan import assigned, refuse_objects, tensors_of, tied, united
 from torch_dcpx.export_rows import ExportRows, Target
 from torch_dcpx.export_source import Box, Entry, LiveSource, Offer, StoredSource, selected
-from torch_dcpx.key_rules import KeyRules, checked_map
+from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import MappedTensor
-from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.torch_archive import check_objects, torch_layout, torch_patches
 
 __all__ = ["ExportReport", "export"]
-
-_UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
-}  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True)
@@ -91,16 +84,19 @@ def export(
     Args:
         source: a checkpoint of torch-dcpx or stock DCP, or safetensors, by path; or a module or
             state dict, whose tensors may be sharded (DTensor).
-        path: directory, or the file in it (`*.safetensors`); it is made if it is not there.
+        path: directory, or the file in it (`*.safetensors`; `*.bin`, `*.pt`, `*.pth`); directories
+            are made where they are not there.
         format: "safetensors" (default): `model.safetensors`, or `model-00001-of-00002.safetensors`
-            and so on with `model.safetensors.index.json`, as Hugging Face lays them out.
+            and so on with `model.safetensors.index.json`, as Hugging Face lays them out. "torch":
+            `pytorch_model.bin`, a flat dict for `torch.load(weights_only=True)`, which holds
+            plain objects as well.
         keys: globs (`fnmatch`) of names to export, as they are in `source`, flattened by dots.
             Default None: the tensors of the model where the source has parts (a dict with a dict
             under "model"), without that prefix; else all tensors.
         key_map: names and shapes of the source to those of the artifact. Default `KeyMap()`: names
             without wrappers.
         max_shard_bytes: tensor bytes in a file, an int or a text such as "5GB"; a tensor that is
-            larger has a file of its own. Default "5GB".
+            larger has a file of its own. Default "5GB". A torch archive is one file.
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
         options: durability, host_memory_bytes, workers, slot_bytes and save_timeout_s of
@@ -131,16 +127,6 @@ def export(
     return run.report(time.perf_counter() - began)
 
 
-class _Arguments(NamedTuple):
-    """Arguments that were checked."""
-
-    directory: Path
-    stem: str
-    keys: tuple[str, ...] | None
-    key_map: KeyRules
-    max_shard_bytes: int
-
-
 class _Order(NamedTuple):
     """What the coordinator tells a rank to write."""
 
@@ -158,10 +144,11 @@ class _Export:
         self._exchange = exchange
         self._options = options
         self._source: LiveSource | StoredSource
-        self._arguments: _Arguments
+        self._arguments: ExportArguments
         self._tensors: list[ExportTensor] = []
         self._mapped: dict[str, MappedTensor] = {}
         self._objects: list[str] = []
+        self._records: list[Any] = []  # of a torch archive, on the coordinator
         self._files: ArtifactFiles | None = None
         self._order: _Order
         self._counts = {"written_bytes": 0, "in_place_bytes": 0}
@@ -180,8 +167,8 @@ class _Export:
         began = time.perf_counter()
 
         def own() -> tuple[dict[str, Entry], str]:
-            self._arguments = _checked(path, file_format, keys, key_map, max_shard_bytes)
-            self._source = _source_of(source, self._options)
+            self._arguments = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
+            self._source = source_of(source, self._options)
             return self._source.entries()
 
         def reduce(
@@ -194,9 +181,9 @@ class _Export:
         arguments = self._arguments
         chosen, part = selected(entries, part, arguments.keys)
         self._tensors, self._mapped, self._objects = tensors_of(
-            chosen, part, arguments.key_map, is_safetensors=True
+            chosen, part, arguments.key_map, is_safetensors=not arguments.is_torch
         )
-        if arguments.keys is not None:
+        if arguments.keys is not None and not arguments.is_torch:
             refuse_objects(self._objects)
         self._plan_s = time.perf_counter() - began
 
@@ -204,8 +191,13 @@ class _Export:
         """Agrees on who writes what, and where; the coordinator makes the files."""
         began = time.perf_counter()
 
-        def own() -> list[Offer]:
-            return self._source.offers(self._tensors, self._mapped)
+        def own() -> tuple[list[Offer], dict[str, Any]]:
+            objects: dict[str, Any] = {}
+            if self._arguments.is_torch:
+                names = {name: self._mapped[name].sources[0] for name in self._objects}
+                objects = self._source.objects(names, is_first=self._exchange.is_coordinator)
+                check_objects(objects)
+            return self._source.offers(self._tensors, self._mapped), objects
 
         self._order = self._exchange.reduce_scatter("plan", own, self._orders)
         self._plan_s += time.perf_counter() - began
@@ -214,15 +206,15 @@ class _Export:
         """Writes this rank's boxes; the coordinator makes the artifact of all."""
         self._exchange.note_phase("writing")
 
-        def own() -> None:
+        def own() -> list[int]:
             began = time.perf_counter()
             try:
-                self._write_own()
+                return self._write_own()
             finally:
                 self._write_s = time.perf_counter() - began
                 self._exchange.deadline = Deadline(self._exchange.deadline.timeout_s)
 
-        self._exchange.all_reduce("write", own, lambda _: self._publish())
+        self._exchange.all_reduce("write", own, self._publish)
 
     def close(self) -> None:
         """Removes what an export that failed has made."""
@@ -238,7 +230,7 @@ class _Export:
             tensors=len(tensors),
             nbytes=sum(file.nbytes for file in layout.files),
             aliases=tuple((alias, one.name) for one in tensors for alias in one.aliases),
-            skipped=tuple(self._objects),
+            skipped=() if self._arguments.is_torch else tuple(self._objects),
             written_bytes=self._counts["written_bytes"],
             in_place_bytes=self._counts["in_place_bytes"],
             plan_s=self._plan_s,
@@ -246,19 +238,25 @@ class _Export:
             total_s=total_s,
         )
 
-    def _orders(self, of_ranks: list[list[Offer]]) -> list[_Order]:
+    def _orders(self, offered: list[tuple[list[Offer], dict[str, Any]]]) -> list[_Order]:
         """The coordinator's: layout, empty files, and an order for each rank."""
         arguments, is_shared = self._arguments, self._source.is_shared
+        of_ranks = [offers for offers, _ in offered]
         tensors = tied(self._tensors, of_ranks)
         aliases = {alias for tensor in tensors for alias in tensor.aliases}
         kept = tuple(tensor for tensor in tensors if tensor.name not in aliases)
         boxes = assigned(tensors, of_ranks[:1] if is_shared else of_ranks)
-        files = ArtifactFiles(arguments.directory, arguments.stem, ".safetensors", self._options)
+        suffix = "" if arguments.is_torch else ".safetensors"
+        files = ArtifactFiles(arguments.directory, arguments.stem, suffix, self._options)
         self._files = files
-        layout = safetensors_layout(kept, arguments.stem, arguments.max_shard_bytes)
-        if len(layout.files) > 1:
-            stem = files.shard_stem(arguments.stem)
-            layout = safetensors_layout(kept, stem, arguments.max_shard_bytes)
+        if arguments.is_torch:
+            objects = {name: one for _, own in reversed(offered) for name, one in own.items()}
+            layout, self._records = torch_layout(kept, objects, arguments.stem)
+        else:
+            layout = safetensors_layout(kept, arguments.stem, arguments.max_shard_bytes)
+            if len(layout.files) > 1:
+                stem = files.shard_stem(arguments.stem)
+                layout = safetensors_layout(kept, stem, arguments.max_shard_bytes)
         files.make(layout)
         places = {tensor.name: number for number, tensor in enumerate(kept)}
         numbers = tuple(places.get(tensor.name, -1) for tensor in tensors)
@@ -274,7 +272,8 @@ class _Export:
             orders.append(_Order(files.export_id, seen, kept, numbers, own))
         return orders
 
-    def _write_own(self) -> None:
+    def _write_own(self) -> list[int]:
+        """Writes this rank's boxes. Returns its shares in the payloads' checksums."""
         order, memory_bytes = self._order, self._options.resolved_memory_bytes()
         own: Iterable[tuple[int, Box]]
         if order.own is not None:
@@ -286,7 +285,7 @@ class _Export:
             own = self._source.shares(exchange.rank, exchange.world_size, piece_bytes)
         boxes = [box for box in own if order.numbers[box[0]] >= 0]
         if not boxes:
-            return
+            return []
         with Directory(self._arguments.directory) as directory:
             job = open_job(directory, self._options)
             try:
@@ -296,6 +295,7 @@ class _Export:
             finally:
                 job.abandon()
             self._counts = job.report()
+            return job.crc_shares()
 
     def _targets(self, job: _C.RangeJob, used: set[int]) -> list[Target]:
         """Opens the files that this rank writes to. Returns the place of each offered tensor."""
@@ -307,71 +307,25 @@ class _Export:
                 targets.append(Target(-1, 0, 0, -1))
                 continue
             payload = order.layout.payloads[place]
+            tag = place if self._arguments.is_torch else -1
             if payload.file not in opened:
                 file = order.layout.files[payload.file]
                 name = temporary_name(file.name, order.export_id)
                 opened[payload.file] = job.add_file(name, file.nbytes, is_new=False)
-            targets.append(Target(opened[payload.file], payload.offset, payload.nbytes, -1))
+            targets.append(Target(opened[payload.file], payload.offset, payload.nbytes, tag))
         return targets
 
-    def _publish(self) -> None:
+    def _publish(self, of_ranks: list[list[int]]) -> None:
         """The coordinator's: all ranks have written."""
         assert self._files is not None  # noqa: S101 - for the type checker
         self._exchange.note_phase("committing")
         order = self._order
         heads = [(number, 0, file.head) for number, file in enumerate(order.layout.files)]
         index = index_of(order.tensors, order.layout) if len(order.layout.files) > 1 else None
+        if self._arguments.is_torch:
+            crcs = [0] * len(order.tensors)
+            for shares in of_ranks:
+                for number, share in enumerate(shares):
+                    crcs[number] ^= share
+            heads = torch_patches(self._records, crcs)
         self._files.publish(heads, index)
-
-
-def _source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
-    if isinstance(source, (nn.Module, Mapping)):
-        return LiveSource(source)
-    if not isinstance(source, (str, os.PathLike)):
-        raise OptionError(
-            f"source must be a path, a module or a state dict, got {type(source).__name__}",
-            option="source",
-            value=source,
-        )
-    slot_bytes = min(2 << 20, options.resolved_memory_bytes() // 2)
-    memory_bytes = max(slot_bytes, options.resolved_memory_bytes() // 2)
-    return StoredSource(source, ReadOptions(host_memory_bytes=memory_bytes, slot_bytes=slot_bytes))
-
-
-def _checked(
-    path: str | os.PathLike[str],
-    file_format: str,
-    keys: Iterable[str] | None,
-    key_map: KeyRules | None,
-    max_shard_bytes: int | str,
-) -> _Arguments:
-    if file_format != "safetensors":
-        raise OptionError(
-            f"format must be 'safetensors', got {file_format!r}", option="format", value=file_format
-        )
-    globs = None
-    if keys is not None:
-        globs = tuple(keys) if not isinstance(keys, str) else (keys,)
-        if not all(isinstance(glob, str) for glob in globs):
-            raise OptionError(f"keys must be globs, got {keys!r}", option="keys", value=keys)
-    if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
-        raise OptionError(f"path must be a path, got {path!r}", option="path", value=path)
-    directory, stem = Path(path), "model"
-    if directory.suffix == ".safetensors":
-        directory, stem = directory.parent, directory.stem
-    return _Arguments(
-        directory, stem, globs, checked_map(key_map) or KeyRules(), _shard_bytes(max_shard_bytes)
-    )
-
-
-def _shard_bytes(value: int | str) -> int:
-    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    unit = _UNITS.get(found[2].upper(), 0) if found else 0
-    number = int(found[1]) * unit if found else value
-    if type(number) is not int or number < 1:
-        raise OptionError(
-            f"max_shard_bytes must be bytes, or a text such as '5GB', got {value!r}",
-            option="max_shard_bytes",
-            value=value,
-        )
-    return number

@@ -28,6 +28,7 @@ from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.export_layout import ExportTensor, file_view
 from torch_dcpx.export_rows import ExportRows, Target, share_of, slabs
+from torch_dcpx.load_checkpoint import load
 from torch_dcpx.load_plan import is_stateful
 from torch_dcpx.mapped_state import model_part
 from torch_dcpx.mapped_tensor import MappedTensor, Sizes
@@ -61,6 +62,9 @@ class Source(Protocol):
 
     def entries(self) -> tuple[dict[str, Entry], str]:
         """Returns all names that this rank sees, and what begins those of the model."""
+
+    def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
+        """Returns objects by new name, where `names` gives their own; `is_first`: on rank 0."""
 
     def offers(
         self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]
@@ -119,6 +123,10 @@ class LiveSource:
             )
         return found, self._part
 
+    def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
+        """Returns objects by new name, where `names` gives their own; those that are here."""
+        return {new: self.state[name] for new, name in names.items() if name in self.state}
+
     def offers(
         self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]
     ) -> list[Offer]:
@@ -172,6 +180,7 @@ class StoredSource:
     is_shared = True
 
     def __init__(self, path: str | os.PathLike[str], options: ReadOptions) -> None:
+        self._path = path
         self.reader = PretrainedReader(path, options=options)
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
@@ -189,6 +198,18 @@ class StoredSource:
                 else Entry(None, None)
             )
         return found, model_part(self.metadata)
+
+    def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
+        """Returns objects by new name, where `names` gives their own; on rank 0 alone.
+
+        Raises:
+            UnsafePickleError: one is of no plain class.
+        """
+        if not names or not is_first:
+            return {}
+        loaded: dict[str, Any] = dict.fromkeys(names.values())
+        load(loaded, self._path, no_dist=True)
+        return {new: loaded[name] for new, name in names.items()}
 
     def offers(
         self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]

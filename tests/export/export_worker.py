@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def main(path: Path) -> None:
         dcpx.export(source, path / name, key_map=rules)
         assert_artifact(path / name, turned)
     failure_of_one_rank_is_raised_on_all(path, state, whole, turned)
+    for source in (state, path / "ckpt"):
+        dcpx.export(source, path / "net.pt", format="torch")
+        with zipfile.ZipFile(path / "net.pt") as archive:
+            assert archive.testzip() is None  # checksums of all ranks' rows together
+        loaded = torch.load(path / "net.pt", weights_only=True)
+        assert loaded.keys() == whole.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items())
+        dist.barrier()
     if world == 2:  # each rank has names of its own, as stages of a pipeline have
         own = {f"stage{rank}": torch.full((50,), rank)}
         dcpx.export(own, path / "stages")

@@ -106,9 +106,10 @@ INDICES = {
 @pytest.mark.parametrize("what", INDICES)
 def test_hostile_index_is_a_typed_error(tmp_path: Path, what: str) -> None:
     write(tmp_path / "model.safetensors", {"a": row()})
-    (tmp_path / "model.safetensors.index.json").write_text(INDICES[what])
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(INDICES[what])
     with pytest.raises(CorruptionError, match=r"index\.json"):
-        stored_sizes(tmp_path)
+        stored_sizes(path)
 
 
 def test_what_is_refused_is_refused_by_the_real_package_and_the_other_way_round(
@@ -118,7 +119,7 @@ def test_what_is_refused_is_refused_by_the_real_package_and_the_other_way_round(
     path = tmp_path / "model.safetensors"
     st.save_file({"a": torch.ones(3), "b": torch.arange(4), "c": torch.zeros(0)}, path)
     good = path.read_bytes()
-    for _ in range(300):
+    for _ in range(120):
         data = bytearray(good)
         for _ in range(rng.randint(1, 2)):
             data[rng.randrange(len(data) - 44)] = rng.choice(b'0123456789,:[]{}" FIU\x00\xff')

@@ -55,6 +55,7 @@ MODULES_WITH_EXTENSION = {
     "save_rows",
     "staged_state",
     "staging",
+    "torch_archive",
     "trust",
     "unpickle",
     "verify_checkpoint",

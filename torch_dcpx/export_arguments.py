@@ -1,0 +1,97 @@
+"""The arguments of an export, checked, and what each of them means."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torch_dcpx.errors import OptionError
+from torch_dcpx.export_source import LiveSource, StoredSource
+from torch_dcpx.key_rules import KeyRules, checked_map
+from torch_dcpx.options import ReadOptions, WriteOptions
+
+__all__ = ["ExportArguments", "checked_arguments", "source_of"]
+
+_UNITS = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
+}  # fmt: skip
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
+
+
+class ExportArguments(NamedTuple):
+    """Arguments that were checked."""
+
+    directory: Path
+    stem: str
+    keys: tuple[str, ...] | None
+    key_map: KeyRules
+    max_shard_bytes: int
+    is_torch: bool
+
+
+def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
+    """Returns where the bytes come from. Raises: OptionError, and what a load raises."""
+    if isinstance(source, (nn.Module, Mapping)):
+        return LiveSource(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise OptionError(
+            f"source must be a path, a module or a state dict, got {type(source).__name__}",
+            option="source",
+            value=source,
+        )
+    slot_bytes = min(2 << 20, options.resolved_memory_bytes() // 2)
+    memory_bytes = max(slot_bytes, options.resolved_memory_bytes() // 2)
+    return StoredSource(source, ReadOptions(host_memory_bytes=memory_bytes, slot_bytes=slot_bytes))
+
+
+def checked_arguments(
+    path: str | os.PathLike[str],
+    file_format: str,
+    keys: Iterable[str] | None,
+    key_map: KeyRules | None,
+    max_shard_bytes: int | str,
+) -> ExportArguments:
+    """Returns what the arguments say. Raises: OptionError for one that cannot work."""
+    if file_format not in ("safetensors", "torch"):
+        raise OptionError(
+            f"format must be 'safetensors' or 'torch', got {file_format!r}",
+            option="format",
+            value=file_format,
+        )
+    is_torch = file_format == "torch"
+    globs = None
+    if keys is not None:
+        globs = tuple(keys) if not isinstance(keys, str) else (keys,)
+        if not all(isinstance(glob, str) for glob in globs):
+            raise OptionError(f"keys must be globs, got {keys!r}", option="keys", value=keys)
+    if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
+        raise OptionError(f"path must be a path, got {path!r}", option="path", value=path)
+    directory, stem = Path(path), "pytorch_model.bin" if is_torch else "model"
+    if is_torch and directory.suffix in _TORCH_SUFFIXES:
+        directory, stem = directory.parent, directory.name
+    elif not is_torch and directory.suffix == ".safetensors":
+        directory, stem = directory.parent, directory.stem
+    limit = _shard_bytes(max_shard_bytes)
+    return ExportArguments(
+        directory, stem, globs, checked_map(key_map) or KeyRules(), limit, is_torch
+    )
+
+
+def _shard_bytes(value: int | str) -> int:
+    found = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    unit = _UNITS.get(found[2].upper(), 0) if found else 0
+    number = int(found[1]) * unit if found else value
+    if type(number) is not int or number < 1:
+        raise OptionError(
+            f"max_shard_bytes must be bytes, or a text such as '5GB', got {value!r}",
+            option="max_shard_bytes",
+            value=value,
+        )
+    return number
