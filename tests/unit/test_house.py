@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
 MODULES_WITH_EXTENSION = {
     "__init__",
     "arena",
+    "cli_doctor",
     "columns",
     "copy_guard",
     "device_memory",

@@ -1,0 +1,164 @@
+"""`dcpx` looks at checkpoints: what it prints, what it exits with, what it does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from saves import data_files, save
+
+import torch_dcpx
+from torch_dcpx.cli_app import app
+
+ROOT = Path(torch_dcpx.__file__).parents[1]
+STATE = {"model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)}, "step": 3}
+
+
+def dcpx(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in args], prog_name="dcpx")
+
+
+def printed(*args: object, code: int = 0) -> Any:
+    """What a command says with --json."""
+    result = dcpx(*args, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_inspect_shows_what_a_checkpoint_holds(tmp_path: Path, writer: Any) -> None:
+    save(STATE, tmp_path, writer)
+    (found,) = printed("inspect", tmp_path, "--chunks")
+    assert found["written_by"] == {"ours": "torch-dcpx", "stock": "stock"}[writer]
+    assert found["nbytes"] == sum((tmp_path / name).stat().st_size for name in data_files(tmp_path))
+    items = {item["fqn"]: item for item in found["items"]}
+    assert set(items) == {"model.w", "model.b", "step"}
+    assert items["model.w"]["dtype"] == "float32"
+    assert items["model.w"]["shape"] == [20, 30]
+    (chunk,) = items["model.w"]["chunks"]
+    assert chunk["sizes"] == [20, 30]
+    assert chunk["nbytes"] >= 2400
+    assert items["step"]["kind"] == "object"
+    text = dcpx("inspect", tmp_path).stdout
+    assert "model.w  float32  [20, 30]" in text
+    assert "2 tensors, 1 objects, 1 files" in text
+
+
+def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    (found,) = printed("inspect", tmp_path, "-k", "*.b", "-k", "st*")
+    assert [item["fqn"] for item in found["items"]] == ["model.b", "step"]
+    assert "and 2 more" in dcpx("inspect", tmp_path, "--limit", 1).stdout
+
+
+def test_inspect_shows_each_ranks_own_checkpoint(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(
+        STATE, storage_writer=torch_dcpx.DcpxWriter(tmp_path), no_dist=True, use_collectives=False
+    )
+    (found,) = printed("inspect", tmp_path)
+    assert found["metadata_file"] == "__0.metadata"
+    assert len(found["items"]) == 3
+
+
+def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
+    save({"a\x1b[2Jb\nc": torch.ones(2)}, tmp_path)
+    text = dcpx("inspect", tmp_path).stdout
+    assert "\x1b" not in text
+    assert r"a\x1b[2Jb\nc" in text
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / data_files(folder)[0], 1000)
+
+
+def damage_metadata(folder: Path) -> None:
+    data = bytearray((folder / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / ".metadata").write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "state", "problem"),
+    [
+        (lambda _: None, "whole", ""),
+        (cut, "damaged", "has 1000 B"),
+        (lambda folder: (folder / data_files(folder)[0]).unlink(), "damaged", "is missing"),
+        (damage_metadata, "damaged", "CorruptionError"),
+        (lambda folder: (folder / ".metadata").unlink(), "uncommitted", "did not end"),
+    ],
+)
+def test_ls_says_what_is_whole(
+    tmp_path: Path, harm: Callable[[Path], None], state: str, problem: str
+) -> None:
+    for step in (1, 2):
+        save(STATE, tmp_path / f"step-{step}")
+    (tmp_path / "logs").mkdir()
+    harm(tmp_path / "step-2")
+    found = printed("ls", tmp_path, code=0 if state == "whole" else 1)
+    assert [each["name"] for each in found] == ["step-1", "step-2"]
+    assert found[0]["state"] == "whole"
+    assert found[1]["state"] == state
+    assert problem in found[1]["problem"]
+    assert len(printed("ls", tmp_path, "--all", code=0 if state == "whole" else 1)) == 3
+    assert printed("ls", tmp_path / "step-1")[0]["state"] == "whole"
+
+
+def test_errors_exit_by_whose_fault_they_are(tmp_path: Path) -> None:
+    missing = printed("inspect", tmp_path / "none", code=2)["error"]
+    assert (missing["type"], missing["errno"]) == ("StorageError", 2)
+    assert printed("inspect", tmp_path, code=1)["error"]["type"] == "NotCommittedError"
+    save(STATE, tmp_path)
+    damage_metadata(tmp_path)
+    assert printed("inspect", tmp_path, code=1)["error"]["type"] == "CorruptionError"
+    result = dcpx("inspect", tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "CRC-32" in result.stderr
+    assert dcpx("inspect").exit_code == 2  # click's own
+
+
+def test_doctor_tries_what_a_save_does_and_leaves_nothing(tmp_path: Path) -> None:
+    found = {each["name"]: each for each in printed("doctor", tmp_path)}
+    assert found["writing"]["state"] == "fine"
+    assert {"torch", "C++ extension", "direct I/O", "locks", "file system"} <= set(found)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "__0_0.distcp").write_bytes(b"")
+    found = {each["name"]: each for each in printed("doctor", tmp_path)}
+    assert found["checkpoint"]["state"] == "warning"
+    assert printed("doctor", tmp_path / "none", code=2)["error"]["errno"] == 2
+
+
+def test_command_fails_clearly_without_its_extra(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(name='rich')")
+    result = run("--help", path=f"{tmp_path}:{ROOT}")
+    assert result.returncode == 2
+    assert "torch-dcpx[cli]" in result.stderr
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["doctor"], ["inspect", "--help"]])
+def test_commands_that_need_no_torch_do_not_import_it(args: list[str]) -> None:
+    code = (
+        "import sys, atexit, torch_dcpx.cli as cli\n"
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
+        f"sys.argv = ['dcpx', *{args!r}]\n"
+        "cli.main()"
+    )
+    result = run(code=code)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines()[-1] == "False"
+
+
+def run(*args: str, code: str = "", path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(("-c", code) if code else ("-m", "torch_dcpx.cli", *args))]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
+    )

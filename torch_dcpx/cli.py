@@ -1,0 +1,31 @@
+"""The `dcpx` command: looks at checkpoints, of torch-dcpx and of stock DCP, and mends them.
+
+Needs no process group and no GPU. What it shows things with, click and rich, comes with the extra
+`torch-dcpx[cli]`; without them it says so and exits with 2. torch is imported by what looks into a
+checkpoint, and by nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+_MISSING = "dcpx needs {name}, which is not installed: pip install 'torch-dcpx[cli]'\n"
+
+
+def main() -> None:
+    """Runs the command line. Exits: see `torch_dcpx.cli_output`."""
+    try:
+        from torch_dcpx.cli_app import app
+    except ImportError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in ("click", "rich"):
+            raise
+        sys.stderr.write(_MISSING.format(name=name))
+        raise SystemExit(2) from None
+    app(prog_name="dcpx")
+
+
+if __name__ == "__main__":
+    main()

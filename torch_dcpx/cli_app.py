@@ -1,0 +1,65 @@
+"""The commands of `dcpx` and their arguments. What they do is imported when they are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from torch_dcpx._version import __version__
+from torch_dcpx.cli_output import command
+
+__all__ = ["app"]
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="dcpx")
+def app() -> None:
+    """Look at checkpoints of torch-dcpx and of stock DCP, check them, mend them.
+
+    Exits with 0 if all is well, 1 if a checkpoint is not, 2 if the command could not do it.
+    """
+
+
+@app.command("ls")
+@click.argument("path", type=_PATH)
+@click.option("--all", "with_all", is_flag=True, help="directories without a checkpoint, too")
+@command
+def list_(path: Path, with_all: bool, as_json: bool) -> int:
+    """List the checkpoints at PATH, or in the directories beneath it: state, size, files.
+
+    Sizes are compared, no data read: see `verify`. Exits with 1 if one is not whole.
+    """
+    from torch_dcpx.cli_list import show
+
+    return show(path, with_all=with_all, as_json=as_json)
+
+
+@app.command()
+@click.argument("path", type=_PATH)
+@click.option(
+    "--key", "-k", "keys", multiple=True, help="only names that this glob fits (any of several)"
+)
+@click.option("--chunks", is_flag=True, help="each chunk, with its file and place")
+@click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
+@command
+def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
+    """Show what a checkpoint holds: names, dtypes, shapes, chunks, files. Reads no data."""
+    from torch_dcpx.cli_inspect import show
+
+    return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json)
+
+
+@app.command()
+@click.argument("path", type=_PATH, required=False)
+@command
+def doctor(path: Path | None, as_json: bool) -> int:
+    """Say whether this machine has what fast and safe saves need, and PATH's file system too.
+
+    In PATH a small file is written and removed.
+    """
+    from torch_dcpx.cli_doctor import examine
+
+    return examine(path, as_json=as_json)

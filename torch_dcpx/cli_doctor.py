@@ -1,0 +1,226 @@
+"""`dcpx doctor`: whether a machine, and the file system of a path, have what saves and loads use.
+
+Nothing is imported that needs torch. Each line is fine, a warning (it works, slower or with less of
+a promise: the text says which) or a failure.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import platform
+import resource
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from torch_dcpx._version import __version__
+from torch_dcpx.cli_output import CANNOT, FINE, human_bytes, put_json, put_table
+from torch_dcpx.directory import Directory, storage_error
+from torch_dcpx.errors import OptionError
+from torch_dcpx.layout import is_data_file_name, is_metadata_name, is_temporary_name
+
+__all__ = ["Check", "examine"]
+
+_FEW_FILES = 1024
+_BLOCK = 4096
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+class Check(NamedTuple):
+    """One thing that was looked at."""
+
+    name: str
+    state: Literal["fine", "warning", "failure"]
+    text: str
+
+
+def examine(path: Path | None, *, as_json: bool) -> int:
+    """Prints what was found. Returns the exit code: 2 with a failure, else 0."""
+    checks = [*_of_machine(), *(_of_place(path) if path is not None else ())]
+    if as_json:
+        put_json(checks)
+    else:
+        put_table(
+            ["", "what", "found"], ((check.state, check.name, check.text) for check in checks)
+        )
+    return CANNOT if any(check.state == "failure" for check in checks) else FINE
+
+
+def _of_machine() -> Iterator[Check]:
+    yield Check(
+        "versions", "fine", f"torch-dcpx {__version__}, Python {platform.python_version()}, "
+        f"Linux {platform.release()} {platform.machine()}",
+    )  # fmt: skip
+    yield _torch()
+    yield from _extension()
+    yield _huge_pages()
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    yield Check(
+        "open files",
+        "fine" if files >= _FEW_FILES else "warning",
+        f"{files} (ulimit -n)"
+        + ("" if files >= _FEW_FILES else "; loads of many files open them late, one by one"),
+    )
+    cores = len(os.sched_getaffinity(0))
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield Check("machine", "fine", f"{cores} usable cores, {human_bytes(pages)} of free memory")
+
+
+def _torch() -> Check:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("torch", "failure", "not installed; torch-dcpx needs 2.9 or newer")
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < (2, 9):
+        return Check("torch", "failure", f"{version}; torch-dcpx needs 2.9 or newer")
+    return Check("torch", "fine", version)
+
+
+def _extension() -> Iterator[Check]:
+    try:
+        from torch_dcpx import _C
+    except ImportError as error:
+        yield Check("C++ extension", "failure", str(error))
+        return
+    kinds = ", ".join(_C.crc32_implementations())
+    yield Check("C++ extension", "fine", f"loads; checksums by the fastest of {kinds}")
+    driver = _C.device_driver()
+    if driver["failure"]:
+        yield Check("CUDA", "fine", f"not used: {driver['failure']}")
+    else:
+        kernel = "with" if driver["has_kernel"] else "without"
+        yield Check(
+            "CUDA", "fine",
+            f"{driver['devices']} devices, driver {driver['version']}, {kernel} the pack kernel",
+        )  # fmt: skip
+
+
+def _huge_pages() -> Check:
+    try:
+        text = _HUGE_PAGES.read_text().strip()
+    except OSError as error:
+        return Check(
+            "huge pages", "warning", f"unknown ({error}); large reads and writes may be slower"
+        )
+    if "[never]" in text:
+        return Check(
+            "huge pages", "warning", f"{text}; direct reads and writes take up to twice as long"
+        )
+    return Check("huge pages", "fine", text)
+
+
+def _of_place(path: Path) -> Iterator[Check]:
+    """Looks at a directory. Raises: StorageError: there is none, or it cannot be read."""
+    if "://" in os.fspath(path):
+        raise OptionError(f"'{path}' is a URL; torch-dcpx keeps files", option="path", value=path)
+    with Directory(path) as directory:
+        status = os.fstatvfs(directory.fd)
+        free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+        kind, options = _mount_of(path)
+        yield Check(
+            "file system", "fine",
+            f"{kind} ({options}), {human_bytes(free)} of {human_bytes(whole)} free",
+        )  # fmt: skip
+        yield _left(directory)
+        if status.f_flag & os.ST_RDONLY:
+            yield Check(
+                "writing", "warning", "the file system is read-only: loads work, saves do not"
+            )
+            return
+        yield from _writing(directory)
+
+
+def _mount_of(path: Path) -> tuple[str, str]:
+    """Returns kind and options of the file system that holds `path`."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return "unknown", ""
+    for line in reversed(lines):
+        head, _, tail = line.partition(" - ")
+        fields = head.split()
+        if len(fields) > 5 and fields[2] == wanted and tail:
+            return tail.split()[0], fields[5]
+    return "unknown", ""
+
+
+def _left(directory: Directory) -> Check:
+    names = directory.names()
+    data = sum(map(is_data_file_name, names))
+    temporary = sum(map(is_temporary_name, names))
+    if any(map(is_metadata_name, names)):
+        return Check(
+            "checkpoint", "fine", f"a committed one, {data} data files (see `dcpx inspect`)"
+        )
+    if data or temporary:
+        return Check(
+            "checkpoint", "warning",
+            f"none: {data} data files of saves that did not end, {temporary} temporary ones; "
+            "the next save that commits here removes them",
+        )  # fmt: skip
+    return Check("checkpoint", "fine", "none here")
+
+
+def _writing(directory: Directory) -> Iterator[Check]:
+    """Tries each thing that a save does, with a small file of its own."""
+    name = f".dcpx-doctor-{uuid.uuid4().hex[:12]}.tmp"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, 0o600, dir_fd=directory.fd)
+    except OSError as error:
+        yield Check(
+            "writing", "failure", str(storage_error("create", directory.path / name, error))
+        )
+        return
+    try:
+        yield _tried("writing", lambda: _write(fd), "fsync is not honoured", "failure")
+        yield _tried(
+            "direct I/O", lambda: _write_direct(directory, name), "saves go through the page cache"
+        )
+        yield _tried(
+            "locks", lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB),
+            "two saves at once are not noticed, leftovers stay",
+        )  # fmt: skip
+        yield _tried(
+            "fsync of directories", lambda: os.fsync(directory.fd),
+            "that a commit survives a power cut is up to the file system",
+        )  # fmt: skip
+    finally:
+        os.close(fd)
+        directory.unlink(name)
+
+
+def _tried(
+    name: str,
+    do: Callable[[], object],
+    without: str,
+    state: Literal["warning", "failure"] = "warning",
+) -> Check:
+    try:
+        do()
+    except OSError as error:
+        return Check(name, state, f"{os.strerror(error.errno or errno.EIO)}: {without}")
+    return Check(name, "fine", "works")
+
+
+def _write(fd: int) -> None:
+    os.pwrite(fd, b"x" * _BLOCK, 0)
+    os.fsync(fd)
+
+
+def _write_direct(directory: Directory, name: str) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, dir_fd=directory.fd)
+    try:
+        with mmap.mmap(-1, _BLOCK) as page:  # aligned, as direct I/O wants it
+            os.pwritev(fd, [page], 0)
+    finally:
+        os.close(fd)

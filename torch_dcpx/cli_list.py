@@ -1,0 +1,73 @@
+"""`dcpx ls`: which checkpoints lie at a path, and whether they are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from torch_dcpx.cli_inspect import described
+from torch_dcpx.cli_output import FINE, UNSOUND, human_bytes, put_json, put_table
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import DcpxError, NotCommittedError
+from torch_dcpx.layout import is_data_file_name, is_metadata_name, is_temporary_name
+
+__all__ = ["show"]
+
+
+class Listed(NamedTuple):
+    """One directory."""
+
+    name: str
+    state: str  # "whole", "damaged", "uncommitted" or "none"
+    written_by: str
+    items: int
+    files: int
+    nbytes: int
+    problem: str  # "": none
+
+
+def show(path: Path, *, with_all: bool, as_json: bool) -> int:
+    """Prints what lies at `path`. Returns the exit code."""
+    with Directory(path) as directory:
+        names = directory.names()
+    if any(map(_is_of_checkpoint, names)):
+        found = [_listed(path, path.name or str(path))]
+    else:
+        found = [_listed(path / name, name) for name in names if (path / name).is_dir()]
+    if not with_all:
+        found = [each for each in found if each.state != "none"]
+    if as_json:
+        put_json(found)
+    else:
+        put_table(
+            ["name", "state", "written by", "#items", "#files", "#size", "problem"],
+            ((*each[:5], human_bytes(each.nbytes), each.problem) for each in found),
+        )
+    return UNSOUND if any(each.problem for each in found) else FINE
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return is_metadata_name(name) or is_data_file_name(name) or is_temporary_name(name)
+
+
+def _listed(path: Path, name: str) -> Listed:
+    try:
+        with Directory(path) as directory:
+            if not any(map(_is_of_checkpoint, directory.names())):
+                return Listed(name, "none", "", 0, 0, 0, "")
+        found = described(path)
+    except NotCommittedError as error:
+        return Listed(name, "uncommitted", "", 0, 0, 0, str(error))
+    except DcpxError as error:
+        return Listed(name, "damaged", "", 0, 0, 0, f"{type(error).__name__}: {error}")
+    faults = [fault for each in found for fault in each.faults]
+    files: set[str] = set().union(*(each.files for each in found))
+    return Listed(
+        name,
+        "damaged" if faults else "whole",
+        found[0].written_by,
+        sum(len(each.items) for each in found),
+        len(files),
+        sum(each.nbytes for each in found),
+        faults[0] if faults else "",
+    )

@@ -1,0 +1,140 @@
+"""What every command shares: tables or JSON, and what it exits with.
+
+0  all is well
+1  the checkpoint is not: damaged, incomplete, never committed, hostile
+2  the command could not do it: a wrong argument, no such path, no permission
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, ParamSpec
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, ShortReadError
+
+__all__ = [
+    "CANNOT",
+    "FINE",
+    "UNSOUND",
+    "command",
+    "human_bytes",
+    "put_json",
+    "put_lines",
+    "put_table",
+]
+
+FINE, UNSOUND, CANNOT = 0, 1, 2
+
+_Args = ParamSpec("_Args")
+_ENDLESS = 1 << 20  # columns of a terminal that nothing is wrapped in
+_OF_CHECKPOINT = (CorruptionError, NotCommittedError, ShortReadError)
+
+
+def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
+    """Makes a function that returns its exit code a click command with `--json`.
+
+    An error of ours, or of the system, is shown as one line, or as JSON on stdout: `{"error":
+    {"type": ..., "message": ..., and its fields}}`. Anything else is a bug, and shown as one.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _Args.args, **kwargs: _Args.kwargs) -> NoReturn:
+        try:
+            code = function(*args, **kwargs)
+        except (DcpxError, OSError) as error:
+            if kwargs.get("as_json"):
+                put_json({"error": {"type": type(error).__name__, **_fields(error)}})
+            else:
+                _on_stderr().print(Text(f"dcpx: {error}"), soft_wrap=True)
+            code = UNSOUND if isinstance(error, _OF_CHECKPOINT) else CANNOT
+        sys.exit(code)
+
+    return click.option("--json", "as_json", is_flag=True, help="print JSON")(run)
+
+
+def _fields(error: Exception) -> dict[str, Any]:
+    fields: dict[str, Any] = {"message": str(error)}
+    for name in ("path", "fqn", "offset", "nbytes", "expected", "found", "errno"):
+        value = getattr(error, name, None)
+        if isinstance(value, str | int):
+            fields[name] = value
+    return fields
+
+
+def put_json(value: Any) -> None:
+    """Prints one JSON value; dataclasses and named tuples are objects."""
+    sys.stdout.write(json.dumps(_plain(value), indent=2) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(vars(value))
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def put_lines(lines: Iterable[str]) -> None:
+    """Prints lines as they are: no markup, nothing cut."""
+    console = _on_stdout()
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints a table; columns that begin with '#' are numbers.
+
+    The last column is wrapped to the terminal; in a pipe every row is one line.
+    """
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(
+            name.lstrip("#"),
+            justify="right" if name.startswith("#") else "left",
+            no_wrap=number < len(columns) - 1,
+            overflow="fold",
+        )
+    for row in rows:
+        table.add_row(*(Text(_printable(each)) for each in row))
+    console = _on_stdout()
+    if not console.is_terminal:
+        console.width = _ENDLESS
+    console.print(table, soft_wrap=not console.is_terminal)
+
+
+def _printable(value: Any) -> str:
+    """Names come from files: what would move the cursor or colour the terminal is shown escaped."""
+    text = str(value)
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def human_bytes(nbytes: float) -> str:
+    """Returns `1.5 GiB` for 1610612736."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1024 or unit == "TiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def _on_stdout() -> Console:
+    return Console(highlight=False, emoji=False, markup=False)
+
+
+def _on_stderr() -> Console:
+    return Console(stderr=True, highlight=False, emoji=False, markup=False)
