@@ -53,6 +53,35 @@ def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json
 
 
 @app.command()
+@click.argument("path", type=_PATH)
+@click.option("--workers", type=click.IntRange(min=1), help="threads that read and sum")
+@command
+def verify(path: Path, workers: int | None, as_json: bool) -> int:
+    """Compare every byte of a checkpoint with its checksums, and say all that is wrong."""
+    from torch_dcpx.cli_verify import run_verify
+
+    return run_verify(path, workers=workers, as_json=as_json)
+
+
+@app.command()
+@click.argument("path", type=_PATH)
+@click.option("--dry-run", is_flag=True, help="say what would be done, write nothing")
+@click.option("--file", "files", multiple=True, help="a data file of the save (each of them)")
+@click.option("--rank-local", is_flag=True, help="make each rank's own metadata")
+@command
+def repair(
+    path: Path, dry_run: bool, files: tuple[str, ...], rank_local: bool, as_json: bool
+) -> int:
+    """Make a lost or damaged .metadata anew of what the data files say. Never over a good one.
+
+    Exits with 1 where what is there does not prove what the metadata said.
+    """
+    from torch_dcpx.cli_verify import run_repair
+
+    return run_repair(path, files=files, rank_local=rank_local, is_dry_run=dry_run, as_json=as_json)
+
+
+@app.command()
 @click.argument("path", type=_PATH, required=False)
 @command
 def doctor(path: Path | None, as_json: bool) -> int:

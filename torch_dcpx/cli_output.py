@@ -11,15 +11,30 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, ParamSpec
 
 import click
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, ShortReadError
+from torch_dcpx.errors import (
+    CorruptionError,
+    DcpxError,
+    NotCommittedError,
+    RepairError,
+    ShortReadError,
+)
 
 __all__ = [
     "CANNOT",
@@ -30,13 +45,14 @@ __all__ = [
     "put_json",
     "put_lines",
     "put_table",
+    "showing_progress",
 ]
 
 FINE, UNSOUND, CANNOT = 0, 1, 2
 
 _Args = ParamSpec("_Args")
 _ENDLESS = 1 << 20  # columns of a terminal that nothing is wrapped in
-_OF_CHECKPOINT = (CorruptionError, NotCommittedError, ShortReadError)
+_OF_CHECKPOINT = (CorruptionError, NotCommittedError, RepairError, ShortReadError)
 
 
 def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
@@ -121,6 +137,20 @@ def _printable(value: Any) -> str:
     """Names come from files: what would move the cursor or colour the terminal is shown escaped."""
     text = str(value)
     return text if text.isprintable() else ascii(text)[1:-1]
+
+
+@contextmanager
+def showing_progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """Gives whom to tell (done bytes, total bytes); None where no terminal would show it."""
+    console = _on_stderr()
+    if not (is_shown and console.is_terminal):
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True),
+               TransferSpeedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def human_bytes(nbytes: float) -> str:

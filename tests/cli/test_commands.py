@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from saves import data_files, save
+from saves import assert_whole, data_files, save
 
 import torch_dcpx
 from torch_dcpx.cli_app import app
@@ -124,6 +124,35 @@ def test_errors_exit_by_whose_fault_they_are(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (1, "")
     assert "CRC-32" in result.stderr
     assert dcpx("inspect").exit_code == 2  # click's own
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_verify_finds_a_flipped_bit(tmp_path: Path, writer: Any) -> None:
+    save(STATE, tmp_path, writer)
+    assert printed("verify", tmp_path)["ok"]
+    assert "is whole" in dcpx("verify", tmp_path).stdout
+    (name,) = data_files(tmp_path)
+    (found,) = printed("inspect", tmp_path, "--chunks", "-k", "model.w")
+    chunk = found["items"][0]["chunks"][0]
+    data = bytearray((tmp_path / name).read_bytes())
+    data[chunk["offset"] + chunk["nbytes"] // 2] ^= 1
+    (tmp_path / name).write_bytes(data)
+    report = printed("verify", tmp_path, code=1)
+    assert not report["ok"]
+    assert report["findings"][0]["file"] == name
+    assert "model.w" in report["findings"][0]["fqns"]
+    assert name in dcpx("verify", tmp_path).stdout
+
+
+def test_repair_makes_lost_metadata_anew_and_spares_a_good_one(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    assert printed("repair", tmp_path, code=1)["error"]["type"] == "RepairError"
+    (tmp_path / ".metadata").unlink()
+    assert printed("repair", tmp_path, "--dry-run")["is_dry_run"]
+    assert not (tmp_path / ".metadata").exists()
+    assert "made '.metadata'" in dcpx("repair", tmp_path).stdout
+    assert_whole(STATE, tmp_path)
+    assert printed("verify", tmp_path)["ok"]
 
 
 def test_doctor_tries_what_a_save_does_and_leaves_nothing(tmp_path: Path) -> None:

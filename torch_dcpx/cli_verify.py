@@ -1,0 +1,35 @@
+"""`dcpx verify` and `dcpx repair`: `torch_dcpx.verify` and `torch_dcpx.repair` from a shell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch_dcpx.cli_output import FINE, UNSOUND, put_json, put_lines, showing_progress
+from torch_dcpx.repair_checkpoint import repair
+from torch_dcpx.verify_checkpoint import verify
+
+__all__ = ["run_repair", "run_verify"]
+
+
+def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
+    """Prints what `verify` finds. Returns the exit code."""
+    with showing_progress(f"verify {path.name}", is_shown=not as_json) as tell:
+        report = verify(path, workers=workers, progress=tell)
+    if as_json:
+        put_json({"ok": report.ok, **vars(report)})
+    else:
+        put_lines(str(report).splitlines())
+    return FINE if report.ok else UNSOUND
+
+
+def run_repair(
+    path: Path, *, files: Sequence[str], rank_local: bool, is_dry_run: bool, as_json: bool
+) -> int:
+    """Prints what `repair` makes. Returns the exit code."""
+    report = repair(path, files=files or None, rank_local=rank_local or None, dry_run=is_dry_run)
+    if as_json:
+        put_json(report)
+    else:
+        put_lines(str(report).splitlines())
+    return FINE
