@@ -42,7 +42,7 @@ from torch_dcpx.metadata_parts import (
     check_crc,
     check_tail,
     has_tail,
-    stock_pickle,
+    scan_stock,
 )
 from torch_dcpx.open_columns import open_columns, open_planner
 from torch_dcpx.stock_metadata import load_stock_metadata
@@ -260,9 +260,9 @@ def _digest(pieces: Iterable[bytes | memoryview]) -> str:
 
 def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
     """Stock's pickle, which must fill `data`."""
-    stock_pickle(data, path)
+    compound_keys = scan_stock(data, path)
     metadata: object = load_stock_metadata(
-        data, path, safe_globals, trusted=trusted, is_scanned=True
+        data, path, safe_globals, trusted=trusted, compound_keys=compound_keys
     )
     if not isinstance(metadata, Metadata):
         raise CorruptionError(

@@ -29,7 +29,7 @@ __all__ = [
     "check_tail",
     "decode_parts",
     "has_tail",
-    "stock_pickle",
+    "scan_stock",
 ]
 
 MAGIC = b"DCPXMETA"
@@ -73,10 +73,14 @@ def has_tail(content: Content) -> bool:
     return at >= 0 and bytes(content.part(at, len(MAGIC))) == MAGIC
 
 
-def stock_pickle(data: bytes, path: str) -> bytes:
-    """Returns `data`, which one pickle must fill: so a whole file of stock's does."""
+def scan_stock(data: bytes, path: str) -> int:
+    """Looks at `data`, which one pickle must fill, as a whole file of stock's does.
+
+    Returns:
+        How many keys of dicts and sets in it are made of several values.
+    """
     with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
-        end = _C.scan_pickle(data)
+        end, compound_keys = _C.scan_keys(data)
     if end != len(data):
         behind = len(data) - end
         raise CorruptionError(
@@ -85,7 +89,7 @@ def stock_pickle(data: bytes, path: str) -> bytes:
             offset=end,
             nbytes=behind,
         )
-    return data
+    return compound_keys
 
 
 def check_tail(content: Content, path: str) -> tuple[int, int, ColumnReader]:
@@ -172,8 +176,8 @@ def decode_parts(data: bytes, path: str) -> MetadataParts:
     errors: list[CorruptionError] = []
     try:
         if not has_tail(content):
-            end = len(stock_pickle(data, path))
-            return MetadataParts((), data[:end], None)
+            scan_stock(data, path)
+            return MetadataParts((), data, None)
         sizes = check_layout(content, path)
     except CorruptionError as error:
         return MetadataParts((error,), None, None)

@@ -36,7 +36,7 @@ from torch_dcpx.settle import (
     no_more_than,
     refuse,
 )
-from torch_dcpx.unpickle import EMPTY, GlobalTable, StandIn, stand_in, with_python2_names
+from torch_dcpx.unpickle import EMPTY, GlobalTable, StandIn, brief, stand_in, with_python2_names
 
 __all__ = ["PLAIN", "encode_latin1", "path_text"]
 
@@ -68,6 +68,17 @@ def _calls(
         if len(args) < (len(kinds) if least is None else least):
             refuse(f"calls {raw.global_name} with {len(args)} arguments")
         return target(*args)
+
+    return build
+
+
+def _set_of(kind: type) -> Callable[[StandIn, Settler], Any]:
+    """Build a set or frozenset of one list or tuple: how protocols 2 and 3 write them."""
+
+    def build(raw: StandIn, settle: Settler) -> Any:
+        args = _arguments(raw, settle, (list, tuple))
+        settle.keys(*args or ((),))
+        return kind(*args)
 
     return build
 
@@ -125,12 +136,17 @@ def _container_of(make: Callable[..., Any]) -> Callable[[StandIn, Settler], Any]
 
     def build(raw: StandIn, settle: Settler) -> Any:
         no_more_than(raw, state=True, elements=make is _deque, pairs=make is not _deque)
-        made = make(*settle(raw.args))
+        args = settle(raw.args)
+        if make is _ordered_dict and args and type(args[0]) in (list, tuple):
+            settle.keys([pair[0] for pair in args[0]])
+        made = make(*args)
         settle.remember(raw, made)
         for element in raw.elements or ():
             made.append(settle(element))
-        for key, value in raw.pairs or ():
-            made[settle(key)] = settle(value)
+        pairs = [(settle(key), value) for key, value in raw.pairs or ()]
+        settle.keys([key for key, _ in pairs])
+        for key, value in pairs:
+            made[key] = settle(value)
         if raw.state is not EMPTY and raw.state is not None:
             if not hasattr(made, "__dict__"):
                 refuse(f"sets attributes of a {raw.global_name}")
@@ -220,7 +236,7 @@ def _bytes_io(raw: StandIn, settle: Settler) -> io.BytesIO:
     data, position, _ = state
     # From a position beyond the end, the owner's next write would fill the gap with zeros.
     if type(data) is not bytes or type(position) is not int or not 0 <= position <= len(data):
-        refuse(f"builds a BytesIO of a {type(data).__name__} at {position!r:.40}")
+        refuse(f"builds a BytesIO of a {type(data).__name__} at {brief(position)}")
     made = io.BytesIO(data)
     made.seek(position)
     return made
@@ -249,12 +265,12 @@ BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     ("builtins", "complex"): _calls(complex, float, float),
     ("builtins", "dict"): _container_of(_dict),  # how subclasses are pickled as plain dicts
     ("builtins", "float"): never_called,
-    ("builtins", "frozenset"): _calls(frozenset, (list, tuple), least=0),
+    ("builtins", "frozenset"): _set_of(frozenset),
     ("builtins", "getattr"): build_enum_member,
     ("builtins", "int"): never_called,
     ("builtins", "list"): never_called,
     ("builtins", "range"): _calls(range, int, int, int),
-    ("builtins", "set"): _calls(set, (list, tuple), least=0),
+    ("builtins", "set"): _set_of(set),
     ("builtins", "slice"): _calls(slice, SCALARS, SCALARS, SCALARS),
     ("builtins", "str"): never_called,
     ("builtins", "tuple"): never_called,

@@ -8,14 +8,16 @@ for `__reduce_ex__` and the like: a planted one would run.
 
 from __future__ import annotations
 
+import collections
 import enum
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
 
 from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.hashed_keys import check_keys
 from torch_dcpx.unpickle import EMPTY, StandIn, StandInType
 
 __all__ = [
@@ -33,6 +35,11 @@ MAX_DEPTH = 500  # stock torch.save reaches 496 nested lists at Python's default
 # 40 times "a pair of the last one, twice" is a tuple that takes 2^40 steps to hash. The scan sees
 # such keys of dicts; those of sets, which may be calls, are seen here.
 MAX_NODES = 10_000_000
+
+# One text of a megabyte and a thousand calls that each make bytes of it: what is made is charged.
+CALLS_BASE_BYTES = 64 << 20
+CALLS_BYTES_PER_BYTE = 32  # of the pickle; a set of its smallest values has 16 times its bytes
+ELEMENT_BYTES = 32  # of a container that a call makes
 
 ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype})
 
@@ -88,14 +95,21 @@ class Settler:
 
     Args:
         read_storage: gives the storage of a storage stand-in; None where tensors do not belong.
+        pickle_bytes: size of the tree's pickle, which bounds what its calls may make.
     """
 
-    def __init__(self, read_storage: Callable[[Any], torch.UntypedStorage] | None = None) -> None:
+    def __init__(
+        self,
+        read_storage: Callable[[Any], torch.UntypedStorage] | None = None,
+        pickle_bytes: int = 0,
+    ) -> None:
         # Keyed by id: the tree outlives the settler's walk, and `_kept` what the walk makes itself.
         self._memo: dict[int, Any] = {}
         self._kept: list[Any] = []
         self._depth = 0
         self._nodes: dict[int, int] = {}  # by id of a made tuple: how many nodes hashing it visits
+        self._left_bytes = CALLS_BASE_BYTES + CALLS_BYTES_PER_BYTE * pickle_bytes
+        self._hashed_nodes = 0
         self.read_storage = read_storage
         self.cache: dict[Any, Any] = {}  # for builds whose parts repeat; keys live with the tree
 
@@ -103,6 +117,28 @@ class Settler:
         """Give `made` wherever `raw` is met again; containers call it before they are filled."""
         self._memo[id(raw)] = made
         self._kept.append(raw)
+
+    def _charge(self, raw: Any, made: Any) -> None:
+        """Refuse a tree whose calls make far more than it has bytes."""
+        nbytes = 0
+        if isinstance(raw, StandIn):
+            nbytes += sum([len(part) for part in raw.args if type(part) is str])
+        if isinstance(made, (str, bytes, bytearray)):
+            nbytes += len(made)
+        elif isinstance(made, (list, tuple, dict, set, frozenset, collections.deque)):
+            nbytes += ELEMENT_BYTES * len(made)
+        elif not isinstance(made, torch.Tensor):  # whose storage is charged by nobody: it is shared
+            nbytes += int(getattr(made, "nbytes", 0))  # of a NumPy array
+        self._left_bytes -= nbytes
+        if self._left_bytes < 0:
+            refuse("makes far more by its calls than it has bytes")
+
+    def keys(self, made: Collection[Any]) -> None:
+        """Refuse settled keys of a dict or set that take far longer to hash than to read."""
+        self._hashed_nodes += sum([self._nodes.get(id(key), 0) for key in made])
+        if self._hashed_nodes > MAX_NODES:
+            refuse(f"has keys that unfold to {self._hashed_nodes} values")
+        check_keys(made)
 
     def __call__(self, raw: Any) -> Any:
         """Return the real object of `raw`.
@@ -129,6 +165,7 @@ class Settler:
             pairs = []
             for key, value in raw.items():
                 pairs.append((self(key), self(value)))
+            self.keys([key for key, _ in pairs])
             raw.clear()  # keys may have been stand-ins, which hash by identity
             raw.update(pairs)
             made = raw
@@ -144,6 +181,8 @@ class Settler:
                 nodes += self._nodes.get(id(part), 1)
             if nodes > MAX_NODES:
                 refuse(f"has a {kind.__name__} that unfolds to {nodes} values")
+            if kind is not tuple:
+                self.keys(parts)
             made = kind(parts)
             if kind is tuple:
                 self._nodes[id(made)] = nodes
@@ -153,6 +192,7 @@ class Settler:
             made = raw
         elif type(kind) is StandInType:
             made = kind.build(raw, self)
+            self._charge(raw, made)
         elif kind is StandInType and raw.value is not EMPTY:
             made = raw.value
         elif kind is StandInType:
@@ -196,8 +236,10 @@ def build_user_object(raw: StandIn, settle: Settler) -> Any:
     if raw.elements is not None:
         for element in raw.elements:
             made.append(settle(element))
-    for key, value in raw.pairs or ():
-        made[settle(key)] = settle(value)
+    pairs = [(settle(key), value) for key, value in raw.pairs or ()]
+    settle.keys([key for key, _ in pairs])
+    for key, value in pairs:
+        made[key] = settle(value)
     if raw.state is not EMPTY:
         _user_class_state(made, settle(raw.state), owner)
         check_attributes(getattr(made, "__dict__", ()), owner)  # its __setstate__ may set any name

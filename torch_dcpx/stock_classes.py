@@ -27,7 +27,7 @@ from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.plain_objects import PATHS, PLAIN, path_text
 from torch_dcpx.settle import Settler, no_more_than, refuse
 from torch_dcpx.torch_objects import DTYPES, MAX_INT64, build_layout, dims
-from torch_dcpx.unpickle import GlobalTable, StandIn, StateStandIn, stand_in
+from torch_dcpx.unpickle import GlobalTable, StandIn, StateStandIn, brief, stand_in
 
 __all__ = [
     "BYTES",
@@ -77,7 +77,7 @@ def _size(value: Any, what: str) -> torch.Size:
         return torch.Size(dims(value, what))
     for n in value:  # here and not by `dims`: called half a million times for a large model
         if type(n) is not int or not 0 <= n <= MAX_INT64:
-            refuse(f"has {n!r:.40} in a {what}")
+            refuse(f"has {brief(n)} in a {what}")
     return value
 
 
@@ -93,7 +93,7 @@ def _memory_format(raw: StandIn, _settle: Settler) -> torch.memory_format:
         return MEMORY_FORMATS[MEMORY_FORMAT_NAMES.index(name)]
     code = raw.args[0] if len(raw.args) == 1 else None
     if type(code) is not int or not 0 <= code < len(MEMORY_FORMATS):
-        refuse(f"has the memory format {code!r:.40}")
+        refuse(f"has the memory format {brief(code)}")
     return MEMORY_FORMATS[code]
 
 
@@ -101,9 +101,13 @@ def _properties(raw: StateStandIn, settle: Settler) -> TensorProperties:
     state = raw[0] if len(raw) == 1 else None
     if type(state) is not tuple or len(state) not in PROPERTIES_COUNTS:
         refuse("has TensorProperties of other than 5 or 6 fields")
+    dtype, kind, requires_grad, memory_format, pin_memory, *strides = state
+    known = strides and strides[0] is not None
+    stride = dims(strides[0], "stride") if known else None
+    if tuple in map(type, state[:5]):  # may take for ever to hash
+        refuse("has TensorProperties with a field of another type")
     values = settle.cache.get(state)  # most tensors of a model have the same
     if values is None:
-        dtype, kind, requires_grad, memory_format, pin_memory, *strides = state
         kind, memory_format = settle(kind), settle(memory_format)
         if (
             type(dtype) is not torch.dtype
@@ -113,8 +117,6 @@ def _properties(raw: StateStandIn, settle: Settler) -> TensorProperties:
             or type(pin_memory) is not bool
         ):
             refuse("has TensorProperties with a field of another type")
-        known = strides and strides[0] is not None
-        stride = dims(strides[0], "stride") if known else None
         values = (dtype, kind, requires_grad, memory_format, pin_memory), stride
         settle.cache[state] = values
     made = TensorProperties(*values[0])
@@ -159,7 +161,7 @@ def build_index(raw: StateStandIn, _settle: Settler) -> MetadataIndex:
     state = fields(raw)
     offset, hint = state.get("offset"), state.get("index")
     if hint is not None and (type(hint) is not int or not 0 <= hint <= MAX_INT64):
-        refuse(f"has the index {hint!r:.40}")
+        refuse(f"has the index {brief(hint)}")
     # As unpickling makes one: its __init__ copies the offset and calls object.__setattr__ thrice.
     made: MetadataIndex = object.__new__(MetadataIndex)
     known: dict[str, Any] = {"fqn": text(state.get("fqn"), "name"), "index": hint}

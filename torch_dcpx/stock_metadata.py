@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch_dcpx._compat import AnyProperties
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError
+from torch_dcpx.hashed_keys import check_keys
 from torch_dcpx.settle import Settler, build_user_object, no_more_than, refuse
 from torch_dcpx.stock_classes import (
     BYTES,
@@ -50,9 +51,9 @@ DICT = METADATA["builtins", "dict"]
 class _Rebuild:
     """Makes the `Metadata` of one file; every refusal names the file and the entry."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, pickle_bytes: int) -> None:
         self._path = path
-        self._settle = Settler()
+        self._settle = Settler(pickle_bytes=pickle_bytes)
 
     def _refuse(self, key: Any, cause: object) -> NoReturn:
         name = key if type(key) is str else None
@@ -90,7 +91,8 @@ class _Rebuild:
         return made
 
     def storage(self, raw: Any) -> dict[MetadataIndex, _StorageInfo]:
-        made: dict[MetadataIndex, _StorageInfo] = {}
+        indices: list[MetadataIndex] = []
+        places: list[_StorageInfo] = []
         storage = self._pairs(raw, "storage_data")
         for key, entry in storage:
             name = None
@@ -99,9 +101,15 @@ class _Rebuild:
                     refuse(f"storage_data maps a {_kind(key)} to a {_kind(entry)}")
                 index = build_index(key, self._settle)
                 name = index.fqn
-                made[index] = build_storage_info(entry, self._settle)
+                places.append(build_storage_info(entry, self._settle))
+                indices.append(index)
             except pickle.UnpicklingError as error:
                 self._refuse(name, error)
+        try:
+            check_keys(indices)  # offsets can be chosen so that all have one hash
+        except pickle.UnpicklingError as error:
+            self._refuse(None, f"storage_data {error}")
+        made = dict(zip(indices, places, strict=True))
         if len(made) != len(storage):
             self._refuse(None, f"{len(storage) - len(made)} items have two places in storage_data")
         return made
@@ -148,7 +156,7 @@ def load_stock_metadata(
     safe_globals: Iterable[Any] = (),
     *,
     trusted: bool = False,
-    is_scanned: bool = False,
+    compound_keys: int | None = None,
 ) -> Metadata:
     """Return the `Metadata` of a `.metadata` file, executing nothing of it.
 
@@ -158,7 +166,7 @@ def load_stock_metadata(
         safe_globals: classes and functions that `planner_data` may use; subclasses of `Metadata`
             (whose own fields are left behind). For this call only.
         trusted: unpickle it as stock does instead, which executes whatever it says.
-        is_scanned: whether `scan_pickle` has seen it, and nothing is behind it. Default False.
+        compound_keys: what `scan_keys` said of it, where nothing is behind it; None: not scanned.
 
     Returns:
         A fresh `Metadata` of exact types; `checkpoint_id` is a str; `TensorProperties` as the
@@ -175,11 +183,11 @@ def load_stock_metadata(
         return made
     table = {**METADATA, **user_globals(safe_globals, build_user_object)}
     with malformed_is_corruption("read", path=path, fqn=None), paused_gc():
-        raw = RestrictedUnpickler(data, table, path=path, is_scanned=is_scanned).load()
+        raw = RestrictedUnpickler(data, table, path=path, compound_keys=compound_keys).load()
         cls = type(raw)
         if cls is METADATA_ROOT:
-            return _Rebuild(path).metadata(fields(raw))
+            return _Rebuild(path, len(data)).metadata(fields(raw))
         made_of = cls.value if isinstance(raw, StandIn) and not raw.is_called else None
         if isinstance(made_of, type) and issubclass(made_of, Metadata):
-            return _Rebuild(path).metadata(raw.state if type(raw.state) is dict else {})
+            return _Rebuild(path, len(data)).metadata(raw.state if type(raw.state) is dict else {})
         return refuse(f"holds a {_kind(raw)}, not a Metadata")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_dcpx.settle import Settler, check_attributes, never_called, no_more_than, refuse
-from torch_dcpx.unpickle import GlobalTable, StandIn, StandInType, stand_in
+from torch_dcpx.unpickle import GlobalTable, StandIn, StandInType, brief, stand_in
 
 __all__ = [
     "DTYPES",
@@ -76,7 +76,7 @@ def storage_ref(pid: Any) -> StorageRef:
     if type(kind) is not StorageKind or type(key) is not str or type(location) is not str:
         refuse("has a storage of an unknown kind, key or place")
     if type(numel) is not int or not 0 <= numel <= MAX_INT64:
-        refuse(f"has a storage of {numel!r:.40} elements")
+        refuse(f"has a storage of {brief(numel)} elements")
     itemsize = 1 if kind.dtype is None else kind.dtype.itemsize
     return StorageRef(kind.dtype, key, location, numel * itemsize)
 
@@ -87,7 +87,7 @@ def dims(value: Any, what: str) -> tuple[int, ...]:
         refuse(f"has a {what} of type {type(value).__name__}")
     for n in value:
         if type(n) is not int or not 0 <= n <= MAX_INT64:
-            refuse(f"has {n!r:.40} in a {what}")
+            refuse(f"has {brief(n)} in a {what}")
     return tuple(value)
 
 
@@ -104,7 +104,7 @@ def build_layout(raw: StandIn, _settle: Settler) -> torch.layout:
     no_more_than(raw)
     name = raw.args[0] if len(raw.args) == 1 else None
     if type(name) is not str or name not in LAYOUTS:
-        refuse(f"has the layout {name!r:.40}")
+        refuse(f"has the layout {brief(name)}")
     return LAYOUTS[name]
 
 

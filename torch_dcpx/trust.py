@@ -163,10 +163,9 @@ def decode_byte_item(
                 path=path,
                 fqn=fqn,
             )
-        unpickler = RestrictedUnpickler(
-            archive.record("data.pkl"), table, path=path, fqn=fqn, load_storage=storage_ref
-        )
-        return Settler(archive.storage)(unpickler.load())
+        held = archive.record("data.pkl")
+        unpickler = RestrictedUnpickler(held, table, path=path, fqn=fqn, load_storage=storage_ref)
+        return Settler(archive.storage, len(held))(unpickler.load())
 
 
 def reencode_byte_item(

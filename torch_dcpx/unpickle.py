@@ -20,6 +20,7 @@ from torch_dcpx import _C
 from torch_dcpx._compat import TORCH_VERSION, torch_lacks
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError, DcpxError, OptionError, UnsafePickleError
+from torch_dcpx.hashed_keys import MAX_COMPOUND_KEYS, KeyCheckedUnpickler
 
 if TYPE_CHECKING:
     from torch_dcpx.settle import Settler
@@ -31,6 +32,7 @@ __all__ = [
     "StandIn",
     "StandInType",
     "StateStandIn",
+    "brief",
     "malformed_is_corruption",
     "stand_in",
     "user_globals",
@@ -56,6 +58,18 @@ MALFORMED = (
     TypeError,
     ValueError,  # UnicodeDecodeError too
 )
+
+
+def brief(value: object, limit: int = 40) -> str:
+    """The start of a value's repr; of what is no plain number or text only its type.
+
+    Forty times "a pair of the last one, twice" is a tuple whose repr has 2^40 characters.
+    """
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)[:limit]
+    if isinstance(value, (str, bytes)):
+        return repr(value[:limit])[:limit]
+    return f"a {type(value).__name__}"
 
 
 class _Empty:
@@ -248,7 +262,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         path: file the bytes came from, for errors.
         fqn: fully qualified name of the item, None for metadata.
         load_storage: what a persistent id gives; None refuses them.
-        is_scanned: the caller has scanned it, and nothing is behind its STOP. Default False.
+        compound_keys: of the caller's own `scan_keys`, where nothing is behind the pickle's STOP.
+            None: it is scanned here.
 
     Raises:
         CorruptionError: the pickle is malformed or built to exhaust memory or stack.
@@ -262,16 +277,18 @@ class RestrictedUnpickler(pickle.Unpickler):
         path: str,
         fqn: str | None = None,
         load_storage: Callable[[Any], Any] | None = None,
-        is_scanned: bool = False,
+        compound_keys: int | None = None,
     ) -> None:
         # The scan comes first: CPython's unpickler allocates what a pickle claims before it
         # looks whether the bytes are there.
         nbytes = len(data)
-        if not is_scanned:
+        if compound_keys is None:
             with malformed_is_corruption("scan the pickle of", path=path, fqn=fqn):
-                nbytes = _C.scan_pickle(data, allow_persid=load_storage is not None)
+                nbytes, compound_keys = _C.scan_keys(data, allow_persid=load_storage is not None)
+        self._data = memoryview(data)[:nbytes]
+        self._has_many_keys = compound_keys > MAX_COMPOUND_KEYS
         # utf-8 is what torch.load passes; it matters for strings of Python 2 only.
-        super().__init__(io.BytesIO(memoryview(data)[:nbytes]), encoding="utf-8")
+        super().__init__(io.BytesIO(self._data), encoding="utf-8")
         self._table, self._path, self._fqn = table, path, fqn
         self._load_storage = load_storage
 
@@ -310,4 +327,7 @@ class RestrictedUnpickler(pickle.Unpickler):
             CorruptionError: it is malformed.
         """
         with malformed_is_corruption("unpickle", path=self._path, fqn=self._fqn), paused_gc():
+            if self._has_many_keys:
+                checked = KeyCheckedUnpickler(self._data, self.find_class, self.persistent_load)
+                return checked.load()
             return super().load()

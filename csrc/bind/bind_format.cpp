@@ -152,6 +152,18 @@ std::uint64_t py_scan_pickle(const py::object& buffer, bool allow_persid, std::u
   return scan_pickle(bytes.data(), bytes.size(), limits).stop_bytes;
 }
 
+py::tuple py_scan_keys(const py::object& buffer, bool allow_persid) {
+  const Bytes bytes(buffer);
+  PickleLimits limits;
+  limits.allow_persid = allow_persid;
+  PickleScan found;
+  {
+    const py::gil_scoped_release unlocked;
+    found = scan_pickle(bytes.data(), bytes.size(), limits);
+  }
+  return py::make_tuple(found.stop_bytes, found.compound_keys);
+}
+
 }  // namespace
 
 void bind_format(py::module_& module) {
@@ -176,6 +188,8 @@ void bind_format(py::module_& module) {
              py::arg("max_depth") = limits.max_depth, py::arg("max_ops") = limits.max_ops,
              py::arg("max_bytes") = limits.max_bytes,
              "Bytes up to and including STOP of a pickle that is safe to walk.");
+  module.def("scan_keys", &py_scan_keys, py::arg("buffer"), py::arg("allow_persid") = false,
+             "The same, and how many keys of dicts and sets have a hash that a file can choose.");
 }
 
 }  // namespace dcpx

@@ -26,9 +26,13 @@ struct Slot {
   std::uint32_t depth = 0;       // 0 for a leaf
   std::uint32_t nodes = 0;       // values below and including it, shared ones once a use; saturates
   std::uint32_t memo = kNoMemo;  // where it was put, so that growth reaches the memo
+  bool is_compound = false;      // see PickleScan::compound_keys
 };
-constexpr Slot kLeaf{0, 1, kNoMemo};
-constexpr Slot kEmptyContainer{1, 1, kNoMemo};
+constexpr Slot kLeaf{0, 1, kNoMemo, false};
+constexpr Slot kLargeNumber{0, 1, kNoMemo, true};
+constexpr Slot kEmptyContainer{1, 1, kNoMemo, false};
+constexpr std::size_t kSmallNumberBytes = 7;    // of LONG1: below 2^61 - 1, where hashes repeat
+constexpr std::size_t kSmallNumberDigits = 18;  // of a text
 constexpr std::uint64_t kNodesEnd = UINT32_MAX;
 
 // Mirrors the unpickler's stack and memo by one Slot a value.
@@ -47,7 +51,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       if (++ops_ > limits_.max_ops) fail("has more than the allowed opcodes");
       step(std::to_integer<std::uint8_t>(*at_++));
     }
-    return {static_cast<std::uint64_t>(at_ - begin_), ops_, memo_.size()};
+    return {static_cast<std::uint64_t>(at_ - begin_), ops_, memo_.size(), compound_keys_};
   }
 
  private:
@@ -86,8 +90,9 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   }
 
   void number_line() {
-    if (line() > kMaxNumberBytes) fail("holds a number of too many digits");
-    push(kLeaf);
+    const std::size_t nbytes = line();
+    if (nbytes > kMaxNumberBytes) fail("holds a number of too many digits");
+    push(nbytes > kSmallNumberDigits ? kLargeNumber : kLeaf);
   }
 
   std::uint64_t index_line() {
@@ -103,12 +108,19 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     return index;
   }
 
-  void signed_counted(std::size_t max_bytes) {  // lengths that Python reads as int32
+  void long1() {
+    const std::size_t nbytes = number<std::uint8_t>();
+    skip(nbytes);
+    push(nbytes > kSmallNumberBytes ? kLargeNumber : kLeaf);
+  }
+
+  // Lengths that Python reads as int32.
+  void signed_counted(std::size_t max_bytes, const Slot& made = kLeaf) {
     const auto nbytes = number<std::int32_t>();
     if (nbytes < 0) fail("declares a negative length");
     if (static_cast<std::size_t>(nbytes) > max_bytes) fail("holds a number of too many bytes");
     skip(static_cast<std::uint64_t>(nbytes));
-    push(kLeaf);
+    push(made);
   }
 
   // The stack. Values below the last mark are out of reach, as in the unpickler.
@@ -140,6 +152,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void wrap(std::size_t count) {
     need(count);
     Slot container = kEmptyContainer;
+    container.is_compound = true;
     take_into(&container, count);
     push(container);
   }
@@ -154,11 +167,19 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     if (container.memo != kNoMemo) memo_[container.memo] = container;
   }
 
+  // An object of a class with a state is hashed by identity, or not at all.
+  void set_state() {
+    need(2);
+    stack_[stack_.size() - 2].is_compound = false;
+    absorb(1);
+  }
+
   // Charges every `stride`th of the last `count` values for being hashed.
   void hash_keys(std::size_t count, std::size_t stride) {
     need(count);
     for (std::size_t i = stack_.size() - count; i < stack_.size(); i += stride) {
       key_nodes_ += stack_[i].nodes;
+      if (stack_[i].is_compound) ++compound_keys_;
     }
     const auto nbytes = static_cast<std::uint64_t>(end_ - begin_);
     if (key_nodes_ > kKeyNodesBase + kKeyNodesPerByte * nbytes) fail("has keys that explode");
@@ -240,8 +261,8 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       case kBinint2: skip(2); return push(kLeaf);
       case kBinint: skip(4); return push(kLeaf);
       case kBinfloat: skip(8); return push(kLeaf);
-      case kLong1: return counted<std::uint8_t>();
-      case kLong4: return signed_counted(kMaxNumberBytes);
+      case kLong1: return long1();
+      case kLong4: return signed_counted(kMaxNumberBytes, kLargeNumber);
       case kInt: case kLong: case kFloat: return number_line();
 
       case kShortBinstring: case kShortBinbytes: case kShortBinunicode:
@@ -268,7 +289,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       case kStackGlobal: return wrap(2);
       case kReduce: case kNewobj: return wrap(2);
       case kNewobjEx: return wrap(3);
-      case kBuild: return absorb(1);
+      case kBuild: return set_state();
       case kInst: line(); line(); return wrap(pop_mark());
       case kObj: return make_object();
       case kPersid: check_persid(); line(); return push(kLeaf);
@@ -309,6 +330,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   std::vector<std::size_t> marks_;  // sizes of the stack
   std::vector<Slot> memo_;          // a slot whose own `memo` is kNoMemo was never put
   std::uint64_t key_nodes_ = 0;
+  std::uint64_t compound_keys_ = 0;
   std::uint64_t memo_used_ = 0;
   std::uint64_t ops_ = 0;
   bool is_stopped_ = false;

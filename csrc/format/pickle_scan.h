@@ -22,6 +22,9 @@ struct PickleScan {
   std::uint64_t stop_bytes = 0;  // up to and including STOP; what follows was not looked at
   std::uint64_t ops = 0;
   std::uint64_t max_memo = 0;  // one more than the highest memo index, 0 without memo
+  // Keys of dicts and sets whose hashes a file can choose: numbers of 64 bits and more, tuples,
+  // frozensets, results of calls without a state. Texts, bytes and objects are none.
+  std::uint64_t compound_keys = 0;
 };
 
 // Protocols 0 to 5. Throws Error(kCorruption) with the opcode's offset for anything beyond the
