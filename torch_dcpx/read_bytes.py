@@ -21,7 +21,7 @@ from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planner_hooks import has_stock_hooks
-from torch_dcpx.read_table import load_by_torch
+from torch_dcpx.torch_loader import load_by_torch
 from torch_dcpx.trust import decode_byte_item, reencode_byte_item
 from torch_dcpx.unpickle import MAX_MESSAGE
 

@@ -8,30 +8,22 @@ devices, and refuses as stock does.
 
 from __future__ import annotations
 
-import io
-import pickle
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_dcpx import device_memory
-from torch_dcpx.errors import CorruptionError, UnsafePickleError, UnsupportedError
+from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.locate import Located
-from torch_dcpx.options import ReadOptions
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_disjoint, is_plain
-from torch_dcpx.unpickle import malformed_is_corruption
 
 __all__ = [
     "ON_HOST",
     "ReadRow",
     "TensorRead",
     "finish_tensor_read",
-    "load_by_torch",
     "place_of",
     "plan_tensor_read",
     "stored_dtype",
@@ -209,64 +201,3 @@ def finish_tensor_read(read: TensorRead, is_big_endian: bool) -> None:
         if is_big_endian:
             staged.untyped_storage().byteswap(staged.dtype)  # type: ignore[no-untyped-call]
         read.target.copy_(staged)
-
-
-# How torch.load(weights_only=True) names what it refuses; its other errors are malformed data.
-_REFUSED_GLOBAL = re.compile(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)")
-
-
-@contextmanager
-def _refusals_by_name(path: str, fqn: str) -> Iterator[None]:
-    """Turns torch's refusal of a global into UnsafePickleError; leaves all other errors alone."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        found = _REFUSED_GLOBAL.search(str(error))
-        if found is None:
-            raise
-        name = found[1][:200]
-        raise UnsafePickleError(
-            f"refuse to load item '{fqn}' of '{path}': its tensor needs '{name}', which is on no "
-            f"allow-list; allow it with ReadOptions(safe_globals=[{name}]) or "
-            "torch.serialization.add_safe_globals, or if you trust whoever wrote this checkpoint, "
-            "pass trusted=True",
-            global_name=name,
-            path=path,
-            fqn=fqn,
-        ) from error
-
-
-def load_by_torch(
-    data: io.IOBase, path: str, item: ReadItem, planner: LoadPlanner, options: ReadOptions
-) -> None:
-    """Loads an item that only torch's own loader understands, as stock does.
-
-    Raises:
-        AssertionError: the target's size is not the region's (stock's text).
-        UnsafePickleError: it is of a class that is neither plain nor allowed by `options`.
-        CorruptionError: torch cannot load it.
-    """
-    fqn = item.storage_index.fqn
-    known = torch.serialization.get_safe_globals()
-    added: list[Any] = [entry for entry in options.safe_globals if entry not in known]
-    with (
-        malformed_is_corruption("load by torch", path=path, fqn=fqn),
-        _refusals_by_name(path, fqn),
-        torch.serialization.safe_globals(added),  # takes away at its end what it was given
-    ):
-        tensor = torch.load(
-            data,  # type: ignore[arg-type]
-            map_location="cpu",
-            weights_only=not options.trusted,
-        )
-    tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-    target = planner.resolve_tensor(item)
-    if target.layout != torch.sparse_coo:  # of which detach() makes a copy, which stock then fills
-        target = target.detach()
-    if target.size() != tensor.size():
-        raise AssertionError(
-            f"req {item.storage_index} mismatch sizes {target.size()} vs {tensor.size()}"
-        )
-    with torch.no_grad():
-        target.copy_(tensor)
-    planner.commit_tensor(item, target)

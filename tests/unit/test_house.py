@@ -57,6 +57,7 @@ MODULES_WITH_EXTENSION = {
     "staged_state",
     "staging",
     "torch_archive",
+    "torch_loader",
     "trust",
     "unpickle",
     "verify_checkpoint",
