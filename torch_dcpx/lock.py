@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import threading
 import weakref
 from pathlib import Path
@@ -63,13 +64,18 @@ class SaveLock:
 
         Raises:
             ConcurrentSaveError: another process or thread is saving here; `owner` says who.
-            StorageError: the lock file cannot be opened, locked or read.
+            StorageError: the lock file cannot be opened, locked or read, or is no regular file.
         """
         self.path = directory.path / name
         self.is_held = False  # False as well where the file system has no locks
         self._save = save
         self._is_shared = is_shared
         self._fd, self._is_writable = self._open(directory, name)
+        try:
+            self._check_file()
+        except BaseException:
+            os.close(self._fd)
+            raise
         # Whose save took this lock before and did not end, as far as its file says.
         self.left_by: Literal["nobody", "this machine", "another machine"] = "nobody"
         try:
@@ -98,6 +104,28 @@ class SaveLock:
             return os.open(name, flags | os.O_RDONLY, dir_fd=directory.fd), False
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error
+
+    def _check_file(self) -> None:
+        """Makes sure that the record is written to a file of this directory and to nothing else."""
+        try:
+            status = os.fstat(self._fd)
+        except OSError as error:
+            raise storage_error("fstat", self.path, error, is_read=True) from error
+        if not stat.S_ISREG(status.st_mode):
+            raise StorageError(
+                f"lock '{self.path}': it is no regular file; somebody has put something else in "
+                "place of the lock file: remove it",
+                errno=errno.EINVAL,
+                path=str(self.path),
+            )
+        if status.st_nlink > 1 and self._is_writable:
+            self._is_writable = False  # the other name may be anybody's file, outside of here
+            logger.warning(
+                "'%s' has %d names (hard links): it does not name its owner, since that would be "
+                "written to all of them",
+                self.path,
+                status.st_nlink,
+            )
 
     def _acquire(self) -> _Key | None:
         """Returns what the lock is entered under in the table; None: there are no locks here."""
