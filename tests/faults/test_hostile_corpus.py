@@ -1,0 +1,67 @@
+"""The hostile corpus, driven under an audit hook: nothing executed, escaped, hung, or believed.
+
+`hostile_driver` makes and judges it. A sample of its cases is tried, another one each run;
+DCPX_HOSTILE_STRIDE=1 tries all of them (ten minutes).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hostile_corpus import cases
+
+TESTS = Path(__file__).resolve().parents[1]
+PATH = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+STRIDE = int(os.environ.get("DCPX_HOSTILE_STRIDE", "10"))
+
+
+def drive(scratch: Path, stride: int, shift: int, change: str = "") -> tuple[int, str]:
+    """Runs the driver in a fresh process, behind a line that changes it; returns status, output."""
+    args = str(scratch), stride, shift
+    code = f"import hostile_driver, sys\n{change}\nsys.exit(hostile_driver.main(*{args}))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr[-3000:]
+
+
+def test_names_of_the_corpus_are_its_own() -> None:
+    names = [(case.kind, case.name) for case in cases()]
+    assert len(names) > 1000
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.slow
+def test_hostile_checkpoints_execute_nothing_reach_nothing_and_end(
+    tmp_path: Path, seed: int
+) -> None:
+    status, output = drive(tmp_path, STRIDE, seed % STRIDE)
+    print(output)
+    assert status == 0, output
+
+
+@pytest.mark.slow
+def test_driver_sees_a_reader_that_trusts_what_it_reads(tmp_path: Path) -> None:
+    """Or its zeros would say nothing: what `.metadata` names runs where it is trusted."""
+    change = (
+        "from torch_dcpx import DcpxReader, ReadOptions\n"
+        "trusting = lambda path: DcpxReader(path, options=ReadOptions(trusted=True))\n"
+        "own = list(hostile_driver.cases())\n"
+        "hostile_driver.DcpxReader = trusting\n"
+        "hostile_driver.cases = lambda: [c for c in own if c.kind == 'gadget in .metadata' and "
+        "c.name.startswith(('os.system', 'posix.system', 'os.mkdir', 'builtins.eval'))]\n"
+    )
+    status, output = drive(tmp_path, 1, 0, change)
+    print(output)
+    assert status == 1, output
+    assert '"executed"' in output
+    assert '"escaped"' in output
