@@ -134,7 +134,9 @@ def try_point(directory: Path, point: Point, state: dict[str, Any]) -> tuple[str
     if point.kind == "of another save" and name == ".metadata":
         # A whole `.metadata`: what is wrong is every file that it does not mean.
         return got, "found" if faults == set(data_files(directory)) else "missed"
-    is_found = any(covers(finding, name, point.at) for finding in report.findings)
+    # What a file was cut behind is its last byte: without a size to compare, more is not known.
+    places = (point.at - 1, point.at) if point.kind == "cut" else (point.at,)
+    is_found = any(covers(finding, name, at) for finding in report.findings for at in places)
     if got == "refused":
         is_found = is_found and name in faults
     if name != ".metadata":
