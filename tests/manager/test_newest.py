@@ -49,7 +49,10 @@ def make_a_directory(root: Path) -> None:
     (root / "newest").mkdir()
 
 
-BREAK = [lose, tear, empty, lie, point_nowhere, make_a_link]
+BREAK = [
+    *(lose, tear, point_nowhere),
+    *(pytest.param(breaks, marks=pytest.mark.slow) for breaks in (empty, lie, make_a_link)),
+]
 
 
 @pytest.mark.parametrize("breaks", BREAK)

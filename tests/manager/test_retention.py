@@ -43,8 +43,8 @@ def test_last_commits_are_kept(tmp_path: Path) -> None:
 
 
 def test_multiples_are_kept_for_ever(tmp_path: Path) -> None:
-    tags = kept(tmp_path, *range(1, 9), keep_last=1, keep_every=3)
-    assert tags == ["step-3", "step-6", "step-8"]
+    tags = kept(tmp_path, *range(1, 6), keep_last=1, keep_every=2)
+    assert tags == ["step-2", "step-4", "step-5"]
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", [2, 4]), ("max", [1, 3])])
@@ -93,7 +93,7 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(tmp_path: Path) -> None
 def test_commits_of_two_managers_have_one_order(tmp_path: Path) -> None:
     """One of them at a time: what another has committed meanwhile is older."""
     one, two = manager_of(tmp_path, keep_last=1), manager_of(tmp_path, keep_last=1)
-    for step in range(1, 7):
+    for step in range(1, 5):
         manager = one if step % 2 else two
         save_steps(manager, step)
         manager.wait()
@@ -202,6 +202,7 @@ def test_delete_takes_one_and_the_newest_is_told_anew(tmp_path: Path) -> None:
     assert manager_of(tmp_path).latest() == "step-4"
 
 
+@pytest.mark.slow
 def test_retention_leaves_no_threads_or_files_open(tmp_path: Path, no_leaks: None) -> None:
     with manager_of(tmp_path, keep_last=1, async_save=True) as manager:
         save_steps(manager, 1, 2, 3)
