@@ -96,12 +96,14 @@ class SaveLock:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             return os.open(name, flags | os.O_RDWR | os.O_CREAT, 0o666, dir_fd=directory.fd), True
-        except PermissionError:
-            pass  # a lock needs no more than reading
+        except PermissionError as error:
+            refusal = error  # a lock needs no more than reading
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error
         try:
             return os.open(name, flags | os.O_RDONLY, dir_fd=directory.fd), False
+        except FileNotFoundError:  # and may not be made: that is what somebody can mend
+            raise storage_error("open lock", self.path, refusal) from refusal
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error
 
@@ -179,7 +181,9 @@ class SaveLock:
         lines = [f"host={socket.gethostname()} pid={os.getpid()} {boot}", *elsewhere[:_MAX_OTHERS]]
         owner = "".join(f"{line}\n" for line in lines).encode()
         try:
-            os.pwrite(self._fd, owner, 0)
+            done = 0
+            while done < len(owner):
+                done += os.pwrite(self._fd, owner[done:], done)
             os.ftruncate(self._fd, len(owner))
         except OSError as error:
             logger.warning("'%s' does not name its owner: %s", self.path, str(error))
