@@ -71,15 +71,17 @@ def arm(shim: Shim, nth: int, code: str, *, lasting: bool = False) -> None:
         shim.arm(nth, Action.FAIL, getattr(errno, code), Kind.ALL, lasting=lasting)
 
 
-def unwrapped(error: BaseException, *, is_wrapped: bool) -> BaseException:
-    """Returns the error of this rank, out of what DCP wraps it in where it does.
+def unwrapped(error: BaseException, *, is_wrapped: bool | None) -> BaseException:
+    """Returns the error of this rank, out of what DCP wraps it in where it does (None: maybe).
 
     Its frames are dropped: they hold all that the call had.
     """
     error.__traceback__ = None
-    if not is_wrapped:
+    if is_wrapped is False:
         return error
     if not isinstance(error, CheckpointException):
+        if is_wrapped is None:
+            return error
         raise BadPointError(f"not wrapped: {error!r}")
     (first, *_) = error.failures.values()
     return first[0].with_traceback(None)

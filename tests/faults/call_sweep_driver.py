@@ -92,10 +92,10 @@ def _own_load(target: dict[str, Any], directory: Path) -> None:
 
 
 # name -> who wrote it, what is done, and whether DCP wraps its errors
-LOADS: dict[str, tuple[str, Callable[[dict[str, Any], Path], Any], bool]] = {
+LOADS: dict[str, tuple[str, Callable[[dict[str, Any], Path], Any], bool | None]] = {
     "dcp.load of ours": ("ours", _dcp_load, True),
     "dcp.load of stock's": ("stock", _dcp_load, True),
-    "dcp.load of rank-local": ("rank-local", _dcp_load, False),
+    "dcp.load of rank-local": ("rank-local", _dcp_load, None),
     "torch_dcpx.load of ours": ("ours", _own_load, False),
     "torch_dcpx.load of stock's": ("stock", _own_load, False),
 }

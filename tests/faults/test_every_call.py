@@ -60,10 +60,10 @@ def check(output: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("names", "stride"),
     [
-        pytest.param(FOREGROUND, 24, id="saves"),
-        pytest.param(BACKGROUND, 24, id="background saves"),
-        pytest.param(RANK_LOCAL, 24, id="rank-local saves"),
-        pytest.param(list(call_sweep_driver.LOADS), 6, id="loads"),
+        pytest.param(FOREGROUND, 32, id="saves"),
+        pytest.param(BACKGROUND, 32, id="background saves"),
+        pytest.param(RANK_LOCAL, 32, id="rank-local saves"),
+        pytest.param(list(call_sweep_driver.LOADS), 8, id="loads"),
     ],
 )
 def test_every_call_failing_leaves_a_typed_error_or_the_right_result(
@@ -82,8 +82,8 @@ def test_every_call_failing_leaves_a_typed_error_or_the_right_result(
 @pytest.mark.parametrize(
     ("names", "stride"),
     [
-        pytest.param(list(call_sweep_ranks.SAVES), 40, id="saves"),
-        pytest.param(list(call_sweep_ranks.LOADS), 12, id="loads"),
+        pytest.param(list(call_sweep_ranks.SAVES), 64, id="saves"),
+        pytest.param(list(call_sweep_ranks.LOADS), 16, id="loads"),
     ],
 )
 def test_every_call_failing_on_either_of_two_ranks_raises_on_both(
