@@ -1,0 +1,186 @@
+"""SIGINT, SIGTERM and `os._exit` at any line of a save or load: the driver of test_signals.py.
+
+python signals_worker.py DIRECTORY SEED POINTS    (of each way and each ending)
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from forks import Ended, Table, alone, in_child
+from ways import LOADS, SAVES, is_same, loaded, which
+
+import torch_dcpx
+from torch_dcpx import DcpxError, WriteOptions
+
+ROOTS = (str(Path(torch_dcpx.__file__).parent), f"{os.sep}distributed{os.sep}checkpoint{os.sep}")
+OPTIONS = WriteOptions(workers=2, slot_bytes=256 << 10)
+OLD, NEW, NEXT = ({"w": torch.full((100_000,), float(n)), "step": n} for n in range(3))
+
+
+class Lines:
+    """Counts the lines of our modules and of DCP's on all threads, and acts at one of them."""
+
+    def __init__(self, at: int, act: Callable[[], object]) -> None:
+        self.seen = 0
+        self._at, self._act = at, act
+
+    def __enter__(self) -> Lines:
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        name = frame.f_code.co_filename
+        return self._line if name.startswith(ROOTS[0]) or ROOTS[1] in name else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line":
+            self.seen += 1
+            if self.seen == self._at:
+                self._act()
+        return self._line
+
+
+def kill(number: int) -> Callable[[], object]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+ENDINGS: dict[str, tuple[Callable[[], object], tuple[int, ...]]] = {
+    "SIGINT": (kill(signal.SIGINT), (0,)),
+    "SIGTERM": (kill(signal.SIGTERM), (-signal.SIGTERM, 0)),
+    "os._exit": (lambda: os._exit(7), (7, 0)),
+}
+
+
+def lines_of(act: Callable[[], object]) -> int:
+    def body() -> int:
+        with Lines(0, lambda: None) as lines:
+            act()
+        return lines.seen
+
+    ended = in_child(body)
+    assert "value" in ended.said, ended
+    return int(ended.said["value"])
+
+
+def interrupted(at: int, ending: str, act: Callable[[], object]) -> bool:
+    """Whether `act` was interrupted; and it is, by nothing else than the signal."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Lines(at, ENDINGS[ending][0]):
+            act()
+    except BaseException as error:
+        seen: BaseException | None = error
+        while getattr(seen, "failures", None):
+            seen = next(iter(seen.failures.values()))[0]  # type: ignore[union-attr]
+        text = f"{seen!r} {seen.__cause__!r} {seen.__context__!r}"
+        if not isinstance(seen, KeyboardInterrupt | DcpxError) and "KeyboardInterrupt" not in text:
+            raise
+        return True
+    return False
+
+
+def saved_next(path: Path) -> None:
+    """The next save of the same process; it may first be told of what nobody asked for."""
+    try:
+        SAVES["save"](NEXT, path, OPTIONS)
+    except DcpxError as error:
+        if isinstance(error, torch_dcpx.ConcurrentSaveError):
+            raise
+        SAVES["save"](NEXT, path, OPTIONS)
+
+
+def bad_save(ended: Ended, ending: str, path: Path, there: str) -> str | None:
+    if ended.is_hung or ended.code not in ENDINGS[ending][1]:
+        return str(ended)
+    if ending == "SIGINT":
+        return None if ended.said.get("value") == "next" else str(ended)
+    if there not in ("old", "new"):
+        return there
+    saved_next(path)
+    return None if which(path, OLD, NEXT) == "new" else "the next save is not whole"
+
+
+def try_save(table: Table, path: Path, way: str, ending: str, at: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    SAVES["dcp.save"](OLD, path, OPTIONS)
+
+    def body() -> str:
+        def act() -> None:
+            SAVES[way](NEW, path, OPTIONS)
+
+        was_interrupted = interrupted(at, ending, act)
+        if ending != "SIGINT":
+            return "ended"
+        if not was_interrupted and which(path, OLD, NEW) != "new":
+            return "returned, and is not there"
+        for thread in threading.enumerate():  # DCP's goes on when who waits for it is interrupted
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(30)
+        saved_next(path)
+        return "next" if which(path, OLD, NEXT) == "new" else "the next save is not whole"
+
+    ended = in_child(body)
+    there = which(path, OLD, NEW) if ending != "SIGINT" and not ended.is_hung else ""
+    table.add(f"{ending} in {way}", f"line {at}", bad_save(ended, ending, path, there))
+
+
+def try_load(table: Table, path: Path, way: str, ending: str, at: int) -> None:
+    def body() -> bool:
+        interrupted(at, ending, lambda: loaded(way, OLD, path))
+        return is_same(OLD, loaded(way, OLD, path))
+
+    ended = in_child(body)
+    is_well = ended.code in ENDINGS[ending][1] and not ended.is_hung
+    if ending == "SIGINT":
+        is_well &= ended.said.get("value") is True
+    table.add(f"{ending} in {way}", f"line {at}", None if is_well else str(ended))
+
+
+def points_of(count: int, points: int, chosen: random.Random) -> list[int]:
+    if points == 0:
+        return list(range(chosen.randrange(1, 8), count + 1, 7))
+    return sorted(chosen.sample(range(1, count + 1), min(points, count)))
+
+
+def main() -> None:
+    alone()
+    root, seed, points = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    chosen, table = random.Random(seed), Table()
+    path = root / "ckpt"
+    for way in ("save", "dcp.save"):
+        SAVES[way](OLD, path, OPTIONS)
+    for way in LOADS:
+        loaded(way, OLD, path)
+    for way in SAVES:
+        count = lines_of(lambda way=way: SAVES[way](OLD, path, OPTIONS))
+        for ending in ENDINGS:
+            for at in points_of(count, points, chosen):
+                try_save(table, path, way, ending, at)
+    shutil.rmtree(path)
+    SAVES["dcp.save"](OLD, path, OPTIONS)
+    for way in LOADS:
+        count = lines_of(lambda way=way: loaded(way, OLD, path))
+        for ending in ENDINGS:
+            for at in points_of(count, points, chosen):
+                try_load(table, path, way, ending, at)
+    table.print()
+
+
+if __name__ == "__main__":
+    main()
