@@ -72,24 +72,21 @@ class SaveLock:
         self._is_shared = is_shared
         self._fd, self._is_writable = self._open(directory, name)
         try:
-            self._check_file()
-        except BaseException:
-            os.close(self._fd)
-            raise
-        # Whose save took this lock before and did not end, as far as its file says.
-        self.left_by: Literal["nobody", "this machine", "another machine"] = "nobody"
-        try:
-            key = self._acquire()
+            key = self._check_file()
         except BaseException:
             close_read(self._fd, self.path)
             raise
+        # Whose save took this lock before and did not end, as far as its file says.
+        self.left_by: Literal["nobody", "this machine", "another machine"] = "nobody"
+        # Before the lock is taken: a signal's handler may raise at any line from here on.
         self._finalizer = weakref.finalize(self, _release, self._fd, key, self.path)
-        if key is not None and not is_shared:
-            try:
+        try:
+            self._acquire(key)
+            if self.is_held and not is_shared:
                 self._take_over_record()
-            except BaseException:
-                self.release()
-                raise
+        except BaseException:
+            self._finalizer()
+            raise
 
     def _open(self, directory: Directory, name: str) -> tuple[int, bool]:
         """Returns a descriptor, and whether it may be written: another user may own the file."""
@@ -107,8 +104,12 @@ class SaveLock:
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error
 
-    def _check_file(self) -> None:
-        """Makes sure that the record is written to a file of this directory and to nothing else."""
+    def _check_file(self) -> _Key:
+        """Makes sure that the record is written to a file of this directory and to nothing else.
+
+        Returns:
+            What the file is entered under in the table.
+        """
         try:
             status = os.fstat(self._fd)
         except OSError as error:
@@ -128,21 +129,18 @@ class SaveLock:
                 self.path,
                 status.st_nlink,
             )
+        return status.st_dev, status.st_ino
 
-    def _acquire(self) -> _Key | None:
-        """Returns what the lock is entered under in the table; None: there are no locks here."""
-        try:
-            status = os.fstat(self._fd)
-        except OSError as error:
-            raise storage_error("fstat", self.path, error, is_read=True) from error
-        key = (status.st_dev, status.st_ino)
+    def _acquire(self, key: _Key) -> None:
+        """Takes the lock and enters it in the table under `key`, where there are locks."""
         with _guard:
-            for entry in list(_held.get(key, {}).values()):
+            for fd, entry in list(_held.get(key, {}).items()):
                 holder = entry()
-                if holder is None:
-                    continue
-                if not holder._save.is_under_way():
-                    holder.release()
+                if holder is None or not holder._save.is_under_way():
+                    if holder is not None:
+                        holder.release()
+                    if fd in _held.get(key, {}):  # a signal has ended its release half-way
+                        _release(fd, key, self.path)
                 elif not (self._is_shared and holder._is_shared):
                     raise self._concurrent()
             try:
@@ -155,18 +153,17 @@ class SaveLock:
                 is_nfs = error.errno == errno.EBADF and not self._is_writable
                 if error.errno not in _UNSUPPORTED and not is_nfs:
                     raise storage_error("lock", self.path, error) from error
-                if status.st_dev not in _warned:
-                    _warned.add(status.st_dev)
+                if key[0] not in _warned:
+                    _warned.add(key[0])
                     logger.warning(
                         "'%s': the file system has no locks (%s); two saves at once would not be "
                         "noticed, and leftovers of failed saves are not removed",
                         self.path,
                         str(error),
                     )
-                return None
-            self.is_held = True
+                return
             _held.setdefault(key, {})[self._fd] = weakref.ref(self)
-            return key
+            self.is_held = True
 
     def _take_over_record(self) -> None:
         """Reads who was here and writes who is: a full disk does not matter."""
@@ -230,20 +227,22 @@ class SaveLock:
         self._finalizer()
 
 
-def _release(fd: int, key: _Key | None, path: Path) -> None:
+def _release(fd: int, key: _Key, path: Path) -> None:
+    """Gives a lock back. Where a signal's handler raises in the middle, either the table still has
+    it, and whoever wants it next goes on here, or only its file is left to be closed.
+    """
     with _guard:
-        if key is not None:
-            _held[key].pop(fd, None)
-            if not _held[key]:
-                del _held[key]
         try:
             # Closing is not enough: a process that was forked from C++ may share the lock.
             fcntl.flock(fd, fcntl.LOCK_UN)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 logger.warning("a lock is given back by closing its file alone: %s", str(error))
-        finally:
-            close_read(fd, path)
+        holders = _held.get(key, {})
+        holders.pop(fd, None)
+        if not holders:
+            _held.pop(key, None)
+        close_read(fd, path)
 
 
 def _forget_parents_locks() -> None:
