@@ -1,7 +1,7 @@
 """One rank of test_lost_ranks.py: saves while another rank is killed or stopped.
 
 lost_rank_worker.py RANK WORLD PORT FOLDER KIND LOST PHASE
-    KIND    "save" or "async_save"
+    KIND    "save" or "async_save", or DCP's with our writer: "dcp.save" or "dcp.async_save"
     LOST    the rank that is lost in PHASE: it says so by a file, and waits to be killed or stopped
 """
 
@@ -11,11 +11,13 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -56,7 +58,9 @@ def state_of(value: float) -> dict[str, Any]:
 
 def main() -> None:
     store = dist.TCPStore("127.0.0.1", PORT, WORLD, is_master=False)  # the test hosts it
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
+    # DCP's ranks wait for each other in collectives of the group, as long as that says.
+    limit = timedelta(seconds=10) if KIND.startswith("dcp") else None
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=limit)
     path = FOLDER / "checkpoint"
     save(state_of(1), path)
     dist.barrier()
@@ -66,6 +70,13 @@ def main() -> None:
     try:
         if KIND == "save":
             save(state_of(2), storage_writer=writer, planner=LosingPlanner())
+        elif KIND == "dcp.save":
+            dcp.save(state_of(2), storage_writer=writer, planner=LosingPlanner())
+        elif KIND == "dcp.async_save":
+            future: Any = dcp.async_save(
+                state_of(2), storage_writer=writer, planner=LosingPlanner()
+            )
+            future.result(120)
         else:
             async_save(state_of(2), storage_writer=writer, planner=LosingPlanner()).result(120)
     except Exception as error:  # noqa: BLE001  (told to the test)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from torch_dcpx import save
+from torch_dcpx import DcpxWriter, save
 
 WORKER = Path(__file__).with_name("lost_rank_worker.py")
 RANKS = 3
@@ -132,3 +133,41 @@ def test_lost_rank_is_named_in_time_and_nothing_is_mixed(
     names = {entry.name for entry in path.glob("*.distcp")}
     assert len(names) == report.files == 1, names
     del store
+
+
+DCP_CASES = [
+    (lost, phase, step, kind, how)
+    for lost, phase, _, step in LOSSES
+    for kind in ("dcp.save", "dcp.async_save")
+    for how in (signal.SIGKILL, signal.SIGSTOP)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_rank_lost_under_dcp_ends_all_others_and_nothing_is_mixed(
+    tmp_path: Path, workers: list[subprocess.Popen[str]], seed: int
+) -> None:
+    """DCP's collectives end by the process group's own time limit, and name nobody."""
+    is_every = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
+    cases = DCP_CASES if is_every else random.Random(seed).sample(DCP_CASES, 1)
+    for number, (lost, phase, step, kind, how) in enumerate(cases):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        workers.clear()
+        store = start(folder, workers, str(folder), kind, str(lost), phase)
+        wait_for(folder / "lost-now", workers)
+        os.kill(workers[lost].pid, how)
+        for said in what_survivors_say(folder, workers, lost):
+            assert said["raised"] is not None, (lost, phase, kind, how)
+        path = folder / "checkpoint"
+        assert steps_in(path) == {step}, (lost, phase, kind, how)
+        workers[lost].kill()
+        workers[lost].wait()
+        state = {f"rank{r}": torch.full((1000,), 3.0) for r in range(RANKS)} | {"step": 3}
+        dcp.save(state, storage_writer=DcpxWriter(path), no_dist=True)
+        assert steps_in(path) == {3.0}, (lost, phase, kind, how)
+        assert len(list(path.glob("*.distcp"))) == 1, (lost, phase, kind, how)
+        print(f"rank {lost} lost while {phase}, {kind}, {how.name}: well")
+        del store
+    print(f"{len(cases)} cases, bad = 0")
