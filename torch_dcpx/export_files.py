@@ -54,6 +54,7 @@ class ArtifactFiles:
         make_directory(path, is_durable=self._is_durable)
         self.directory = Directory(path)
         self.export_id = uuid.uuid4().hex[:12]
+        self._has_shards = bool(suffix)  # a torch archive is one file, and replaces one
         self._index_name = f"{stem}{suffix}.index.json"
         self._single_name = f"{stem}{suffix}"
         self._shard = re.compile(
@@ -123,7 +124,7 @@ class ArtifactFiles:
 
     def _old_shards(self) -> frozenset[str]:
         """Returns the shards that the index names which is here now."""
-        if not self.directory.is_regular(self._index_name):
+        if not self._has_shards or not self.directory.is_regular(self._index_name):
             return frozenset()
         try:
             index: Any = json.loads(self.directory.read_small(self._index_name))
@@ -139,6 +140,8 @@ class ArtifactFiles:
 
     def _remove_replaced(self, has_index: bool) -> None:
         """Removes the artifact that was replaced; first the name by which it is found."""
+        if not self._has_shards:
+            return
         directory = self.directory
         other = self._single_name if has_index else self._index_name
         old = [other] if directory.is_regular(other) else []
