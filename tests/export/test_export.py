@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C, KeyMap, Merge, Split, Transpose, WriteOptions
+from torch_dcpx.directory import Directory
 
 SMALL = WriteOptions(host_memory_bytes=1 << 20, slot_bytes=256 << 10)
 
@@ -175,6 +177,28 @@ def test_any_system_call_that_fails_leaves_the_artifact_that_was_there(
             _C.disarm_fault()
     assert failures >= 4
     assert_artifact(tmp_path, new)
+
+
+@pytest.mark.parametrize("call", ["create", "rename", "sync"])
+def test_commit_that_fails_halfway_leaves_the_artifact_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    old, new = {"a": torch.ones(9), "b": torch.ones(5)}, {"a": torch.zeros(9), "b": torch.zeros(5)}
+    dcpx.export(old, tmp_path, max_shard_bytes=1)
+    real = getattr(Directory, call)
+    for nth in range({"create": 1, "rename": 3, "sync": 1}[call]):
+        calls = itertools.count()
+
+        def failing(*args: Any, nth: int = nth, calls: Any = calls, **kwargs: Any) -> Any:
+            if next(calls) == nth:
+                raise dcpx.StorageError("it fails here", errno=errno.EIO)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(Directory, call, failing)
+        with pytest.raises(dcpx.StorageError, match="it fails here"):
+            dcpx.export(new, tmp_path, max_shard_bytes=1)
+        assert_artifact(tmp_path, old)
+        assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_failed_first_export_leaves_nothing(tmp_path: Path, no_leaks: object) -> None:

@@ -18,6 +18,10 @@ from torch_dcpx._compat import DTYPES, is_saved_dtype
 def load(path: Path) -> dict[str, Any]:
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None  # every checksum, put together from all rows
+        raw = path.read_bytes()
+        for entry in archive.infolist():  # testzip compares those of the directory alone
+            at = entry.header_offset + 14
+            assert int.from_bytes(raw[at : at + 4], "little") == entry.CRC
     loaded: dict[str, Any] = torch.load(path, weights_only=True)
     assert_same(loaded, torch.load(path, weights_only=True, mmap=True))
     return loaded

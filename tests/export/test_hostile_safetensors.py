@@ -75,6 +75,9 @@ def test_header_length_is_compared_with_the_file_before_it_is_read(
     tmp_path: Path, length: int
 ) -> None:
     path = write(tmp_path / "model.safetensors", b"{}", 4, length)
+    if length == 100_000_001:
+        with path.open("r+b") as file:
+            file.truncate(200_000_000)  # sparse: the format's limit is what refuses it
     tracemalloc.start()
     try:
         with pytest.raises(CorruptionError, match="header is"):
