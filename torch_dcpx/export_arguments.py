@@ -14,6 +14,7 @@ from torch_dcpx.errors import OptionError
 from torch_dcpx.export_source import LiveSource, StoredSource
 from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.paths import checked_path
 
 __all__ = ["ExportArguments", "checked_arguments", "source_of"]
 
@@ -73,6 +74,7 @@ def checked_arguments(
             raise OptionError(f"keys must be globs, got {keys!r}", option="keys", value=keys)
     if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
         raise OptionError(f"path must be a path, got {path!r}", option="path", value=path)
+    checked_path(path, "")
     directory, stem = Path(path), "pytorch_model.bin" if is_torch else "model"
     if is_torch and directory.suffix in _TORCH_SUFFIXES:
         directory, stem = directory.parent, directory.name

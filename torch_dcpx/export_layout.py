@@ -14,7 +14,15 @@ from typing import NamedTuple
 import torch
 
 from torch_dcpx._compat import dtype_by_name
-from torch_dcpx.safetensors_header import DTYPE_CODES, HeaderEntry, encode_header
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.safetensors_header import (
+    DTYPE_CODES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    NOTES_NAME,
+    HeaderEntry,
+    encode_header,
+)
 
 __all__ = [
     "ExportTensor",
@@ -24,6 +32,7 @@ __all__ = [
     "file_view",
     "index_of",
     "is_held",
+    "is_name",
     "safetensors_layout",
 ]
 
@@ -78,6 +87,9 @@ def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_byt
         tensors: in the order in which they fill the files.
         stem: what file names begin with.
         max_shard_bytes: of tensors in a file; a larger one has a file of its own.
+
+    Raises:
+        UnsupportedError: a header is longer than readers take.
     """
     shards: list[list[int]] = [[]]
     held = 0
@@ -105,7 +117,12 @@ def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_byt
             at = end
         # The names that are left out, as safetensors.torch.save_model notes them.
         aliases = {alias: tensors[i].name for i in shard for alias in tensors[i].aliases}
-        head = encode_header(rows, {"format": "pt", **aliases})
+        head = encode_header(rows, {**aliases, "format": "pt"})
+        if len(head) - LENGTH_BYTES > MAX_HEADER_BYTES:
+            raise UnsupportedError(
+                f"the header of '{name}', of {len(rows)} tensors, is {len(head) - LENGTH_BYTES} B "
+                f"long, and safetensors reads at most {MAX_HEADER_BYTES}: lower max_shard_bytes"
+            )
         for i, row in zip(shard, rows, strict=True):
             payloads[i] = Payload(file, len(head) + row.begin, row.end - row.begin)
         files.append(OutputPlan(name, len(head) + at, head))
@@ -132,3 +149,12 @@ def file_view(tensor: ExportTensor) -> torch.Tensor:
 def is_held(dtype: str) -> bool:
     """Returns whether safetensors has this dtype."""
     return dtype in DTYPE_CODES
+
+
+def is_name(name: str) -> bool:
+    """Returns whether a header can hold a tensor of this name: UTF-8, and not what notes have."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return name != NOTES_NAME

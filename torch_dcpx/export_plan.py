@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
-from torch_dcpx.export_layout import ExportTensor, is_held
+from torch_dcpx.export_layout import ExportTensor, is_held, is_name
 from torch_dcpx.export_source import Box, Entry, Offer
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import MappedTensor
@@ -38,7 +38,7 @@ def tensors_of(
     """Returns tensors of the artifact, of what they are made, and names of objects.
 
     Raises:
-        UnsupportedError: dtypes that safetensors lacks, with all names.
+        UnsupportedError: dtypes or names that safetensors cannot hold, with all of them.
         PlanError: the map does not fit.
     """
     mapped = key_map.resolve({name: entry.sizes for name, entry in entries.items()}, part=part)
@@ -54,6 +54,12 @@ def tensors_of(
         if is_safetensors and not is_held(dtype):
             refused.append(f"'{name}' ({dtype})")
         tensors.append(ExportTensor(name, dtype, entry.sizes))
+    unheld = [repr(one.name) for one in tensors if is_safetensors and not is_name(one.name)]
+    if unheld:
+        raise UnsupportedError(
+            f"safetensors cannot hold {len(unheld)} names: {_listed(unheld)}; rename them by "
+            "key_map"
+        )
     if refused:
         raise UnsupportedError(
             f"safetensors cannot hold {len(refused)} tensors: {_listed(refused)}; leave them out "

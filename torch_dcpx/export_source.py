@@ -143,7 +143,8 @@ class LiveSource:
                             continue
                         boxes.append((at, tuple(view.shape)))
                         self._memory[number, at] = view
-                        memory.append((at, view.data_ptr(), view.shape, view.stride()))
+                        bits = (view.is_conj(), view.is_neg(), str(view.device))
+                        memory.append((at, view.data_ptr(), view.shape, view.stride(), bits))
             key = (tensor.dtype, tuple(memory))
             twin = first.setdefault(key, tensor.name) if memory and memory[0][1] else None
             offers.append(Offer(tuple(boxes), twin or (tensor.name if memory else None)))
@@ -166,6 +167,8 @@ class LiveSource:
         for index, chunk in enumerate(wanted_chunks(target)):
             place = MetadataIndex(name, chunk.offsets, index)
             local = find_state_dict_object({name: target}, place).detach()
+            if local.is_meta:
+                raise UnsupportedError(f"'{name}' is on meta: it has no bytes to export")
             if not has_strides(local):
                 raise UnsupportedError(
                     f"'{name}' is a {type(local).__name__} of layout {local.layout}, which an "

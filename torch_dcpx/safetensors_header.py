@@ -20,6 +20,7 @@ __all__ = [
     "DTYPE_CODES",
     "LENGTH_BYTES",
     "MAX_HEADER_BYTES",
+    "NOTES_NAME",
     "HeaderEntry",
     "encode_header",
     "header_bytes",
@@ -28,6 +29,7 @@ __all__ = [
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+NOTES_NAME = "__metadata__"  # what no tensor can be called
 _MAX_DIMS = 64  # torch's own
 
 # Code of the format by torch's name of the dtype.
@@ -113,7 +115,7 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
         rows = json.loads(header.decode(), object_pairs_hook=_unique, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         raise fail(f"its header is no JSON that it may be: {str(error)[:200]}") from error
-    notes = rows.pop("__metadata__", None)
+    notes = rows.pop(NOTES_NAME, None)
     is_text = isinstance(notes, dict) and all(isinstance(text, str) for text in notes.values())
     if notes is not None and not is_text:
         raise fail("its `__metadata__` is no dict of texts")
@@ -138,7 +140,7 @@ def encode_header(rows: Sequence[HeaderEntry], notes: Mapping[str, str]) -> byte
         rows: of all tensors, in the order of their bytes.
         notes: the format's `__metadata__`, texts by texts.
     """
-    fields: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
+    fields: dict[str, Any] = {NOTES_NAME: dict(notes)} if notes else {}
     for row in rows:
         fields[row.name] = {
             "dtype": DTYPE_CODES[row.dtype],

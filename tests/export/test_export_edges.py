@@ -1,0 +1,56 @@
+"""Names, values, neighbours and interrupts that an export must not stumble over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from export_cases import read_artifact
+
+import torch_dcpx as dcpx
+
+TWO = {"a": torch.ones(9), "b": torch.ones(5)}
+OTHER = {"a": torch.zeros(9), "b": torch.zeros(5)}
+
+
+def test_views_that_read_the_same_memory_otherwise_are_not_tied(tmp_path: Path) -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    state = {"a": z, "conj": z.conj(), "imag": z.imag, "neg": z.conj().imag, "same": z.view(2)}
+    report = dcpx.export(state, tmp_path)
+    assert report.aliases == (("same", "a"),)
+    found = read_artifact(tmp_path)
+    assert found.keys() == {"a", "conj", "imag", "neg"}
+    for name, tensor in found.items():
+        assert torch.equal(tensor, state[name].resolve_conj().resolve_neg()), name
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
+def test_name_that_a_header_cannot_hold_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(dcpx.UnsupportedError, match=r"cannot hold 1 names"):
+        dcpx.export({name: torch.ones(2)}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_header_beyond_the_formats_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_dcpx.export_layout.MAX_HEADER_BYTES", 120)
+    with pytest.raises(dcpx.UnsupportedError, match="max_shard_bytes"):
+        dcpx.export(TWO, tmp_path / "out")
+    dcpx.export(TWO, tmp_path / "out", max_shard_bytes=1)
+
+
+def test_tied_name_format_leaves_the_header_what_loaders_ask_for(tmp_path: Path) -> None:
+    tensor = torch.ones(2)
+    dcpx.export({"a": tensor, "format": tensor}, tmp_path)
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as held:
+        assert held.metadata() == {"format": "pt"}
+
+
+def test_tensor_on_meta_and_a_path_with_nul_are_typed_errors(tmp_path: Path) -> None:
+    with pytest.raises(dcpx.UnsupportedError, match="'a' is on meta"):
+        dcpx.export({"a": torch.empty(3, device="meta")}, tmp_path)
+    with pytest.raises(dcpx.OptionError, match="NUL"):
+        dcpx.export(TWO, f"{tmp_path}/a\0b")
