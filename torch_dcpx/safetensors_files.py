@@ -32,7 +32,9 @@ __all__ = [
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+_FILE_NAME = re.compile(
+    r"[^/\0\ud800-\udfff]{1,240}\.safetensors"
+)  # beside the index: no directories
 
 
 class StoredTensor(NamedTuple):

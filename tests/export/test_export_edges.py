@@ -8,6 +8,7 @@ import pytest
 import safetensors
 import torch
 from export_cases import read_artifact
+from torch import nn
 
 import torch_dcpx as dcpx
 
@@ -54,3 +55,13 @@ def test_tensor_on_meta_and_a_path_with_nul_are_typed_errors(tmp_path: Path) -> 
         dcpx.export({"a": torch.empty(3, device="meta")}, tmp_path)
     with pytest.raises(dcpx.OptionError, match="NUL"):
         dcpx.export(TWO, f"{tmp_path}/a\0b")
+
+
+@pytest.mark.parametrize("stem", ["my model", "modèle", ".net"])
+def test_own_shards_of_any_stem_are_loaded_again(tmp_path: Path, stem: str) -> None:
+    dcpx.export(TWO, tmp_path / f"{stem}.safetensors", max_shard_bytes=1)
+    model = nn.Module()
+    for name, tensor in TWO.items():
+        model.register_parameter(name, nn.Parameter(torch.zeros_like(tensor)))
+    dcpx.load_pretrained(model, tmp_path / f"{stem}.safetensors.index.json")
+    assert all(torch.equal(model.get_parameter(name), TWO[name]) for name in TWO)
