@@ -29,7 +29,8 @@ _IN_64_BITS = 0xFFFFFFFF
 _FIRST_DAY = (1 << 5) | 1  # 1980-01-01, the oldest date zip can say
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
-_PLAIN = (type(None), bool, int, float, str, bytes)
+_PLAIN = (type(None), bool, float, str, bytes)
+_MAX_INT_BITS = 255 * 8  # longer ones have an opcode that torch.load does not know
 _MAX_DEPTH = 50
 
 
@@ -95,7 +96,8 @@ class _Pickler(pickle.Pickler):
 
 def check_objects(objects: Mapping[str, Any]) -> None:
     """Raises UnsupportedError for what torch.load(weights_only=True) would not take."""
-    refused = [name for name, value in objects.items() if not _is_plain(value, 0)]
+    held: dict[int, Any] = {}
+    refused = [name for name, value in objects.items() if not _is_plain(value, 0, held)]
     if refused:
         shown = ", ".join(repr(name) for name in refused[:10])
         raise UnsupportedError(
@@ -215,13 +217,17 @@ def _dtype(tensor: ExportTensor) -> torch.dtype:
     return dtype
 
 
-def _is_plain(value: Any, depth: int) -> bool:
-    if type(value) in _PLAIN:
+def _is_plain(value: Any, depth: int, held: dict[int, Any]) -> bool:
+    """Returns whether torch.load would take it; `held`: containers by id that were looked into."""
+    if type(value) is int:
+        return value.bit_length() < _MAX_INT_BITS
+    if type(value) in _PLAIN or id(value) in held:
         return True
     if depth > _MAX_DEPTH:
         return False
+    held[id(value)] = value
     if type(value) in (list, tuple, set):
-        return all(_is_plain(one, depth + 1) for one in value)
+        return all(_is_plain(one, depth + 1, held) for one in value)
     if type(value) in (dict, collections.OrderedDict):
-        return all(_is_plain(one, depth + 1) for pair in value.items() for one in pair)
+        return all(_is_plain(one, depth + 1, held) for pair in value.items() for one in pair)
     return False

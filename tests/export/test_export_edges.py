@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -11,6 +12,7 @@ from export_cases import read_artifact
 from torch import nn
 
 import torch_dcpx as dcpx
+from torch_dcpx.torch_archive import check_objects
 
 TWO = {"a": torch.ones(9), "b": torch.ones(5)}
 OTHER = {"a": torch.zeros(9), "b": torch.zeros(5)}
@@ -65,3 +67,18 @@ def test_own_shards_of_any_stem_are_loaded_again(tmp_path: Path, stem: str) -> N
         model.register_parameter(name, nn.Parameter(torch.zeros_like(tensor)))
     dcpx.load_pretrained(model, tmp_path / f"{stem}.safetensors.index.json")
     assert all(torch.equal(model.get_parameter(name), TWO[name]) for name in TWO)
+
+
+def test_object_that_torch_cannot_load_is_refused_at_once(tmp_path: Path) -> None:
+    longest = (1 << 2039) - 1
+    dcpx.export({"o": longest, "n": -longest}, tmp_path, format="torch")
+    held = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert held == {"o": longest, "n": -longest}
+    with pytest.raises(dcpx.UnsupportedError, match="'o'"):
+        dcpx.export({"o": longest + 1, "t": torch.ones(1)}, tmp_path, format="torch")
+    doubled: list[Any] = []
+    for _ in range(45):  # 2**45 paths to one list
+        doubled = [doubled, doubled]
+    check_objects({"o": doubled})
+    with pytest.raises(dcpx.UnsupportedError, match="'o'"):
+        check_objects({"o": [doubled, object()]})
