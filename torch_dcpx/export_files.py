@@ -10,6 +10,8 @@ Whatever fails before the last rename leaves what was there, and removes what wa
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import re
@@ -20,7 +22,7 @@ from typing import Any
 
 from torch_dcpx import _C
 from torch_dcpx.directory import Directory, make_directory
-from torch_dcpx.errors import DcpxError, StorageError
+from torch_dcpx.errors import ConcurrentSaveError, DcpxError, StorageError
 from torch_dcpx.export_layout import Layout
 from torch_dcpx.options import WriteOptions
 
@@ -45,14 +47,48 @@ def open_job(directory: Directory, options: WriteOptions) -> _C.RangeJob:
     )
 
 
+def _lock(directory: Directory) -> None:
+    """Locks a directory against other exports; file systems without such locks do without.
+
+    Raises:
+        ConcurrentSaveError: another export has it.
+    """
+    try:
+        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise ConcurrentSaveError(
+                f"export to '{directory.path}': another export writes there; try again when it has "
+                "ended",
+                errno=errno.EBUSY,
+                path=str(directory.path),
+            ) from error
+        logger.debug("export to '%s' without a lock: %s", directory.path, error)
+
+
 class ArtifactFiles:
     """The files of one export, from being made to being seen. Not thread-safe."""
 
     def __init__(self, path: Path, stem: str, suffix: str, options: WriteOptions) -> None:
-        """Makes the directory, durably. Raises: StorageError."""
+        """Makes the directory, durably, and locks it against other exports.
+
+        Raises:
+            ConcurrentSaveError: another export writes to it.
+            StorageError: it cannot be made or opened.
+        """
         self._is_durable = options.durability == "full"
         make_directory(path, is_durable=self._is_durable)
         self.directory = Directory(path)
+        self._made: list[str] = []
+        self._last_temporary: str | None = None  # of an index, once it may have been renamed
+        try:
+            self._set_up(stem, suffix, options)
+        except BaseException:
+            self.directory.close()
+            raise
+
+    def _set_up(self, stem: str, suffix: str, options: WriteOptions) -> None:
+        _lock(self.directory)
         self.export_id = uuid.uuid4().hex[:12]
         self._has_shards = bool(suffix)  # a torch archive is one file, and replaces one
         self._index_name = f"{stem}{suffix}.index.json"
@@ -60,7 +96,6 @@ class ArtifactFiles:
         self._shard = re.compile(
             re.escape(stem) + r"(-[0-9a-f]{12})?-\d{5,9}-of-\d{5,9}" + re.escape(suffix)
         )
-        self._made: list[str] = []
         self._job = open_job(self.directory, options)
         self._replaced = self._old_shards()
         self._names: tuple[str, ...] = ()
@@ -86,7 +121,8 @@ class ArtifactFiles:
             index: of several files; None: there is one.
 
         Raises:
-            StorageError: the artifact is not there; it may be where the very last sync failed.
+            StorageError: the artifact is not there; it may be where a sync after the last rename
+                failed, or the single file that it replaces could not be removed.
         """
         rows = [
             (file, offset, len(data), (), (), (), data, len(data), -1, offset + len(data))
@@ -105,7 +141,8 @@ class ArtifactFiles:
                 directory.rename(temporary_name(name, self.export_id), name)
                 self._made.append(name)
         self._sync()
-        directory.rename(temporary_name(last, self.export_id), last)
+        self._last_temporary = temporary_name(last, self.export_id)
+        directory.rename(self._last_temporary, last)
         self._made.clear()
         self._sync()
         self._remove_replaced(index is not None)
@@ -113,10 +150,24 @@ class ArtifactFiles:
     def close(self) -> None:
         """Removes what was made and is no artifact, and closes the directory. Never raises."""
         self._job.abandon()
-        for name in self._made:
-            self._remove(name)
+        if self._made and not self._may_be_seen():
+            for name in self._made:
+                self._remove(name)
         self._made.clear()
+        try:  # closing is not enough: a process that was forked meanwhile shares the lock
+            fcntl.flock(self.directory.fd, fcntl.LOCK_UN)
+        except OSError as error:
+            logger.debug("the lock of an export ends with its descriptor: %s", error)
         self.directory.close()
+
+    def _may_be_seen(self) -> bool:
+        """Returns whether the last rename was made, though an error or a signal came of it."""
+        if self._last_temporary is None:
+            return False
+        try:
+            return not self.directory.is_regular(self._last_temporary)
+        except StorageError:
+            return True  # nobody can say: what was made stays, as of a process that is killed
 
     def _sync(self) -> None:
         if self._is_durable:
@@ -139,15 +190,24 @@ class ArtifactFiles:
         return frozenset(n for n in names if isinstance(n, str) and self._shard.fullmatch(n))
 
     def _remove_replaced(self, has_index: bool) -> None:
-        """Removes the artifact that was replaced; first the name by which it is found."""
+        """Removes the artifact that was replaced; first the name by which it is found.
+
+        A single file goes before an index for those who load: that it stays is an error, and that
+        it is gone is made durable.
+        """
         if not self._has_shards:
             return
         directory = self.directory
-        other = self._single_name if has_index else self._index_name
-        old = [other] if directory.is_regular(other) else []
+        if has_index and self._is_file_or_link(self._single_name):
+            directory.unlink(self._single_name)
+            self._sync()
+        old = [] if has_index else [self._index_name]
         for name in (*old, *sorted(self._replaced.difference(self._names))):
             if directory.is_regular(name):
                 self._remove(name)
+
+    def _is_file_or_link(self, name: str) -> bool:
+        return (self.directory.path / name).is_symlink() or self.directory.is_regular(name)
 
     def _remove(self, name: str) -> None:
         try:

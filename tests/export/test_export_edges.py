@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
 import torch
-from export_cases import read_artifact
+from export_cases import assert_artifact, read_artifact
 from torch import nn
 
 import torch_dcpx as dcpx
+from torch_dcpx import export_files
+from torch_dcpx.directory import Directory
 from torch_dcpx.torch_archive import check_objects
 
 TWO = {"a": torch.ones(9), "b": torch.ones(5)}
@@ -67,6 +70,77 @@ def test_own_shards_of_any_stem_are_loaded_again(tmp_path: Path, stem: str) -> N
         model.register_parameter(name, nn.Parameter(torch.zeros_like(tensor)))
     dcpx.load_pretrained(model, tmp_path / f"{stem}.safetensors.index.json")
     assert all(torch.equal(model.get_parameter(name), TWO[name]) for name in TWO)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), dcpx.StorageError("lost answer")])
+def test_interrupt_right_after_the_last_rename_leaves_the_new_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    dcpx.export(TWO, tmp_path, max_shard_bytes=1)
+    real = Directory.rename
+
+    def renamed(self: Directory, old: str, new: str) -> None:
+        real(self, old, new)
+        if new.endswith(".json"):
+            raise error
+
+    monkeypatch.setattr(Directory, "rename", renamed)
+    with pytest.raises((KeyboardInterrupt, dcpx.DcpxError)):
+        dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+    assert_artifact(tmp_path, OTHER)
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_single_file_that_an_index_replaces_is_gone_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    out, single = tmp_path / "out", tmp_path / "out" / "model.safetensors"
+    dcpx.export(TWO, out)
+    if kind == "link":
+        single.rename(tmp_path / "blob")
+        single.symlink_to(tmp_path / "blob")
+    at_sync: list[bool] = []
+    real = Directory.sync
+
+    def synced(self: Directory) -> None:
+        real(self)
+        at_sync.append(os.path.lexists(single))
+
+    monkeypatch.setattr(Directory, "sync", synced)
+    dcpx.export(OTHER, out, max_shard_bytes=1)
+    assert_artifact(out, OTHER)
+    assert at_sync[-1] is False  # a power cut would bring it back, and loaders prefer it
+
+
+def test_single_file_that_cannot_go_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcpx.export(TWO, tmp_path)
+
+    def refused(self: Directory, name: str) -> None:
+        raise dcpx.StorageError(f"unlink '{name}'")
+
+    monkeypatch.setattr(Directory, "unlink", refused)
+    with pytest.raises(dcpx.StorageError, match=r"unlink 'model\.safetensors'"):
+        dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+
+
+def test_two_exports_to_one_path_are_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: object
+) -> None:
+    real = export_files.ArtifactFiles.publish
+
+    def meanwhile(self: Any, *args: Any) -> None:
+        monkeypatch.setattr(export_files.ArtifactFiles, "publish", real)
+        with pytest.raises(dcpx.ConcurrentSaveError, match="another export"):
+            dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+        real(self, *args)
+
+    monkeypatch.setattr(export_files.ArtifactFiles, "publish", meanwhile)
+    dcpx.export(TWO, tmp_path, max_shard_bytes=1)
+    assert_artifact(tmp_path, TWO)
+    dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+    assert_artifact(tmp_path, OTHER)
 
 
 def test_object_that_torch_cannot_load_is_refused_at_once(tmp_path: Path) -> None:
