@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx import _C
 from torch_dcpx.deadline import Deadline
@@ -26,9 +27,11 @@ from torch_dcpx.export_layout import ExportTensor, Layout, index_of, safetensors
 from torch_dcpx.export_plan import assigned, refuse_objects, tensors_of, tied, united
 from torch_dcpx.export_rows import ExportRows, Target
 from torch_dcpx.export_source import Box, Entry, LiveSource, Offer, StoredSource, selected
+from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.reader_lock import being_read
 from torch_dcpx.torch_archive import check_objects, torch_layout, torch_patches
 
 __all__ = ["ExportReport", "export"]
@@ -110,6 +113,7 @@ def export(
         PlanError: ranks contradict each other, a glob or a rule matches nothing, two tensors get
             one name.
         OptionError: an argument that cannot work.
+        ConcurrentSaveError: another export writes to the directory.
         CorruptionError, StorageError, RankError, RankLostError, StoreLostError: of any rank, on
             all; what was at `path` is there as it was.
     """
@@ -118,13 +122,35 @@ def export(
     run: _Export | None = None
     with exchange_for(process_group, no_dist, own_options.save_timeout_s, "export") as exchange:
         run = _Export(exchange, own_options)
+        stored = source if isinstance(source, (str, os.PathLike)) else None
         try:
-            run.prepare(source, path, format, keys, key_map, max_shard_bytes)
-            run.plan()
-            run.write()
+            with being_read(stored):
+                run.prepare(source, path, format, keys, key_map, max_shard_bytes)
+                run.plan()
+                run.write()
         finally:
             run.close()
     return run.report(time.perf_counter() - began)
+
+
+class Names(NamedTuple):
+    """What a rank sees of the source."""
+
+    entries: dict[str, Entry]
+    part: str
+    generation: Generation | None
+
+
+def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
+    """Returns the names of all ranks, and what begins those of the model.
+
+    Raises:
+        PlanError: ranks contradict each other.
+        StorageError: they see different saves of one checkpoint.
+    """
+    check_same_generation([LoadPlan([], storage_data=own.generation) for own in of_ranks])
+    parts = sorted({own.part for own in of_ranks})
+    return united(own.entries for own in of_ranks), parts[-1]
 
 
 class _Order(NamedTuple):
@@ -166,18 +192,12 @@ class _Export:
         """Agrees on the names, on every rank the same."""
         began = time.perf_counter()
 
-        def own() -> tuple[dict[str, Entry], str]:
+        def own() -> Names:
             self._arguments = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
             self._source = source_of(source, self._options)
-            return self._source.entries()
+            return Names(*self._source.entries(), self._source.generation())
 
-        def reduce(
-            of_ranks: list[tuple[dict[str, Entry], str]],
-        ) -> tuple[dict[str, Entry], str]:
-            parts = sorted({part for _, part in of_ranks})
-            return united(entries for entries, _ in of_ranks), parts[-1]
-
-        entries, part = self._exchange.all_reduce("names", own, reduce)
+        entries, part = self._exchange.all_reduce("names", own, agreed_names)
         arguments = self._arguments
         chosen, part = selected(entries, part, arguments.keys)
         self._tensors, self._mapped, self._objects = tensors_of(

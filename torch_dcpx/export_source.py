@@ -28,6 +28,7 @@ from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.export_layout import ExportTensor, file_view
 from torch_dcpx.export_rows import ExportRows, Target, share_of, slabs
+from torch_dcpx.generation import Generation
 from torch_dcpx.load_checkpoint import load
 from torch_dcpx.load_plan import is_stateful
 from torch_dcpx.mapped_state import model_part
@@ -62,6 +63,9 @@ class Source(Protocol):
 
     def entries(self) -> tuple[dict[str, Entry], str]:
         """Returns all names that this rank sees, and what begins those of the model."""
+
+    def generation(self) -> Generation | None:
+        """Returns which save of a stored checkpoint this rank reads."""
 
     def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
         """Returns objects by new name, where `names` gives their own; `is_first`: on rank 0."""
@@ -122,6 +126,9 @@ class LiveSource:
                 Entry(None, None) if sizes is None else Entry(dtype_name(value.dtype), sizes)
             )
         return found, self._part
+
+    def generation(self) -> None:
+        """Returns None: nothing is stored."""
 
     def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
         """Returns objects by new name, where `names` gives their own; those that are here."""
@@ -201,6 +208,10 @@ class StoredSource:
                 else Entry(None, None)
             )
         return found, model_part(self.metadata)
+
+    def generation(self) -> Generation | None:
+        """Returns which save this rank has read the metadata of."""
+        return self.reader.generation
 
     def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
         """Returns objects by new name, where `names` gives their own; on rank 0 alone.

@@ -27,6 +27,7 @@ from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.pretrained_reader import PretrainedReader
+from torch_dcpx.reader_lock import being_read
 
 __all__ = ["load_pretrained"]
 
@@ -99,7 +100,10 @@ def load_pretrained(
         return RankPlan(reader, planner, rules, names, is_model=True, twins=twins)
 
     try:
-        with exchange_for(process_group, no_dist, own_options.load_timeout_s, "load") as exchange:
+        with (
+            exchange_for(process_group, no_dist, own_options.load_timeout_s, "load") as exchange,
+            being_read(path),
+        ):
             run = LoadRun(exchange, target, began)
             error = run.run(prepared)
         report = run.ended(error)

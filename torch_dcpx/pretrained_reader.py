@@ -63,8 +63,14 @@ class PretrainedReader(DcpxReader):
         plan = super().prepare_local_plan(plan)
         if self._file_name is None:
             return plan
-        directory = os.path.abspath(self.path)  # noqa: PTH100 - as of checkpoints
-        return dataclasses.replace(plan, storage_data=Generation(directory, self._held_digest))
+        return dataclasses.replace(plan, storage_data=self.generation)
+
+    @property
+    def generation(self) -> Generation | None:
+        """Which save's metadata, or which headers, were read."""
+        if self._file_name is None:
+            return super().generation
+        return Generation(os.path.abspath(self.path), self._held_digest)  # noqa: PTH100 - as there
 
 
 def stored_sizes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:

@@ -228,6 +228,11 @@ class DcpxReader(FileSystemReader):
         return future
 
     @property
+    def generation(self) -> Generation | None:
+        """Which save's metadata was read. None: none yet."""
+        return self.__generation
+
+    @property
     def __files(self) -> dict[str, FileEntry] | None:
         return self.__checkpoint.files if self.__checkpoint is not None else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,47 @@ def test_two_exports_to_one_path_are_kept_apart(
     assert_artifact(tmp_path, TWO)
     dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
     assert_artifact(tmp_path, OTHER)
+
+
+def test_checkpoint_that_is_exported_or_loaded_is_locked_against_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcpx.save(dict(TWO), tmp_path / "ckpt")
+    lock = tmp_path / "ckpt" / ".dcpx.readers"
+    lock.touch()
+    from torch_dcpx.reader import DcpxReader
+
+    held = []
+    real = DcpxReader.read_data
+
+    def reading(self: Any, *args: Any) -> Any:
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(True)
+        return real(self, *args)
+
+    monkeypatch.setattr(DcpxReader, "read_data", reading)
+    dcpx.export(tmp_path / "ckpt", tmp_path / "out")
+    model = nn.ParameterDict({name: torch.zeros_like(tensor) for name, tensor in TWO.items()})
+    dcpx.load_pretrained(model, tmp_path / "ckpt")
+    assert held == [True, True]
+
+
+def test_checkpoint_that_is_replaced_while_ranks_plan_is_refused(tmp_path: Path) -> None:
+    from torch_dcpx.export_artifact import Names, agreed_names
+    from torch_dcpx.export_source import StoredSource
+    from torch_dcpx.options import ReadOptions
+
+    offers = []
+    for state in (TWO, OTHER):
+        dcpx.save(dict(state), tmp_path)
+        source = StoredSource(tmp_path, ReadOptions())
+        offers.append(Names(*source.entries(), source.generation()))
+    with pytest.raises(dcpx.StorageError, match="was replaced"):
+        agreed_names(offers)
+    agreed_names(offers[:1] * 2)
 
 
 def test_object_that_torch_cannot_load_is_refused_at_once(tmp_path: Path) -> None:
