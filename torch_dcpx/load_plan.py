@@ -150,9 +150,11 @@ class RankPlan:
     def _map_state(self, part: str) -> None:
         """Gives the planner the state by stored names, unless that is what it has."""
         self._mapped = None
+        planner: Any = self.planner
+        if isinstance(planner, DcpxLoadPlanner):
+            planner._is_mapped = False  # of a load before
         if self._key_map is None:
             return
-        planner: Any = self.planner
         mapped = map_state(planner.state_dict, self._stored, self._key_map, part)
         missing = frozenset(mapped.missing)
         mapped.missing[:] = [

@@ -203,3 +203,12 @@ def test_planner_that_cannot_map_is_refused(tmp_path: Path) -> None:
         dcpx.load({"w": torch.ones(2)}, tmp_path, planner=planner, key_map=KeyMap())
     with pytest.raises(OptionError, match="key_map must be a KeyMap"):
         dcpx.load({"w": torch.ones(2)}, tmp_path, key_map={"a": "b"})  # type: ignore[arg-type]
+
+
+def test_planner_that_mapped_once_plans_without_a_map_again(tmp_path: Path) -> None:
+    dcpx.save({"a": torch.ones(3)}, tmp_path)
+    planner = dcpx.DcpxLoadPlanner()
+    dcpx.load({"b": torch.zeros(3)}, tmp_path, planner=planner, key_map=KeyMap({"a": "b"}))
+    assert planner._is_mapped
+    dcpx.load({"a": torch.zeros(3)}, tmp_path, planner=planner)
+    assert not planner._is_mapped
