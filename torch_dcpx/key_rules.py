@@ -170,7 +170,40 @@ def _checked(rule: Rule) -> Rule:
             raise OptionError(
                 f"{pattern!r} is no regular expression: {error}", option="rules", value=rule
             ) from error
+    for pattern, made in _made_by(rule):
+        if not isinstance(made, str) or not _can_make(pattern, made):
+            raise OptionError(
+                f"{made!r} is no text that {pattern!r} could be replaced by: {rule!r}",
+                option="rules",
+                value=rule,
+            )
+    numbers = rule.dims if isinstance(rule, Transpose) else (getattr(rule, "dim", 0),)
+    is_pair = not isinstance(rule, Transpose) or (isinstance(numbers, tuple) and len(numbers) == 2)
+    if not is_pair or not all(type(number) is int for number in numbers):
+        raise OptionError(f"dimensions are ints, got {rule!r}", option="rules", value=rule)
     return rule
+
+
+def _made_by(rule: Rule) -> list[tuple[str, object]]:
+    """Returns the rule's patterns, each with a text that it makes."""
+    if isinstance(rule, Merge):
+        return [(pattern, rule.into) for pattern in rule.patterns]
+    if isinstance(rule, Split):
+        # A text is a sequence of texts, and surely not meant.
+        into = [None] if isinstance(rule.into, str) else rule.into
+        return [(rule.pattern, one) for one in into]
+    if isinstance(rule, tuple) and not isinstance(rule, Transpose):
+        return [(rule[0], rule[1])]
+    return []
+
+
+def _can_make(pattern: str, made: str) -> bool:
+    """Returns whether a replacement names only groups that its pattern has."""
+    try:
+        re.sub(pattern, made, "")  # checks the replacement before it looks for a match
+    except (re.error, IndexError, TypeError):
+        return False
+    return True
 
 
 def _objects(stored: Mapping[str, Sizes | None]) -> frozenset[str]:

@@ -212,3 +212,18 @@ def test_planner_that_mapped_once_plans_without_a_map_again(tmp_path: Path) -> N
     assert planner._is_mapped
     dcpx.load({"a": torch.zeros(3)}, tmp_path, planner=planner)
     assert not planner._is_mapped
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ("a(b)", r"\2"), ("a", None), Split("ab", "cd"), Split("ab", [r"\3", "b"]),
+        Split("ab", ["c", "b"], dim="x"), Merge(["ab"], r"\4"), Merge(["ab"], None),
+        Transpose("ab", 3), Transpose("ab", (0,)),
+    ],
+)  # fmt: skip
+def test_rule_that_could_never_work_is_refused_when_the_map_is_made(rule: Any) -> None:
+    with pytest.raises(OptionError, match=r"^(dimensions|.* is no text)"):
+        KeyMap(rule)
+    groups = (r"^(a)|b(?P<x>c)?", r"\g<1>\g<x>")
+    KeyMap(groups, ("(?i)A", ""), Merge("(a)", r"\1"), Split("a", ()))
