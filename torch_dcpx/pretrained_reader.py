@@ -29,7 +29,12 @@ from torch_dcpx.locate import Form, RawPlace
 from torch_dcpx.mapped_state import sizes_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader import DcpxReader
-from torch_dcpx.safetensors_files import Safetensors, find_safetensors, read_safetensors
+from torch_dcpx.safetensors_files import (
+    Safetensors,
+    check_not_replaced,
+    find_safetensors,
+    read_safetensors,
+)
 
 __all__ = ["PretrainedReader", "stored_sizes"]
 
@@ -48,29 +53,34 @@ class PretrainedReader(DcpxReader):
         found = find_safetensors(Path(path))
         super().__init__(path if found is None else found[0], options=options)
         self._file_name = None if found is None else found[1]
-        self._held_digest = ""
+        self._held: Safetensors | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads `.metadata`, or the headers of the safetensors files. Raises: as they do."""
         if self._file_name is None:
             return super().read_metadata(*args, **kwargs)
         held = read_safetensors(Path(self.path), self._file_name)
-        self._held_digest = held.digest
+        self._held = held
         return _metadata_of(held, StorageMeta(load_id=self.load_id))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Opens every file that the plan needs, and notes which headers it goes by."""
+        """Opens every file that the plan needs, and notes which headers it goes by.
+
+        Raises: StorageError: a file was replaced after its header was read.
+        """
         plan = super().prepare_local_plan(plan)
         if self._file_name is None:
             return plan
+        if self._held is not None:
+            check_not_replaced(self._held)
         return dataclasses.replace(plan, storage_data=self.generation)
 
     @property
     def generation(self) -> Generation | None:
         """Which save's metadata, or which headers, were read."""
-        if self._file_name is None:
+        if self._held is None:
             return super().generation
-        return Generation(os.path.abspath(self.path), self._held_digest)  # noqa: PTH100 - as there
+        return Generation(os.path.abspath(self.path), self._held.digest)  # noqa: PTH100 - as there
 
 
 def stored_sizes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:

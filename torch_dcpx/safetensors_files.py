@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcpx.directory import Directory
+from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
 from torch_dcpx.layout import METADATA_NAME
 from torch_dcpx.safetensors_header import (
@@ -26,6 +27,7 @@ __all__ = [
     "SINGLE_NAME",
     "Safetensors",
     "StoredTensor",
+    "check_not_replaced",
     "find_safetensors",
     "read_safetensors",
 ]
@@ -51,6 +53,7 @@ class Safetensors(NamedTuple):
     directory: Path
     tensors: dict[str, StoredTensor]
     digest: str  # of all headers
+    files: dict[str, tuple[int, ...]]  # by name, which file it was, and in which state
 
 
 def find_safetensors(path: Path) -> tuple[Path, str] | None:
@@ -99,12 +102,15 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
     """
     with Directory(directory_path) as directory:
         if not name.endswith(".json"):
+            seen = {name: _state_of(directory, name)}
             rows, digest = _tensors(directory, name)
-            return Safetensors(directory_path, rows, digest)
+            return Safetensors(directory_path, rows, digest, seen)
         weight_map = _weight_map(directory, name)
         held: dict[str, dict[str, StoredTensor]] = {}
         digests = hashlib.sha256()
+        seen = {}
         for file in sorted(set(weight_map.values())):
+            seen[file] = _state_of(directory, file)
             held[file], digest = _tensors(directory, file)
             digests.update(digest.encode())
         tensors = {}
@@ -118,7 +124,31 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
                     touched=(),
                 )
             tensors[fqn] = held[file][fqn]
-        return Safetensors(directory_path, tensors, digests.hexdigest())
+        return Safetensors(directory_path, tensors, digests.hexdigest(), seen)
+
+
+def check_not_replaced(held: Safetensors) -> None:
+    """Raises StorageError unless the files that are opened by now are those of the headers."""
+    with Directory(held.directory) as directory:
+        for name, state in held.files.items():
+            if _state_of(directory, name) != state:
+                path = str(held.directory / name)
+                raise StorageError(
+                    f"'{path}' was replaced while it was loaded; no tensor was touched, load it "
+                    "again",
+                    errno=errno.ESTALE,
+                    path=path,
+                    touched=(),
+                )
+
+
+def _state_of(directory: Directory, name: str) -> tuple[int, ...]:
+    """Returns what differs once a name means another file, or its file was written to."""
+    try:
+        found = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+    except OSError as error:
+        raise storage_error("stat", directory.path / name, error, is_read=True) from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], str]:

@@ -14,7 +14,7 @@ from export_cases import assert_artifact, read_artifact
 from torch import nn
 
 import torch_dcpx as dcpx
-from torch_dcpx import export_files
+from torch_dcpx import export_files, pretrained_reader
 from torch_dcpx.directory import Directory
 from torch_dcpx.torch_archive import check_objects
 
@@ -198,3 +198,24 @@ def test_object_that_torch_cannot_load_is_refused_at_once(tmp_path: Path) -> Non
     check_objects({"o": doubled})
     with pytest.raises(dcpx.UnsupportedError, match="'o'"):
         check_objects({"o": [doubled, object()]})
+
+
+def test_file_that_is_replaced_behind_its_header_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pretrained_reader.read_safetensors
+
+    def replaced(*args: Any) -> Any:
+        held = real(*args)
+        dcpx.export({"0": torch.ones(8), **OTHER}, tmp_path)
+        return held
+
+    dcpx.export(TWO, tmp_path)
+    model = nn.ParameterDict({name: torch.full_like(one, 7) for name, one in TWO.items()})
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained_reader, "read_safetensors", replaced)
+        with pytest.raises(dcpx.StorageError, match="was replaced"):
+            dcpx.load_pretrained(model, tmp_path)
+    assert all(torch.equal(one, torch.full_like(one, 7)) for one in model.values())
+    dcpx.load_pretrained(model, tmp_path)
+    assert torch.equal(model["a"], OTHER["a"])
