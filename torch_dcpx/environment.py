@@ -131,5 +131,5 @@ def usable_cores() -> int:
     """Returns how many cores this process may run on; of a container that does not say, all."""
     try:
         return len(os.sched_getaffinity(0))
-    except OSError:
+    except (OSError, OverflowError):  # EINVAL: CPython offers more and more room, until it gives up
         return os.cpu_count() or 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -89,6 +89,19 @@ def test_automatic_workers_share_the_cores_and_fit_the_budget(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
     assert WriteOptions(host_memory_bytes=budget).resolved_workers() == workers
     assert ReadOptions(host_memory_bytes=budget).resolved_workers() == workers
+
+
+@pytest.mark.parametrize("error", [PermissionError(1, "refused"), OverflowError("CPU set")])
+def test_cores_count_where_a_container_does_not_say_which_may_be_used(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(_pid: int) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("os.sched_getaffinity", refuse)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert WriteOptions().resolved_workers() == ReadOptions().resolved_workers() == 8
 
 
 def test_a_budget_that_is_not_given_bounds_slots_and_temporaries_only() -> None:
