@@ -72,20 +72,22 @@ class SaveLock:
         self._is_shared = is_shared
         self._fd, self._is_writable = self._open(directory, name)
         try:
-            key = self._check_file()
+            self._key = self._check_file()
         except BaseException:
             close_read(self._fd, self.path)
             raise
         # Whose save took this lock before and did not end, as far as its file says.
         self.left_by: Literal["nobody", "this machine", "another machine"] = "nobody"
         # Before the lock is taken: a signal's handler may raise at any line from here on.
-        self._finalizer = weakref.finalize(self, _release, self._fd, key, self.path)
+        self._finalizer = weakref.finalize(
+            self, _release, self._fd, self._key, self.path, os.getpid()
+        )
         try:
-            self._acquire(key)
+            self._acquire(self._key)
             if self.is_held and not is_shared:
                 self._take_over_record()
         except BaseException:
-            self._finalizer()
+            self.release()
             raise
 
     def _open(self, directory: Directory, name: str) -> tuple[int, bool]:
@@ -140,7 +142,7 @@ class SaveLock:
                     if holder is not None:
                         holder.release()
                     if fd in _held.get(key, {}):  # a signal has ended its release half-way
-                        _release(fd, key, self.path)
+                        _release(fd, key, self.path, os.getpid())
                 elif not (self._is_shared and holder._is_shared):
                     raise self._concurrent()
             try:
@@ -218,23 +220,39 @@ class SaveLock:
         Args:
             has_ended_well: the save is committed, and nothing of it is left to be removed.
         """
-        if has_ended_well and self._finalizer.alive and self._is_writable and not self._is_shared:
+        if has_ended_well and self._is_writable and not self._is_shared:
+            self._empty_record()
+        self.is_held = False
+        try:
+            self._finalizer()
+        except BaseException:  # of a signal's handler; the finalizer will not be called again
+            with _guard:
+                entry = _held.get(self._key, {}).get(self._fd)
+                if entry is not None and entry() is self:
+                    _release(self._fd, self._key, self.path, os.getpid())
+            raise
+
+    def _empty_record(self) -> None:
+        with _guard:  # whoever else gives this lock back closes its file
+            if not self._finalizer.alive:
+                return
             try:
                 os.ftruncate(self._fd, 0)
             except OSError as error:
                 logger.warning("'%s' still names a save that has ended: %s", self.path, str(error))
-        self.is_held = False
-        self._finalizer()
 
 
-def _release(fd: int, key: _Key, path: Path) -> None:
-    """Gives a lock back. Where a signal's handler raises in the middle, either the table still has
-    it, and whoever wants it next goes on here, or only its file is left to be closed.
+def _release(fd: int, key: _Key, path: Path, pid: int) -> None:
+    """Gives a lock of process `pid` back. Where a signal's handler raises in the middle, either the
+    table still has it, and its owner or whoever wants it next goes on here, or only its file is
+    left to be closed.
     """
     with _guard:
         try:
-            # Closing is not enough: a process that was forked from C++ may share the lock.
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            # Closing is not enough: a process that was forked from C++ may share the lock. And a
+            # child that was forked while it was taken must not take it from its parent.
+            if pid == os.getpid():
+                fcntl.flock(fd, fcntl.LOCK_UN)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 logger.warning("a lock is given back by closing its file alone: %s", str(error))

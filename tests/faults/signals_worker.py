@@ -1,16 +1,22 @@
 """SIGINT, SIGTERM and `os._exit` at any line of a save or load: the driver of test_signals.py.
 
-python signals_worker.py DIRECTORY SEED POINTS    (of each way and each ending)
+python signals_worker.py DIRECTORY GROUP SEED POINTS    (of each way and each ending; 0: see there)
+
+GROUP "lines": of our modules and DCP's. "locks": SIGINT at the lines that take and give back the
+save lock, which are few among those; the lock is free afterwards, also for another process.
 """
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import random
 import shutil
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -21,9 +27,10 @@ from forks import Ended, Table, alone, in_child
 from ways import LOADS, SAVES, is_same, loaded, which
 
 import torch_dcpx
-from torch_dcpx import DcpxError, WriteOptions
+from torch_dcpx import DcpxError, WriteOptions, lock, save_locks
 
 ROOTS = (str(Path(torch_dcpx.__file__).parent), f"{os.sep}distributed{os.sep}checkpoint{os.sep}")
+LOCKS = (lock.__file__, save_locks.__file__, weakref.__file__)  # a lock ends by weakref.finalize
 OPTIONS = WriteOptions(workers=2, slot_bytes=256 << 10)
 OLD, NEW, NEXT = ({"w": torch.full((100_000,), float(n)), "step": n} for n in range(3))
 
@@ -31,9 +38,10 @@ OLD, NEW, NEXT = ({"w": torch.full((100_000,), float(n)), "step": n} for n in ra
 class Lines:
     """Counts the lines of our modules and of DCP's on all threads, and acts at one of them."""
 
-    def __init__(self, at: int, act: Callable[[], object]) -> None:
+    def __init__(self, at: int, act: Callable[[], object], files: tuple[str, ...] = ()) -> None:
+        """With `files` only lines of those count."""
         self.seen = 0
-        self._at, self._act = at, act
+        self._at, self._act, self._files = at, act, files
 
     def __enter__(self) -> Lines:
         threading.settrace(self._call)
@@ -46,6 +54,8 @@ class Lines:
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
         name = frame.f_code.co_filename
+        if self._files:
+            return self._line if name in self._files else None
         return self._line if name.startswith(ROOTS[0]) or ROOTS[1] in name else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -67,9 +77,9 @@ ENDINGS: dict[str, tuple[Callable[[], object], tuple[int, ...]]] = {
 }
 
 
-def lines_of(act: Callable[[], object]) -> int:
+def lines_of(act: Callable[[], object], files: tuple[str, ...] = ()) -> int:
     def body() -> int:
-        with Lines(0, lambda: None) as lines:
+        with Lines(0, lambda: None, files) as lines:
             act()
         return lines.seen
 
@@ -78,11 +88,13 @@ def lines_of(act: Callable[[], object]) -> int:
     return int(ended.said["value"])
 
 
-def interrupted(at: int, ending: str, act: Callable[[], object]) -> bool:
+def interrupted(
+    at: int, ending: str, act: Callable[[], object], files: tuple[str, ...] = ()
+) -> bool:
     """Whether `act` was interrupted; and it is, by nothing else than the signal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with Lines(at, ENDINGS[ending][0]):
+        with Lines(at, ENDINGS[ending][0], files):
             act()
     except BaseException as error:
         seen: BaseException | None = error
@@ -140,6 +152,36 @@ def try_save(table: Table, path: Path, way: str, ending: str, at: int) -> None:
     table.add(f"{ending} in {way}", f"line {at}", bad_save(ended, ending, path, there))
 
 
+def is_locked(path: Path) -> bool:
+    """Whether another process would find the directory's lock taken."""
+    fd = os.open(path / ".dcpx.lock", os.O_RDONLY | os.O_CREAT)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def try_lock(table: Table, path: Path, way: str, at: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    SAVES["dcp.save"](OLD, path, OPTIONS)
+
+    def body() -> str:
+        if not interrupted(at, "SIGINT", lambda: SAVES[way](NEW, path, OPTIONS), LOCKS):
+            return "not interrupted"
+        gc.collect()  # what the error's frames held
+        if is_locked(path):
+            return "the lock is left"
+        saved_next(path)
+        return "next" if which(path, OLD, NEXT) == "new" else "the next save is not whole"
+
+    ended = in_child(body)
+    is_well = ended.said.get("value") == "next"
+    table.add(f"SIGINT in the lock of {way}", f"line {at}", None if is_well else str(ended))
+
+
 def try_load(table: Table, path: Path, way: str, ending: str, at: int) -> None:
     def body() -> bool:
         interrupted(at, ending, lambda: loaded(way, OLD, path))
@@ -158,15 +200,15 @@ def points_of(count: int, points: int, chosen: random.Random) -> list[int]:
     return sorted(chosen.sample(range(1, count + 1), min(points, count)))
 
 
-def main() -> None:
-    alone()
-    root, seed, points = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    chosen, table = random.Random(seed), Table()
-    path = root / "ckpt"
+def locks(path: Path, points: int, chosen: random.Random, table: Table) -> None:
+    """Saves on the main thread alone: signals' handlers run there."""
     for way in ("save", "dcp.save"):
-        SAVES[way](OLD, path, OPTIONS)
-    for way in LOADS:
-        loaded(way, OLD, path)
+        count = lines_of(lambda way=way: SAVES[way](OLD, path, OPTIONS), LOCKS)
+        for at in points_of(count, points, chosen) if points else range(1, count + 1):
+            try_lock(table, path, way, at)
+
+
+def lines(path: Path, points: int, chosen: random.Random, table: Table) -> None:
     for way in SAVES:
         count = lines_of(lambda way=way: SAVES[way](OLD, path, OPTIONS))
         for ending in ENDINGS:
@@ -179,6 +221,21 @@ def main() -> None:
         for ending in ENDINGS:
             for at in points_of(count, points, chosen):
                 try_load(table, path, way, ending, at)
+
+
+GROUPS = {"lines": lines, "locks": locks}
+
+
+def main() -> None:
+    alone()
+    root, group, seed, points = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    table = Table()
+    path = root / "ckpt"
+    for way in ("save", "dcp.save"):
+        SAVES[way](OLD, path, OPTIONS)
+    for way in LOADS:
+        loaded(way, OLD, path)
+    GROUPS[group](path, points, random.Random(seed), table)
     table.print()
 
 

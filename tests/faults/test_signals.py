@@ -10,10 +10,18 @@ import pytest
 from forks import assert_none_bad, table_of
 
 WORKER = Path(__file__).with_name("signals_worker.py")
-POINTS = "0" if os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0") else "3"
+EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
 def test_signal_at_any_line_leaves_old_or_new_and_no_lock(tmp_path: Path, seed: int) -> None:
-    assert_none_bad(table_of(WORKER, str(tmp_path), str(seed), POINTS, timeout_s=35000))
+    points = "0" if EVERY else "3"
+    assert_none_bad(table_of(WORKER, str(tmp_path), "lines", str(seed), points, timeout_s=35000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_signal_at_any_line_of_the_lock_leaves_it_free(tmp_path: Path, seed: int) -> None:
+    points = "0" if EVERY else "10"
+    assert_none_bad(table_of(WORKER, str(tmp_path), "locks", str(seed), points, timeout_s=580))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import RunPython
 
 from torch_dcpx import StorageError, lock
 from torch_dcpx.directory import Directory
@@ -80,3 +83,97 @@ def test_lock_file_that_cannot_be_read_is_a_storage_error_and_leaves_nothing_hel
             taken(directory)
     assert (caught.value.errno, caught.value.path) == (errno.EIO, str(directory.path / NAME))
     taken(directory).release(has_ended_well=True)
+
+
+def is_free(directory: Directory) -> bool:
+    """Whether another process would get the lock."""
+    with (directory.path / NAME).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_signal_in_the_middle_of_a_release_does_not_leave_the_lock_to_nobody(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = fcntl.flock, 0
+
+    def flock(fd: int, operation: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise KeyboardInterrupt
+        real(fd, operation)
+
+    held = taken(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.fcntl, "flock", flock)
+        with pytest.raises(KeyboardInterrupt):
+            held.release()
+    assert is_free(directory)
+    assert lock._held == {}
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_record_is_emptied_while_its_file_is_open(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may give the lock of a save that is over back: not in the middle of this."""
+    real, was_open = os.ftruncate, []
+    held = taken(directory)
+    other = threading.Thread(target=held.release)
+
+    def truncate(fd: int, nbytes: int) -> None:
+        other.start()
+        other.join(0.1)  # it waits for this one, or was not kept from closing the file
+        was_open.append(os.path.exists(f"/proc/self/fd/{fd}"))  # noqa: PTH110
+        real(fd, nbytes)
+
+    monkeypatch.setattr(lock.os, "ftruncate", truncate)
+    held.release(has_ended_well=True)
+    other.join(60)
+    assert was_open == [True]
+    assert (directory.path / NAME).read_bytes() == b""
+
+
+FORKED = """
+import fcntl, os, sys, threading, time
+from pathlib import Path
+from torch_dcpx import lock
+from torch_dcpx.directory import Directory
+from torch_dcpx.running_save import RunningSave
+real, held = fcntl.flock, []
+taken, go_on = threading.Event(), threading.Event()
+def flock(fd, operation):
+    real(fd, operation)
+    if operation & fcntl.LOCK_EX:
+        taken.set()
+        assert go_on.wait(60)
+lock.fcntl.flock = flock
+directory = Directory(Path(sys.argv[1]))
+take = lambda: held.append(lock.SaveLock(directory, ".dcpx.lock", RunningSave(take)))
+thread = threading.Thread(target=take)
+thread.start()
+assert taken.wait(60)
+child = os.fork()
+if child == 0:
+    sys.exit()  # finalizers run
+assert os.waitpid(child, 0)[1] == 0
+go_on.set()
+thread.join(60)
+with open(directory.path / ".dcpx.lock") as file:
+    try:
+        real(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("kept")
+"""
+
+
+@pytest.mark.slow
+def test_child_that_was_forked_while_the_lock_was_taken_does_not_give_it_back(
+    directory: Directory, run_python: RunPython
+) -> None:
+    assert run_python(FORKED, str(directory.path), timeout_s=120).stdout == "kept\n"
