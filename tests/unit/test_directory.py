@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torch_dcpx import CorruptionError, StorageError, directory
+from torch_dcpx import CorruptionError, StorageError, directory, system_calls
 from torch_dcpx.directory import Directory, make_directory
 
 
@@ -220,6 +220,7 @@ def test_failing_call_is_one_storage_error_with_errno_and_path(
     failing = FailingOs(name, code)
     with Directory(tmp_path) as opened, monkeypatch.context() as patch:
         patch.setattr(directory, "os", failing)
+        patch.setattr(system_calls, "os", failing)
         with pytest.raises(StorageError) as caught:
             OPERATIONS[name](opened)
     assert caught.value.errno == code
