@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
-from torch_dcpx.system_calls import close_read, close_written, uninterrupted
+from torch_dcpx.system_calls import close_read, close_written, moved, uninterrupted
 
 __all__ = ["Directory", "SmallFile", "look_into", "make_directory"]
 
@@ -335,7 +335,7 @@ class Directory:
                 for view in views:
                     end = done + view.nbytes
                     while done < end:
-                        done += os.write(fd, view[done - end :])
+                        done += moved(os.write(fd, view[done - end :]))
                 if is_durable:
                     os.fsync(fd)
             except BaseException:

@@ -25,7 +25,7 @@ from typing import Literal
 from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.running_save import RunningSave
-from torch_dcpx.system_calls import close_read
+from torch_dcpx.system_calls import close_read, moved
 
 __all__ = ["SaveLock"]
 
@@ -182,7 +182,7 @@ class SaveLock:
         try:
             done = 0
             while done < len(owner):
-                done += os.pwrite(self._fd, owner[done:], done)
+                done += moved(os.pwrite(self._fd, owner[done:], done))
             os.ftruncate(self._fd, len(owner))
         except OSError as error:
             logger.warning("'%s' does not name its owner: %s", self.path, str(error))

@@ -6,12 +6,13 @@ rename, unlink, stat, listing. Network file systems interrupt those as well.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["close_read", "close_written", "uninterrupted"]
+__all__ = ["close_read", "close_written", "moved", "uninterrupted"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -32,6 +33,17 @@ def uninterrupted(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -
             return call(*args, **kwargs)
         except InterruptedError:
             continue
+
+
+def moved(nbytes: int) -> int:
+    """Returns what a write of some bytes has moved.
+
+    Raises:
+        OSError: nothing, as a file system in user space may answer: it would for ever.
+    """
+    if nbytes == 0:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return nbytes
 
 
 def close_written(fd: int) -> None:

@@ -157,6 +157,16 @@ def test_what_is_held_by_descriptor_survives_a_rename_of_its_path(tmp_path: Path
     assert list((tmp_path / "a").iterdir()) == []
 
 
+def test_write_that_moves_nothing_is_an_error_and_not_tried_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([0] * 10)  # a file system in user space may say so
+    monkeypatch.setattr(directory.os, "write", lambda *_: next(answers))
+    with Directory(tmp_path) as opened, pytest.raises(StorageError) as caught:
+        opened.create("file", [b"x" * 100], is_durable=True)
+    assert (caught.value.errno, caught.value.offset, caught.value.nbytes) == (errno.EIO, 0, 100)
+
+
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Short:
         def __getattr__(self, name: str) -> Any:

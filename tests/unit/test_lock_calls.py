@@ -51,6 +51,17 @@ def test_record_is_whole_where_writes_are_short(
 
 
 @pytest.mark.usefixtures("no_leaks")
+def test_write_that_moves_nothing_leaves_the_record_out(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([0] * 10)  # a file system in user space may say so
+    monkeypatch.setattr(lock.os, "pwrite", lambda *_: next(answers))
+    held = taken(directory)
+    assert held.is_held
+    held.release(has_ended_well=True)
+
+
+@pytest.mark.usefixtures("no_leaks")
 def test_lock_file_that_may_not_be_made_is_no_missing_file(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +140,7 @@ def test_record_is_emptied_while_its_file_is_open(
     def truncate(fd: int, nbytes: int) -> None:
         other.start()
         other.join(0.1)  # it waits for this one, or was not kept from closing the file
-        was_open.append(os.path.exists(f"/proc/self/fd/{fd}"))  # noqa: PTH110
+        was_open.append(os.path.exists(f"/proc/self/fd/{fd}"))
         real(fd, nbytes)
 
     monkeypatch.setattr(lock.os, "ftruncate", truncate)
