@@ -17,7 +17,8 @@ import math
 import pickle
 import re
 import zlib
-from collections.abc import Iterator
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_dcpx import _C
 from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.hashed_keys import MAX_COMPOUND_KEYS
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.settle import refuse
 from torch_dcpx.unpickle import (
@@ -46,27 +48,48 @@ _STORED, _DEFLATED = 0, 8
 _LEGACY_PICKLES = 5  # of torch.save before 1.6: magic, protocol, machine, object, keys
 # A number given to one of these is memory that nobody wrote.
 _NEVER_CALLED = re.compile(r"torch\.(Tensor|\w*Storage|storage\.\w+)|builtins\.bytearray")
+_TENSOR_CLASSES = frozenset(f"{one.__module__}.{one.__name__}" for one in torch._tensor_classes)
+_CALLING = "torch._tensor._rebuild_from_type_v2"  # calls its first argument with its third
 
-_HASHING = re.compile(r"collections\.\w+|(builtins|__builtin__)\.(set|frozenset|dict)")
+_HASHING = re.compile(r"collections\.\w+|builtins\.(set|frozenset|dict)")
+_OF_PAIRS = re.compile(r"collections\.OrderedDict|builtins\.dict")
 _CODECS = (("latin1",), ("latin-1",))
 _CALLS_BASE_BYTES, _CALLS_PER_BYTE = 16 << 20, 4  # what calls may make of a pickle's texts
-_MAX_CALLED = 64  # keys; a tensor's own pickle calls OrderedDict() with none
+_MAX_CALLED = 64  # numbers; a tensor's own pickle calls OrderedDict() with none
+
+
+class _Budget:
+    """What the calls of one pickle may still do."""
+
+    __slots__ = ("nbytes", "result_keys")
+
+    def __init__(self, pickle_bytes: int) -> None:
+        self.nbytes = _CALLS_BASE_BYTES + _CALLS_PER_BYTE * pickle_bytes  # made of texts
+        self.result_keys = MAX_COMPOUND_KEYS  # whose hashes are the file's choice
 
 
 class _Looked(StandIn):
-    """Stand-in whose calls share a budget (`value`, one number): texts that they make bytes of."""
+    """Stand-in whose calls share a budget (`value`)."""
 
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         for arg in args:
             if type(arg) in (str, bytes):
-                cls.value[0] -= len(arg)
-        if cls.value[0] < 0:
+                cls.value.nbytes -= len(arg)
+        if cls.value.nbytes < 0:
             refuse("makes far more by its calls than it has bytes")
         if cls.global_name == "_codecs.encode" and args[1:] not in _CODECS:
             refuse("encodes bytes by another codec than latin1")
         return super().__new__(cls, *args, **kwargs)
+
+    def __hash__(self) -> int:
+        # As a key. The real one is hashed by what it was called with, unlike this one.
+        budget = type(self).value
+        budget.result_keys -= 1
+        if budget.result_keys < 0:
+            refuse(f"has more than {MAX_COMPOUND_KEYS} keys that are results of calls")
+        return object.__hash__(self)
 
 
 class _NeverCalled(_Looked):
@@ -75,8 +98,25 @@ class _NeverCalled(_Looked):
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if any(type(arg) not in (str, bytes) for arg in args):
+        if not all(type(arg) in (str, bytes) or _is_encoded(arg) for arg in args):
             refuse(f"calls {cls.global_name}, which no pickle of a tensor does")
+        return super().__new__(cls, *args, **kwargs)
+
+
+def _is_encoded(value: Any) -> bool:
+    """Whether this is how protocol 2 writes bytes."""
+    return isinstance(value, StandIn) and value.global_name == "_codecs.encode" and value.is_called
+
+
+class _Calling(_Looked):
+    """Stand-in of a function that calls another, which is looked at as if the pickle called it."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 4 or type(args[0]) is not StandInType or type(args[2]) is not tuple:
+            refuse(f"calls {cls.global_name} with other than a function, a class and arguments")
+        args[0](*args[2])
         return super().__new__(cls, *args, **kwargs)
 
 
@@ -86,19 +126,33 @@ class _Hashing(_Looked):
     __slots__ = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        is_of_pairs = _OF_PAIRS.fullmatch(cls.global_name) is not None
         for arg in args:
-            if type(arg) in (list, tuple) and (
-                len(arg) > _MAX_CALLED or not all(map(_is_simple_key, arg))
-            ):
+            # A tensor that unfolds one number, for one, would be hashed element by element.
+            if type(arg) not in (list, tuple, dict, str, bytes):
+                refuse(f"calls {cls.global_name} with what is no plain container")
+            if type(arg) not in (list, tuple):
+                continue
+            keys = [_key_of_pair(value) for value in arg] if is_of_pairs else arg
+            numbers = sum(type(key) not in (str, bytes) for key in keys)
+            if numbers > _MAX_CALLED or not all(map(_is_simple, keys)):
                 refuse(f"calls {cls.global_name} with {len(arg)} keys or keys of many parts")
         return super().__new__(cls, *args, **kwargs)
 
 
-def _is_simple_key(value: Any) -> bool:
-    """Whether this is a member of a set, or a pair of a dict, that is hashed at once."""
-    if type(value) in (list, tuple):
-        return len(value) == 2 and type(value[0]) is str
-    return type(value) in (str, bytes, int, float, bool)
+_SIMPLE = (str, bytes, int, float, bool, type(None))
+_MAX_PARTS = 8
+
+
+def _is_simple(key: Any) -> bool:
+    """Whether this is hashed at once."""
+    if type(key) is tuple and len(key) <= _MAX_PARTS:
+        return all(type(part) in _SIMPLE for part in key)
+    return type(key) in _SIMPLE
+
+
+def _key_of_pair(value: Any) -> Any:
+    return value[0] if type(value) in (list, tuple) and len(value) == 2 else value
 
 
 def _built(_raw: StandIn, _settle: Any) -> NoReturn:
@@ -111,17 +165,21 @@ class _AnyName(dict[tuple[str, str], StandInType]):
 
     def __init__(self, pickle_bytes: int) -> None:
         super().__init__()
-        self._left_bytes = [_CALLS_BASE_BYTES + _CALLS_PER_BYTE * pickle_bytes]
+        self._budget = _Budget(pickle_bytes)
 
     def get(self, key: tuple[str, str], _default: Any = None) -> StandInType:
-        name = ".".join(key)
         if key not in self:
+            # As torch reads it: pickles of protocol 2 have the names of Python 2.
+            module, name = NAME_MAPPING.get(key, (IMPORT_MAPPING.get(key[0], key[0]), key[1]))
+            name = f"{module}.{name}"
             base: StandInType = _Looked
-            if _NEVER_CALLED.fullmatch(name):
+            if name in _TENSOR_CLASSES or _NEVER_CALLED.fullmatch(name):
                 base = _NeverCalled
             elif _HASHING.fullmatch(name):
                 base = _Hashing
-            self[key] = stand_in(name, _built, self._left_bytes, base)
+            elif name == _CALLING:
+                base = _Calling
+            self[key] = stand_in(name, _built, self._budget, base)
         return self[key]
 
 
@@ -129,9 +187,11 @@ def _no_storage(_pid: Any) -> None:
     """What a storage is while only the calls are looked at."""
 
 
-def _check_calls(data: memoryview, path: str, fqn: str) -> None:
+def _check_calls(
+    data: memoryview, path: str, fqn: str, load_storage: Callable[[Any], Any] = _no_storage
+) -> Any:
     table = _AnyName(len(data))
-    RestrictedUnpickler(data, table, path=path, fqn=fqn, load_storage=_no_storage).load()
+    return RestrictedUnpickler(data, table, path=path, fqn=fqn, load_storage=load_storage).load()
 
 
 def _inflated(data: memoryview, room_bytes: int) -> bytes:
@@ -166,7 +226,7 @@ def _check_archive(data: memoryview, room_bytes: int, path: str, fqn: str) -> No
         record = data[offset : offset + nbytes]
         if method not in (_STORED, _DEFLATED):
             refuse(f"has a record packed by method {method}")
-        is_pickle = name.endswith("data.pkl")
+        is_pickle = name.lower().endswith("data.pkl")  # torch's reader takes DATA.PKL for it
         if method == _DEFLATED and not is_pickle:
             room_bytes -= _inflated_bytes(record, room_bytes)
         elif method == _DEFLATED:
@@ -177,11 +237,22 @@ def _check_archive(data: memoryview, room_bytes: int, path: str, fqn: str) -> No
 
 
 def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
-    """The same for what torch.save wrote before 1.6: pickles one behind the other."""
+    """The same for what torch.save wrote before 1.6: pickles one behind the other, the last one a
+    list of the storages that follow. One that is not listed keeps memory that nobody wrote.
+    """
+    wanted: list[Any] = []
+    found: Any = None
     for _ in range(_LEGACY_PICKLES):
         nbytes = _C.scan_pickle(data, allow_persid=True)
-        _check_calls(data[:nbytes], path, fqn)
+        found = _check_calls(data[:nbytes], path, fqn, wanted.append)
         data = data[nbytes:]
+    listed = [key for key in found if type(key) is str] if type(found) is list else []
+    for pid in wanted:
+        if type(pid) is not tuple or len(pid) < 3 or type(pid[2]) is not str:
+            refuse("has a persistent id that is no storage")
+    lacking = {pid[2] for pid in wanted} - set(listed)
+    if lacking:
+        refuse(f"lacks the bytes of {len(lacking)} storages that it names")
 
 
 def _tensor_bytes(planner: LoadPlanner, item: ReadItem) -> int:
@@ -202,7 +273,7 @@ def _check_item(data: io.IOBase, path: str, fqn: str, tensor_bytes: int) -> None
     if bytes(view[:4]) == b"PK\x03\x04":
         room_bytes = INFLATED_BASE_BYTES + INFLATED_PER_BYTE * tensor_bytes
         _check_archive(view, room_bytes, path, fqn)
-    elif bytes(view[:1]) == b"\x80":
+    else:  # torch looks at no more than this to tell the two
         _check_legacy(view, path, fqn)
 
 
