@@ -35,6 +35,7 @@ MAX_DEPTH = 500  # stock torch.save reaches 496 nested lists at Python's default
 # 40 times "a pair of the last one, twice" is a tuple that takes 2^40 steps to hash. The scan sees
 # such keys of dicts; those of sets, which may be calls, are seen here.
 MAX_NODES = 10_000_000
+MAX_NODES_PER_BYTE = 16  # of the pickle, beyond: a long tuple has a value a byte
 
 # One text of a megabyte and a thousand calls that each make bytes of it: what is made is charged.
 CALLS_BASE_BYTES = 64 << 20
@@ -109,6 +110,7 @@ class Settler:
         self._depth = 0
         self._nodes: dict[int, int] = {}  # by id of a made tuple: how many nodes hashing it visits
         self._left_bytes = CALLS_BASE_BYTES + CALLS_BYTES_PER_BYTE * pickle_bytes
+        self._max_nodes = MAX_NODES + MAX_NODES_PER_BYTE * pickle_bytes
         self._hashed_nodes = 0
         self.read_storage = read_storage
         self.cache: dict[Any, Any] = {}  # for builds whose parts repeat; keys live with the tree
@@ -127,8 +129,8 @@ class Settler:
             nbytes += len(made)
         elif isinstance(made, (list, tuple, dict, set, frozenset, collections.deque)):
             nbytes += ELEMENT_BYTES * len(made)
-        elif not isinstance(made, torch.Tensor):  # whose storage is charged by nobody: it is shared
-            nbytes += int(getattr(made, "nbytes", 0))  # of a NumPy array
+        elif type(made).__module__ == "numpy":  # others may have an `nbytes` that is no count
+            nbytes += getattr(made, "nbytes", 0)
         self._left_bytes -= nbytes
         if self._left_bytes < 0:
             refuse("makes far more by its calls than it has bytes")
@@ -136,7 +138,7 @@ class Settler:
     def keys(self, made: Collection[Any]) -> None:
         """Refuse settled keys of a dict or set that take far longer to hash than to read."""
         self._hashed_nodes += sum([self._nodes.get(id(key), 0) for key in made])
-        if self._hashed_nodes > MAX_NODES:
+        if self._hashed_nodes > self._max_nodes:
             refuse(f"has keys that unfold to {self._hashed_nodes} values")
         check_keys(made)
 
@@ -179,7 +181,7 @@ class Settler:
                 part = self(value)
                 parts.append(part)
                 nodes += self._nodes.get(id(part), 1)
-            if nodes > MAX_NODES:
+            if nodes > self._max_nodes:
                 refuse(f"has a {kind.__name__} that unfolds to {nodes} values")
             if kind is not tuple:
                 self.keys(parts)

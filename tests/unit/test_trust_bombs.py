@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import io
 import pickle
 import re
+import types
 from typing import Any
 
 import hostile_bombs as bombs
@@ -16,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from foreign import Piece, write_foreign
 from saves import load, raises_one
 
-from torch_dcpx import _C, DcpxReader
+from torch_dcpx import _C, DcpxReader, settle
 from torch_dcpx.errors import CorruptionError, UnsafePickleError
 from torch_dcpx.hashed_keys import MAX_COMPOUND_KEYS, MAX_SAME_HASH, check_keys
 from torch_dcpx.metadata import decode_metadata
@@ -165,3 +167,15 @@ def test_calls_that_make_bytes_of_one_text_again_and_again_are_refused(tmp_path:
     with raises_one(CorruptionError) as raised:
         load({"t": torch.ones(2)}, tmp_path)
     assert "far more by its calls" in str(raised.error)
+
+
+@pytest.mark.parametrize("nbytes", ["12 GB", None, 10**15])
+def test_attribute_of_the_name_nbytes_is_no_size(nbytes: Any) -> None:
+    raw = types.SimpleNamespace(nbytes=nbytes), argparse.Namespace(nbytes=nbytes)
+    assert decode_byte_item(saved(raw), fqn="k", path="p") == raw
+
+
+def test_long_tuple_is_read_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle, "MAX_NODES", 1000)
+    raw = tuple(range(5000)), {(n, n): None for n in range(2000)}
+    assert decode_byte_item(saved(raw), fqn="k", path="p") == raw
