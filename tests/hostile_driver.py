@@ -38,7 +38,7 @@ from states import blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_dcpx
-from torch_dcpx import DcpxError, DcpxReader, DcpxWriter
+from torch_dcpx import DcpxError, DcpxReader, DcpxWriter, RepairError
 
 DEADLINE_S = 20  # a watchdog: most cases take some milliseconds
 MEMORY_BYTES = 256 << 20
@@ -73,15 +73,25 @@ def _save_over(ckpt: Path) -> Any:
     return _dcp_load(ckpt)
 
 
+def _verify(ckpt: Path) -> Any:
+    torch_dcpx.verify(ckpt)
+    return None
+
+
+def _repair(ckpt: Path) -> Any:
+    with contextlib.suppress(RepairError):  # there is nothing to repair, or nothing to do it with
+        torch_dcpx.repair(ckpt)
+    return _dcp_load(ckpt)
+
+
 ENTRIES: dict[str, Callable[[Path], Any]] = {
     "read_metadata": _read_metadata,
     "dcp.load": _dcp_load,
     "torch_dcpx.load": _own_load,
 }
-for _name in ("verify", "repair"):  # as far as they exist
-    if _name in torch_dcpx.__all__:
-        ENTRIES[_name] = lambda ckpt, name=_name: getattr(torch_dcpx, name)(ckpt) and None
-ENTRIES["save over it"] = _save_over  # last: it changes the checkpoint
+ENTRIES["verify"] = _verify
+# These change the checkpoint: each has a fresh one.
+CHANGING: dict[str, Callable[[Path], Any]] = {"repair": _repair, "save over it": _save_over}
 
 
 # ---- One entry point on one case ----------------------------------------------------------------
@@ -127,9 +137,10 @@ def _run_entry(entry: str, case: Case, ckpt: Path) -> tuple[str, str]:
     peak_bytes = watch.begin_peak()
     watch.begin_events(ckpt)
     try:
-        found = ENTRIES[entry](ckpt)
+        found = (ENTRIES | CHANGING)[entry](ckpt)
         outcome, bad = "loaded", ""
-        if found is not None and not _is_right(found) and (not case.is_valid or "save" in entry):
+        is_saved = entry == "save over it"
+        if found is not None and not _is_right(found) and (is_saved or not case.is_valid):
             bad = "silent"
     except BaseException as error:  # noqa: BLE001  a child reports all of them
         outcome = f"{type(error).__name__}: {error}"[:600]
@@ -182,32 +193,43 @@ def _lines(pid: int, pipe: int) -> tuple[list[list[str]], str]:
 
 def _run_case(case: Case, root: Path) -> list[tuple[str, str, str]]:
     """Returns (entry point, what is bad or "", what happened) of one case."""
-    shutil.rmtree(root, ignore_errors=True)
-    outside = watch.make_outside(root, saved)
-    case.build(root)
     results: list[tuple[str, str, str]] = []
-    left = list(ENTRIES)
-    with watch.Outside(outside) as guard:
-        while left:
-            before = watch.bystanders(root / "ckpt")
-            ours_end, childs_end = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.close(ours_end)
-                _child(case, root / "ckpt", left, childs_end)
-            os.close(childs_end)
-            lines, how = _lines(pid, ours_end)
-            os.close(ours_end)
-            done = [line for line in lines if len(line) == 3]
-            results += [(entry, bad, what) for entry, bad, what in done]
-            left = left[len(done) :]
-            if how and left:
-                results.append((left.pop(0), how, ""))
-            if reached := guard.reached():
-                results.append(("all", "escaped", reached))
-            if removed := watch.removed(root / "ckpt", before):
-                results.append(("save over it", "removed", removed))
+    for entries in ([*ENTRIES], *([name] for name in CHANGING)):
+        shutil.rmtree(root, ignore_errors=True)
+        outside = watch.make_outside(root, saved)
+        case.build(root)
+        with watch.Outside(outside) as guard:
+            _run_entries(case, root / "ckpt", entries, guard, results)
     return results
+
+
+def _run_entries(
+    case: Case,
+    ckpt: Path,
+    left: list[str],
+    guard: watch.Outside,
+    results: list[tuple[str, str, str]],
+) -> None:
+    while left:
+        last = left[-1]
+        before = watch.bystanders(ckpt)
+        ours_end, childs_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours_end)
+            _child(case, ckpt, left, childs_end)
+        os.close(childs_end)
+        lines, how = _lines(pid, ours_end)
+        os.close(ours_end)
+        done = [line for line in lines if len(line) == 3]
+        results += [(entry, bad, what) for entry, bad, what in done]
+        left = left[len(done) :]
+        if how and left:
+            results.append((left.pop(0), how, ""))
+        if reached := guard.reached():
+            results.append((last, "escaped", reached))
+        if removed := watch.removed(ckpt, before):
+            results.append((last, "removed", removed))
 
 
 def _warm_up(root: Path) -> None:
@@ -216,7 +238,7 @@ def _warm_up(root: Path) -> None:
     for number, make in enumerate((stock, ours)):
         place = root / f"warm{number}"
         place.mkdir(parents=True)
-        for entry in ENTRIES.values():
+        for entry in (ENTRIES | CHANGING).values():
             shutil.rmtree(place / "ckpt", ignore_errors=True)
             ckpt = make(place)
             entry(ckpt)
@@ -241,7 +263,7 @@ def main(scratch: str, stride: int = 1, shift: int = 0) -> int:
         found = _run_case(case, root)
         row = counts.setdefault(case.kind, Counter())
         row["cases"] += 1
-        points += len(ENTRIES)
+        points += len(ENTRIES) + len(CHANGING)
         for entry, bad, what in found:
             if bad:
                 bad_points += 1
@@ -252,7 +274,8 @@ def main(scratch: str, stride: int = 1, shift: int = 0) -> int:
     for kind, row in counts.items():
         print(f"{kind:34} {row['cases']:6} " + " ".join(f"{row[bad]:8}" for bad in BAD))
     total = sum(row["cases"] for row in counts.values())
-    print(f"{total} cases, {points} points, {bad_points} bad; entry points: {', '.join(ENTRIES)}")
+    names = ", ".join([*ENTRIES, *CHANGING])
+    print(f"{total} cases, {points} points, {bad_points} bad; entry points: {names}")
     return 1 if bad_points else 0
 
 
