@@ -137,6 +137,7 @@ class CheckpointManager(CheckpointCatalog):
         self._check_usable()
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
         small: list[Small] = []
+        reserved: list[str] = []  # by the coordinator
 
         def local() -> Call:
             tag = tag_of(tag_or_step)
@@ -158,21 +159,26 @@ class CheckpointManager(CheckpointCatalog):
                 arguments["tag"], arguments["step"], self._root.take_order(), len(calls),
                 first.note, names, tuple(arguments["per_rank"]),
             )  # fmt: skip
-            self._retention.busy.add(record.tag)
+            self._retention.reserve(record.tag)
+            reserved.append(record.tag)
             return record
 
-        with exchange_for(self._group, self._no_dist, self._options.save_timeout_s) as exchange:
-            rank = exchange.rank
-            record = exchange.all_reduce("agree", local, reduce)
+        try:
+            with exchange_for(self._group, self._no_dist, self._options.save_timeout_s) as exchange:
+                rank = exchange.rank
+                record = exchange.all_reduce("agree", local, reduce)
+        except BaseException:
+            for tag in reserved:
+                self._retention.free(tag)
+            raise
         self._last_step = record.step
         return self._write(record, state_of(parts, small[0], record, rank))
 
     def _write(self, record: Record, state: dict[str, Any]) -> SaveHandle | SaveReport:
-        self._collect()
-        path = self.root / record.tag
-        writer = ManagedWriter(path, self._options, record, self._root, self._retention)
-        group, no_dist = self._group, self._no_dist
+        path, group, no_dist = self.root / record.tag, self._group, self._no_dist
         try:
+            self._collect()
+            writer = ManagedWriter(path, self._options, record, self._root, self._retention)
             if not self._is_async:
                 report = save_now(
                     state, path, storage_writer=writer, process_group=group, no_dist=no_dist
@@ -190,7 +196,7 @@ class CheckpointManager(CheckpointCatalog):
         return handle
 
     def _note_end(self, tag: str, report: SaveReport | None) -> None:
-        self._retention.busy.discard(tag)
+        self._retention.free(tag)
         if report is not None:
             self._last_save_s = report.total_s
 

@@ -86,11 +86,21 @@ class CheckpointCatalog:
 
         Raises:
             NotCommittedError, and others: it is not there, or not whole.
+            ConcurrentSaveError: it is being deleted at this moment.
         """
 
         def mark(name: str) -> None:
-            stored = self._root.examined(name)
-            with Directory(stored.path) as directory:
+            path = self._root.examined(name).path
+            try:
+                make_readers_file(path)
+            except StorageError as error:
+                logger.debug("%s: pinned without a lock", error)
+            with being_read(path) as is_left_alone, Directory(path) as directory:
+                # Who deletes looks for the mark under the same lock.
+                if not is_left_alone or identity_of(path) is None:
+                    raise ConcurrentSaveError(
+                        f"pin '{path}': it is being deleted", errno=errno.EBUSY, path=str(path)
+                    )
                 if not directory.is_regular(PIN_NAME):
                     directory.create(PIN_NAME, [], is_durable=self._root.is_durable)
                     directory.sync()
@@ -128,21 +138,22 @@ class CheckpointCatalog:
                     errno=errno.EBUSY,
                     path=str(root.path / name),
                 )
-            newest = root.newest().stored
+            newest = root.newest().stored  # anew: what lies there now
             others = [stored for stored in root.listed()[0] if stored.tag != name]
             if not others:
                 raise UnsupportedError(
                     f"delete '{root.path / name}': it is the last whole checkpoint beneath "
                     f"'{root.path}'; remove the directory by hand"
                 )
-            if newest is not None and newest.tag == name:
-                root.point_to(others[0])
             remove_checkpoint(root, name)
+            if newest is not None and newest.tag == name:
+                root.point_away(name, others[0])
 
         self._on_coordinator("delete", tag, remove)
 
     def _choose(self, tag: str | None, stack: ExitStack, *, allow_fresh: bool) -> Chosen:
         """Returns what is resumed, and keeps it from deletion until the stack ends."""
+        self._retention.wait()  # what it removes is not to be chosen
         for _ in range(_MAX_CHOICES):
             skipped: tuple[tuple[str, str], ...] = ()
             if tag is not None:

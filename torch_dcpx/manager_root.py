@@ -244,12 +244,19 @@ class ManagerRoot:
             except StorageError as error:
                 logger.warning("'%s' is committed; the pointer does not say so: %s", tag, error)
 
-    def point_to(self, stored: Stored) -> None:
-        """Makes an older checkpoint the newest, before that is deleted. Raises: StorageError."""
+    def point_away(self, tag: str, stored: Stored) -> None:
+        """Makes an older checkpoint the newest where the newest was just deleted.
+
+        What fails is logged: a pointer to what is not there costs a listing.
+        """
         with self._guard:
-            order = 0 if self._pointer is None else self._pointer.order
-            self._pointer = _pointer_to(stored, max(order, stored.order))
-            self._write()
+            if self._pointer is None or self._pointer.tag != tag:
+                return  # another was committed meanwhile
+            self._pointer = _pointer_to(stored, max(self._pointer.order, stored.order))
+            try:
+                self._write()
+            except StorageError as error:
+                logger.warning("'%s' is deleted; the pointer still names it: %s", tag, error)
 
     def _write(self, committing: list[str] | None = None) -> None:
         pointer = self._pointer or Pointer(None, None, None, 0)

@@ -18,6 +18,7 @@ from pathlib import Path
 from torch_dcpx.directory import storage_error
 from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.paths import AnyPath
+from torch_dcpx.system_calls import close_read
 
 __all__ = ["READERS_NAME", "being_deleted", "being_read", "make_readers_file"]
 
@@ -39,24 +40,29 @@ def make_readers_file(path: Path) -> None:
 
 
 @contextmanager
-def being_read(path: AnyPath | None) -> Iterator[None]:
+def being_read(path: AnyPath | None) -> Iterator[bool]:
     """Keeps the checkpoint in `path` from deletion by a manager while the block runs.
 
     Never fails: where there is no lock to be had, what is deleted meanwhile is an error of the
     read.
+
+    Yields:
+        False: somebody is deleting it at this moment.
     """
     fd = -1
+    is_left_alone = True
     try:
         if path is not None:
             fd = os.open(Path(os.fsdecode(path)) / READERS_NAME, _FLAGS)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, ValueError, TypeError) as error:
+        is_left_alone = not (fd >= 0 and getattr(error, "errno", None) in _BUSY)
         logger.debug("read '%s' without a lock: %s", path, error)
     try:
-        yield
+        yield is_left_alone
     finally:
         if fd >= 0:
-            _unlock(fd)
+            _unlock(fd, path)
 
 
 @contextmanager
@@ -85,14 +91,14 @@ def being_deleted(path: Path) -> Iterator[None]:
             logger.debug("delete '%s' without a lock against readers: %s", path, error)
         yield
     finally:
-        _unlock(fd)
+        _unlock(fd, path)
 
 
-def _unlock(fd: int) -> None:
+def _unlock(fd: int, path: AnyPath | None) -> None:
     try:
         # Closing is not enough: a process that was forked meanwhile shares the lock.
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         logger.debug("a reader's lock is given back by closing its file alone: %s", error)
     finally:
-        os.close(fd)
+        close_read(fd, os.fsdecode(path or READERS_NAME))

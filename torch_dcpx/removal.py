@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import errno
 import logging
+import stat
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torch_dcpx.commit import referenced_files, remove_replaced
 from torch_dcpx.directory import Directory, storage_error
-from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError
+from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError, UnsupportedError
 from torch_dcpx.layout import (
     LOCK_NAME,
     METADATA_NAME,
@@ -67,6 +68,7 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
 
     Raises:
         ConcurrentSaveError: somebody saves or reads there; nothing was removed.
+        UnsupportedError: it is pinned; nothing was removed.
         CorruptionError: its `.metadata` cannot be read, so that nobody knows what it names.
         StorageError: a system call failed; what is left is removed by the next attempt.
     """
@@ -74,6 +76,8 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
     with Directory(root.path / tag) as directory, _locked(directory):
         names = directory.names()
         if METADATA_NAME in names:
+            if PIN_NAME in names:  # under the readers' lock, which who pins holds as well
+                raise UnsupportedError(f"delete '{directory.path}': it is pinned; unpin it first")
             if referenced_files(directory, METADATA_NAME) is None:
                 raise CorruptionError(
                     f"delete '{directory.path}': its '{METADATA_NAME}' cannot be read, so nobody "
@@ -114,6 +118,9 @@ def _empty(root: ManagerRoot, directory: Directory) -> None:
 def _remove_trash(path: Path) -> None:
     """Removes a directory on its way out. Raises: StorageError."""
     try:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            logger.warning("'%s' stays: it is no directory of ours", path)
+            return
         with Directory(path) as directory:
             for name in directory.names():
                 if name in _OWN_NAMES:
@@ -123,11 +130,13 @@ def _remove_trash(path: Path) -> None:
         raise storage_error("remove", path, error) from error
 
 
-def resume_removals(root: ManagerRoot, busy: Collection[str], *, leftovers: bool) -> list[str]:
+def resume_removals(
+    root: ManagerRoot, busy: Callable[[], Collection[str]], *, leftovers: bool
+) -> list[str]:
     """Ends removals that did not end, and removes what saves that were killed have left.
 
     Args:
-        busy: tags that this job saves to at the moment.
+        busy: returns the tags that this job saves to at the moment.
         leftovers: whether directories in which a save of this machine did not end, and which hold
             nothing but its files, go as well.
 
@@ -141,7 +150,7 @@ def resume_removals(root: ManagerRoot, busy: Collection[str], *, leftovers: bool
                 _remove_trash(root.path / name)
                 removed.append(name)
     for tag in root.directories():
-        if tag in busy:
+        if tag in busy():
             continue
         with suppress_and_log(f"tidy '{root.path / tag}'"):
             if _tidy(root, tag, leftovers=leftovers):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -102,7 +104,32 @@ class Retention:
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
         self._has_run = False
-        self.busy: set[str] = set()  # tags that are being saved to
+        self._run_guard = threading.Lock()  # held by the run that is under way
+        self._saves: Counter[str] = Counter()  # under way, by tag
+
+    @property
+    def busy(self) -> frozenset[str]:
+        """Tags that are being saved to."""
+        with self._guard:
+            return frozenset(self._saves)
+
+    def reserve(self, tag: str) -> None:
+        """Keeps a tag from removal until `free`, as a save to it begins: once each.
+
+        Where something lies there, a run that may be removing it is waited for.
+        """
+        with self._guard:
+            self._saves[tag] += 1
+        if os.path.lexists(self._root.path / tag):
+            with self._run_guard:
+                pass
+
+    def free(self, tag: str) -> None:
+        """Says that a save to a tag has ended, whichever way."""
+        with self._guard:
+            self._saves[tag] -= 1
+            if self._saves[tag] <= 0:  # this rank may have reserved none
+                del self._saves[tag]
 
     def start(self) -> None:
         """Begins a run, behind one that is under way."""
@@ -135,8 +162,8 @@ class Retention:
         self._has_run = True
         root = self._root
         try:
-            with suppress_and_log(f"remove old checkpoints beneath '{root.path}'"):
-                resume_removals(root, frozenset(self.busy), leftovers=not self._rules.keep_all)
+            with self._run_guard, suppress_and_log(f"remove old checkpoints beneath '{root.path}'"):
+                resume_removals(root, lambda: self.busy, leftovers=not self._rules.keep_all)
                 if not self._rules.keep_all:
                     self._remove_condemned()
         except Exception:

@@ -1,0 +1,154 @@
+"""A removal in the middle of what others do: pins, saves, loads, links; and its order."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainings import manager_of, on_disk, save_steps
+
+from torch_dcpx import ConcurrentSaveError, UnsupportedError, WriteOptions, removal, retention
+from torch_dcpx.directory import Directory
+from torch_dcpx.reader_lock import being_deleted, being_read
+
+
+def test_data_go_behind_their_metadata_durably(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+
+    def watched(name: str) -> Any:
+        call = getattr(Directory, name)
+
+        def noting(self: Directory, *args: str) -> Any:
+            if self.path.name == "step-1":
+                calls.append((name, args[0] if args else ""))
+            return call(self, *args)
+
+        return noting
+
+    options = WriteOptions(workers=1, slot_bytes=256 << 10)
+    manager = manager_of(tmp_path, options=options)
+    save_steps(manager, 1, 2)
+    for name in ("rename", "unlink", "sync"):
+        monkeypatch.setattr(Directory, name, watched(name))
+    manager.delete(1)
+    data = [call for call in calls if call[1].endswith(".distcp")]
+    assert calls == [("rename", ".metadata"), ("sync", ""), *data, ("sync", "")] and data
+    assert on_disk(tmp_path) == {"step-2"}
+
+
+def test_pin_between_the_choice_and_the_removal_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path, keep_last=1)
+    save_steps(manager, 1)
+    remove = retention.remove_checkpoint
+
+    def pinned_first(root: Any, tag: str) -> None:
+        manager.pin(tag)
+        remove(root, tag)
+
+    monkeypatch.setattr(retention, "remove_checkpoint", pinned_first)
+    save_steps(manager, 2)
+    manager.wait()
+    assert manager.tags() == ["step-1", "step-2"]
+    with pytest.raises(UnsupportedError, match="pinned"):
+        manager.delete(1)
+
+
+def test_what_is_being_deleted_cannot_be_pinned(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1)
+    with being_deleted(tmp_path / "step-1"):
+        with being_read(tmp_path / "step-1") as is_left_alone:
+            assert not is_left_alone
+        with pytest.raises(ConcurrentSaveError, match="being deleted"):
+            manager.pin(1)
+    assert not (tmp_path / "step-1" / ".dcpx.pin").exists()
+    manager.pin(1)
+
+
+def test_newest_that_could_not_be_deleted_is_the_newest(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1, 2)
+    with being_read(tmp_path / "step-2"), pytest.raises(ConcurrentSaveError, match="reads"):
+        manager.delete(2)
+    assert manager.latest() == manager_of(tmp_path).latest() == "step-2"
+    manager.delete(2)
+    assert manager.latest() == manager_of(tmp_path).latest() == "step-1"
+
+
+def test_save_waits_for_the_removal_of_what_lay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With keep_last=1 and two tags in turn, each save is to where the last but one goes."""
+    manager = manager_of(tmp_path, keep_last=1)
+    manager.save("a", step=1)
+    asked = threading.Event()
+    failed: list[BaseException] = []
+
+    class Guard:
+        """Tells who comes to wait for the run under way."""
+
+        inner = manager._retention._run_guard
+
+        def __enter__(self) -> None:
+            if threading.current_thread() is again:
+                asked.set()
+            self.inner.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self.inner.release()
+
+    def save_again() -> None:
+        try:
+            manager.save("a", step=3)
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            failed.append(error)
+        finally:
+            asked.set()
+
+    again = threading.Thread(target=save_again)
+    empty = removal._empty
+
+    def emptied(*args: Any) -> None:
+        if again.ident is None:
+            again.start()
+            assert asked.wait(60)
+        empty(*args)
+
+    monkeypatch.setattr(manager._retention, "_run_guard", Guard())
+    monkeypatch.setattr(removal, "_empty", emptied)
+    manager.save("b", step=2)
+    manager._retention.wait()
+    again.join(60)
+    manager.wait()
+    assert not failed, failed
+    assert manager_of(tmp_path).resume().step == 3
+
+
+def test_two_saves_to_a_tag_reserve_it_twice(tmp_path: Path) -> None:
+    kept = manager_of(tmp_path)._retention
+    kept.reserve("a")
+    kept.reserve("a")
+    kept.free("a")
+    assert kept.busy == {"a"}
+    kept.free("a")
+    kept.free("a")  # a rank that is no coordinator reserves none
+    assert kept.busy == frozenset()
+
+
+def test_link_in_place_of_a_directory_on_its_way_out_is_not_followed(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path / "root", keep_last=1)
+    save_steps(manager, 1)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ".dcpx.pin").write_text("")
+    (tmp_path / "root" / ".dcpx.trash.abc").symlink_to(other)
+    save_steps(manager, 2)
+    manager.wait()
+    assert [path.name for path in other.iterdir()] == [".dcpx.pin"]
+    assert manager.tags() == ["step-2"]
