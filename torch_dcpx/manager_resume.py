@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcpx.errors import MismatchError
+from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.manager_save import Parts
 from torch_dcpx.options import ReadOptions
@@ -163,7 +163,10 @@ class Wanted:
         for name in ("user_content", "lr_scheduler"):
             if name in small:
                 value = decode_content(small[name], f"dcpx.{name}", path, options)
-                given[name] = with_own(value, own)
+                try:
+                    given[name] = with_own(value, own)
+                except (KeyError, TypeError, RecursionError) as error:
+                    raise _none_of_ours(f"dcpx.{name}", path, error) from error
         if "lr_scheduler" in given:
             load_states(parts.lr_scheduler, given["lr_scheduler"])
         if parts.dataloader is not None and "dataloader" in own:
@@ -182,6 +185,18 @@ class Wanted:
             decode_content(small["rank"][str(rank)], f"dcpx.rank.{rank}", str(path), options)
             for rank in self._ranks
         ]
+        for rank, value in zip(self._ranks, stored, strict=True):
+            missing = [name for name in self._names if type(value) is not dict or name not in value]
+            if missing:
+                raise _none_of_ours(f"dcpx.rank.{rank}", str(path), f"no '{missing[0]:.80}'")
         if record is not None and record.ranks == self._world_size:
             return {name: stored[0][name] for name in self._names}
         return merged(stored, self._names, self._merge, self._rank, self._world_size)
+
+
+def _none_of_ours(fqn: str, path: str, why: object) -> CorruptionError:
+    return CorruptionError(
+        f"take apart item '{fqn}' of '{path}': it is not what a manager saves: {why!s:.200}",
+        fqn=fqn,
+        path=path,
+    )

@@ -28,6 +28,8 @@ __all__ = ["Record", "Stored", "examine", "identity_of"]
 _RECORD_ITEM = "dcpx.manager"
 _FORMAT = 1
 _MAX_RECORD_BYTES = 1 << 20
+_MAX_RANKS = 1 << 20  # each is looked for where ranks merge what all had
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Record(NamedTuple):
@@ -62,9 +64,10 @@ class Record(NamedTuple):
             numbers = (found["format"], record.step, record.order, record.ranks)
             is_right = all(type(number) is int and number >= 0 for number in numbers)
             words = (record.tag, *record.parts, *record.per_rank)
+            is_right = is_right and record.ranks <= _MAX_RANKS
             if not is_right or not all(type(word) is str for word in words):
                 raise TypeError(f"{found!r:.200}")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _WRONG as error:
             raise CorruptionError(
                 f"read the item '{_RECORD_ITEM}' of '{path}': no record of a manager: {error}",
                 fqn=_RECORD_ITEM,
