@@ -16,7 +16,7 @@ from typing import Any
 
 from torch_dcpx.call_agreement import Call, check_same_call
 from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
-from torch_dcpx.errors import DcpxError
+from torch_dcpx.errors import OptionError
 from torch_dcpx.exchange import exchange_for, keys_for
 from torch_dcpx.load_checkpoint import load
 from torch_dcpx.manager_catalog import CheckpointCatalog
@@ -144,6 +144,13 @@ class CheckpointManager(CheckpointCatalog):
             parts.check()
             if step is not None:
                 check_step(step)
+                if type(tag_or_step) is int and step != tag_or_step:
+                    raise OptionError(
+                        f"save step {tag_or_step} with step={step}: give one of them, or a name "
+                        "and its step",
+                        option="step",
+                        value=step,
+                    )
             small.append(parts.small())
             number = tag_or_step if type(tag_or_step) is int else step
             number = step_of_name(tag) if number is None else number
@@ -290,9 +297,10 @@ class CheckpointManager(CheckpointCatalog):
                 save that would take longer, as the last one took, is not asked for.
 
         Raises:
-            OptionError: not on the main thread; no signals.
+            OptionError: not on the main thread; no signals, or one that cannot be handled.
+            PlanError: ranks made different calls.
         """
-        self._check_usable()
+        self._on_coordinator("save_on_signal", None, lambda _: None)  # all call it, or none
         keys, rank, world_size = keys_for(self._group, self._no_dist, "save on a signal")
         watch = Preemption(
             keys, rank, world_size,
@@ -333,9 +341,11 @@ class CheckpointManager(CheckpointCatalog):
         if os.getpid() != self._pid:
             return  # of the parent
         self._is_closed = True
-        while self._watches:
-            self._watches.pop().close()
-        self.wait()
+        try:
+            while self._watches:
+                self._watches.pop().close()
+        finally:
+            self.wait()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -348,7 +358,7 @@ class CheckpointManager(CheckpointCatalog):
     ) -> None:
         try:
             self.close()
-        except (DcpxError, TimeoutError) as failed:
+        except Exception as failed:
             if error is None:
                 raise
             logger.error("a save beneath '%s' failed besides: %s", self.root, failed)

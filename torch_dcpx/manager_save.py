@@ -95,7 +95,8 @@ class Parts(NamedTuple):
     def call(self, name: str, small: Small | None, **arguments: Any) -> Call:
         """Returns what all ranks compare of a call."""
         kinds = self.given
-        per_rank = [] if small is None else small.per_rank
+        names = [k for k, v in (self.state or {}).items() if type(v) is PerRank]
+        per_rank = sorted(f"state.{k}" for k in names) if small is None else small.per_rank
         digests = {} if small is None else small.digests
         return Call(name, {**arguments, **kinds, "per_rank": per_rank}, digests)
 

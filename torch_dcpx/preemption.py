@@ -85,7 +85,8 @@ class Preemption:
         """Takes over these signals; what their handlers did is not done until `close`.
 
         Raises:
-            OptionError: no signals, or not on the main thread.
+            OptionError: no signals, one that cannot be handled, or not on the main thread; no
+                handler is replaced then.
         """
         if not signals or threading.current_thread() is not threading.main_thread():
             raise OptionError(
@@ -94,8 +95,16 @@ class Preemption:
                 option="signals",
                 value=None,
             )
-        for number in signals:
-            self._before[number] = signal.signal(number, self._note_signal)
+        try:
+            for number in dict.fromkeys(signals):
+                self._before[number] = signal.signal(number, self._note_signal)
+        except (OSError, ValueError, TypeError) as error:
+            self.close()
+            raise OptionError(
+                f"watch signals {tuple(signals)!r:.80}: {error}; give signals that can be handled",
+                option="signals",
+                value=None,
+            ) from error
 
     def signalled(self) -> None:
         """Does what a signal does: for tests, and for schedulers that ask in another way."""

@@ -133,6 +133,12 @@ def other_calls_are_refused_on_every_rank_before_the_first_byte(root: Path) -> N
             manager.save(tag, **arguments)
     with pytest.raises(PlanError, match="rank 1 called latest, rank 0 tags"):
         manager.latest() if is_odd else manager.tags()
+    with pytest.raises(PlanError, match="rank 1 called resume, rank 0 save"):
+        manager.resume() if is_odd else manager.save(1)
+    with pytest.raises(PlanError, match="rank 1 called save_on_signal, rank 0 latest"):
+        manager.save_on_signal() if is_odd else manager.latest()
+    with pytest.raises(PlanError, match=r"rank 1: per_rank=\['state.x'\] where rank 0 has \[\]"):
+        manager.resume(state={"x": PerRank(0) if is_odd else 0})
     with pytest.raises(DcpxError, match="step-9"):
         manager.pin(9)
     dist.barrier()

@@ -139,6 +139,16 @@ def test_signal_reaches_a_single_process_and_handlers_are_put_back(tmp_path: Pat
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+def test_handlers_are_put_back_after_a_signal_that_cannot_be_handled(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with manager_of(tmp_path) as manager:
+        with pytest.raises(OptionError, match="can be handled"):
+            manager.save_on_signal([signal.SIGUSR2, signal.SIGKILL])
+        assert signal.getsignal(signal.SIGUSR2) is before
+        manager.save_on_signal([signal.SIGUSR2, signal.SIGUSR2])
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
 def test_signals_need_the_main_thread_and_a_signal(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     with pytest.raises(OptionError):

@@ -176,6 +176,14 @@ def test_bad_tag_is_refused(tmp_path: Path, tag: Any) -> None:
     assert not (tmp_path / "root").exists()
 
 
+def test_step_and_another_step_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="save step 5 with step=7"):
+        manager_of(tmp_path / "root").save(5, step=7)
+    assert not (tmp_path / "root").exists()
+    manager_of(tmp_path).save(5, step=5)
+    assert manager_of(tmp_path).latest() == "step-5"
+
+
 def test_longest_tag_is_taken(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     manager.save("x" * 249, user_content=1)
@@ -195,6 +203,26 @@ def test_end_of_the_block_waits_and_hides_no_exception(tmp_path: Path) -> None:
     assert manager_of(tmp_path).latest() == "step-1"
     with pytest.raises(OptionError, match="closed"):
         manager.save(3)
+
+
+def test_exception_of_the_block_outlives_any_error_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path)
+
+    def fail() -> None:
+        raise ValueError("of a handler of the user's")
+
+    monkeypatch.setattr(manager._retention, "wait", fail)
+
+    def train() -> None:
+        with manager:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
+    with pytest.raises(ValueError, match="handler"), manager:
+        pass
 
 
 def test_failed_save_raises_where_the_block_ends_and_leaves_the_newest(tmp_path: Path) -> None:
