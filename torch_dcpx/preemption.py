@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 import time
@@ -71,6 +72,7 @@ class Preemption:
         self._time_left_s = time_left_s
         self._last_save_s = last_save_s
         self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
         self._signalled_at: float | None = None
         self._round = 0
         self._has_noted = False
@@ -112,7 +114,14 @@ class Preemption:
             self._signalled_at = time.monotonic()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signalled()
+        if os.getpid() == self._pid:
+            self.signalled()
+            return
+        # A process that was forked meanwhile, such as a data loader's worker, asks nobody: the
+        # signal does there what it did before.
+        before = self._before.get(number)
+        signal.signal(number, signal.SIG_DFL if before is None else before)
+        os.kill(os.getpid(), number)
 
     def requested(self, step: int) -> bool:
         """Returns whether to save now: the same at the same step on every rank.

@@ -149,6 +149,18 @@ def test_handlers_are_put_back_after_a_signal_that_cannot_be_handled(tmp_path: P
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
+def test_forked_child_ends_by_the_signal_as_before(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as manager:
+        watch = manager.save_on_signal([signal.SIGTERM])
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(77)  # a loader's worker that cannot be terminated
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
+        assert not watch.is_signalled
+
+
 def test_signals_need_the_main_thread_and_a_signal(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     with pytest.raises(OptionError):
