@@ -16,11 +16,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import OptionError
 from torch_dcpx.save_handle import SaveHandle
 
 __all__ = [
     "add",
+    "call_behind",
     "count",
     "drain_on_sigterm",
     "raise_uncollected",
@@ -36,6 +38,7 @@ _EXIT_TIMEOUT_S = 600.0
 
 _guard = threading.RLock()  # a signal handler may wait while its thread holds it
 _handles: list[SaveHandle] = []  # under way, or failed and not asked for
+_followers: list[Callable[[Deadline], None]] = []
 _own = threading.local()  # .handle: the save that the current thread makes
 
 
@@ -152,17 +155,21 @@ def exit_timeout_s() -> float:
     return seconds
 
 
+def call_behind(follower: Callable[[Deadline], None]) -> None:
+    """Has the interpreter's end wait for what saves leave behind: `follower` waits for it."""
+    _followers.append(follower)
+
+
 def _at_exit() -> None:
     """The interpreter ends: what is under way gets its time, what failed is said."""
-    if not count():
-        _log_uncollected()
-        return
     try:
         timeout_s = exit_timeout_s()
     except OptionError as error:
         logger.error("%s; waiting for %s s", str(error), _EXIT_TIMEOUT_S)
         timeout_s = _EXIT_TIMEOUT_S
-    logger.info("waiting up to %s s for saves under way", timeout_s)
+    deadline = Deadline(timeout_s)
+    if count():
+        logger.info("waiting up to %s s for saves under way", timeout_s)
     for path in _drain(timeout_s):
         logger.error(
             "the process ends after %s s (%s) while it still saves to %s: the previous checkpoint "
@@ -171,6 +178,8 @@ def _at_exit() -> None:
             _EXIT_VARIABLE,
             path,
         )
+    for follower in _followers:
+        follower(deadline)
     _log_uncollected()
 
 

@@ -12,11 +12,14 @@ import logging
 import math
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from torch_dcpx import pending_saves
 from torch_dcpx.checkpoint_tags import check_step
+from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.manager_root import ManagerRoot
 from torch_dcpx.removal import PIN_NAME, remove_checkpoint, resume_removals, suppress_and_log
@@ -25,6 +28,8 @@ from torch_dcpx.stored_checkpoint import Stored
 __all__ = ["KeepRules", "Retention"]
 
 logger = logging.getLogger("torch_dcpx")
+
+_LAST_WAIT_S = 5.0  # of the interpreter, for one removal to end
 
 
 class KeepRules(NamedTuple):
@@ -104,6 +109,8 @@ class Retention:
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
         self._has_run = False
+        self._is_ending = False
+        _all.add(self)
         self._run_guard = threading.Lock()  # held by the run that is under way
         self._saves: Counter[str] = Counter()  # under way, by tag
 
@@ -151,6 +158,20 @@ class Retention:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    def end(self, deadline: Deadline) -> None:
+        """Waits for the run under way as the interpreter ends; late, it stops at the next one."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            thread.join(deadline.remaining_s)
+            self._is_ending = thread.is_alive()
+            thread.join(_LAST_WAIT_S)
+            if thread.is_alive():
+                logger.error(
+                    "the process ends while it removes old checkpoints beneath '%s': the next "
+                    "commit goes on with it",
+                    self._root.path,
+                )
+
     def catch_up(self) -> None:
         """Waits, and before this process' first commit does what an earlier job left undone."""
         self.wait()
@@ -187,7 +208,7 @@ class Retention:
             logger.warning("old checkpoints stay: the newest one is not whole: %s", error)
             return
         for each in condemned:
-            if each.tag not in self.busy:
+            if each.tag not in self.busy and not self._is_ending:
                 with suppress_and_log(f"remove '{each.path}'"):
                     remove_checkpoint(root, each.tag)
                     logger.info("removed checkpoint '%s'", each.path)
@@ -195,3 +216,15 @@ class Retention:
     def is_pinned(self, tag: str) -> bool:
         """Whether a checkpoint carries the mark that keeps it."""
         return (self._root.path / tag / PIN_NAME).exists()
+
+
+_all: weakref.WeakSet[Retention] = weakref.WeakSet()
+
+
+def _end_all(deadline: Deadline) -> None:
+    # A thread that is in C++ as the interpreter goes away ends the process by an abort.
+    for retention in list(_all):
+        retention.end(deadline)
+
+
+pending_saves.call_behind(_end_all)

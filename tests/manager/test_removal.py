@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -152,3 +154,18 @@ def test_link_in_place_of_a_directory_on_its_way_out_is_not_followed(tmp_path: P
     manager.wait()
     assert [path.name for path in other.iterdir()] == [".dcpx.pin"]
     assert manager.tags() == ["step-2"]
+
+
+@pytest.mark.slow
+def test_process_that_ends_without_close_ends_well(tmp_path: Path) -> None:
+    """The interpreter's end waits for the removal behind the last save, too."""
+    lines = (
+        "import sys, torch, torch_dcpx as dcpx",
+        "manager = dcpx.CheckpointManager(sys.argv[1], keep_last=1)",
+        "for step in range(5): manager.save(step, state={'x': torch.zeros(3)})",
+    )
+    command = [sys.executable, "-c", "\n".join(lines), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert on_disk(tmp_path) == {"step-4"}
+    assert manager_of(tmp_path).latest() == "step-4"
