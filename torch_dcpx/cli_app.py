@@ -67,10 +67,14 @@ def verify(path: Path, workers: int | None, as_json: bool) -> int:
 @click.argument("path", type=_PATH)
 @click.option("--dry-run", is_flag=True, help="say what would be done, write nothing")
 @click.option("--file", "files", multiple=True, help="a data file of the save (each of them)")
-@click.option("--rank-local", is_flag=True, help="make each rank's own metadata")
+@click.option(
+    "--rank-local/--all-ranks",
+    default=None,
+    help="make each rank's own metadata, or that of all ranks; by default what is there says which",
+)
 @command
 def repair(
-    path: Path, dry_run: bool, files: tuple[str, ...], rank_local: bool, as_json: bool
+    path: Path, dry_run: bool, files: tuple[str, ...], rank_local: bool | None, as_json: bool
 ) -> int:
     """Make a lost or damaged .metadata anew of what the data files say. Never over a good one.
 

@@ -24,10 +24,10 @@ def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
 
 
 def run_repair(
-    path: Path, *, files: Sequence[str], rank_local: bool, is_dry_run: bool, as_json: bool
+    path: Path, *, files: Sequence[str], rank_local: bool | None, is_dry_run: bool, as_json: bool
 ) -> int:
     """Prints what `repair` makes. Returns the exit code."""
-    report = repair(path, files=files or None, rank_local=rank_local or None, dry_run=is_dry_run)
+    report = repair(path, files=files or None, rank_local=rank_local, dry_run=is_dry_run)
     if as_json:
         put_json(report)
     else:

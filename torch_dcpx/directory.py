@@ -261,7 +261,7 @@ class Directory:
         """
         try:
             status = uninterrupted(os.stat, name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # ValueError: a NUL, or no text: no file's name
             return False
         except OSError as error:
             raise storage_error("stat", self.path / name, error, is_read=True) from error

@@ -13,6 +13,7 @@ from typing import NamedTuple
 __all__ = [
     "LOCK_NAME",
     "METADATA_NAME",
+    "TOMBSTONE_NAME",
     "FileEntry",
     "data_file_names",
     "is_data_file_name",
@@ -25,6 +26,7 @@ __all__ = [
 
 METADATA_NAME = ".metadata"
 LOCK_NAME = ".dcpx.lock"
+TOMBSTONE_NAME = ".dcpx.deleted"  # what `.metadata` becomes when its checkpoint is deleted
 
 _DATA_FILE = re.compile(r"__[A-Za-z0-9_.-]{1,200}\.distcp")
 _METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")

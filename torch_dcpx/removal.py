@@ -25,6 +25,7 @@ from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError, U
 from torch_dcpx.layout import (
     LOCK_NAME,
     METADATA_NAME,
+    TOMBSTONE_NAME,
     is_data_file_name,
     is_metadata_name,
     is_temporary_name,
@@ -39,8 +40,7 @@ __all__ = ["PIN_NAME", "remove_checkpoint", "resume_removals"]
 logger = logging.getLogger("torch_dcpx")
 
 PIN_NAME = ".dcpx.pin"
-_TOMBSTONE = ".dcpx.deleted"
-_OWN_NAMES = frozenset((LOCK_NAME, READERS_NAME, PIN_NAME, _TOMBSTONE))
+_OWN_NAMES = frozenset((LOCK_NAME, READERS_NAME, PIN_NAME, TOMBSTONE_NAME))
 
 
 class _Removal:
@@ -84,7 +84,7 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
                     "knows which files are its own; remove the directory by hand",
                     path=str(directory.path / METADATA_NAME),
                 )
-            directory.rename(METADATA_NAME, _TOMBSTONE)
+            directory.rename(METADATA_NAME, TOMBSTONE_NAME)
             if root.is_durable:
                 directory.sync()
         _empty(root, directory)
@@ -93,13 +93,13 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
 def _empty(root: ManagerRoot, directory: Directory) -> None:
     """Removes what is ours of a directory whose `.metadata` is gone; under its locks."""
     named: set[str] = set()
-    if directory.is_regular(_TOMBSTONE):
-        named = referenced_files(directory, _TOMBSTONE) or set()
+    if directory.is_regular(TOMBSTONE_NAME):
+        named = referenced_files(directory, TOMBSTONE_NAME) or set()
     remove_replaced(directory, named, "everybody")
     rest = [name for name in directory.names() if name not in _OWN_NAMES]
     if rest:
         if not any(map(is_data_file_name, rest)):
-            directory.unlink(_TOMBSTONE)
+            directory.unlink(TOMBSTONE_NAME)
             directory.unlink(PIN_NAME)
         shown = ", ".join(rest[:5])
         logger.warning("'%s' stays, for it holds %s besides", directory.path, shown)
@@ -162,13 +162,13 @@ def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> bool:
     """Returns whether the directory of a removal, or of a killed save, was removed."""
     with Directory(root.path / tag) as directory:
         names = directory.names()
-        is_tombstone = _TOMBSTONE in names
+        is_tombstone = TOMBSTONE_NAME in names
         if METADATA_NAME in names:
             if is_tombstone:  # saved to again: the old one's files go, and the note
                 with _locked(directory):
-                    named = referenced_files(directory, _TOMBSTONE) or set()
+                    named = referenced_files(directory, TOMBSTONE_NAME) or set()
                     remove_replaced(directory, named, "nobody")
-                    directory.unlink(_TOMBSTONE)
+                    directory.unlink(TOMBSTONE_NAME)
             return False
         if not is_tombstone and not (leftovers and _is_ours_alone(names)):
             return False

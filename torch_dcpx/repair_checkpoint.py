@@ -24,6 +24,7 @@ from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafeP
 from torch_dcpx.footers import TENSOR, FileFacts
 from torch_dcpx.layout import (
     METADATA_NAME,
+    TOMBSTONE_NAME,
     FileEntry,
     is_data_file_name,
     is_metadata_name,
@@ -33,7 +34,13 @@ from torch_dcpx.layout import (
 from torch_dcpx.metadata import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata_parts import decode_parts
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.repair_footers import check_ranks, data_file_rank, metadata_of, one_generation
+from torch_dcpx.repair_footers import (
+    check_ranks,
+    data_file_rank,
+    metadata_of,
+    names_its_file,
+    one_generation,
+)
 from torch_dcpx.repair_report import RepairedMetadata, RepairReport, Source
 from torch_dcpx.running_save import RunningSave
 from torch_dcpx.save_locks import SaveLocks
@@ -65,7 +72,7 @@ def repair(
         files: names of the data files of the save, where others lie beside them and nobody can
             tell. Default None: all that are there.
         rank_local: make each rank's own metadata (`use_collectives=False`). Default None: where
-            such a file, or the lock of such a save, is there and no `.metadata`.
+            such a file is there and no `.metadata`; refused where only the lock of such a save is.
         safe_globals: classes that the damaged file's pickle may name beside stock's own.
         dry_run: say what would be done, and write nothing.
 
@@ -133,8 +140,14 @@ class _Repair:
         names = self._directory.names()
         own = [name for name in names if is_metadata_name(name) and name != METADATA_NAME]
         if rank_local is None:
-            has_lock = any(map(is_rank_lock, names))
-            rank_local = METADATA_NAME not in names and (bool(own) or has_lock)
+            rank_local = METADATA_NAME not in names and bool(own)
+            if not rank_local and METADATA_NAME not in names and any(map(is_rank_lock, names)):
+                # The locks stay when a save of all ranks replaces those of each.
+                why = (
+                    "ranks have saved checkpoints of their own here, and perhaps all of them one "
+                    "since: say which of them is lost, repair(..., rank_local=True) or False"
+                )
+                raise self._refusal(METADATA_NAME, why)
         if not rank_local:
             if METADATA_NAME in names and self._is_good(METADATA_NAME):
                 raise self._refusal(METADATA_NAME, "it is good, and stays as it is")
@@ -206,9 +219,13 @@ class _Repair:
     def _of_kept(self, name: str, kept: _Kept) -> _Made:
         """Makes what the damaged file named."""
         named = {info.relative_path for info in kept.metadata.storage_data.values()}
-        files = kept.files
+        files, assumed = kept.files, list(kept.assumed)
         if files is None:
-            files = {one.name: _entry(one) for one in self._facts(name, sorted(named))}
+            facts = self._facts(name, sorted(named))
+            one_generation(facts, str(self._directory.path / name), is_chosen=True)
+            files = {one.name: _entry(one) for one in facts}
+            if any(not names_its_file(one) for one in files):
+                assumed.append("no file without an id in its name is of another save")
         entries = list(files.values())
         report = RepairedMetadata(
             name,
@@ -216,7 +233,7 @@ class _Repair:
             kept.save_id,
             tuple(entry.path for entry in entries),
             len(kept.metadata.storage_data),
-            kept.assumed,
+            tuple(assumed),
         )
         return _Made(report, kept.metadata, entries)
 
@@ -236,6 +253,8 @@ class _Repair:
         if is_whole:
             last = max(data_file_rank(one.name) or 0 for one in facts)
             assumed.append(f"no rank behind rank {last} had written a file")
+        if self._chosen is None:
+            assumed.append("no rank had written a file behind its last one here")
         report = RepairedMetadata(
             name,
             "footers",
@@ -251,6 +270,9 @@ class _Repair:
         if self._chosen is not None:
             return sorted(set(self._chosen))
         names = self._directory.names()
+        if TOMBSTONE_NAME in names:
+            why = f"'{TOMBSTONE_NAME}' says that it was being deleted: what is left may be a part; "
+            raise self._refusal(name, why + "name its files, repair(..., files=[...])")
         candidates = set(filter(is_data_file_name, names))
         for other in filter(is_metadata_name, names):
             if other != name and self._is_good(other):

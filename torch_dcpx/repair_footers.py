@@ -28,7 +28,7 @@ from torch_dcpx.footers import BYTES, TORCH_TENSOR, FileFacts, FooterRow, key_pa
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 from torch_dcpx.verify_metadata import coverage_offences
 
-__all__ = ["check_ranks", "data_file_rank", "metadata_of", "one_generation"]
+__all__ = ["check_ranks", "data_file_rank", "metadata_of", "names_its_file", "one_generation"]
 
 _NAME = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
 
@@ -42,6 +42,12 @@ def data_file_rank(name: str) -> int | None:
     """Returns the rank that a data file's name says; None where it says none."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found is not None else None
+
+
+def names_its_file(name: str) -> bool:
+    """Returns whether a data file's name says which file it is: no other save has it then."""
+    found = _NAME.fullmatch(name)
+    return found is not None and found[3] is not None
 
 
 def one_generation(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) -> None:

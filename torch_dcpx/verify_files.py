@@ -66,8 +66,9 @@ def look_at_named(job: _C.VerifyJob, checkpoint: StoredCheckpoint, name: str) ->
 def look_at_file(job: _C.VerifyJob, name: str) -> tuple[FileFacts | None, LookedAt]:
     """Looks at a file that no metadata vouches for, and adds it to what `job` sums."""
     try:
+        name.encode()
         facts = add_file(job, name)
-    except DcpxError as error:
+    except (DcpxError, UnicodeEncodeError) as error:
         return None, LookedAt(ItemRanges(()), [_unusable(error, name, ())], False)
     rows = facts.rows or []
     items = [Item(row.fqn, None, row.item_offset, row.item_bytes, False) for row in rows]
