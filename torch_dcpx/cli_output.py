@@ -35,6 +35,7 @@ from torch_dcpx.errors import (
     RepairError,
     ShortReadError,
 )
+from torch_dcpx.plain_text import printable
 
 __all__ = [
     "CANNOT",
@@ -70,7 +71,7 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
             if kwargs.get("as_json"):
                 put_json({"error": {"type": type(error).__name__, **_fields(error)}})
             else:
-                _on_stderr().print(Text(f"dcpx: {error}"), soft_wrap=True)
+                _on_stderr().print(Text(printable(f"dcpx: {error}")), soft_wrap=True)
             code = UNSOUND if isinstance(error, _OF_CHECKPOINT) else CANNOT
         sys.exit(code)
 
@@ -106,10 +107,10 @@ def _plain(value: Any) -> Any:
 
 
 def put_lines(lines: Iterable[str]) -> None:
-    """Prints lines as they are: no markup, nothing cut."""
+    """Prints lines: no markup, nothing cut, none that is two."""
     console = _on_stdout()
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
 def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -126,17 +127,11 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*(Text(_printable(each)) for each in row))
+        table.add_row(*(Text(printable(each)) for each in row))
     console = _on_stdout()
     if not console.is_terminal:
         console.width = _ENDLESS
     console.print(table, soft_wrap=not console.is_terminal)
-
-
-def _printable(value: Any) -> str:
-    """Names come from files: what would move the cursor or colour the terminal is shown escaped."""
-    text = str(value)
-    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 @contextmanager
@@ -146,10 +141,10 @@ def showing_progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, in
     if not (is_shown and console.is_terminal):
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True),
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(True),
                TransferSpeedColumn(), TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(printable(what), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 

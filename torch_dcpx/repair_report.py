@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from torch_dcpx.plain_text import printable
+
 __all__ = ["RepairReport", "RepairedMetadata", "Source"]
 
 Source = Literal["columns", "pickle", "footers"]
@@ -48,10 +50,11 @@ class RepairReport:
 
     def __str__(self) -> str:
         verb = "would make" if self.is_dry_run else "made"
+        path = printable(self.path)
         lines = []
         for one in self.repaired:
             lines.append(
-                f"{verb} '{one.name}' in '{self.path}' of the {one.source}: {one.items} items in "
+                f"{verb} '{one.name}' in '{path}' of the {one.source}: {one.items} items in "
                 f"{len(one.files)} files"
             )
             lines += [f"  assumed: {text}" for text in one.assumed]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_dcpx.plain_text import printable
+
 __all__ = ["Finding", "VerifyReport"]
 
 _MAX_NAMES = 3  # in a line of text
@@ -54,7 +56,7 @@ class Finding:
         more = len(self.fqns) - _MAX_NAMES
         tail = f" and {more} more" if more > 0 else ""
         items = f" (in {names}{tail})" if names else ""
-        return f"{self.kind}: {self.message}{items}"
+        return printable(f"{self.kind}: {self.message}{items}")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class VerifyReport:
         faults = len(self.faults)
         verdict = "is whole" if self.ok else f"has {faults} fault{'s' * (faults != 1)}"
         lines = [
-            f"'{self.path}' {verdict}: {self.items} items in {self.files} files, "
+            f"'{printable(self.path)}' {verdict}: {self.items} items in {self.files} files, "
             f"{self.checked_bytes} B compared with their checksums in {self.total_s:.2f} s "
             f"({self.gb_per_s:.2f} GB/s)"
         ]
