@@ -202,7 +202,16 @@ def _sizes(directory: Directory, found: CheckpointMetadata) -> dict[str, FileSiz
 
 
 def _size(directory: Directory, name: str) -> int | None:
+    """Returns the size of a regular file that a load would open: beneath, through no link."""
+    parts = name.split("/")
+    if "" in parts or "." in parts or ".." in parts:
+        return None
     try:
+        for depth in range(1, len(parts)):
+            above = "/".join(parts[:depth])
+            found = os.stat(above, dir_fd=directory.fd, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                return None
         status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
     except (OSError, ValueError):  # ValueError: NUL in a name
         return None
