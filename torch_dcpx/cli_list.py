@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch_dcpx.cli_inspect import described
-from torch_dcpx.cli_output import FINE, UNSOUND, human_bytes, put_json, put_table
+from torch_dcpx.cli_output import (
+    CANNOT,
+    FINE,
+    UNSOUND,
+    human_bytes,
+    is_of_checkpoint,
+    put_json,
+    put_table,
+)
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import DcpxError, NotCommittedError
 from torch_dcpx.layout import is_data_file_name, is_metadata_name, is_temporary_name
@@ -18,7 +26,7 @@ class Listed(NamedTuple):
     """One directory."""
 
     name: str
-    state: str  # "whole", "damaged", "uncommitted" or "none"
+    state: str  # "whole", "damaged", "uncommitted", "unreadable" or "none"
     written_by: str
     items: int
     files: int
@@ -43,7 +51,10 @@ def show(path: Path, *, with_all: bool, as_json: bool) -> int:
             ["name", "state", "written by", "#items", "#files", "#size", "problem"],
             ((*each[:5], human_bytes(each.nbytes), each.problem) for each in found),
         )
-    return UNSOUND if any(each.problem for each in found) else FINE
+    states = {each.state for each in found}
+    if states & {"damaged", "uncommitted"}:
+        return UNSOUND
+    return CANNOT if "unreadable" in states else FINE
 
 
 def _is_of_checkpoint(name: str) -> bool:
@@ -59,7 +70,8 @@ def _listed(path: Path, name: str) -> Listed:
     except NotCommittedError as error:
         return Listed(name, "uncommitted", "", 0, 0, 0, str(error))
     except DcpxError as error:
-        return Listed(name, "damaged", "", 0, 0, 0, f"{type(error).__name__}: {error}")
+        state = "damaged" if is_of_checkpoint(error) else "unreadable"
+        return Listed(name, state, "", 0, 0, 0, f"{type(error).__name__}: {error}")
     faults = [fault for each in found for fault in each.faults]
     files: set[str] = set().union(*(each.files for each in found))
     return Listed(

@@ -2,7 +2,7 @@
 
 0  all is well
 1  the checkpoint is not: damaged, incomplete, never committed, hostile
-2  the command could not do it: a wrong argument, no such path, no permission
+2  the command could not do it: a wrong argument, no such path, no permission, interrupted, a bug
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, ParamSpec
@@ -43,6 +44,7 @@ __all__ = [
     "UNSOUND",
     "command",
     "human_bytes",
+    "is_of_checkpoint",
     "put_json",
     "put_lines",
     "put_table",
@@ -60,7 +62,8 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
     """Makes a function that returns its exit code a click command with `--json`.
 
     An error of ours, or of the system, is shown as one line, or as JSON on stdout: `{"error":
-    {"type": ..., "message": ..., and its fields}}`. Anything else is a bug, and shown as one.
+    {"type": ..., "message": ..., and its fields}}`. Anything else is a bug, and shown as one; it
+    says nothing of the checkpoint, and neither does an interrupt.
     """
 
     @functools.wraps(function)
@@ -72,10 +75,22 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
                 put_json({"error": {"type": type(error).__name__, **_fields(error)}})
             else:
                 _on_stderr().print(Text(printable(f"dcpx: {error}")), soft_wrap=True)
-            code = UNSOUND if isinstance(error, _OF_CHECKPOINT) else CANNOT
+            code = UNSOUND if is_of_checkpoint(error) else CANNOT
+        except KeyboardInterrupt:
+            _on_stderr().print("dcpx: interrupted")
+            code = CANNOT
+        except Exception:  # noqa: BLE001 - a bug is shown, and never as damage
+            for line in traceback.format_exc().splitlines():
+                _on_stderr().print(Text(printable(line)), soft_wrap=True)
+            code = CANNOT
         sys.exit(code)
 
     return click.option("--json", "as_json", is_flag=True, help="print JSON")(run)
+
+
+def is_of_checkpoint(error: Exception) -> bool:
+    """Returns whether an error says that a checkpoint is not as it should be."""
+    return isinstance(error, _OF_CHECKPOINT)
 
 
 def _fields(error: Exception) -> dict[str, Any]:

@@ -6,14 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_dcpx.cli_output import FINE, UNSOUND, put_json, put_lines, showing_progress
+from torch_dcpx.directory import Directory
 from torch_dcpx.repair_checkpoint import repair
 from torch_dcpx.verify_checkpoint import verify
 
 __all__ = ["run_repair", "run_verify"]
 
 
+def _look_at(path: Path) -> None:
+    """Raises StorageError where there is no directory: that says nothing of a checkpoint."""
+    Directory(path).close()
+
+
 def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
     """Prints what `verify` finds. Returns the exit code."""
+    _look_at(path)
     with showing_progress(f"verify {path.name}", is_shown=not as_json) as tell:
         report = verify(path, workers=workers, progress=tell)
     if as_json:
@@ -27,6 +34,7 @@ def run_repair(
     path: Path, *, files: Sequence[str], rank_local: bool | None, is_dry_run: bool, as_json: bool
 ) -> int:
     """Prints what `repair` makes. Returns the exit code."""
+    _look_at(path)
     report = repair(path, files=files or None, rank_local=rank_local, dry_run=is_dry_run)
     if as_json:
         put_json(report)

@@ -1,0 +1,68 @@
+"""1 is said of a checkpoint alone: what a command could not do exits with 2."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from click.testing import CliRunner
+from saves import save
+
+import torch_dcpx.cli_list
+import torch_dcpx.cli_verify
+from torch_dcpx import _C
+from torch_dcpx.cli_app import app
+from torch_dcpx.errors import StorageError
+from torch_dcpx.metadata_parts import TAIL
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "repair", "doctor"])
+@pytest.mark.parametrize("kind", ["nothing", "file"])
+def test_no_directory_is_no_damage(tmp_path: Path, command: str, kind: str) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, [command, str(tmp_path / kind), "--json"])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["error"]["type"] == "StorageError"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), RuntimeError("a\x1b[1m")])
+def test_interrupt_and_bug_are_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(torch_dcpx.cli_verify, "verify", fail)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 2
+    words = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+    assert words in result.stderr and "\x1b" not in result.stderr
+
+
+def test_ls_says_what_it_cannot_read_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("forbidden", "newer", "whole"):
+        save({"a": torch.ones(2)}, tmp_path / name)
+    path = tmp_path / "newer/.metadata"
+    data = bytearray(path.read_bytes())
+    data[-TAIL.size + 8 : -TAIL.size + 12] = struct.pack("<I", 99)  # the format's version
+    data[-4:] = struct.pack("<I", _C.crc32(data[-TAIL.size : -4]))
+    path.write_bytes(data)
+    described = torch_dcpx.cli_list.described
+
+    def refuse(path: Path) -> Any:  # tests may run as root, whom no mode refuses
+        if path.name == "forbidden":
+            raise StorageError("open", errno=13, path=str(path))
+        return described(path)
+
+    monkeypatch.setattr(torch_dcpx.cli_list, "described", refuse)
+    result = CliRunner().invoke(app, ["ls", str(tmp_path), "--json"])
+    states = [each["state"] for each in json.loads(result.stdout)]
+    assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "whole"])
+    (tmp_path / "whole/.metadata").unlink()
+    assert CliRunner().invoke(app, ["ls", str(tmp_path)]).exit_code == 1
