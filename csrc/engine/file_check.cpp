@@ -6,11 +6,14 @@
 #include "common/bytes.h"
 #include "format/crc32.h"
 #include "format/zip_parse.h"
+#include "io/page_cache.h"
 
 namespace dcpx::engine {
 namespace {
 
 constexpr std::uint64_t kScanBytes = 64 << 10;
+// Larger footers must be on the disk: a file of 4 KiB may claim terabytes of index and table.
+constexpr std::uint64_t kFooterBytes = 64 << 20;
 
 class ItemRange : public RangeReader {
  public:
@@ -89,8 +92,13 @@ FooterFacts check_footer(const io::InputFile& file, std::vector<Finding>& findin
     findings.push_back({FindingKind::kTail, error});
     return facts;
   }
-  facts.has_tail = true;
   const Tail& tail = facts.tail;
+  if (size - tail.index_offset > kFooterBytes && io::has_hole(file.fd(), tail.index_offset, size)) {
+    add(findings, FindingKind::kTail, file, tail.index_offset, size - tail.index_offset,
+        "a footer with a hole, to which nothing was written");
+    return facts;
+  }
+  facts.has_tail = true;
   check_zeros(file, tail.data_bytes, tail.index_offset, findings);
   check_zeros(file, tail.index_offset + tail.index_bytes, tail.table_offset, findings);
   check_zeros(file, tail.page_checks_offset() + 4 * tail.page_count(), size - kTailBytes, findings);

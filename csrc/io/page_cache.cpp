@@ -70,4 +70,9 @@ double resident_fraction(int fd, std::uint64_t offset, std::uint64_t nbytes) {
   return std::min(1.0, static_cast<double>(stat.cached) / static_cast<double>(pages));
 }
 
+bool has_hole(int fd, std::uint64_t offset, std::uint64_t end) {
+  const off_t hole = ::lseek(fd, static_cast<off_t>(offset), SEEK_HOLE);
+  return hole >= 0 && static_cast<std::uint64_t>(hole) < end;
+}
+
 }  // namespace dcpx::io
