@@ -67,14 +67,14 @@ def _copied(value: Any, path: str, depth: int, own: dict[str, Any] | None) -> An
         )
     if kind is PerRank:
         if own is None:
-            raise UnsupportedError(f"keep '{path}': a PerRank within a PerRank")
+            raise UnsupportedError(f"keep '{path}': a PerRank in a PerRank, in a set or in a key")
         own[path] = _copied(value.value, path, depth + 1, None)
         return {_MARK: path}
     if kind in _SEQUENCES:
         parts = [_copied(v, f"{path}.{i}", depth + 1, own) for i, v in enumerate(value)]
         return parts if kind is list else tuple(parts)
     if kind in _SETS:
-        return kind(_copied(v, f"{path}.(element)", depth + 1, own) for v in value)
+        return kind(_copied(v, f"{path}.(element)", depth + 1, None) for v in value)
     if kind in _MAPPINGS:
         return _copied_mapping(value, path, depth, own)
     if kind is torch.Tensor:
@@ -91,9 +91,16 @@ def _copied_mapping(
         raise UnsupportedError(f"keep '{path}': the key {_MARK!r} is torch-dcpx's own")
     made: Any = type(value)()
     for key, part in value.items():
-        name = f"{path}.{key}"
+        name = f"{path}.{_part(key)}"
         made[_copied(key, f"{path}.(key)", depth + 1, None)] = _copied(part, name, depth + 1, own)
     return made
+
+
+def _part(key: Any) -> str:
+    """Returns a key as a part of a path: no two paths of a value are equal."""
+    if type(key) is str:
+        return key if key.isidentifier() else repr(key)
+    return str(key) if type(key) is int else f"({key!r})"
 
 
 def _copied_tensor(value: torch.Tensor, path: str) -> torch.Tensor:

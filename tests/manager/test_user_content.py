@@ -100,6 +100,7 @@ Pair = collections.namedtuple("Pair", "a b")
         ({"c": CYCLE}, "user_content.c"),
         ({"r": PerRank({"x": PerRank(1)})}, "user_content.r.x"),
         ({"k": {"__dcpx_per_rank__": 1}}, "user_content.k"),
+        ({"s": {PerRank(1)}}, r"user_content.s.\(element\)"),
         ({Own: 1}, r"user_content.\(key\)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -118,6 +119,22 @@ def test_what_each_rank_has_of_its_own_comes_back_in_its_place(tmp_path: Path) -
     manager.save(1, user_content=content)
     expected = {"epoch": 3, "own": [{"a": 1}, (b"x",)], 5: None}
     assert manager.resume().user_content == expected
+
+
+def test_what_each_rank_has_of_its_own_is_told_apart_by_the_types_of_its_keys() -> None:
+    keys = [1, "1", (1, 2), "(1, 2)", None, "None", "True", "a.b", "x'", 1.5]
+    content = {
+        **{key: PerRank(number) for number, key in enumerate(keys)},
+        "a": {"b": PerRank("nested"), "5": PerRank("text"), 5: PerRank("number")},
+        2: {5: PerRank("2, then 5")},
+        2.5: PerRank("2.5"),
+    }
+    shared, own = split_content(content, "c")
+    assert len(own) == len(keys) + 5
+    found = with_own(decode_content(encode_content(shared), "c", "p", None), own)
+    assert [found[key] for key in keys] == list(range(len(keys)))
+    assert found["a"] == {"b": "nested", "5": "text", 5: "number"}
+    assert (found[2], found[2.5]) == ({5: "2, then 5"}, "2.5")
 
 
 def test_what_each_rank_has_of_its_own_needs_a_merge_where_ranks_changed() -> None:
