@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_dcpx import metadata as metadata_module
+from torch_dcpx import metadata_parts
 from torch_dcpx.directory import Directory, SmallFile
 from torch_dcpx.errors import CorruptionError, DcpxError
 from torch_dcpx.lazy_metadata import StoredEntries, StoredPaths, StoredPlaces
@@ -256,7 +257,7 @@ def test_planner_data_is_made_when_it_is_looked_at(monkeypatch: pytest.MonkeyPat
 
 def test_open_file_is_decoded_without_its_pickle_in_memory(tmp_path: Path) -> None:
     data = many(40, 300)
-    tail = metadata_module._TAIL.unpack(data[-64:])
+    tail = metadata_parts.TAIL.unpack(data[-64:])
     (tmp_path / ".metadata").write_bytes(data)
     asked: list[int] = []
     part = SmallFile.part
@@ -271,7 +272,7 @@ def test_open_file_is_decoded_without_its_pickle_in_memory(tmp_path: Path) -> No
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(SmallFile, "part", noted)
-        patch.setattr(metadata_module, "_PIECE_BYTES", 4096)
+        patch.setattr(metadata_parts, "_PIECE_BYTES", 4096)
         found = decode_metadata(file, PATH)
     assert canonical(found.metadata) == canonical(eagerly(data))
     assert sorted(asked)[-2:] == [4096, tail[4]]  # a piece of the pickle, and the columns
