@@ -82,7 +82,7 @@ def test_every_call_failing_leaves_a_typed_error_or_the_right_result(
 @pytest.mark.parametrize(
     ("names", "stride"),
     [
-        pytest.param(list(call_sweep_ranks.SAVES), 64, id="saves"),
+        pytest.param(list(call_sweep_ranks.SAVES), 24, id="saves"),
         pytest.param(list(call_sweep_ranks.LOADS), 16, id="loads"),
     ],
 )
