@@ -12,6 +12,7 @@ import torch
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _NOISE_BYTES = 4 << 20  # what the allocator and caches of torch grow by, within a few saves
+_ENDING_S = 2.0
 _libc = ctypes.CDLL(None)
 
 
@@ -38,12 +39,19 @@ class Held:
     def assert_no_file_or_thread_more(self) -> None:
         """Cheap enough for after each call. A thread that is just ending gets two seconds."""
         assert len(os.listdir("/proc/self/fd")) == len(self._files)
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + _ENDING_S
         while not set(os.listdir("/proc/self/task")) <= self._threads:
             assert time.monotonic() < deadline, "a thread is left running"
 
     def assert_no_memory_more(self) -> None:
-        """Asserts that no call since has kept a tensor, and not each of them a worker's slots."""
-        assert _tensors() <= self._tensors
+        """Asserts that no call since has kept a tensor, and not each of them a worker's slots.
+
+        Gloo's threads let go of a collective's tensors only after it has returned, now and then: a
+        tensor gets two seconds.
+        """
+        deadline = time.monotonic() + _ENDING_S
+        while (tensors := _tensors()) > self._tensors:
+            assert time.monotonic() < deadline, f"{tensors - self._tensors} tensors more"
+            time.sleep(0.01)
         grown = _resident_bytes() - self._resident_bytes
         assert grown < _NOISE_BYTES, f"{grown} B more"
