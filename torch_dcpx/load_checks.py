@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_dcpx._compat import dtype_name, wanted_sizes
 from torch_dcpx.errors import MismatchError, OptionError
 from torch_dcpx.lazy_metadata import outline_of
+from torch_dcpx.load_targets import unlike_names
 from torch_dcpx.mapped_state import MappedState, MappedTarget
 from torch_dcpx.near_names import NearNames
 
@@ -94,8 +95,9 @@ def compare(
     """
     missing, shapes, dtypes, kinds = [], [], [], []
     outline = outline_of(stored)
-    for fqn, target in state.items():
-        entry = outline(fqn)
+    asked = unlike_names(state, stored, has_dtypes=is_dtype_known) if sources is None else state
+    for fqn in asked:
+        target, entry = state[fqn], outline(fqn)
         names: Collection[str] = (fqn,) if entry is not None else ()
         if sources is not None:
             names = sources.get(fqn, names)

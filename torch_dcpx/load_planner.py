@@ -8,7 +8,8 @@ exactly once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -39,6 +41,7 @@ from torch_dcpx._gc import bounded_pause
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.kept_plan import KeptPlan, is_kept
 from torch_dcpx.lazy_metadata import StoredEntries, chunks_in, outline_of
+from torch_dcpx.load_targets import flattened_target, whole_rows
 from torch_dcpx.mapped_state import MappedState, MappedTarget
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_classes import MAKER
@@ -72,6 +75,26 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
     # The state that was planned, and its items; they were asked whether they cover it.
     _covered: tuple[Any, tuple[ReadItem, ...]] | None = None
     _is_mapped = False  # whether the state goes by stored names, which a KeyMap has found
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Takes the state and the checkpoint's metadata.
+
+        Source: DefaultLoadPlanner.set_up_planner.
+        """
+        has_flat_shards = self.flatten_sharded_tensors
+        if self.flatten_state_dict:
+            with _unflattened(self):
+                super().set_up_planner(state_dict, metadata, is_coordinator)
+            flat = flattened_target(self.state_dict, has_flat_shards=has_flat_shards)
+            if flat is not None:
+                self.state_dict, self.mappings = flat
+                return
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Returns the state's tensor, or shard, that a read item names."""
@@ -170,30 +193,31 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         """
         stored = self.metadata.state_dict_metadata  # type: ignore[union-attr]
         outline, chunks_of = outline_of(stored), chunks_in(stored)
-        rows: list[Any] = []
+        rows, others = whole_rows(self.state_dict, stored)
         chunks = ChunkFinder()
-        for fqn, target in self.state_dict.items():
-            entry = outline(fqn)
+        for at, fqn in others:
+            target, entry = self.state_dict[fqn], outline(fqn)
+            row: Any = []  # nothing to read
             if entry is None:
                 if not self.allow_partial_load:
                     raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")
-                continue
-            if type(entry) is not TensorStorageMetadata:
-                rows.append(_other_row(fqn, entry, target, chunks_of))
+            elif type(entry) is not TensorStorageMetadata:
+                row = _other_row(fqn, entry, target, chunks_of)
             elif is_plain_tensor(target):
                 shape = target.shape
                 if entry.size != shape:
                     raise _size_error(entry.size, shape, fqn)
-                rows.append((fqn, shape, chunks_of(fqn), shape))
+                row = (fqn, shape, chunks_of(fqn), shape)
             elif is_plain_dtensor(target):
                 if entry.size != target.shape:
                     raise _size_error(entry.size, target.shape, fqn)
                 part = chunks.part_of(target)
                 if part is not None:
                     wanted = [ChunkStorageMetadata(*part)]
-                    rows.append((fqn, wanted, chunks_of(fqn), entry.size))
+                    row = (fqn, wanted, chunks_of(fqn), entry.size)
             else:
-                rows.append(_other_row(fqn, entry, target, chunks_of))
+                row = _other_row(fqn, entry, target, chunks_of)
+            rows[at] = row
         return rows
 
     def _with_chunks(self, row: _Row) -> _Row:
@@ -212,6 +236,17 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         properties: Any = None
         entry = TensorStorageMetadata(properties, size, stored)
         return create_read_items_for_chunk_list(fqn, entry, wanted)
+
+
+@contextmanager
+def _unflattened(planner: DefaultLoadPlanner) -> Iterator[None]:
+    """Lets torch set a planner up without its own loops over all values."""
+    flags = planner.flatten_state_dict, planner.flatten_sharded_tensors
+    planner.flatten_state_dict = planner.flatten_sharded_tensors = False
+    try:
+        yield
+    finally:
+        planner.flatten_state_dict, planner.flatten_sharded_tensors = flags
 
 
 def _other_row(fqn: str, entry: Any, target: Any, chunks_of: Callable[[str], Any]) -> Any:

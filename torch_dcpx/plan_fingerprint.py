@@ -23,7 +23,7 @@ from torch_dcpx import _C
 from torch_dcpx._compat import HAS_STRIDES, flattens_as_before_2_4
 from torch_dcpx.own_chunks import HOOKS
 
-__all__ = ["fingerprint_of", "flattened"]
+__all__ = ["STATE_READER", "fingerprint_of", "flattened"]
 
 _PLACEMENTS = Placement.__module__
 _LEAF, _MAPPING, _LIST, _TENSOR, _SHARDED = range(5)
@@ -61,7 +61,7 @@ def _describe_value(value: Any) -> bytes | None:
     return b"" if is_planned_here else None
 
 
-_READER = _C.StateReader(
+STATE_READER = _C.StateReader(
     {
         "Tensor": torch.Tensor,
         "Parameter": torch.nn.Parameter,
@@ -96,7 +96,7 @@ def flattened(
     paths: dict[str, Any] = {}
     has_sharded = True
     if is_flat and not flattens_as_before_2_4():
-        state, paths, has_sharded = _READER.flatten(state)
+        state, paths, has_sharded, _ = STATE_READER.flatten(state)
     elif is_flat:
         state, paths = flatten_state_dict(state)
     if has_flat_shards and has_sharded:
@@ -117,7 +117,7 @@ def fingerprint_of(
     if type(state) is not dict:
         return None
     try:
-        said = _READER.fingerprint(state, paths)
+        said = STATE_READER.fingerprint(state, paths)
     except Exception:  # noqa: BLE001  (a tensor without sizes: planning says what is wrong with it)
         return None
     if said is None:

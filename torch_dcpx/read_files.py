@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from torch_dcpx import device_memory
+from torch_dcpx import _C, device_memory
 from torch_dcpx._compat import increment_version
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx.claims import Claim, disjoint_groups
@@ -45,7 +45,6 @@ from torch_dcpx.tensor_memory import has_strides
 
 __all__ = ["ReadCounts", "read_items"]
 
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for what is converted there at one time
 
 
@@ -65,6 +64,19 @@ class _Read(NamedTuple):
     claim: Claim | None  # the target's memory, where it is known
     direct: torch.Tensor | None  # went whole into this target, and nobody wants to know
     rest: tuple[TensorRead, bool] | BytesRead | None  # else what is to be done afterwards
+
+
+# Nearly all items of a plan are whole tensors, stored and wanted in C order: C++ makes their reads.
+_READ_ROWS = _C.ReadRows(
+    {
+        "Tensor": torch.Tensor,
+        "Parameter": torch.nn.Parameter,
+        "strided": torch.strided,
+        "BYTE_IO": LoadItemType.BYTE_IO,
+        "Read": _Read,
+        "Claim": Claim,
+    }
+)
 
 
 class _Window:
@@ -93,6 +105,7 @@ class _Window:
         self._used_bytes = 0
         self._device_bytes = 0  # staged in the memory of devices
         self._devices: set[int] = set()  # that the prepared reads go to
+        self._plain_devices: set[int] = set()  # and those that C++ prepared, of all windows
         self._touched: list[str] = []  # over all windows
         self.torch_items = 0
         self.engine_s = self.finish_s = 0.0
@@ -109,51 +122,19 @@ class _Window:
         order: Sequence[int] = range(len(found.items))
         if len(found.names) > 1:
             order = sorted(order, key=found.files.__getitem__)
-        lookup = self._planner.state_dict.get if self.is_lean else None  # type: ignore[attr-defined]
-        add, forms, byte_io = self._reads.append, found.forms, LoadItemType.BYTE_IO
-        is_host, ordinal_of = device_memory.is_host, device_memory.ordinal_of
+        reads: list[_Read | None] = [None] * len(found.items)
+        if self.is_lean:
+            reads, self._plain_devices = _READ_ROWS.plain_reads(
+                found.items, found.files, found.places, found.entries, found.forms,
+                self._planner.state_dict,  # type: ignore[attr-defined]
+                device_memory.is_host, device_memory.ordinal_of,
+            )  # fmt: skip
         for number in order:
-            item = found.items[number]
-            form_number, payload_offset, payload_bytes, storage_offset = found.places[number]
-            form = forms[form_number]
-            # Nearly all items are like this: a whole tensor, stored and wanted in C order. Each
-            # question is asked once. The others, and those to be refused, go the long way.
-            if lookup is not None and form.run_bytes and item.type is not byte_io:
-                dest, nbytes = item.dest_index, form.run_bytes
-                target: Any = lookup(dest.fqn)
-                if (
-                    type(target) in _PLAIN_CLASSES
-                    and target.dtype is form.dtype
-                    and target.shape == form.sizes == item.lengths
-                    and ((on_host := is_host(target)) or ordinal_of(target) >= 0)
-                    and not target.is_nested
-                    and target.layout == torch.strided
-                    and target.is_contiguous()
-                    and not (target.is_neg() or target.is_conj() or target.is_quantized)
-                    and not (any(dest.offset or ()) or any(item.storage_offsets))
-                    and not found.entries[number].transform_descriptors
-                ):
-                    itemsize = target.itemsize
-                    address, skipped = target.data_ptr(), storage_offset * itemsize
-                    if (
-                        address
-                        and skipped + nbytes <= payload_bytes
-                        and target.storage_offset() * itemsize + nbytes
-                        <= target.untyped_storage().nbytes()
-                    ):
-                        device = -1
-                        if not on_host:
-                            device = ordinal_of(target)
-                            self._devices.add(device)
-                        row = (
-                            found.files[number], payload_offset + skipped, nbytes, (), (), (),
-                            address, nbytes, dest.fqn, device,
-                        )  # fmt: skip
-                        claim = Claim(address, address + nbytes, dest)
-                        add(_Read(row, claim, target, None))
-                        continue
-            self._add_item(number, item)
-            add = self._reads.append  # a flush begins a new list
+            read = reads[number]
+            if read is not None:
+                self._reads.append(read)
+            else:
+                self._add_item(number, found.items[number])
         self.flush()
 
     def _add_item(self, number: int, item: ReadItem) -> None:
@@ -233,7 +214,7 @@ class _Window:
         devices, self._devices, self._device_bytes = self._devices, set(), 0
         begin = 0
         for end in disjoint_groups([read.claim for read in reads]):
-            self._read(reads[begin:end], devices)
+            self._read(reads[begin:end], devices | self._plain_devices)
             begin = end
         reads.clear()  # prepare() has the list until it asks for the new one
 

@@ -23,6 +23,7 @@ void bind_plan_items(pybind11::module_& m);
 void bind_plan_state(pybind11::module_& m);
 void bind_write(pybind11::module_& m);
 void bind_read(pybind11::module_& m);
+void bind_read_rows(pybind11::module_& module);  // what a load makes of each item
 void bind_verify(pybind11::module_& m);
 void bind_range(pybind11::module_& m);
 void bind_stage(pybind11::module_& m);

@@ -43,15 +43,16 @@ class Flattener {
         throw py::value_error("a mapping's items are pairs");
       }
       const py::handle key = PyTuple_GET_ITEM(next, 0);
-      const py::object name = PyUnicode_CheckExact(key.ptr()) != 0
-                                  ? py::reinterpret_borrow<py::object>(key)
-                                  : checked(PyObject_Str(key.ptr()));
+      const bool is_text = PyUnicode_CheckExact(key.ptr()) != 0;
+      is_odd_ = is_odd_ || !is_text;
+      const py::object name =
+          is_text ? py::reinterpret_borrow<py::object>(key) : checked(PyObject_Str(key.ptr()));
       add(py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(next, 1)), name, name, prefix, path);
     }
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   }
 
-  py::tuple result() const { return py::make_tuple(flat_, paths_, has_sharded_); }
+  py::tuple result() const { return py::make_tuple(flat_, paths_, has_sharded_, is_odd_); }
 
  private:
   // `name`: of `key` among those of `prefix` ("a.b."; empty at the top).
@@ -83,7 +84,9 @@ class Flattener {
     for (Py_ssize_t at = 0; PyObject* next = PyIter_Next(each.ptr()); ++at) {
       const py::object value = py::reinterpret_steal<py::object>(next);
       const py::object index = checked(PyLong_FromSsize_t(at));
+      const Py_ssize_t before = PyDict_GET_SIZE(flat_.ptr());
       add(value, checked(PyObject_Str(index.ptr())), index, prefix, path);
+      is_odd_ = is_odd_ || PyDict_GET_SIZE(flat_.ptr()) == before;
     }
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   }
@@ -136,6 +139,7 @@ class Flattener {
   py::dict flat_;
   py::dict paths_;
   bool has_sharded_ = false;
+  bool is_odd_ = false;  // see StateReader::flatten
 };
 
 py::tuple StateReader::flatten(const py::object& state) const {

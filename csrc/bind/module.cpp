@@ -72,6 +72,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_save_rows(m);
   dcpx::bind_write(m);
   dcpx::bind_read(m);
+  dcpx::bind_read_rows(m);
   dcpx::bind_verify(m);
   dcpx::bind_range(m);
   dcpx::bind_stage(m);

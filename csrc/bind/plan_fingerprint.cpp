@@ -9,6 +9,7 @@
 #include "bind/bind.h"
 #include "bind/plan_items.h"
 #include "bind/plan_state.h"
+#include "bind/stored_columns.h"
 
 namespace dcpx {
 
@@ -236,12 +237,19 @@ py::object StateReader::fingerprint(const py::dict& state, const py::object& pat
 }
 
 void bind_plan_state(py::module_& module) {
-  py::class_<StateReader>(module, "StateReader", "Reads state dicts as a save planner does.")
+  py::class_<StateReader>(module, "StateReader", "Reads state dicts as planners do.")
       .def(py::init<const py::dict&>(), py::arg("parts"))
       .def("flatten", &StateReader::flatten, py::arg("state"),
-           "(flat state, path of each name, whether a value is a ShardedTensor).")
+           "(flat state, path of each name, whether a value is a ShardedTensor, whether a "
+           "key is no str or an element of a list has no value).")
       .def("fingerprint", &StateReader::fingerprint, py::arg("state"), py::arg("paths"),
-           "Bytes that are equal only where plans are, or None.");
+           "Bytes that are equal only where plans are, or None.")
+      .def("unlike", &StateReader::unlike, py::arg("state"), py::arg("entries"), py::arg("columns"),
+           py::arg("has_dtypes"), "Names of what is not seen to be a whole tensor as it is stored.")
+      .def(
+          "whole_rows", &StateReader::whole_rows, py::arg("state"), py::arg("entries"),
+          py::arg("columns"),
+          "(a row a whole tensor of the stored sizes, None for all else; (place, name) of these).");
 }
 
 }  // namespace dcpx

@@ -10,6 +10,7 @@
 #include "bind/bind.h"
 #include "bind/fields.h"
 #include "bind/objects.h"
+#include "bind/tensor_fields.h"
 
 namespace dcpx {
 namespace {
@@ -26,13 +27,8 @@ struct Names {
              properties = interned("properties"), size = interned("size"),
              dtype = interned("dtype"), layout = interned("layout"),
              requires_grad = interned("requires_grad"), memory_format = interned("memory_format"),
-             pin_memory = interned("pin_memory"), is_nested = interned("is_nested"),
-             is_quantized = interned("is_quantized"), is_contiguous = interned("is_contiguous"),
-             is_neg = interned("is_neg"), is_conj = interned("is_conj"), shape = interned("shape"),
+             pin_memory = interned("pin_memory"), shape = interned("shape"),
              stride = interned("stride"), nbytes = interned("nbytes"),
-             itemsize = interned("itemsize"), data_ptr = interned("data_ptr"),
-             storage_offset = interned("storage_offset"),
-             untyped_storage = interned("untyped_storage"),
              size_in_bytes = interned("size_in_bytes"), storage_data = interned("storage_data"),
              sizes = interned("sizes"), local = interned("_local_tensor"),
              relative_path = interned("relative_path"), length = interned("length"),
@@ -43,33 +39,19 @@ py::object fast_sequence(const py::handle& values) {
   return checked(PySequence_Fast(values.ptr(), "a list is wanted"));
 }
 
-bool is_origin(const py::object& offset) {
-  if (offset.is_none()) return true;
-  if (PyTuple_Check(offset.ptr()) == 0) return false;
-  for (Py_ssize_t d = 0; d < PyTuple_GET_SIZE(offset.ptr()); ++d) {
-    const long long at = PyLong_AsLongLong(PyTuple_GET_ITEM(offset.ptr(), d));
-    if (at == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    if (at != 0) return false;
-  }
-  return true;
-}
-
 class SaveRows {
  public:
   explicit SaveRows(const py::dict& classes)
       : tensor_(classes["Tensor"]),
         parameter_(classes["Parameter"]),
         dtensor_(classes["DTensor"]),
-        strided_(classes["strided"]),
         byte_io_(classes["BYTE_IO"]),
         row_class_(classes["WriteRow"]),
         result_class_(classes["WriteResult"]),
         info_class_(classes["StorageInfo"]),
-        hooks_(classes["hooks"].cast<py::tuple>()) {
-    if (PyType_Check(row_class_.ptr()) == 0 ||
-        PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(row_class_.ptr()), &PyTuple_Type) == 0) {
-      throw py::type_error("WriteRow is no class of tuples");
-    }
+        hooks_(classes["hooks"].cast<py::tuple>()),
+        fields_(classes["strided"]) {
+    check_tuple_class(row_class_);
   }
 
   py::tuple plain_rows(const py::object& items, const py::object& files, const py::dict& state,
@@ -175,12 +157,7 @@ class SaveRows {
     auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
     return (type == tensor_.ptr() || type == parameter_.ptr()) && !has_own(tensor, hooks_) &&
            is_true(checked(PyObject_CallOneArg(is_host.ptr(), tensor.ptr()))) &&
-           !is_true(get_attr(tensor, names_.is_nested)) &&
-           get_attr(tensor, names_.layout).is(strided_) &&
-           is_true(call_method(tensor, names_.is_contiguous)) &&
-           !is_true(call_method(tensor, names_.is_neg)) &&
-           !is_true(call_method(tensor, names_.is_conj)) &&
-           !is_true(get_attr(tensor, names_.is_quantized));
+           fields_.is_plain(tensor);
   }
 
   // Null where the tensor has no memory, not all of it, or other dimensions than the plan says.
@@ -193,22 +170,18 @@ class SaveRows {
         PyTuple_GET_SIZE(shape.ptr()) != PyTuple_GET_SIZE(offsets.ptr())) {
       return {};
     }
-    const py::object address = call_method(tensor, names_.data_ptr);
     const py::object nbytes = get_attr(tensor, names_.nbytes);
-    const py::object storage = call_method(tensor, names_.untyped_storage);
-    const std::uint64_t begin = to_u64(call_method(tensor, names_.storage_offset));
-    const std::uint64_t itemsize = to_u64(get_attr(tensor, names_.itemsize));
-    const std::uint64_t held = to_u64(call_method(storage, names_.nbytes));
-    if (!is_true(address) || begin * itemsize + to_u64(nbytes) > held) return {};
+    const TensorFields::Memory memory = fields_.memory(tensor);
+    if (memory.address == 0 || memory.storage_begin + to_u64(nbytes) > memory.storage_bytes) {
+      return {};
+    }
     const py::object type = type_of(get_attr(tensor, names_.dtype),
                                     get_attr(about, names_.properties), types, add_type);
     const py::handle path = find(paths, fqn);
-    const py::tuple fields = py::make_tuple(
-        file, kTensor, type, address, nbytes, shape, call_method(tensor, names_.stride), true, fqn,
-        get_attr(about, names_.size), offsets, path ? path : py::none(), kHostMemory);
-    const py::tuple arguments = py::make_tuple(fields);
-    return checked(PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(row_class_.ptr()),
-                                       arguments.ptr(), nullptr));
+    return new_tuple(row_class_, py::make_tuple(file, kTensor, type, memory.address, nbytes, shape,
+                                                call_method(tensor, names_.stride), true, fqn,
+                                                get_attr(about, names_.size), offsets,
+                                                path ? path : py::none(), kHostMemory));
   }
 
   // By torch_dcpx.item_rows.type_key.
@@ -223,10 +196,10 @@ class SaveRows {
   }
 
   Names names_;
-  py::object tensor_, parameter_, dtensor_, strided_, byte_io_, row_class_, result_class_,
-      info_class_;
+  py::object tensor_, parameter_, dtensor_, byte_io_, row_class_, result_class_, info_class_;
   py::tuple no_arguments_;
   py::tuple hooks_;  // names of attributes by which a tensor says itself what it is
+  TensorFields fields_;
 };
 
 }  // namespace

@@ -229,11 +229,22 @@ std::int64_t StoredColumns::row_of(const py::handle& index) {
       Key{fqn.ptr(), static_cast<std::int64_t>(wanted_offset_.size()), wanted_offset_.data()});
 }
 
+bool StoredColumns::is_tensor(std::int64_t number) const {
+  return number >= 0 && static_cast<std::size_t>(number) < tensor_of_.size() &&
+         tensor_of_[static_cast<std::size_t>(number)] >= 0;
+}
+
+std::size_t StoredColumns::tensor_at(std::int64_t number) const {
+  DCPX_CHECK(is_tensor(number), "a stored tensor's number is wanted");
+  return static_cast<std::size_t>(tensor_of_[static_cast<std::size_t>(number)]);
+}
+
+py::object StoredColumns::dtype(std::int64_t number) const {
+  return dtypes_[py::int_(dtype_numbers_[tensor_at(number)])];
+}
+
 StoredTensor StoredColumns::tensor(std::int64_t number) const {
-  DCPX_CHECK(number >= 0 && static_cast<std::size_t>(number) < tensor_of_.size() &&
-                 tensor_of_[static_cast<std::size_t>(number)] >= 0,
-             "a stored tensor's number is wanted");
-  const auto at = static_cast<std::size_t>(tensor_of_[static_cast<std::size_t>(number)]);
+  const std::size_t at = tensor_at(number);
   const Begins& begin = begins_[at];
   return {static_cast<std::size_t>(ndims_[at]),
           tensor_sizes_.values + begin.sizes,

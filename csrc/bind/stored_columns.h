@@ -52,6 +52,10 @@ class StoredColumns {
   // Slots of the index that were taken when an item looked for one.
   std::int64_t probe_count() const { return probe_count_; }
 
+  // Whether `number` is that of an entry, and the entry a tensor.
+  bool is_tensor(std::int64_t number) const;
+  // The dtype of entry `number`, a tensor. Throws Error for any other number.
+  pybind11::object dtype(std::int64_t number) const;
   // What the columns say of entry `number`, a tensor. Throws Error for any other number.
   StoredTensor tensor(std::int64_t number) const;
   // The entry; without its chunks where `has_chunks` is false.
@@ -91,6 +95,7 @@ class StoredColumns {
   std::uint64_t hash_of(PyObject* name) const;
   std::uint64_t hash_of(std::uint64_t name_hash, const Key& key) const;
   bool is_same(const Key& a, const Key& b) const;
+  std::size_t tensor_at(std::int64_t number) const;    // which tensor an entry is
   std::int64_t row_of(const Key& key) const;           // -1: none
   std::int64_t row_of(const pybind11::handle& index);  // or kUnlike
   pybind11::object place_of(std::size_t row);

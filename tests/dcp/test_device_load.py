@@ -27,7 +27,7 @@ from fake_cuda.fake import FakeCuda
 from saves import change, data_files, raises_one, read_footer, save
 from states import assert_same, random_bytes
 
-from torch_dcpx import _C, DcpxReader, ReadOptions, WriteOptions, read_files
+from torch_dcpx import _C, DcpxReader, ReadOptions, WriteOptions, device_memory, read_files
 from torch_dcpx import load as dcpx_load
 from torch_dcpx.errors import CorruptionError
 
@@ -199,6 +199,28 @@ def test_tied_weights_on_a_device_hold_what_was_read_last(
     target = dict.fromkeys(expected, one)
     load(target, tmp_path)
     assert_same(expected["t3"], fake_cuda.read_back(one))
+
+
+def test_each_window_waits_for_the_streams_of_all_devices(
+    fake_cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob = b"x" * (900 * KIB)
+    state = {
+        f"{i}.{kind}": blob if kind else torch.full((9,), i) for i in range(4) for kind in (0, 1)
+    }
+    save(state, tmp_path)
+    target = moved(fake_cuda, blank(state), device_0, "")
+    waits: list[set[int]] = []
+    source_events = device_memory.source_events
+
+    def noted(ordinals: set[int]) -> Any:
+        waits.append(set(ordinals))
+        return source_events(ordinals)
+
+    monkeypatch.setattr(device_memory, "source_events", noted)
+    load(target, tmp_path, host_memory_bytes=1024 * KIB, workers=1)
+    assert waits == [{0}] * 4
+    assert_same(state, on_host(fake_cuda, target))
 
 
 def test_damaged_block_reaches_no_device(fake_cuda: FakeCuda, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ MODULES_WITH_EXTENSION = {
     "open_columns",
     "plan_classes",
     "plan_fingerprint",
+    "read_files",
     "read_bytes",
     "read_coverage",
     "reader",
