@@ -17,6 +17,7 @@ from torch_dcpx.directory import Directory
 from torch_dcpx.errors import NotCommittedError
 from torch_dcpx.layout import METADATA_NAME, is_data_file_name, is_metadata_name
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
+from torch_dcpx.reader_lock import being_read
 
 __all__ = ["Described", "described", "show"]
 
@@ -153,7 +154,7 @@ def described(path: Path, keys: Sequence[str] = ()) -> list[Described]:
         NotCommittedError: there is no metadata.
         CorruptionError, UnsafePickleError, UnsupportedError, StorageError: it cannot be read.
     """
-    with Directory(path) as directory:
+    with being_read(path), Directory(path) as directory:
         names = sorted(name for name in directory.names() if is_metadata_name(name))
         if METADATA_NAME in names:
             names = [METADATA_NAME]

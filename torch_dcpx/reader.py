@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from torch_dcpx import _C
-from torch_dcpx._compat import is_load
+from torch_dcpx._compat import is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import (
@@ -48,6 +48,7 @@ from torch_dcpx.overrides import has_own_hooks, metadata_file, refuse_bypassed
 from torch_dcpx.paths import AnyPath, checked_path
 from torch_dcpx.read_coverage import check_coverage, meeting_targets
 from torch_dcpx.read_files import read_items
+from torch_dcpx.reader_lock import ReadersHold
 from torch_dcpx.reports import ReadReport, loaded_line
 
 __all__ = ["DcpxReader", "fitting_workers"]
@@ -95,12 +96,13 @@ class DcpxReader(FileSystemReader):
             0.0  # spent in read_metadata, and in the hooks after it
         )
         self.__pause = PlanningPause()
+        self.__hold = ReadersHold()  # from the metadata to the last byte, of a load through DCP
         refuse_bypassed(self, DcpxReader)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open files and a pause stay with the process.
+        # Open files, a lock and a pause stay with the process.
         own = {"_DcpxReader__found": None, "_DcpxReader__pause": PlanningPause()}
-        return {**self.__dict__, **own}
+        return {**self.__dict__, **own, "_DcpxReader__hold": ReadersHold()}
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """Starts another load, of `checkpoint_id` where given. Raises: as the constructor."""
@@ -109,6 +111,7 @@ class DcpxReader(FileSystemReader):
         self.__kept_error = None
         self.__pause.end()
         self.__take_found()
+        self.__hold.release()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads `.metadata`, or `__{rank}.metadata` with `rank=`.
@@ -126,6 +129,8 @@ class DcpxReader(FileSystemReader):
         if is_fallback and not isinstance(self.__kept_error, NotCommittedError):
             return _empty_metadata()
         began = time.perf_counter()
+        if loaded_through(sys._getframe(1)) is not None:
+            self.__hold.take(self.path)
         with paused_gc():  # the next pause begins before this one ends: no collection between them
             try:
                 checkpoint = self.__read_checkpoint(rank)
@@ -215,6 +220,7 @@ class DcpxReader(FileSystemReader):
             finally:
                 if found is not None:
                     found.job.close()  # a traceback may keep the job alive, and with it its files
+                self.__hold.release()
         self.last_report = ReadReport.of_read(
             counts,
             found.job.report(),

@@ -11,16 +11,18 @@ import errno
 import fcntl
 import logging
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch_dcpx.directory import storage_error
 from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.system_calls import close_read
 
-__all__ = ["READERS_NAME", "being_deleted", "being_read", "make_readers_file"]
+__all__ = ["READERS_NAME", "ReadersHold", "being_deleted", "being_read", "make_readers_file"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -49,20 +51,56 @@ def being_read(path: AnyPath | None) -> Iterator[bool]:
     Yields:
         False: somebody is deleting it at this moment.
     """
-    fd = -1
-    is_left_alone = True
-    try:
-        if path is not None:
-            fd = os.open(Path(os.fsdecode(path)) / READERS_NAME, _FLAGS)
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (OSError, ValueError, TypeError) as error:
-        is_left_alone = not (fd >= 0 and getattr(error, "errno", None) in _BUSY)
-        logger.debug("read '%s' without a lock: %s", path, error)
+    fd, is_left_alone = _shared(path)
     try:
         yield is_left_alone
     finally:
         if fd >= 0:
             _unlock(fd, path)
+
+
+class ReadersHold:
+    """What `being_read` holds, between two calls that may never come: until `release`, the next
+    `take`, or the end of the object. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        """Holds nothing yet."""
+        self._finalizer: Any = None
+
+    def take(self, path: AnyPath) -> None:
+        """Keeps the checkpoint in `path` from deletion, where there is a lock; never fails."""
+        self.release()
+        fd, _ = _shared(path)
+        if fd >= 0:
+            self._finalizer = weakref.finalize(self, _give_back, fd, path, os.getpid())
+            self._finalizer.atexit = False  # the process ends, and with it the lock
+
+    def release(self) -> None:
+        """Gives the lock back; safe to call twice."""
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            finalizer()
+
+
+def _give_back(fd: int, path: AnyPath, pid: int) -> None:
+    if pid == os.getpid():
+        _unlock(fd, path)
+    else:  # a forked child's copy: the lock is its parent's
+        close_read(fd, os.fsdecode(path))
+
+
+def _shared(path: AnyPath | None) -> tuple[int, bool]:
+    """Returns the locked file, -1 where there is none, and False if somebody is deleting."""
+    fd = -1
+    try:
+        if path is not None:
+            fd = os.open(Path(os.fsdecode(path)) / READERS_NAME, _FLAGS)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (OSError, ValueError, TypeError) as error:
+        logger.debug("read '%s' without a lock: %s", path, error)
+        return fd, not (fd >= 0 and getattr(error, "errno", None) in _BUSY)
+    return fd, True
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from torch_dcpx.layout import (
 )
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader import fitting_workers
+from torch_dcpx.reader_lock import being_read
 from torch_dcpx.verify_files import LookedAt, look_at_file, look_at_named
 from torch_dcpx.verify_findings import file_finding, of_raw
 from torch_dcpx.verify_metadata import StoredCheckpoint, read_checkpoint
@@ -73,7 +74,7 @@ def verify(
     options = ReadOptions(workers=workers)
     if host_memory_bytes is not None:
         options = replace(options, host_memory_bytes=host_memory_bytes)
-    with open_checkpoint(path) as directory:
+    with open_checkpoint(path) as directory, being_read(path):
         run = _Run(directory, verify_job(directory, options), safe_globals)
         run.look()
         looked = time.perf_counter()

@@ -1,0 +1,153 @@
+"""Whoever reads a manager's checkpoint keeps it from retention, and leaves nothing in others."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from trainings import manager_of, on_disk, save_steps
+
+import torch_dcpx as dcpx
+from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxReader, cli_inspect
+from torch_dcpx.reader_lock import READERS_NAME, ReadersHold, being_deleted
+
+
+class Planner(dcpx.DcpxLoadPlanner):
+    """Calls something while the load plans."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__()
+        self.meanwhile = meanwhile
+
+    def create_local_plan(self) -> Any:
+        self.meanwhile()
+        return super().create_local_plan()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> CheckpointManager:
+    manager = manager_of(tmp_path, keep_last=1)
+    save_steps(manager, 1)
+    return manager
+
+
+def goes_on(manager: CheckpointManager) -> list[str]:
+    """Saves the next step. Returns what is left."""
+    save_steps(manager, 1 + max(int(tag.removeprefix("step-")) for tag in manager.tags()))
+    manager.wait()
+    return manager.tags()
+
+
+@pytest.mark.parametrize("is_given_planner", [False, True])
+def test_dcp_load_keeps_what_it_reads_from_deletion(
+    tmp_path: Path, manager: CheckpointManager, is_given_planner: bool
+) -> None:
+    seen: list[list[str]] = []
+    reader = DcpxReader(tmp_path / "step-1")
+    if is_given_planner:
+        planner: Any = Planner(lambda: seen.append(goes_on(manager)))
+    else:
+        real = reader.prepare_global_plan
+        planner = None
+        reader.prepare_global_plan = lambda plans: seen.append(goes_on(manager)) or real(plans)  # type: ignore[method-assign, func-returns-value]
+    state = {"state": {"x": torch.zeros(3)}}
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    assert seen == [["step-1", "step-2"]]
+    assert state["state"]["x"].tolist() == [1.0] * 3
+    assert goes_on(manager) == ["step-3"]  # though the reader is still there
+
+
+def test_load_that_failed_lets_go_with_its_reader(
+    tmp_path: Path, manager: CheckpointManager
+) -> None:
+    def fails() -> None:
+        raise KeyError("planner")
+
+    reader = DcpxReader(tmp_path / "step-1")
+    save_steps(manager_of(tmp_path), 2)
+    for _ in range(2):
+        with pytest.raises(CheckpointException, match="planner"):
+            dcp.load({}, storage_reader=reader, planner=Planner(fails), no_dist=True)
+        with pytest.raises(ConcurrentSaveError, match="reads"):
+            manager.delete(1)
+        reader.reset()
+        with being_deleted(tmp_path / "step-1"):
+            pass
+    with pytest.raises(CheckpointException, match="planner"):
+        dcp.load({}, storage_reader=reader, planner=Planner(fails), no_dist=True)
+    for copied in (pickle.loads(pickle.dumps(reader)), copy.deepcopy(reader)):
+        copied.reset()
+    with pytest.raises(ConcurrentSaveError, match="reads"):
+        manager.delete(1)
+    del reader, copied
+    gc.collect()
+    manager.delete(1)
+
+
+def test_metadata_read_outside_of_a_load_holds_nothing(
+    tmp_path: Path, manager: CheckpointManager
+) -> None:
+    reader = DcpxReader(tmp_path / "step-1")
+    assert "state.x" in reader.read_metadata().state_dict_metadata
+    assert goes_on(manager) == ["step-2"]
+
+
+def test_child_that_was_forked_in_a_load_leaves_the_lock_to_its_parent(
+    tmp_path: Path, manager: CheckpointManager
+) -> None:
+    hold = ReadersHold()
+    hold.take(tmp_path / "step-1")
+    pid = os.fork()
+    if pid == 0:
+        hold.release()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    with pytest.raises(ConcurrentSaveError), being_deleted(tmp_path / "step-1"):
+        pass
+    hold.release()
+    with being_deleted(tmp_path / "step-1"):
+        pass
+
+
+def test_verify_and_inspect_keep_what_they_read_from_deletion(
+    tmp_path: Path, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    report = dcpx.verify(tmp_path / "step-1", progress=lambda *_: seen.append(goes_on(manager)))
+    assert report.ok and seen[0] == ["step-1", "step-2"]
+    last = manager.tags()[-1]
+    real = cli_inspect._described
+
+    def meanwhile(*args: Any) -> Any:
+        seen.append(goes_on(manager))
+        return real(*args)
+
+    monkeypatch.setattr(cli_inspect, "_described", meanwhile)
+    assert cli_inspect.described(tmp_path / last)[0].faults == []
+    assert seen[-1][0] == last and len(seen[-1]) == 2
+    assert len(goes_on(manager)) == 1 == len(on_disk(tmp_path))
+
+
+def test_readers_make_no_lock_in_directories_of_others(tmp_path: Path) -> None:
+    state = {"x": torch.arange(3.0)}
+    dcp.save(dict(state), checkpoint_id=tmp_path / "stock", no_dist=True)
+    dcpx.save(state, tmp_path / "ours")
+    for path in (tmp_path / "stock", tmp_path / "ours"):
+        names = sorted(os.listdir(path))
+        target = {"x": torch.zeros(3)}
+        dcp.load(target, storage_reader=DcpxReader(path), no_dist=True)
+        dcpx.load(target, path)
+        assert dcpx.verify(path).ok
+        cli_inspect.described(path)
+        dcpx.export(path, tmp_path / "out")
+        assert sorted(os.listdir(path)) == names
+        assert READERS_NAME not in names
