@@ -5,6 +5,8 @@
 3. Shards get their names, which are new; then **the last rename** (the single file, or the index)
    makes the artifact, and the directory is synced.
 4. What the replaced artifact named, and nothing else, is removed.
+Temporary files of an export that was killed go before the first step of the next one to the same
+names, on the same machine: it has the lock that the dead one would hold.
 Whatever fails before the last rename leaves what was there, and removes what was made.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import re
@@ -24,11 +27,21 @@ from torch_dcpx import _C
 from torch_dcpx.directory import Directory, make_directory
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, StorageError
 from torch_dcpx.export_layout import Layout
+from torch_dcpx.lock import UNKNOWN_BOOT, boot_id
 from torch_dcpx.options import WriteOptions
 
 __all__ = ["ArtifactFiles", "open_job", "temporary_name"]
 
 logger = logging.getLogger("torch_dcpx")
+
+
+_ID_DIGITS = 12
+_TAIL = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}\.tmp")
+
+
+def _machine() -> str:
+    """Returns what tells this machine, since it was started, from others."""
+    return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
 
 
 def temporary_name(name: str, export_id: str) -> str:
@@ -47,14 +60,18 @@ def open_job(directory: Directory, options: WriteOptions) -> _C.RangeJob:
     )
 
 
-def _lock(directory: Directory) -> None:
+def _lock(directory: Directory) -> bool:
     """Locks a directory against other exports; file systems without such locks do without.
+
+    Returns:
+        Whether it is locked.
 
     Raises:
         ConcurrentSaveError: another export has it.
     """
     try:
         fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise ConcurrentSaveError(
@@ -64,6 +81,7 @@ def _lock(directory: Directory) -> None:
                 path=str(directory.path),
             ) from error
         logger.debug("export to '%s' without a lock: %s", directory.path, error)
+        return False
 
 
 class ArtifactFiles:
@@ -88,14 +106,17 @@ class ArtifactFiles:
             raise
 
     def _set_up(self, stem: str, suffix: str, options: WriteOptions) -> None:
-        _lock(self.directory)
-        self.export_id = uuid.uuid4().hex[:12]
+        is_locked = _lock(self.directory)
+        self._short_id = uuid.uuid4().hex[:_ID_DIGITS]
+        self.export_id = f"{_machine()}-{self._short_id}"
         self._has_shards = bool(suffix)  # a torch archive is one file, and replaces one
         self._index_name = f"{stem}{suffix}.index.json"
         self._single_name = f"{stem}{suffix}"
         self._shard = re.compile(
             re.escape(stem) + r"(-[0-9a-f]{12})?-\d{5,9}-of-\d{5,9}" + re.escape(suffix)
         )
+        if is_locked:
+            self._remove_left_behind()
         self._job = open_job(self.directory, options)
         self._replaced = self._old_shards()
         self._names: tuple[str, ...] = ()
@@ -103,7 +124,7 @@ class ArtifactFiles:
     def shard_stem(self, stem: str) -> str:
         """Returns what names of shards begin with, so that none exists."""
         taken = [name for name in self.directory.names() if self._shard.fullmatch(name)]
-        return f"{stem}-{self.export_id}" if taken else stem
+        return f"{stem}-{self._short_id}" if taken else stem
 
     def make(self, layout: Layout) -> None:
         """Makes every file under its temporary name, at its full size. Raises: StorageError."""
@@ -205,6 +226,26 @@ class ArtifactFiles:
         for name in (*old, *sorted(self._replaced.difference(self._names))):
             if directory.is_regular(name):
                 self._remove(name)
+
+    def _remove_left_behind(self) -> None:
+        """Removes temporary files of exports to these names that were killed. Never raises.
+
+        REQUIRES: the lock, which they would hold. It may not reach other machines, or those before
+        a reboot that this one knows nothing of: what they made stays.
+        """
+        if boot_id() == UNKNOWN_BOOT:
+            return
+        begin, end = ".", f".{_machine()}-"
+        try:
+            for name in self.directory.names():
+                own, _, tail = name.removeprefix(begin).rpartition(end)
+                is_own = own in (self._single_name, self._index_name)
+                is_own = is_own or self._shard.fullmatch(own) is not None
+                is_ours = is_own and name.startswith(begin) and _TAIL.fullmatch(tail)
+                if is_ours and self.directory.is_regular(name):
+                    self._remove(name)
+        except StorageError as error:
+            logger.warning("what killed exports left behind is not all removed: %s", error)
 
     def _is_file_or_link(self, name: str) -> bool:
         return (self.directory.path / name).is_symlink() or self.directory.is_regular(name)

@@ -27,12 +27,13 @@ from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.running_save import RunningSave
 from torch_dcpx.system_calls import close_read, moved
 
-__all__ = ["SaveLock"]
+__all__ = ["UNKNOWN_BOOT", "SaveLock", "boot_id"]
 
 logger = logging.getLogger("torch_dcpx")
 
 # EPERM: of a container's filter of system calls.
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
+UNKNOWN_BOOT = "unknown"
 _MAX_OTHERS = 16  # machines that are remembered
 _MAX_RECORD_BYTES = 4096
 _Key = tuple[int, int]  # (st_dev, st_ino)
@@ -41,11 +42,12 @@ _guard = threading.RLock()
 _warned: set[int] = set()  # devices without locks that were named once
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Returns what tells this machine, since it was started, from others, or UNKNOWN_BOOT."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "unknown"
+        return UNKNOWN_BOOT
 
 
 class SaveLock:
@@ -169,7 +171,7 @@ class SaveLock:
 
     def _take_over_record(self) -> None:
         """Reads who was here and writes who is: a full disk does not matter."""
-        boot = f"boot={_boot_id()}"
+        boot = f"boot={boot_id()}"
         left = self._record()
         # Other machines' lines stay until a save has ended well: one that fails knows no better.
         elsewhere = [line for line in left if boot not in line.split()]

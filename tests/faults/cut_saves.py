@@ -94,7 +94,7 @@ def killed_behind_its_rename(path: Path) -> None:
     (path / replaced).rename(path / "kept")
     by_us(OLD)(path)
     (path / "kept").rename(path / replaced)
-    (path / ".dcpx.lock").write_text(f"host=here pid=1 boot={lock._boot_id()}\n")
+    (path / ".dcpx.lock").write_text(f"host=here pid=1 boot={lock.boot_id()}\n")
 
 
 SCENARIOS = {

@@ -201,7 +201,7 @@ def found_in(ckpt: Path, *, is_local: bool) -> str:
     there = ""
     try:
         there = loaded_from(ckpt)
-        lock._boot_id = lambda: "the next one"
+        lock.boot_id = lambda: "the next one"
         for state in (NEXT, OLD):  # what the cut left behind goes with the second one at the latest
             (rank_local if is_local else by_us)(state)(ckpt)
             assert_same(state, load(state, ckpt))
