@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -18,10 +18,13 @@ from torch_dcpx.call_agreement import Call, check_same_call
 from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
 from torch_dcpx.errors import OptionError
 from torch_dcpx.exchange import exchange_for, keys_for
+from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.load_checkpoint import load
-from torch_dcpx.manager_catalog import CheckpointCatalog
+from torch_dcpx.manager_export import ExportingCatalog
 from torch_dcpx.manager_resume import Chosen, ResumeInfo, Wanted
 from torch_dcpx.manager_save import ManagedWriter, Parts, Small, checked_metrics, state_of
+from torch_dcpx.manager_translate import checked_translate, told_rules
+from torch_dcpx.optimizer_groups import NAMED_GROUPS
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.per_rank import Merge
@@ -38,7 +41,7 @@ __all__ = ["CheckpointManager"]
 logger = logging.getLogger("torch_dcpx")
 
 
-class CheckpointManager(CheckpointCatalog):
+class CheckpointManager(ExportingCatalog):
     """The checkpoints of one training, each in a directory beneath one root.
 
     As a context manager, the end of the block waits for what is under way, also when an exception
@@ -156,15 +159,18 @@ class CheckpointManager(CheckpointCatalog):
             number = step_of_name(tag) if number is None else number
             number = self._last_step if number is None else number
             call = parts.call("save", small[0], tag=tag, step=number, is_async=self._is_async)
-            return Call(call.name, call.arguments, call.digests, checked_metrics(metrics))
+            note = checked_metrics(metrics), parts.groups()
+            return Call(call.name, call.arguments, call.digests, note)
 
         def reduce(calls: list[Call]) -> Record:
             first = check_same_call(calls)
             arguments = first.arguments
-            names = tuple(sorted(parts.given))
+            names = sorted(parts.given)
+            if len({call.note[1] for call in calls}) > 1:
+                names.append(NAMED_GROUPS)
             record = Record(
                 arguments["tag"], arguments["step"], self._root.take_order(), len(calls),
-                first.note, names, tuple(arguments["per_rank"]),
+                first.note[0], tuple(names), tuple(arguments["per_rank"]),
             )  # fmt: skip
             self._retention.reserve(record.tag)
             reserved.append(record.tag)
@@ -228,6 +234,7 @@ class CheckpointManager(CheckpointCatalog):
         strict: bool = True,
         load_optimizer: bool = True,
         merge: Merge = None,
+        translate: KeyRules | Callable[[str], str | None] | None = None,
     ) -> ResumeInfo:
         """Loads the newest checkpoint that is whole, on any number of ranks.
 
@@ -240,6 +247,8 @@ class CheckpointManager(CheckpointCatalog):
             merge: for what each rank had of its own, where there are more or fewer ranks now:
                 function(values_by_rank, rank, world_size), or one a name ("dataloader",
                 "user_content.rng"). Default None: an error.
+            translate: a KeyMap, or a function of one name, from stored names of the model (without
+                "model.") to the model's; optimizers' states follow their parameters. Default None.
 
         Returns:
             What was resumed. A fresh start has no tag: the root is missing or empty, or holds
@@ -248,20 +257,27 @@ class CheckpointManager(CheckpointCatalog):
         Raises:
             NotCommittedError: nothing whole is there, or not the tag.
             MismatchError: what was asked for was not saved; nothing was changed.
-            PlanError: ranks made different calls.
+            PlanError: ranks made different calls, or `translate` does not fit what is stored.
+            UnsupportedError: `translate` splits, merges or transposes a tensor of which the
+                optimizer is to be loaded.
             As `dcpx.load`.
         """
         self._check_usable()
         if not load_optimizer:
             optimizer = lr_scheduler = None
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
+        key_maps: list[KeyRules | None] = []
         with ExitStack() as stack:
 
             def local() -> Call:
                 parts.check()
+                key_maps.append(checked_translate(translate, model))
                 named = None if tag is None else tag_of(tag)
                 merges = sorted(merge) if isinstance(merge, dict) else merge is not None
-                return parts.call("resume", None, tag=named, strict=strict, merge=merges)
+                return parts.call(
+                    "resume", None, tag=named, strict=strict, merge=merges,
+                    translate=told_rules(key_maps[0]),
+                )  # fmt: skip
 
             def reduce(calls: list[Call]) -> Chosen:
                 first = check_same_call(calls)
@@ -272,10 +288,12 @@ class CheckpointManager(CheckpointCatalog):
                 chosen = exchange.all_reduce("choose", local, reduce)
             if chosen.tag is None:
                 return ResumeInfo(skipped=chosen.skipped)
-            wanted = Wanted(parts, chosen, rank, world_size, strict=strict, merge=merge)
+            wanted = Wanted(
+                parts, chosen, rank, world_size, strict=strict, merge=merge, translate=key_maps[0]
+            )
             report = load(
                 wanted.target(), chosen.path, process_group=self._group, no_dist=self._no_dist,
-                options=self._read_options, strict=strict,
+                options=self._read_options, strict=strict, key_map=wanted.rules,
             )  # fmt: skip
             content = wanted.hand_over(self._read_options)
         self._last_step = chosen.step or 0

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, MismatchError
+from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.manager_save import Parts
+from torch_dcpx.manager_translate import TrainingRules
+from torch_dcpx.optimizer_groups import NAMED_GROUPS
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.per_rank import Merge, PerRank, check_mergeable, merged
 from torch_dcpx.stored_checkpoint import Record
-from torch_dcpx.train_state import ModelPart, OptimizerPart, StatePart, load_states
+from torch_dcpx.train_state import ModelPart, OptimizerPart, StatePart, by_name, load_states
 from torch_dcpx.user_content import decode_content, with_own
 
 __all__ = ["Chosen", "ResumeInfo", "Wanted"]
@@ -75,6 +78,7 @@ class Wanted:
         *,
         strict: bool,
         merge: Merge,
+        translate: KeyRules | None = None,
     ) -> None:
         """Raises MismatchError where it does not have that: the same on every rank."""
         self._parts = parts
@@ -94,6 +98,11 @@ class Wanted:
             self._ranks = [rank] if saved_ranks == world_size else range(saved_ranks)
         self._target: dict[str, Any] = {}
         self._strict = strict
+        self._has_named_groups = NAMED_GROUPS in self._stored
+        self.rules: TrainingRules | None = None  # that the load goes by
+        if translate is not None:
+            names = () if parts.optimizer is None else by_name(parts.optimizer)
+            self.rules = TrainingRules(translate, names, has_named_groups=self._has_named_groups)
 
     def _check_parts(self, *, strict: bool) -> None:
         """Small parts that were not saved are an error; of the others `load` says so by name."""
@@ -136,7 +145,13 @@ class Wanted:
         if parts.model is not None:
             target["model"] = ModelPart(parts.model, strict=self._strict)
         if parts.optimizer is not None:
-            target["optimizer"] = OptimizerPart(parts.model, parts.optimizer, strict=self._strict)
+            target["optimizer"] = OptimizerPart(
+                parts.model,
+                parts.optimizer,
+                strict=self._strict,
+                has_named_groups=self._has_named_groups,
+                rules=self.rules,
+            )
         if parts.state is not None:
             target["state"] = StatePart(parts.state)
         if "user_content" in self._stored:

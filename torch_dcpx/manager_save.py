@@ -22,6 +22,7 @@ from torch_dcpx.call_agreement import Call
 from torch_dcpx.committed import committed_save_id
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager_root import ManagerRoot
+from torch_dcpx.optimizer_groups import NAMED_GROUPS, digest_of_groups
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.per_rank import PerRank
 from torch_dcpx.reader_lock import make_readers_file
@@ -32,6 +33,7 @@ from torch_dcpx.train_state import (
     OptimizerPart,
     StatePart,
     check_parts,
+    flat,
     kind_of,
     states_of,
 )
@@ -92,6 +94,14 @@ class Parts(NamedTuple):
         encoded = {name: encode_content(value) for name, value in shared.items()}
         return Small(encoded, encode_content(own) if own else b"", sorted(own), digests)
 
+    def groups(self) -> bytes:
+        """Returns what tells this rank's groups of optimizers from other ranks'."""
+        return b"" if self.optimizer is None else digest_of_groups(self.model, self.optimizers())
+
+    def optimizers(self) -> list[Any]:
+        """Returns all optimizers."""
+        return list(flat(self.optimizer))
+
     def call(self, name: str, small: Small | None, **arguments: Any) -> Call:
         """Returns what all ranks compare of a call."""
         kinds = self.given
@@ -116,7 +126,9 @@ def state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str,
     if parts.model is not None:
         state["model"] = ModelPart(parts.model)
     if parts.optimizer is not None:
-        state["optimizer"] = OptimizerPart(parts.model, parts.optimizer)
+        state["optimizer"] = OptimizerPart(
+            parts.model, parts.optimizer, has_named_groups=NAMED_GROUPS in record.parts
+        )
     if parts.state is not None:
         state["state"] = StatePart(parts.state)
     items: dict[str, Any] = {"manager": record.encoded()}

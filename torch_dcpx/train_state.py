@@ -22,13 +22,21 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx.errors import OptionError
+from torch_dcpx.manager_translate import TrainingRules
+from torch_dcpx.optimizer_groups import (
+    groups_by_parameter,
+    settings_by_parameter,
+    translated_groups,
+)
 from torch_dcpx.per_rank import PerRank
 
 __all__ = [
     "ModelPart",
     "OptimizerPart",
     "StatePart",
+    "by_name",
     "check_parts",
+    "flat",
     "kind_of",
     "load_states",
     "states_of",
@@ -50,26 +58,53 @@ class ModelPart:
 
 
 class OptimizerPart:
-    """One optimizer, several as one (a list), or several by name (a dict), of one model."""
+    """One optimizer, several as one (a list), or several by name (a dict), of one model.
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, *, strict: bool = True) -> None:
+    With `has_named_groups` the settings of groups are kept by parameter: where ranks have other
+    parameters in their groups, "group 0" means something else on each of them.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        *,
+        strict: bool = True,
+        has_named_groups: bool = False,
+        rules: TrainingRules | None = None,
+    ) -> None:
         self._model = model
-        self._named = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
+        self._named = by_name(optimizer)
         self._is_named = isinstance(optimizer, Mapping)
         self._options = StateDictOptions(strict=strict)
+        self._has_named_groups = has_named_groups
+        self._rules = rules
+        self._groups: dict[str, list[list[str]]] = {}  # parameters, by optimizer and group
 
     def state_dict(self) -> dict[str, Any]:
-        states: dict[str, Any] = {
-            name: get_optimizer_state_dict(self._model, _each(optimizers))
-            for name, optimizers in self._named.items()
-        }
+        states: dict[str, Any] = {}
+        for name, optimizers in self._named.items():
+            own: dict[str, Any] = get_optimizer_state_dict(self._model, _each(optimizers))
+            groups = own["param_groups"]
+            self._groups[name] = [list(group["params"]) for group in groups]
+            if self._has_named_groups:
+                own = {**own, "param_groups": settings_by_parameter(groups)}
+            states[name] = own
         return states if self._is_named else states[""]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, optimizers in self._named.items():
             own = state[name] if self._is_named else state
+            groups = own["param_groups"]
+            if self._has_named_groups:
+                groups = groups_by_parameter(groups, self._groups[name])
+            elif self._rules is not None:
+                groups = translated_groups(groups, self._groups[name], self._rules)
             set_optimizer_state_dict(
-                self._model, _each(optimizers), optim_state_dict=own, options=self._options
+                self._model,
+                _each(optimizers),
+                optim_state_dict={**own, "param_groups": groups},
+                options=self._options,
             )
 
 
@@ -95,6 +130,11 @@ class StatePart:
                 self._state[key] = value
 
 
+def by_name(optimizers: Any) -> Mapping[str, Any]:
+    """Returns optimizers by their names; one, and a list of them, under ""."""
+    return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
+
+
 def _each(optimizers: Any) -> list[torch.optim.Optimizer]:
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
@@ -106,10 +146,10 @@ def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, 
     if optimizer is not None:
         if model is None:
             _refuse("optimizer", optimizer, "given with its model, whose names its state has")
-        for one in _flat(optimizer):
+        for one in flat(optimizer):
             if not isinstance(one, torch.optim.Optimizer):
                 _refuse("optimizer", one, "an Optimizer, or a list or dict of them")
-    for one in _flat(lr_scheduler):
+    for one in flat(lr_scheduler):
         if not isinstance(one, Stateful):
             _refuse("lr_scheduler", one, "Stateful (state_dict, load_state_dict), or a list or "
                     "dict of such")  # fmt: skip
@@ -125,7 +165,8 @@ def _refuse(name: str, value: Any, wanted: str) -> None:
     )
 
 
-def _flat(parts: Any) -> Sequence[Any]:
+def flat(parts: Any) -> Sequence[Any]:
+    """Returns one part, or those in a list or dict, one after the other."""
     if parts is None:
         return ()
     if isinstance(parts, Mapping):
