@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from torch_dcpx.errors import OptionError, PlanError
@@ -21,6 +21,7 @@ __all__ = [
     "Split",
     "Transpose",
     "checked_map",
+    "keeps_names",
     "unwrapped",
 ]
 
@@ -125,6 +126,14 @@ class KeyRules:
             else:
                 entries = _rename(entries, rule, number)
         return entries
+
+
+def keeps_names(key_map: KeyRules, names: Iterable[str]) -> bool:
+    """Returns whether it is plain without a look at each that all names stay as they are."""
+    if key_map.rules or not key_map.wrappers:
+        return not key_map.rules
+    text = "\n".join(map(str, names))
+    return not any(wrapper in text for wrapper in WRAPPERS)
 
 
 def checked_map(key_map: KeyRules | None) -> KeyRules | None:

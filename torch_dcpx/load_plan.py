@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx._compat import flattened_before_2_4
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
-from torch_dcpx.key_rules import KeyRules
+from torch_dcpx.key_rules import KeyRules, keeps_names
 from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.mapped_state import MappedState, map_state, model_part
@@ -154,6 +154,9 @@ class RankPlan:
         if isinstance(planner, DcpxLoadPlanner):
             planner._is_mapped = False  # of a load before
         if self._key_map is None:
+            return
+        wanted = planner.state_dict.keys()
+        if wanted <= self._stored.keys() and keeps_names(self._key_map, self._stored):
             return
         mapped = map_state(planner.state_dict, self._stored, self._key_map, part)
         missing = frozenset(mapped.missing)

@@ -196,6 +196,36 @@ def test_identity_costs_no_other_call_and_no_other_byte(tmp_path: Path) -> None:
     assert counts[0] == counts[1]
 
 
+def test_names_that_stay_as_they_are_are_not_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcpx.save({"a": torch.arange(3), "b": 7}, tmp_path / "plain")
+    dcpx.save({"module.a": torch.arange(3)}, tmp_path / "wrapped")
+    asked: list[KeyMap] = []
+    real = KeyMap.resolve
+
+    def resolve(self: KeyMap, *args: Any, **kwargs: Any) -> Any:
+        asked.append(self)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(KeyMap, "resolve", resolve)
+    for key_map in (KeyMap(), KeyMap(wrappers=False)):
+        target = {"a": torch.zeros(3, dtype=torch.int64), "b": 0}
+        dcpx.load(target, tmp_path / "plain", key_map=key_map)
+        assert target["b"] == 7 and target["a"].tolist() == [0, 1, 2]
+    assert not asked
+    maps = [KeyMap(), KeyMap({"module.a": "a"}, wrappers=False)]
+    for key_map in maps:
+        target = {"a": torch.zeros(3, dtype=torch.int64)}
+        dcpx.load(target, tmp_path / "wrapped", key_map=key_map)
+        assert target["a"].tolist() == [0, 1, 2]
+    assert asked == maps
+    with pytest.raises(PlanError, match="matches no stored name"):
+        dcpx.load({"a": torch.zeros(3)}, tmp_path / "plain", key_map=KeyMap(("^x", "")))
+    with pytest.raises(dcpx.MismatchError, match="'c'"):
+        dcpx.load({"c": torch.zeros(3)}, tmp_path / "plain", key_map=KeyMap())
+
+
 def test_planner_that_cannot_map_is_refused(tmp_path: Path) -> None:
     dcpx.save({"w": torch.ones(2)}, tmp_path)
     planner = dcpx.DcpxLoadPlanner(flatten_state_dict=False)
