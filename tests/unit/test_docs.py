@@ -1,0 +1,107 @@
+"""The pages hold together: every link leads somewhere, code compiles and uses names that exist."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import torch_dcpx as dcpx
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/*.md")])
+BRACKETS = str.maketrans("[]()", "____")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def prose_of(text: str) -> str:
+    """Returns a page without its code."""
+    return re.sub(r"`[^`\n]+`", lambda code: code[0].translate(BRACKETS), FENCE.sub("", text))
+
+
+def anchors_of(text: str) -> set[str]:
+    """Returns what a page's headings can be linked by, as GitHub makes it."""
+    seen: Counter[str] = Counter()
+    anchors = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", FENCE.sub("", text), re.MULTILINE):
+        text_alone = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", text_alone.lower()).replace(" ", "-")
+        anchors.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return anchors
+
+
+def read(target: Path) -> str:
+    """Returns the text of a page, nothing of a folder or a script."""
+    return target.read_text() if target.suffix == ".md" else ""
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    """Returns the relative links of a page that lead to no file or heading."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        is_there = ROOT in target.parents and target.exists()
+        wanted = {anchor} - {""}
+        if not is_there or not wanted <= anchors_of(text if target == page else read(target)):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert dead_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "dead"),
+    [
+        ("[a](docs/options.md#planners) [b](#a-b)\n# A, b\n", []),
+        ("[a](docs/nowhere.md)", ["docs/nowhere.md"]),
+        ("[a](docs/options.md#nowhere)", ["docs/options.md#nowhere"]),
+        ("[a](#b)\n# A\n", ["#b"]),
+        ("[a](#a-1) [b](#a-2)\n# A\n# `a`\n", ["#a-2"]),
+        ("[a](../elsewhere)", ["../elsewhere"]),
+        ("`x[0](1)` [a](https://example.org/nowhere)", []),
+        ("```python\nx[a](b)\n```\n", []),
+    ],
+)
+def test_the_link_rule_itself(text: str, dead: list[str]) -> None:
+    assert dead_links(ROOT / "README.md", text) == dead
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text())
+    linked = {(ROOT / link).resolve() for link in links}
+    assert [page.name for page in PAGES if page not in linked and page.name != "README.md"] == []
+
+
+def blocks() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        codes = [code for kind, code in FENCE.findall(page.read_text()) if kind == "python"]
+        found += [(f"{page.relative_to(ROOT)}:{i}", code) for i, code in enumerate(codes)]
+    return found
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in blocks()])
+def test_code_compiles_and_uses_names_that_exist(code: str) -> None:
+    # A line of dots before an indented one stands for the loop that leads there.
+    compile(re.sub(r"^\.\.\.\n(?= )", "while True:\n", code, flags=re.MULTILINE), "page", "exec")
+    names = re.findall(r"\bdcpx\.([A-Za-z]\w*)", code)
+    for line in re.findall(r"^from torch_dcpx import (.+)$", code, re.MULTILINE):
+        names += [name.strip() for name in line.split(",")]
+    missing = [name for name in names if name not in dcpx.__all__ and name != "errors"]
+    assert missing == []
+
+
+def test_the_glossary_is_alphabetical_and_knows_each_word_once() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    words = [word.lower() for word in re.findall(r"^\| \*\*(.+?)\*\* \|", text, re.MULTILINE)]
+    assert words == sorted(set(words))
+    assert set(words) >= {"fqn", "chunk", "shard", "replica", "planner", "item", "footer", "tag"}
