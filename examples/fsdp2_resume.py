@@ -2,25 +2,24 @@
 
     python examples/fsdp2_resume.py
 
-Starts its own ranks, as `torchrun --nproc-per-node N examples/fsdp2_resume.py save|resume DIR`.
+Starts its own ranks, job after job; a job of yours is started by torchrun and calls `save` and
+`resume` as these do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import torch_dcpx as dcpx
-
-TIMEOUT_S = 240.0  # for one job; then it is ended
 
 
 class Training:
@@ -67,32 +66,30 @@ def resume(root: str) -> Training:
     return training
 
 
-def work(what: str, root: str) -> None:
+def work(rank: int, ranks: int, what: str, root: str, port: int, digests: Any) -> None:
+    """One rank of a job."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     training = save(root) if what == "save" else resume(root)
     digest = training.digest()
-    if dist.get_rank() == 0:
-        print(f"{what} on {dist.get_world_size()} ranks: {digest}", flush=True)
+    if rank == 0:
+        print(f"{what} on {ranks} ranks: {digest}", flush=True)
+        digests.put(digest)
     dist.barrier()
     os._exit(0)  # see README.md: a thread of gloo may outlive the interpreter
 
 
 def launch(ranks: int, what: str, root: str) -> str:
-    """Runs a job. Returns the digest that it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "localhost", "--nproc-per-node", str(ranks), __file__, what, root]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
-    job = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True
-    )
-    print(job.stdout, end="", flush=True)
-    return job.stdout.split()[-1]
+    """Runs a job on new processes. Returns the digest of rank 0."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    digests = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(work, (ranks, what, root, store.port, digests), nprocs=ranks)
+    return digests.get()
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        work(*sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
-        digests = [launch(2, "save", folder)] + [launch(n, "resume", folder) for n in (3, 1)]
-        print(f"the same bits on 2, 3 and 1 ranks: {len(set(digests)) == 1}")
+        found = [launch(2, "save", folder)] + [launch(n, "resume", folder) for n in (3, 1)]
+    print(f"the same bits on 2, 3 and 1 ranks: {len(set(found)) == 1}")

@@ -68,7 +68,8 @@ def test_example_shows_what_it_says(name: str, capsys: pytest.CaptureFixture[str
     assert [line for line in SHOWN[name] if line not in printed] == [], printed
 
 
-@pytest.mark.slow  # three jobs, one after the other
+@pytest.mark.slow  # three jobs, one after the other: six processes that import torch
+@pytest.mark.timeout(900)
 @pytest.mark.multirank
 def test_two_ranks_of_fsdp2_are_resumed_by_three_and_by_one() -> None:
     result = subprocess.run(
@@ -76,7 +77,7 @@ def test_two_ranks_of_fsdp2_are_resumed_by_three_and_by_one() -> None:
         env={**os.environ, "PYTHONPATH": str(Path(dcpx.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=840,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
