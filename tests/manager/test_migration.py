@@ -386,3 +386,5 @@ def test_every_row_of_the_page_is_tried() -> None:
     rows = rows_of_the_page()
     assert len(rows) == len(set(rows))
     assert set(rows) == set(ROWS) | set(IN_WORDS)
+    tests = {path.name for path in PAGE.parents[1].glob("tests/*/test_*.py")}
+    assert {where.split(",")[0] for where in IN_WORDS.values()} - {"stock's"} <= tests
