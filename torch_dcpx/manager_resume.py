@@ -173,6 +173,10 @@ class Wanted:
         """
         small: dict[str, Any] = self._target.get("dcpx", {})
         own = self._own(small, options)
+        if self._chosen.record is not None and "optimizer" not in self._stored:
+            optimizer = self._target.get("optimizer")
+            if optimizer is not None:
+                optimizer.leave_fresh()
         parts, path = self._parts, self._chosen.path
         given: dict[str, Any] = {}
         for name in ("user_content", "lr_scheduler"):

@@ -80,10 +80,13 @@ class OptimizerPart:
         self._has_named_groups = has_named_groups
         self._rules = rules
         self._groups: dict[str, list[list[str]]] = {}  # parameters, by optimizer and group
+        self._fresh: list[torch.optim.Optimizer] = []  # that had no state yet
 
     def state_dict(self) -> dict[str, Any]:
         states: dict[str, Any] = {}
         for name, optimizers in self._named.items():
+            # DCP makes the state of such a one, with step 1 and zeros, so that it can be filled.
+            self._fresh += [one for one in _each(optimizers) if not one.state]
             own: dict[str, Any] = get_optimizer_state_dict(self._model, _each(optimizers))
             groups = own["param_groups"]
             self._groups[name] = [list(group["params"]) for group in groups]
@@ -106,6 +109,12 @@ class OptimizerPart:
                 optim_state_dict={**own, "param_groups": groups},
                 options=self._options,
             )
+
+
+    def leave_fresh(self) -> None:
+        """Takes the state that was made to be filled, and was not, from optimizers that had none."""
+        for one in self._fresh:
+            one.state.clear()
 
 
 class StatePart:

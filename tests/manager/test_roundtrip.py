@@ -138,6 +138,20 @@ def test_part_that_was_not_saved_is_an_error_unless_not_strict(tmp_path: Path) -
     assert info.report is not None and info.report.missing
 
 
+def test_optimizer_that_was_not_saved_stays_without_state(tmp_path: Path) -> None:
+    training = Training()
+    training.train(1)
+    manager = manager_of(tmp_path)
+    manager.save(1, model=training.model)
+    other, beside = Training(5), Training(6)
+    manager.resume(**other.parts, strict=False)
+    manager.resume(model=beside.model)
+    assert not other.optimizer.state
+    assert [other.train(i) for i in range(3)] == [beside.train(i) for i in range(3)]
+    manager.resume(**other.parts, strict=False)
+    assert len(other.optimizer.state) == 4  # what it had stays
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
