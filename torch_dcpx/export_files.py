@@ -34,6 +34,9 @@ __all__ = ["ArtifactFiles", "open_job", "temporary_name"]
 
 logger = logging.getLogger("torch_dcpx")
 
+_SLOT_UNIT = 64 << 10
+_LEAST_SLOT_BYTES = 2 * _SLOT_UNIT  # a RangeJob's
+
 
 _ID_DIGITS = 12
 _TAIL = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}\.tmp")
@@ -49,14 +52,30 @@ def temporary_name(name: str, export_id: str) -> str:
     return f".{name}.{export_id}.tmp"
 
 
-def open_job(directory: Directory, options: WriteOptions) -> _C.RangeJob:
-    """Returns a job that writes to files of a directory. Raises: StorageError."""
+def open_job(
+    directory: Directory, options: WriteOptions, memory_bytes: int | None = None
+) -> _C.RangeJob:
+    """Returns a job that writes to files of a directory.
+
+    Args:
+        memory_bytes: most that its slots may take. Default None: the budget of `options`.
+
+    Raises:
+        StorageError: the directory cannot be held.
+    """
+    workers, slot_bytes = options.resolved_workers(), options.slot_bytes
+    if memory_bytes is not None:
+        slot_bytes = max(
+            _LEAST_SLOT_BYTES, min(slot_bytes, memory_bytes // _SLOT_UNIT * _SLOT_UNIT)
+        )
+        workers = max(1, min(workers, memory_bytes // slot_bytes))
     return _C.RangeJob(
         dir_fd=directory.fd,
         dir_path=str(directory.path),
-        workers=options.resolved_workers(),
-        slot_bytes=options.slot_bytes,
+        workers=workers,
+        slot_bytes=slot_bytes,
         is_durable=options.durability == "full",
+        use_direct=options.direct_io,
     )
 
 

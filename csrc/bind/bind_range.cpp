@@ -56,13 +56,13 @@ RangeRow to_row(const py::handle& row, PinnedBuffers& buffers) {
 void bind_range(py::module_& m) {
   py::class_<RangeJob>(m, "RangeJob")
       .def(py::init([](int dir_fd, std::string dir_path, unsigned workers, std::uint64_t slot_bytes,
-                       bool is_durable) {
+                       bool is_durable, bool use_direct) {
              return std::make_unique<RangeJob>(
                  dir_fd, std::move(dir_path),
-                 engine::RangeOptions{workers, slot_bytes, is_durable});
+                 engine::RangeOptions{workers, slot_bytes, is_durable, use_direct});
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
-           py::arg("slot_bytes"), py::arg("is_durable"))
+           py::arg("slot_bytes"), py::arg("is_durable"), py::arg("use_direct"))
       .def(
           "add_file",
           [](RangeJob& job, const std::string& name, std::uint64_t file_bytes, bool is_new) {
@@ -92,6 +92,7 @@ void bind_range(py::module_& m) {
         py::dict out;
         out["written_bytes"] = report.written_bytes;
         out["in_place_bytes"] = report.in_place_bytes;
+        out["direct_bytes"] = report.direct_bytes;
         out["writes"] = report.writes;
         out["slot_bytes"] = report.slot_bytes;
         out["engine_ns"] = report.engine_ns;

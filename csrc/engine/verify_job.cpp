@@ -1,7 +1,5 @@
 #include "engine/verify_job.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <utility>
@@ -71,9 +69,7 @@ struct VerifyJob::File {
 };
 
 VerifyJob::VerifyJob(int dir_fd, std::string dir_path, const VerifyOptions& options)
-    : dir_fd_(::fcntl(dir_fd, F_DUPFD_CLOEXEC, 0)),
-      dir_path_(std::move(dir_path)),
-      options_(options) {
+    : dir_fd_(UniqueFd::copy_of(dir_fd)), dir_path_(std::move(dir_path)), options_(options) {
   if (!dir_fd_.is_open()) throw storage_error("dup", dir_path_, errno);
   DCPX_CHECK(options_.workers > 0, "a job needs a worker");
   DCPX_CHECK(

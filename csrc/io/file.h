@@ -30,9 +30,10 @@ class OutputFile {
   // Throws Error(kStorage).
   static OutputFile create(int dir_fd, const std::string& dir_path,
                            const std::vector<std::string>& names, bool use_direct);
-  // Opens a file that another process has made, to write to it through the page cache; no link.
+  // Opens a file that another process has made, to write to it; no link. Direct I/O as create().
   // Throws Error(kStorage).
-  static OutputFile open(int dir_fd, const std::string& dir_path, const std::string& name);
+  static OutputFile open(int dir_fd, const std::string& dir_path, const std::string& name,
+                         bool use_direct);
 
   OutputFile() = default;
   OutputFile(OutputFile&& other) noexcept;
@@ -49,6 +50,9 @@ class OutputFile {
   // system cannot.
   bool preallocate(std::uint64_t offset, std::uint64_t nbytes,
                    const std::function<bool()>& is_stopped);
+  // Makes the file as long as this where it is shorter: with a hole, where preallocate() could do
+  // nothing. Throws Error(kStorage).
+  void grow_to(std::uint64_t nbytes);
   // Writes all of it. Falls back to buffered I/O where a direct write is refused (EINVAL).
   // Thread-safe. Blocks. Throws Error(kStorage).
   void write_at(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset);

@@ -93,7 +93,8 @@ OutputFile OutputFile::create(int dir_fd, const std::string& dir_path,
   throw storage_error("create", dir_path + "/" + names.back(), EEXIST);
 }
 
-OutputFile OutputFile::open(int dir_fd, const std::string& dir_path, const std::string& name) {
+OutputFile OutputFile::open(int dir_fd, const std::string& dir_path, const std::string& name,
+                            bool use_direct) {
   constexpr int kFlags = O_WRONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
   OutputFile file;
   file.name_ = name;
@@ -102,6 +103,7 @@ OutputFile OutputFile::open(int dir_fd, const std::string& dir_path, const std::
     const int fd = open_at(dir_fd, name.c_str(), kFlags, 0);
     if (fd >= 0) {
       file.fd_ = UniqueFd(fd);
+      if (use_direct) file.is_direct_.store(set_direct_flag(fd, true));
       return file;
     }
     if (errno != EINTR) throw storage_error("open", file.path_, errno);
@@ -125,6 +127,18 @@ bool OutputFile::preallocate(std::uint64_t offset, std::uint64_t nbytes,
                       static_cast<std::int64_t>(nbytes), held);
   }
   return true;
+}
+
+void OutputFile::grow_to(std::uint64_t nbytes) {
+  const auto wanted = static_cast<off_t>(nbytes);
+  struct stat status{};
+  while (io::fstat(fd_.get(), &status) != 0) {
+    if (errno != EINTR) throw write_error("fstat", path_, errno, path_, 0, wanted);
+  }
+  if (status.st_size >= wanted) return;
+  while (io::truncate(fd_.get(), wanted) != 0) {
+    if (errno != EINTR) throw write_error("ftruncate", path_, errno, path_, 0, wanted);
+  }
 }
 
 void OutputFile::write_at(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset) {

@@ -43,6 +43,8 @@ const char* call_name(Call call) {
       return "pread";
     case Call::kFallocate:
       return "fallocate";
+    case Call::kTruncate:
+      return "ftruncate";
     case Call::kFsync:
       return "fsync";
     case Call::kSyncRange:
@@ -115,6 +117,11 @@ ssize_t preadv(int fd, const iovec* parts, int count, off_t offset) {
 int fallocate(int fd, off_t offset, off_t nbytes) {
   if (before(Call::kFallocate) == Verdict::kFail) return -1;
   return ::fallocate(fd, 0, offset, nbytes);
+}
+
+int truncate(int fd, off_t nbytes) {
+  if (before(Call::kTruncate) == Verdict::kFail) return -1;
+  return ::ftruncate(fd, nbytes);
 }
 
 int fsync(int fd) {

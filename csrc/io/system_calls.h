@@ -18,6 +18,7 @@ enum class Call : unsigned {
   kPwrite,
   kPread,
   kFallocate,
+  kTruncate,
   kFsync,
   kSyncRange,
   kFstat,
@@ -46,6 +47,7 @@ int open_beneath(int dir_fd, const char* path, int flags);
 ssize_t pwrite(int fd, const void* data, std::size_t nbytes, off_t offset);
 ssize_t preadv(int fd, const iovec* parts, int count, off_t offset);
 int fallocate(int fd, off_t offset, off_t nbytes);
+int truncate(int fd, off_t nbytes);  // ftruncate
 int fsync(int fd);
 int sync_range(int fd, off_t offset, off_t nbytes, unsigned flags);  // sync_file_range
 int fstat(int fd, struct stat* out);

@@ -72,6 +72,35 @@ TEST(range_jobs_fill_a_file_together) {
   }
 }
 
+// Long runs, whose whole pages go past the page cache; the jobs' shares meet within a page.
+TEST(range_jobs_write_long_runs_past_the_page_cache) {
+  RandomSource random(43);
+  for (int round = 0; round < 6; ++round) {
+    const ScratchDir dir;
+    const std::uint64_t rows = random.between(4, 9), columns = random.between(100'000, 400'000);
+    const std::vector<std::byte> matrix = random.bytes(rows * columns * 4);
+    const std::uint64_t r = random.between(1, rows - 1);
+    std::vector<Box> boxes;
+    boxes.push_back(box_of(matrix, 4, columns, 0, r, 0, columns, random.chance(2)));
+    boxes.push_back(box_of(matrix, 4, columns, r, rows, 0, columns, random.chance(2)));
+    const std::uint64_t file_bytes = kOffset + matrix.size() + 5;
+    RangeJob first(dir.fd(), dir.path(), {4, 256 << 10, true, true});
+    RangeJob second(dir.fd(), dir.path(), {3, 1 << 20, true, random.chance(2)});
+    first.add_file("f", file_bytes, true, kNoPoll);
+    second.add_file("f", file_bytes, false, kNoPoll);
+    second.write({boxes[1].row}, kNoPoll);
+    first.write({boxes[0].row}, kNoPoll);
+    const std::uint32_t crc = first.crc_shares()[1] ^ second.crc_shares()[1];
+    CHECK_EQ(crc, dcpx::crc32(0, matrix.data(), matrix.size()));
+    second.finish(false);
+    first.finish(true);
+    const std::vector<std::byte> found = dir.content("f");
+    CHECK_EQ(found.size(), file_bytes);
+    CHECK(std::memcmp(found.data() + kOffset, matrix.data(), matrix.size()) == 0);
+    CHECK_EQ(first.report().written_bytes + second.report().written_bytes, matrix.size());
+  }
+}
+
 TEST(range_job_refuses_rows_that_reach_behind_their_file) {
   const ScratchDir dir;
   RangeJob job(dir.fd(), dir.path(), {2, 256 << 10, false});
