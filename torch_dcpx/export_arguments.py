@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torch_dcpx.errors import OptionError
-from torch_dcpx.export_source import LiveSource, StoredSource
+from torch_dcpx.export_source import LiveSource
+from torch_dcpx.export_stored import StoredSource
 from torch_dcpx.key_rules import KeyRules, checked_map
-from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.options import WriteOptions
 from torch_dcpx.paths import checked_path
 
 __all__ = ["ExportArguments", "checked_arguments", "source_of"]
@@ -47,9 +48,7 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
             option="source",
             value=source,
         )
-    slot_bytes = min(2 << 20, options.resolved_memory_bytes() // 2)
-    memory_bytes = max(slot_bytes, options.resolved_memory_bytes() // 2)
-    return StoredSource(source, ReadOptions(host_memory_bytes=memory_bytes, slot_bytes=slot_bytes))
+    return StoredSource(source, options)
 
 
 def checked_arguments(

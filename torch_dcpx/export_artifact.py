@@ -26,7 +26,8 @@ from torch_dcpx.export_files import ArtifactFiles, open_job, temporary_name
 from torch_dcpx.export_layout import ExportTensor, Layout, index_of, safetensors_layout
 from torch_dcpx.export_plan import assigned, refuse_objects, tensors_of, tied, united
 from torch_dcpx.export_rows import ExportRows, Target
-from torch_dcpx.export_source import Box, Entry, LiveSource, Offer, StoredSource, selected
+from torch_dcpx.export_source import Box, Entry, LiveSource, Offer, selected
+from torch_dcpx.export_stored import StoredSource
 from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import MappedTensor
@@ -300,14 +301,12 @@ class _Export:
             own = order.own
         else:
             assert isinstance(self._source, StoredSource)  # noqa: S101 - for the type checker
-            piece_bytes = min(8 << 20, memory_bytes // 4)
-            exchange = self._exchange
-            own = self._source.shares(exchange.rank, exchange.world_size, piece_bytes)
+            own = self._source.shares(self._exchange.rank, self._exchange.world_size)
         boxes = [box for box in own if order.numbers[box[0]] >= 0]
         if not boxes:
             return []
         with Directory(self._arguments.directory) as directory:
-            job = open_job(directory, self._options)
+            job = open_job(directory, self._options, memory_bytes * self._source.slot_parts // 16)
             try:
                 targets = self._targets(job, {box[0] for box in boxes})
                 self._source.write(boxes, targets, ExportRows(job, memory_bytes))

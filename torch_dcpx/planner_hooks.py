@@ -11,9 +11,18 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-__all__ = ["PLAN_HOOKS", "TAKING_HOOKS", "has_plain_state", "has_stock_hooks", "plans_as_stock"]
+__all__ = [
+    "PLAN_HOOKS",
+    "TAKING_HOOKS",
+    "has_plain_state",
+    "has_stock_hooks",
+    "is_any_order",
+    "plans_as_stock",
+    "takes_in_any_order",
+]
 
 _Planner = TypeVar("_Planner", bound=DefaultLoadPlanner)
+_AnyPlanner = TypeVar("_AnyPlanner", bound=LoadPlanner)
 
 _HOOKS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
 TAKING_HOOKS = ("commit_tensor", "load_bytes")
@@ -36,6 +45,7 @@ def _torchs_own() -> dict[str, Any]:
 
 
 _STOCK = _torchs_own()
+_ANY_ORDER: set[type[LoadPlanner]] = set()
 _OURS: dict[str, Any] = {}  # those of our planner that come to the same, by their names
 
 
@@ -43,6 +53,17 @@ def plans_as_stock(planner: type[_Planner]) -> type[_Planner]:
     """Says that a class' own hooks make the plan that stock's make."""
     _OURS.update({name: vars(planner)[name] for name in PLAN_HOOKS if name in vars(planner)})
     return planner
+
+
+def takes_in_any_order(planner: type[_AnyPlanner]) -> type[_AnyPlanner]:
+    """Says that a class gives each item memory of its own, and takes what was read in any order."""
+    _ANY_ORDER.add(planner)
+    return planner
+
+
+def is_any_order(planner: LoadPlanner) -> bool:
+    """Returns whether many items of the planner may be under way at once."""
+    return type(planner) in _ANY_ORDER
 
 
 def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool:

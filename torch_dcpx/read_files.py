@@ -30,7 +30,7 @@ from torch_dcpx.claims import Claim, disjoint_groups
 from torch_dcpx.errors import CorruptionError, StagingError, StorageError
 from torch_dcpx.locate import Found, Located
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.planner_hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks
+from torch_dcpx.planner_hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks, is_any_order
 from torch_dcpx.read_bytes import BytesFinisher, BytesRead
 from torch_dcpx.read_table import (
     ON_HOST,
@@ -96,7 +96,11 @@ class _Window:
         self._budget_bytes = options.host_memory_bytes
         self._bytes = BytesFinisher(planner, transforms, options)
         self._makes_targets = not has_stock_hooks(planner)
-        self._is_single = self._makes_targets and not has_stock_hooks(planner, TAKING_HOOKS)
+        self._is_single = (
+            self._makes_targets
+            and not has_stock_hooks(planner, TAKING_HOOKS)
+            and not is_any_order(planner)
+        )
         self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
         # Whether targets are the state's own tensors, and nobody wants to know what went there.
         has_state = has_plain_state(planner) and not meeting

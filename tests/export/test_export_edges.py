@@ -172,13 +172,13 @@ def test_checkpoint_that_is_exported_or_loaded_is_locked_against_deletion(
 
 def test_checkpoint_that_is_replaced_while_ranks_plan_is_refused(tmp_path: Path) -> None:
     from torch_dcpx.export_artifact import Names, agreed_names
-    from torch_dcpx.export_source import StoredSource
-    from torch_dcpx.options import ReadOptions
+    from torch_dcpx.export_stored import StoredSource
+    from torch_dcpx.options import WriteOptions
 
     offers = []
     for state in (TWO, OTHER):
         dcpx.save(dict(state), tmp_path)
-        source = StoredSource(tmp_path, ReadOptions())
+        source = StoredSource(tmp_path, WriteOptions())
         offers.append(Names(*source.entries(), source.generation()))
     with pytest.raises(dcpx.StorageError, match="was replaced"):
         agreed_names(offers)
