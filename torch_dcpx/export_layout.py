@@ -18,6 +18,7 @@ from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.safetensors_header import (
     DTYPE_CODES,
     LENGTH_BYTES,
+    MAX_FILE_TENSORS,
     MAX_HEADER_BYTES,
     NOTES_NAME,
     HeaderEntry,
@@ -86,7 +87,8 @@ def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_byt
     Args:
         tensors: in the order in which they fill the files.
         stem: what file names begin with.
-        max_shard_bytes: of tensors in a file; a larger one has a file of its own.
+        max_shard_bytes: of tensors in a file; a larger one has a file of its own. Nor has a file
+            more tensors than readers of ours take.
 
     Raises:
         UnsupportedError: a header is longer than readers take.
@@ -94,7 +96,8 @@ def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_byt
     shards: list[list[int]] = [[]]
     held = 0
     for number, tensor in enumerate(tensors):
-        if shards[-1] and held + tensor.nbytes > max_shard_bytes:
+        is_full = held + tensor.nbytes > max_shard_bytes or len(shards[-1]) >= MAX_FILE_TENSORS
+        if shards[-1] and is_full:
             shards.append([])
             held = 0
         shards[-1].append(number)

@@ -9,16 +9,18 @@ Source: safetensors/src/tensor.rs (Metadata::validate) of https://github.com/hug
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch_dcpx.errors import CorruptionError
+from torch_dcpx.errors import CorruptionError, UnsupportedError
 
 __all__ = [
     "DTYPE_CODES",
     "LENGTH_BYTES",
+    "MAX_FILE_TENSORS",
     "MAX_HEADER_BYTES",
     "NOTES_NAME",
     "HeaderEntry",
@@ -29,6 +31,10 @@ __all__ = [
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+# Ten times what the largest published models have in all their files. A tensor takes a kilobyte of
+# memory while it is planned, and a header could name two million.
+MAX_FILE_TENSORS = 250_000
+_MAX_MARKS = 16 * MAX_FILE_TENSORS  # of JSON; each may become an object of a hundred bytes
 NOTES_NAME = "__metadata__"  # what no tensor can be called
 _MAX_DIMS = 64  # torch's own
 
@@ -103,6 +109,8 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
     Raises:
         CorruptionError: it is no JSON of this form; ranges leave a gap, overlap, or are not the
             size that dtype and shape say; the file is longer or shorter.
+        UnsupportedError: it names more tensors than `MAX_FILE_TENSORS`, or holds as much of other
+            JSON.
     """
     begin = LENGTH_BYTES
 
@@ -111,8 +119,21 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
 
     if header[:1] != b"{":
         raise fail("its header does not begin with '{'")
+    marks = sum(map(header.count, (b"{", b"[", b",")))
+    if marks > _MAX_MARKS:
+        raise UnsupportedError(
+            f"'{path}' has a header of {marks} values and lists, more than {_MAX_MARKS}: nothing "
+            "that is loaded has so many"
+        )
+    objects = itertools.count(1)
+
+    def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        if next(objects) > MAX_FILE_TENSORS + 2:  # notes, and all of them
+            raise UnsupportedError(f"'{path}' names more than {MAX_FILE_TENSORS} tensors")
+        return _unique(pairs)
+
     try:
-        rows = json.loads(header.decode(), object_pairs_hook=_unique, parse_constant=_refused)
+        rows = json.loads(header.decode(), object_pairs_hook=unique, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         raise fail(f"its header is no JSON that it may be: {str(error)[:200]}") from error
     notes = rows.pop(NOTES_NAME, None)

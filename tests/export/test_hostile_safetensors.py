@@ -13,8 +13,10 @@ import safetensors
 import safetensors.torch as st
 import torch
 
-from torch_dcpx import CorruptionError, load
+import torch_dcpx as dcpx
+from torch_dcpx import CorruptionError, UnsupportedError, export_layout, load, safetensors_header
 from torch_dcpx.pretrained_reader import PretrainedReader, stored_sizes
+from torch_dcpx.safetensors_header import HeaderEntry, encode_header, parse_header
 
 HUGE = 10**18
 
@@ -151,3 +153,37 @@ def test_file_that_becomes_shorter_is_a_typed_error(tmp_path: Path) -> None:
     reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
     with pytest.raises(CorruptionError, match=r"model\.safetensors"):
         load({"a": torch.zeros(100000)}, storage_reader=reader)
+
+
+def test_header_of_too_many_tensors_or_values_is_refused_before_it_takes_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists = b'{"a":[' + b"[]," * 6_000_000 + b"[]]}"  # 64 B of memory for 3 of the file
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsupportedError, match=r"1200000\d values and lists"):
+            parse_header(lists, len(lists) + 8, "x.safetensors")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr(safetensors_header, "MAX_FILE_TENSORS", 40)
+    for tensors in (40, 41):
+        rows = [HeaderEntry(f"t{i}", "uint8", (1,), i, i + 1) for i in range(tensors)]
+        head = encode_header(rows, {"format": "pt"})
+        path = tmp_path / f"{tensors}.safetensors"
+        path.write_bytes(head + bytes(tensors))
+        if tensors == 40:
+            assert len(stored_sizes(path)) == 40
+        else:
+            with pytest.raises(UnsupportedError, match="names more than 40 tensors"):
+                stored_sizes(path)
+
+
+def test_export_puts_no_more_tensors_in_a_file_than_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_layout, "MAX_FILE_TENSORS", 40)
+    monkeypatch.setattr(safetensors_header, "MAX_FILE_TENSORS", 40)
+    report = dcpx.export({f"t{i}": torch.ones(1) for i in range(81)}, tmp_path, no_dist=True)
+    assert len(report.files) == 3
+    assert len(stored_sizes(tmp_path)) == 81
