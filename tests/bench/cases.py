@@ -86,6 +86,9 @@ LOAD_CASES = {
         ),
     )
 }  # fmt: skip
+EXPORT_CASES = {name: CASES[name] for name in ("64mib", "64kib")}
+EXPORT_SIDES = ("save", "live", "stored", "load")
+
 SHARD_DIMS = {"rows": 0, "columns": 1}
 
 ALL_CASES = {**CASES, **LOAD_CASES}

@@ -1,4 +1,4 @@
-"""What save.py and load.py share: workers, arguments, and the report."""
+"""What save.py, load.py and export.py share: workers, arguments, and the report."""
 
 from __future__ import annotations
 

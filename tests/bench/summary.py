@@ -14,7 +14,8 @@ class Target(NamedTuple):
     """A figure to reach. `bound` is the least, or with `is_most` the most it may be.
 
     `what` is "speed" (side over base, by rounds), "time" (its inverse), a meter of `side`, or a
-    ratio of what it read. `cache` is the state of the page cache, where there are several.
+    ratio of what it read. `cache` is the state of the page cache, where there are several; `ranks`
+    the number of processes.
     """
 
     title: str
@@ -25,6 +26,7 @@ class Target(NamedTuple):
     bound: float
     is_most: bool = False
     cache: str = ""
+    ranks: int = 1
 
 
 ALL = ("64mib", "4gib", "64kib", "4kib", "scalars", "tiny")
@@ -83,6 +85,27 @@ LOAD_TARGETS = (
 )  # fmt: skip
 
 
+BUDGET_MIB = 64  # `WriteOptions.host_memory_bytes`
+EXPORT_TARGETS = tuple(
+    target
+    for ranks in (1, 2)
+    for target in (
+        Target("time of a save", ("64mib",), "time", "live", "save", 1.5, True, ranks=ranks),
+        Target(
+            "time of a load and a save", ("64mib",), "time", "stored", "load_and_save", 1.25, True,
+            ranks=ranks,
+        ),
+        *(
+            Target(
+                "peak extra memory, MiB", ("64mib", "64kib"), "extra_peak_mib", side, "",
+                BUDGET_MIB, True, ranks=ranks,
+            )
+            for side in ("live", "stored")
+        ),
+    )
+)  # fmt: skip
+
+
 def figure(target: Target, result: dict[str, Any]) -> dict[str, float] | None:
     """Returns the target's figure in a result of its case, None where it was not measured."""
     times = result.get("times", {})
@@ -125,14 +148,13 @@ def summarize(report: dict[str, Any], targets: Sequence[Target] = SAVE_TARGETS) 
             if side != "ours" and times.get("ours") and times[side]
         }
     by_case = {
-        (result["case"], result.get("cache", "")): result
+        (result["case"], result.get("cache", ""), result["ranks"]): result
         for result in report["results"]
-        if result["ranks"] == 1
     }
     rows = []
     for target in targets:
         for case in target.cases:
-            result = by_case.get((case, target.cache))
+            result = by_case.get((case, target.cache, target.ranks))
             found = None if result is None else figure(target, result)
             if found is None:
                 continue

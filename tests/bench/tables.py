@@ -16,6 +16,7 @@ from cases import ALL_CASES
 SIDES = (
     "raw", "engine", "ours", "dcpx", "ours_unverified", "stock_files", "stock", "stock2",
     "safetensors", "dcp_alone", "ours_nosync", "stock_nosync",
+    "save", "live", "stored", "load", "load_and_save",
 )  # fmt: skip
 MIB = 1 << 20
 
