@@ -66,6 +66,17 @@ def publish(path: Path) -> None:
     safetensors.torch.save_file(state, path / "model.safetensors")
 
 
+def sharded_net(ranks: int) -> Net:
+    """Returns a model of which each rank will hold its shards; it takes no memory yet."""
+    with torch.device("meta"):
+        model = Net()
+    mesh = init_device_mesh("cpu", (ranks,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
 def main(path: Path) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -76,12 +87,7 @@ def main(path: Path) -> None:
         print(NAMES.dry_run(pretrained))
     dist.barrier()
 
-    with torch.device("meta"):  # no memory
-        model = Net()
-    mesh = init_device_mesh("cpu", (ranks,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = sharded_net(ranks)
     report = dcpx.load_pretrained(model, pretrained, key_map=NAMES)
     whole = sum(tensor.numel() * 4 for tensor in model.state_dict().values())
     print(f"rank {rank} read {report.nbytes} B of {whole}")
