@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import (
-    _version,
     default_planner,
     state_dict_loader,
     state_dict_saver,
 )
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -56,7 +55,6 @@ __all__ = [
     "dtype_name",
     "flatten_before_2_4",
     "flattened_before_2_4",
-    "flattens_as_before_2_4",
     "framing_of",
     "from_dlpack",
     "group_store",
@@ -304,19 +302,25 @@ def flatten_before_2_4(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     """Returns a nested state's entries by the names that torch before 2.4 gave them, and the path
     of each.
 
+    Not by `flatten_state_dict` with `_version._derived_version` set, as stock does it: that is for
+    all threads, and what another one saves meanwhile would get such names.
+
+    Raises:
+        ValueError: two values have one name (torch's text).
+
     Source: DefaultLoadPlanner.create_local_plan, which loads such checkpoints.
     """
-    before = _version._derived_version
-    _version._derived_version = "2_3"
-    try:
-        return flatten_state_dict(state)
-    finally:
-        _version._derived_version = before
+    flat: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
 
+    def keep(path: tuple[str | int, ...], value: Any) -> None:
+        name = ".".join(map(str, path))
+        if name in flat:
+            raise ValueError(f"duplicated flatten key {name}")
+        flat[name], paths[name] = value, path
 
-def flattens_as_before_2_4() -> bool:
-    """Returns whether torch flattens states as before 2.4: it does while it loads such ones."""
-    return _version._derived_version == "2_3"
+    traverse_state_dict_v_2_3(state, keep)
+    return flat, paths
 
 
 def is_rocm() -> bool:

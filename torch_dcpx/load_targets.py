@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch_dcpx._compat import flattens_as_before_2_4
 from torch_dcpx.lazy_metadata import StoredEntries
 from torch_dcpx.plan_fingerprint import STATE_READER
 
@@ -31,8 +30,6 @@ def flattened_target(
 
     Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict, and its caller.
     """
-    if flattens_as_before_2_4():
-        return None
     try:
         flat, paths, has_sharded, is_odd = STATE_READER.flatten(state)
     except ValueError:  # two values of one name

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from torch_dcpx import _C
-from torch_dcpx._compat import HAS_STRIDES, flattens_as_before_2_4
+from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx.own_chunks import HOOKS
 
 __all__ = ["STATE_READER", "fingerprint_of", "flattened"]
@@ -95,10 +94,9 @@ def flattened(
     """
     paths: dict[str, Any] = {}
     has_sharded = True
-    if is_flat and not flattens_as_before_2_4():
+    if is_flat:
+        # Whatever names another thread's load of an old checkpoint makes torch give meanwhile.
         state, paths, has_sharded, _ = STATE_READER.flatten(state)
-    elif is_flat:
-        state, paths = flatten_state_dict(state)
     if has_flat_shards and has_sharded:
         state = _flatten_sharded_tensors(state)
     return state, paths

@@ -110,9 +110,8 @@ class OptimizerPart:
                 options=self._options,
             )
 
-
     def leave_fresh(self) -> None:
-        """Takes the state that was made to be filled, and was not, from optimizers that had none."""
+        """Takes state that was made to be filled, and was not, from optimizers that had none."""
         for one in self._fresh:
             one.state.clear()
 

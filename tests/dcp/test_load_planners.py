@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from saves import save
 from states import assert_same, blank_like
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -140,6 +142,37 @@ def test_a_checkpoint_with_the_names_of_torch_2_3_is_loaded_as_by_stock(tmp_path
     }
     assert dcpx.load(target, tmp_path).is_whole
     assert_same(state, target)
+
+
+def test_names_of_torch_2_3_are_made_without_a_word_to_other_threads() -> None:
+    """Stock tells torch, for all threads, to flatten as before 2.4 while it loads such names."""
+    seen: list[str | None] = []
+
+    class Name:
+        def __str__(self) -> str:
+            seen.append(_version._derived_version)
+            return "name"
+
+    assert list(flattened_before_2_4({"a": [{Name(): torch.ones(2)}]})) == ["a.0.name"]
+    assert seen and set(seen) == {None}
+
+
+def test_names_of_a_save_are_todays_while_another_thread_loads_old_ones(tmp_path: Path) -> None:
+    state = {"a": {"b": [1, 2], "c": {"d": 3}}, "t": {"u": torch.ones(2)}}
+    target = {"a": {"b": [0, 0], "c": {"d": 0}}, "t": {"u": torch.zeros(2)}}
+    with mock.patch.object(_version, "_derived_version", "2_3"):  # stock's load of another thread
+        dcpx.save(state, tmp_path / "own", no_dist=True)
+        dcp.save(
+            state,
+            storage_writer=dcpx.DcpxWriter(tmp_path / "dcp"),
+            planner=dcpx.DcpxSavePlanner(),
+            no_dist=True,
+        )
+        dcpx.load(target, tmp_path / "own", no_dist=True)
+    assert_same(state, target)
+    for name in ("own", "dcp"):
+        found = dcpx.DcpxReader(tmp_path / name).read_metadata().state_dict_metadata
+        assert sorted(found) == ["a.b", "a.c.d", "t.u"]
 
 
 class GlobalReader(dcpx.DcpxReader):
