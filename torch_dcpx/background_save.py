@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import traceback
@@ -18,6 +19,8 @@ from torch_dcpx.save_run import Committed, SaveRun
 from torch_dcpx.staged_items import StagedItems
 
 __all__ = ["BackgroundSave", "report_of"]
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class BackgroundSave:
@@ -53,7 +56,7 @@ class BackgroundSave:
             StagingError: there is no thread to be had.
         """
         # A daemon: the end of the interpreter waits for it as long as DCPX_EXIT_TIMEOUT_S says.
-        thread = threading.Thread(target=self._finish, name="dcpx-save", daemon=True)
+        thread = threading.Thread(target=self._make, name="dcpx-save", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -75,24 +78,21 @@ class BackgroundSave:
         if not self._is_overlapped:
             self._handle.staged.set_result(None)
 
+    def _make(self) -> None:
+        """What the thread runs: whatever is raised in it, the handle tells."""
+        try:
+            self._finish()
+        except BaseException as error:  # noqa: BLE001  (raised by whoever asks the handle)
+            self._fail(error)
+
     def _finish(self) -> None:
-        pending_saves.set_own(self._handle)
         run, handle = self._run, self._handle
         try:
-            try:
-                committed = run.write_and_settle(self._take_work)
-            finally:
-                if self._waves is not None:
-                    self._waves.end()
-        except BaseException as error:  # noqa: BLE001  (raised by whoever asks the handle)
-            try:
-                run.end(error)
-            finally:
-                _forget_locals(error)
-                if self._is_overlapped and not handle.staged.done():
-                    handle.staged.set_exception(error)
-                handle.durable.set_exception(error)
-            return
+            pending_saves.set_own(handle)
+            committed = run.write_and_settle(self._take_work)
+        finally:
+            if self._waves is not None:
+                self._waves.end()
         try:
             run.end()
         finally:
@@ -101,6 +101,22 @@ class BackgroundSave:
             if blocked_s is None:
                 blocked_s = time.monotonic() - self._begin
             handle.durable.set_result(report_of(run, committed, self._begin, blocked_s))
+
+    def _fail(self, error: BaseException) -> None:
+        handle = self._handle
+        if handle.durable.done():
+            logger.error("the save to '%s' is there; ending it: %r", handle.checkpoint_id, error)
+            return
+        self._work.clear()
+        try:
+            if self._waves is not None:
+                self._waves.end()  # the caller waits for it
+            self._run.end(error)
+        finally:
+            _forget_locals(error)
+            if self._is_overlapped and not handle.staged.done():
+                handle.staged.set_exception(error)
+            handle.durable.set_exception(error)
 
     def _work_or_none(self) -> tuple[SavePlan, Any] | None:
         try:

@@ -26,7 +26,7 @@ from torch_dcpx import (
     save,
 )
 from torch_dcpx.background_save import BackgroundSave
-from torch_dcpx.save_handle import WatchedFuture
+from torch_dcpx.save_handle import SaveHandle, WatchedFuture
 
 __all__ = ["no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
@@ -328,3 +328,23 @@ def test_thread_that_cannot_be_had_is_a_staging_error(
             async_save(state_of(1), tmp_path)
     save(state_of(2), tmp_path)
     assert_saved(tmp_path, state_of(2))
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 1 << 19])  # the second: in waves
+def test_error_before_the_thread_has_the_save_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None
+) -> None:
+    def refused(_handle: SaveHandle) -> None:
+        raise MemoryError("not one byte")
+
+    state = {f"w{i}": torch.rand(100_000) for i in range(3)}
+    options = WriteOptions(host_memory_bytes=memory_bytes, workers=1, slot_bytes=1 << 18)
+    with monkeypatch.context() as patched:
+        patched.setattr(pending_saves, "set_own", refused)
+        handle = async_save(state, tmp_path, options=options)
+        with pytest.raises(MemoryError, match="not one byte"):
+            handle.result(60)
+    assert pending_saves.count() == 0
+    assert_saved_nothing(tmp_path)
+    save(state, tmp_path)
+    assert_saved(tmp_path, state)

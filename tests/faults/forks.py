@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -63,8 +64,20 @@ def _said_by(body: Callable[[], Any]) -> dict[str, Any]:
 
 def in_child(body: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Ended:
     """Runs `body` in a child: what it returned (JSON), what it raised, or how it was ended."""
-    read_end, write_end = os.pipe()
+    return in_children([body], deadline_s)[0]
+
+
+def in_children(bodies: list[Callable[[], Any]], deadline_s: float = DEADLINE_S) -> list[Ended]:
+    """Runs each of `bodies` in a child of its own, all at the same time; returns their ends."""
     sys.stdout.flush()
+    children = [_started(body) for body in bodies]
+    give_up_at = time.monotonic() + deadline_s
+    return [_ended(*child, give_up_at) for child in children]
+
+
+def _started(body: Callable[[], Any]) -> tuple[int, int]:
+    """Returns a child's pid, and where what it says comes out."""
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
@@ -77,10 +90,14 @@ def in_child(body: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Ended:
         finally:
             os._exit(code)
     os.close(write_end)
+    return child, read_end
+
+
+def _ended(child: int, read_end: int, give_up_at: float) -> Ended:
     watched = os.pidfd_open(child)
     poll = select.poll()
     poll.register(watched, select.POLLIN)
-    is_hung = not poll.poll(deadline_s * 1000)
+    is_hung = not poll.poll(max(0.0, give_up_at - time.monotonic()) * 1000)
     if is_hung:
         os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -131,9 +148,16 @@ def table_of(
         check=False,
     )
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
-    rows: list[tuple[str, str, str]] = [
-        (group, case, bad) for group, case, bad in json.loads(result.stdout.splitlines()[-1])
-    ]
+    return counted(json.loads(result.stdout.splitlines()[-1]))
+
+
+def counted(table: list[list[str]]) -> list[tuple[str, str, str]]:
+    """Prints how many cases each group of a driver's table has, and how many are bad.
+
+    Returns:
+        The rows. Raises AssertionError: there is none.
+    """
+    rows = [(group, case, bad) for group, case, bad in table]
     assert rows
     for group in dict.fromkeys(group for group, _, _ in rows):
         bads = [bool(bad) for name, _, bad in rows if name == group]
