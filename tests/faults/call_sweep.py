@@ -52,6 +52,17 @@ def state_of(seed: int) -> dict[str, Any]:
     }
 
 
+def of_rank(seed: int, rank: int) -> dict[str, Any]:
+    """Returns what a rank of several holds: tensors of its own, and a number that all have."""
+    own = state_of(2 * seed + rank)
+    return {**{f"{name}.{rank}": value for name, value in own.items()}, "step": seed}
+
+
+def of_all(seed: int, ranks: int = 2) -> dict[str, Any]:
+    """Returns what all ranks hold together."""
+    return {name: v for rank in range(ranks) for name, v in of_rank(seed, rank).items()}
+
+
 def kept(directory: Path) -> dict[str, bytes]:
     """Returns name -> content of all files but the locks."""
     if not directory.exists():

@@ -27,7 +27,8 @@ from call_sweep import (
     arm,
     check_typed,
     described,
-    state_of,
+    of_all,
+    of_rank,
     state_there,
     unwrapped,
 )
@@ -73,19 +74,6 @@ LOADS: dict[str, tuple[Callable[[dict[str, Any], Path], Any], bool]] = {
 }
 
 
-def _of_rank(seed: int, rank: int) -> dict[str, Any]:
-    return {f"{name}.{rank}": value for name, value in state_of(2 * seed + rank).items()}
-
-
-def _of_all(seed: int) -> dict[str, Any]:
-    both = {**_of_rank(seed, 0), **_of_rank(seed, 1)}
-    return {**both, "step": seed}
-
-
-def _state(seed: int, rank: int) -> dict[str, Any]:
-    return {**_of_rank(seed, rank), "step": seed}
-
-
 class RankSweep:
     """One scenario on this rank; both ranks are always at the same point."""
 
@@ -102,7 +90,7 @@ class RankSweep:
         """Returns every point, on each rank."""
         self._tree.mkdir(parents=True, exist_ok=True)
         self._shim.watch(self._tree)
-        _save(_state(self._seed, self._rank), self._directory)
+        _save(of_rank(self._seed, self._rank), self._directory)
         for victim in range(RANKS):
             self._once("EIO", 0, victim)
             self._once("COUNT", MOST_CALLS, victim)
@@ -133,7 +121,7 @@ class RankSweep:
             self._shim.arm(nth, Action.COUNT, 0, Kind.ALL)
         old = self._seed
         target: dict[str, Any] = (
-            _state(old + 1, self._rank) if self._is_save else blank_like(_state(old, self._rank))
+            of_rank(old + 1, self._rank) if self._is_save else blank_like(of_rank(old, self._rank))
         )
         error: BaseException | None = None
         try:
@@ -160,9 +148,9 @@ class RankSweep:
     def _next(self, outcome: str) -> str:
         """The next save works and cleans up."""
         try:
-            _save(_state(self._seed, self._rank), self._directory)
+            _save(of_rank(self._seed, self._rank), self._directory)
             if self._rank == 0:
-                assert_whole(_of_all(self._seed), self._directory)
+                assert_whole(of_all(self._seed), self._directory)
         except Exception as bad:  # noqa: BLE001 - told
             return described(bad)
         return outcome
@@ -189,11 +177,11 @@ class RankSweep:
         if self._is_save:
             return self._checked_save(one, before)
         if one is None:
-            assert_same(_state(self._seed, self._rank), target)
+            assert_same(of_rank(self._seed, self._rank), target)
             return "right"
         if self._rank == victim:
             touched = getattr(one, "touched", None) or ()
-            for name, blank in blank_like(_state(self._seed, self._rank)).items():
+            for name, blank in blank_like(of_rank(self._seed, self._rank)).items():
                 if name not in touched:
                     assert_same(blank, target[name], name)
         return "raised"
@@ -201,7 +189,7 @@ class RankSweep:
     def _checked_save(self, error: BaseException | None, before: list[str]) -> str:
         if self._rank != 0:
             return ""
-        states = {"old": _of_all(self._seed), "new": _of_all(self._seed + 1)}
+        states = {"old": of_all(self._seed), "new": of_all(self._seed + 1)}
         there = state_there(self._directory, states)
         if error is None and there != "new":
             raise BadPointError(f"returned, and {there} is there")

@@ -1,0 +1,29 @@
+"""One of two ranks is killed before any of its system calls under `dcp.save` or `dcp.async_save`:
+the other one's save ends, old or new is there, and the next save works and cleans up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from call_shim import compiled, preloaded
+from forks import assert_none_bad, table_of
+
+WORKER = Path(__file__).with_name("lost_at_calls_worker.py")
+EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.timeout(3000)
+def test_rank_killed_at_any_call_ends_the_other_and_leaves_old_or_new(
+    tmp_path: Path, seed: int
+) -> None:
+    library = compiled(tmp_path)
+    rows = table_of(
+        WORKER, str(library), str(tmp_path), "1" if EVERY else "12", str(seed),
+        timeout_s=2900, environment={"LD_PRELOAD": preloaded(library)["LD_PRELOAD"]},
+    )  # fmt: skip
+    assert_none_bad(rows)
+    assert len({group for group, case, _ in rows if case != "no call"}) == 4
