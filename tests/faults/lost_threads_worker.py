@@ -1,7 +1,7 @@
-"""An exception ends the thread of a background save at any of its lines: the driver of
+"""An exception ends the thread of an `async_save` at any of our lines: the driver of
 test_lost_threads.py.
 
-python lost_threads_worker.py DIRECTORY SEED POINTS    (of each way and exception; 0: every line)
+python lost_threads_worker.py DIRECTORY SEED POINTS    (of each exception; 0: every line)
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from forks import Table, alone, in_child
-from signals_worker import NEW, NEXT, OLD, OPTIONS, Lines, is_locked, saved_next
+from signals_worker import NEW, NEXT, OLD, OPTIONS, ROOTS, Lines, is_locked, saved_next
 from ways import which
 
 import torch_dcpx
-from torch_dcpx import DcpxWriter, pending_saves
+from torch_dcpx import pending_saves
 
 WAIT_S = 30.0
-THREADS = {"async_save": "dcpx-save", "dcp.async_save": "AsyncCheckpointExecutor"}
+THREAD = "dcpx-save"
 EDGE_LINES = 30
 KINDS = (MemoryError, SystemExit)
 
 
 class LinesOfThread(Lines):
-    """Counts the lines of one thread, by the beginning of its name."""
+    """Counts our lines on one thread, by the beginning of its name."""
 
     def __init__(self, thread: str, at: int, kind: type[BaseException]) -> None:
         def fail() -> None:
@@ -40,35 +39,34 @@ class LinesOfThread(Lines):
         self._thread = thread
 
     def _call(self, frame: FrameType, event: str, arg: object) -> Any:
-        if not threading.current_thread().name.startswith(self._thread):
+        is_ours = frame.f_code.co_filename.startswith(ROOTS[0])
+        if not is_ours or not threading.current_thread().name.startswith(self._thread):
             return None
         return super()._call(frame, event, arg)
 
 
-def begun(way: str, path: Path) -> Any:
-    """Returns the future of a save that has begun, and is told from its thread."""
-    if way == "async_save":
-        return torch_dcpx.async_save(NEW, path, no_dist=True, options=OPTIONS)
-    return dcp.async_save(NEW, storage_writer=DcpxWriter(path, options=OPTIONS), no_dist=True)
+def begun(path: Path) -> Any:
+    """Returns a save that has begun, and is told from its thread."""
+    return torch_dcpx.async_save(NEW, path, no_dist=True, options=OPTIONS)
 
 
-def lines_of(way: str, path: Path) -> int:
+def lines_of(path: Path) -> int:
     def body() -> int:
-        with LinesOfThread(THREADS[way], -1, MemoryError) as lines:
-            begun(way, path).result(WAIT_S)
+        with LinesOfThread(THREAD, -1, MemoryError) as lines:
+            begun(path).result(WAIT_S)
         return lines.seen
 
     return int(in_child(body).said["value"])
 
 
-def try_line(table: Table, path: Path, way: str, kind: type[BaseException], at: int) -> None:
+def try_line(table: Table, path: Path, kind: type[BaseException], at: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
     torch_dcpx.save(OLD, path, no_dist=True, options=OPTIONS)
 
     def body() -> str:
         error: BaseException | None = None
-        with LinesOfThread(THREADS[way], at, kind):
-            future = begun(way, path)
+        with LinesOfThread(THREAD, at, kind):
+            future = begun(path)
             try:
                 future.result(WAIT_S)
             except BaseException as caught:  # noqa: BLE001 - looked at
@@ -83,14 +81,14 @@ def try_line(table: Table, path: Path, way: str, kind: type[BaseException], at: 
         gc.collect()
         if pending_saves.count():
             return "it is still under way"
-        if is_locked(path) and way == "async_save":
+        if is_locked(path):
             return "the lock is left"
         saved_next(path)
         return "" if which(path, OLD, NEXT) == "new" else "the next save is not whole"
 
     ended = in_child(body)
     is_well = ended.said.get("value") == ""
-    table.add(f"{kind.__name__} in {way}", f"line {at}", None if is_well else str(ended))
+    table.add(f"{kind.__name__} in async_save", f"line {at}", None if is_well else str(ended))
 
 
 def lines_to_try(count: int, points: int, chosen: random.Random) -> list[int]:
@@ -110,11 +108,10 @@ def main() -> None:
     root, seed, points = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     table, chosen, path = Table(), random.Random(seed), root / "checkpoint"
     torch_dcpx.save(OLD, path, no_dist=True, options=OPTIONS)  # imports what is imported late
-    for way in THREADS:
-        count = lines_of(way, path)
-        for kind in KINDS:
-            for at in lines_to_try(count, points, chosen):
-                try_line(table, path, way, kind, at)
+    count = lines_of(path)
+    for kind in KINDS:
+        for at in lines_to_try(count, points, chosen):
+            try_line(table, path, kind, at)
     table.print()
 
 

@@ -1,4 +1,4 @@
-"""An exception ends the thread of a background save at any of its lines: who waits is told, the
+"""An exception ends the thread of an `async_save` at any of our lines: who waits is told, the
 old or the new checkpoint is there, and the next save works."""
 
 from __future__ import annotations
