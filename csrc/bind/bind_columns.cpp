@@ -3,14 +3,13 @@
 // Python code runs while a list is walked.
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "bind/bind.h"
-#include "common/bytes.h"
+#include "format/column_checks.h"
 
 namespace dcpx {
 namespace {
@@ -125,81 +124,55 @@ py::object path_columns(const py::list& paths, const py::dict& numbers) {
   return py::make_tuple(to_bytes(counts), to_bytes(tags), to_bytes(values));
 }
 
-// An exported buffer of int64, which may lie anywhere in a file.
-class Numbers {
+// An exported buffer, held as long as this lives.
+class HeldColumn {
  public:
-  explicit Numbers(const py::handle& source) {
+  explicit HeldColumn(const py::handle& source) {
     std::uint64_t nbytes = 0;
-    begin_ = buffers_.add(source, /*is_writable=*/false, nbytes);
-    count_ = nbytes / sizeof(std::int64_t);
+    column_.begin = buffers_.add(source, /*is_writable=*/false, nbytes);
+    column_.nbytes = nbytes;
   }
-  std::size_t count() const { return count_; }
-  std::int64_t operator[](std::size_t at) const {
-    return get<std::int64_t>(begin_ + at * sizeof(std::int64_t));
-  }
+  const RawColumn& column() const { return column_; }
+  RawNumbers numbers() const { return RawNumbers(column_); }
 
  private:
   PinnedBuffers buffers_;
-  std::byte* begin_ = nullptr;
-  std::size_t count_ = 0;
+  RawColumn column_;
 };
 
-bool have_ends(const py::buffer& begins, const py::buffer& lengths) {
-  const Numbers a(begins);
-  const Numbers b(lengths);
-  if (a.count() != b.count()) throw py::value_error("as many begins as lengths are wanted");
-  for (std::size_t at = 0; at < a.count(); ++at) {
-    std::int64_t end = 0;
-    if (__builtin_add_overflow(a[at], b[at], &end)) return false;
+bool py_have_ends(const py::buffer& begins, const py::buffer& lengths) {
+  const HeldColumn a(begins);
+  const HeldColumn b(lengths);
+  if (a.numbers().count() != b.numbers().count()) {
+    throw py::value_error("as many begins as lengths are wanted");
   }
-  return true;
+  return have_ends(a.numbers(), b.numbers());
 }
 
-bool are_within(const py::buffer& values, std::int64_t low, std::int64_t high) {
-  const Numbers numbers(values);
-  bool is_inside = true;
-  for (std::size_t at = 0; at < numbers.count(); ++at) {
-    is_inside &= numbers[at] >= low && numbers[at] <= high;
-  }
-  return is_inside;
+bool py_are_within(const py::buffer& values, std::int64_t low, std::int64_t high) {
+  return are_within(HeldColumn(values).numbers(), low, high);
 }
 
-int highest(const py::buffer& values) {
-  PinnedBuffers buffers;
-  std::uint64_t count = 0;
-  const std::byte* begin = buffers.add(values, /*is_writable=*/false, count);
-  std::byte found{0};
-  for (std::size_t at = 0; at < count; ++at) found = std::max(found, begin[at]);
-  return static_cast<int>(found);
+int py_highest(const py::buffer& values) { return highest(HeldColumn(values).column()); }
+
+std::uint64_t py_total(const py::buffer& values, const py::object& widths) {
+  const HeldColumn counts(values);
+  if (widths.is_none()) return total(counts.numbers(), nullptr);
+  const HeldColumn held(widths);
+  const RawNumbers each = held.numbers();
+  if (each.count() != counts.numbers().count()) {
+    throw py::value_error("as many widths as values are wanted");
+  }
+  return total(counts.numbers(), &each);
 }
 
-std::uint64_t total(const py::buffer& values, const py::object& widths) {
-  constexpr std::uint64_t kTooMany = std::uint64_t{1} << 63;
-  const Numbers counts(values);
-  const Numbers each(widths.is_none() ? py::object(values) : widths);
-  if (each.count() != counts.count()) throw py::value_error("as many widths as values are wanted");
-  std::uint64_t sum = 0;
-  for (std::size_t at = 0; at < counts.count(); ++at) {
-    std::int64_t cells = 0;
-    if (counts[at] <= 0) continue;
-    const std::int64_t width = widths.is_none() ? 1 : each[at];
-    if (__builtin_mul_overflow(counts[at], width, &cells)) return kTooMany;
-    sum += static_cast<std::uint64_t>(std::max<std::int64_t>(cells, 0));
-    if (sum >= kTooMany) return kTooMany;
+bool py_are_keys(const py::buffer& tags, const py::buffer& values, std::int64_t strings) {
+  const HeldColumn tag(tags);
+  const HeldColumn held(values);
+  if (held.numbers().count() != tag.column().nbytes) {
+    throw py::value_error("as many tags as values are wanted");
   }
-  return sum;
-}
-
-bool are_keys(const py::buffer& tags, const py::buffer& values, std::int64_t strings) {
-  PinnedBuffers buffers;
-  std::uint64_t count = 0;
-  const std::byte* tag = buffers.add(tags, /*is_writable=*/false, count);
-  const Numbers numbers(values);
-  if (numbers.count() != count) throw py::value_error("as many tags as values are wanted");
-  for (std::size_t at = 0; at < count; ++at) {
-    if (tag[at] == std::byte{0} && (numbers[at] < 0 || numbers[at] >= strings)) return false;
-  }
-  return true;
+  return are_keys(tag.column(), held.numbers(), strings);
 }
 
 }  // namespace
@@ -214,15 +187,15 @@ void bind_columns(py::module_& module) {
   module.def("path_columns", &path_columns, py::arg("paths"), py::arg("numbers"),
              "Lengths, tags (1: int) and values or numbers of tuples of str and int64; None, and "
              "no text added, where one is anything else.");
-  module.def("have_ends", &have_ends, py::arg("begins"), py::arg("lengths"),
+  module.def("have_ends", &py_have_ends, py::arg("begins"), py::arg("lengths"),
              "Whether no sum of two int64 columns leaves int64.");
-  module.def("are_within", &are_within, py::arg("values"), py::arg("low"), py::arg("high"),
+  module.def("are_within", &py_are_within, py::arg("values"), py::arg("low"), py::arg("high"),
              "Whether all numbers of an int64 column are in [low, high].");
-  module.def("highest", &highest, py::arg("values"), "The highest byte, 0 of none.");
-  module.def("total", &total, py::arg("values"), py::arg("widths") = py::none(),
+  module.def("highest", &py_highest, py::arg("values"), "The highest byte, 0 of none.");
+  module.def("total", &py_total, py::arg("values"), py::arg("widths") = py::none(),
              "The sum of what is positive in an int64 column, each times its width; 2**63 where "
              "it is that or more.");
-  module.def("are_keys", &are_keys, py::arg("tags"), py::arg("values"), py::arg("strings"),
+  module.def("are_keys", &py_are_keys, py::arg("tags"), py::arg("values"), py::arg("strings"),
              "Whether each value with tag 0 numbers one of so many strings.");
 }
 

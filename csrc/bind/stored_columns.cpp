@@ -19,12 +19,20 @@ SipHash::Key hash_key(const py::bytes& secret) {
   return key;
 }
 
-// Adds to the length of a column what one row of it takes.
-void extend(std::size_t* length, std::int64_t rows, std::int64_t width = 1) {
-  std::size_t cells = 0;
-  DCPX_CHECK(rows >= 0 && width >= 0 && !__builtin_mul_overflow(rows, width, &cells) &&
-                 !__builtin_add_overflow(*length, cells, length),
-             "a column of metadata has more values than memory");
+StoredTable read_table(PinnedBuffers& buffers, const py::dict& columns, std::size_t strings,
+                       std::size_t descriptors) {
+  const auto find = [&](const char* name) {
+    std::uint64_t nbytes = 0;
+    const std::byte* begin = buffers.add(columns[name], /*is_writable=*/false, nbytes);
+    return RawColumn{begin, nbytes};
+  };
+  return {find, strings, descriptors, columns.contains("tensor_stride_count")};
+}
+
+// Ends with None, which nothing numbers.
+std::size_t descriptor_count(const py::list& descriptors) {
+  DCPX_CHECK(!descriptors.empty(), "descriptors end with None");
+  return descriptors.size() - 1;
 }
 
 }  // namespace
@@ -43,112 +51,18 @@ StoredColumns::StoredColumns(ItemMaker& maker, const py::list& strings, const py
       relative_path_(interned("relative_path")),
       offset_(interned("offset")),
       length_(interned("length")),
-      transform_descriptors_(interned("transform_descriptors")) {
+      transform_descriptors_(interned("transform_descriptors")),
+      table_(read_table(buffers_, columns, strings_.size(), descriptor_count(descriptors_))) {
   for (const py::handle& one : strings_) {
     if (PyUnicode_CheckExact(one.ptr()) == 0) throw py::type_error("strings are wanted");
   }
-  DCPX_CHECK(!descriptors_.empty(), "descriptors end with None");
   if (PyType_Check(info_class_.ptr()) == 0) throw py::type_error("a class is wanted");
-  take_entries(columns);
-  take_items(columns);
   index_items();
 }
 
-const std::uint8_t* StoredColumns::bytes(const py::dict& columns, const char* name,
-                                         std::size_t* count) {
-  std::uint64_t nbytes = 0;
-  const std::byte* begin = buffers_.add(columns[name], /*is_writable=*/false, nbytes);
-  *count = nbytes;
-  return reinterpret_cast<const std::uint8_t*>(begin);
-}
-
-NumberColumn StoredColumns::numbers(const py::dict& columns, const char* name) {
-  std::size_t nbytes = 0;
-  const std::uint8_t* begin = bytes(columns, name, &nbytes);
-  DCPX_CHECK(nbytes == 0 || reinterpret_cast<std::uintptr_t>(begin) % sizeof(std::int64_t) == 0,
-             "a column of numbers begins at a multiple of 8");
-  return {reinterpret_cast<const std::int64_t*>(begin), nbytes / sizeof(std::int64_t)};
-}
-
-NumberColumn StoredColumns::numbers(const py::dict& columns, const char* name, std::size_t count) {
-  const NumberColumn found = numbers(columns, name);
-  DCPX_CHECK(found.count == count, "a column of metadata has another length");
-  return found;
-}
-
-NumberColumn StoredColumns::string_numbers(const py::dict& columns, const char* name) {
-  const NumberColumn found = numbers(columns, name);
-  const auto end = static_cast<std::int64_t>(strings_.size());
-  DCPX_CHECK(std::all_of(found.values, found.values + found.count,
-                         [&](std::int64_t number) { return number >= 0 && number < end; }),
-             "a column of metadata numbers no string");
-  return found;
-}
-
-void StoredColumns::take_entries(const py::dict& columns) {
-  std::size_t entries = 0;
-  const std::uint8_t* kinds = bytes(columns, "entry_kind", &entries);
-  tensor_of_.resize(entries);
-  std::size_t tensors = 0;
-  for (std::size_t i = 0; i < entries; ++i) {
-    tensor_of_[i] = kinds[i] == 0 ? static_cast<std::int64_t>(tensors++) : -1;
-  }
-  ndims_ = numbers(columns, "tensor_ndim", tensors);
-  chunk_counts_ = numbers(columns, "tensor_chunk_count", tensors);
-  const bool has_strides = columns.contains("tensor_stride_count");
-  if (has_strides) stride_counts_ = numbers(columns, "tensor_stride_count", tensors);
-  begins_.resize(tensors);
-  Begins end;
-  std::size_t chunks = 0;
-  for (std::size_t i = 0; i < tensors; ++i) {
-    begins_[i] = end;
-    extend(&chunks, chunk_counts_[i]);
-    extend(&end.sizes, ndims_[i]);
-    extend(&end.cells, ndims_[i], chunk_counts_[i]);
-    if (has_strides) extend(&end.strides, std::max<std::int64_t>(stride_counts_[i], 0));
-  }
-  std::size_t count = 0;
-  bytes(columns, "chunk_flags", &count);  // a byte a chunk, also of tensors without dimensions
-  DCPX_CHECK(count == chunks, "a column of metadata has another length");
-  tensor_sizes_ = numbers(columns, "tensor_sizes", end.sizes);
-  chunk_offsets_ = numbers(columns, "chunk_offsets", end.cells);
-  chunk_sizes_ = numbers(columns, "chunk_sizes", end.cells);
-  if (has_strides) strides_ = numbers(columns, "tensor_strides", end.strides);
-  dtype_numbers_ = numbers(columns, "tensor_dtype", tensors);
-  layout_numbers_ = numbers(columns, "tensor_layout", tensors);
-  flags_ = bytes(columns, "tensor_flags", &count);
-  DCPX_CHECK(count == tensors, "a column of metadata has another length");
-  format_codes_ = bytes(columns, "tensor_memory_format", &count);
-  DCPX_CHECK(count == tensors, "a column of metadata has another length");
-}
-
-void StoredColumns::take_items(const py::dict& columns) {
-  storage_fqn_ = string_numbers(columns, "storage_fqn");
-  const std::size_t items = storage_fqn_.count;
-  DCPX_CHECK(items < kNoRow, "metadata of 2^32 items");
-  storage_ndim_ = numbers(columns, "storage_ndim", items);
-  offset_begins_.resize(items);
-  std::size_t end = 0;
-  for (std::size_t i = 0; i < items; ++i) {
-    offset_begins_[i] = end;
-    extend(&end, std::max<std::int64_t>(storage_ndim_[i], 0));
-  }
-  storage_offsets_ = numbers(columns, "storage_offsets", end);
-  hints_ = numbers(columns, "storage_hint", items);
-  paths_ = string_numbers(columns, "storage_path");
-  DCPX_CHECK(paths_.count == items, "a column of metadata has another length");
-  file_offsets_ = numbers(columns, "storage_offset", items);
-  lengths_ = numbers(columns, "storage_bytes", items);
-  descriptor_numbers_ = numbers(columns, "storage_descriptors", items);
-  const auto known = static_cast<std::int64_t>(descriptors_.size()) - 1;
-  DCPX_CHECK(std::all_of(descriptor_numbers_.values, descriptor_numbers_.values + items,
-                         [&](std::int64_t number) { return number >= -1 && number < known; }),
-             "a column of metadata numbers no descriptors");
-}
-
 StoredColumns::Key StoredColumns::key_of(std::size_t row) const {
-  return {text(storage_fqn_[row]), storage_ndim_[row],
-          storage_offsets_.values + offset_begins_[row]};
+  return {text(table_.storage_fqn[row]), table_.storage_ndim[row],
+          table_.storage_offsets.values + table_.offset_begins[row]};
 }
 
 // Not Python's hash of it: that of "" is 0, and of all others known by PYTHONHASHSEED.
@@ -179,14 +93,15 @@ bool StoredColumns::is_same(const Key& a, const Key& b) const {
 
 void StoredColumns::index_items() {
   std::size_t slots = 16;
-  while (slots < 2 * storage_fqn_.count) slots *= 2;
+  while (slots < 2 * table_.storage_fqn.count) slots *= 2;
   slots_.resize(slots);
   std::vector<std::uint64_t> names;
   names.reserve(strings_.size());
   for (const py::handle& name : strings_) names.push_back(hash_of(name.ptr()));
-  for (std::size_t row = 0; row < storage_fqn_.count; ++row) {
+  for (std::size_t row = 0; row < table_.storage_fqn.count; ++row) {
     const Key key = key_of(row);
-    const std::uint64_t hash = hash_of(names[static_cast<std::size_t>(storage_fqn_[row])], key);
+    const std::uint64_t hash =
+        hash_of(names[static_cast<std::size_t>(table_.storage_fqn[row])], key);
     const auto tag = static_cast<std::uint32_t>(hash >> 32);
     std::size_t at = hash & (slots - 1);
     for (; slots_[at].row != kNoRow; at = (at + 1) & (slots - 1)) {
@@ -230,26 +145,19 @@ std::int64_t StoredColumns::row_of(const py::handle& index) {
 }
 
 bool StoredColumns::is_tensor(std::int64_t number) const {
-  return number >= 0 && static_cast<std::size_t>(number) < tensor_of_.size() &&
-         tensor_of_[static_cast<std::size_t>(number)] >= 0;
-}
-
-std::size_t StoredColumns::tensor_at(std::int64_t number) const {
-  DCPX_CHECK(is_tensor(number), "a stored tensor's number is wanted");
-  return static_cast<std::size_t>(tensor_of_[static_cast<std::size_t>(number)]);
+  return number >= 0 && static_cast<std::size_t>(number) < table_.tensor_of.size() &&
+         table_.tensor_of[static_cast<std::size_t>(number)] >= 0;
 }
 
 py::object StoredColumns::dtype(std::int64_t number) const {
-  return dtypes_[py::int_(dtype_numbers_[tensor_at(number)])];
+  DCPX_CHECK(is_tensor(number), "a stored tensor's number is wanted");
+  const auto at = static_cast<std::size_t>(table_.tensor_of[static_cast<std::size_t>(number)]);
+  return dtypes_[py::int_(table_.dtype_numbers[at])];
 }
 
 StoredTensor StoredColumns::tensor(std::int64_t number) const {
-  const std::size_t at = tensor_at(number);
-  const Begins& begin = begins_[at];
-  return {static_cast<std::size_t>(ndims_[at]),
-          tensor_sizes_.values + begin.sizes,
-          {chunk_offsets_.values + begin.cells, chunk_sizes_.values + begin.cells,
-           static_cast<std::size_t>(chunk_counts_[at])}};
+  const StoredTable::Tensor found = table_.tensor(number);
+  return {found.ndim, found.sizes, {found.offsets, found.lengths, found.chunks}};
 }
 
 py::object StoredColumns::properties_of(std::size_t tensor) {
@@ -257,16 +165,17 @@ py::object StoredColumns::properties_of(std::size_t tensor) {
     return py::object(known[py::int_(number)]);
   };
   py::object strides = has_strides_ ? py::object(py::none()) : py::object();
-  if (has_strides_ && stride_counts_.values != nullptr && stride_counts_[tensor] >= 0) {
-    const auto count = static_cast<std::size_t>(stride_counts_[tensor]);
+  if (has_strides_ && table_.stride_counts.values != nullptr && table_.stride_counts[tensor] >= 0) {
+    const auto count = static_cast<std::size_t>(table_.stride_counts[tensor]);
     py::tuple made(count);
-    for (std::size_t d = 0; d < count; ++d) made[d] = strides_[begins_[tensor].strides + d];
+    for (std::size_t d = 0; d < count; ++d)
+      made[d] = table_.strides[table_.begins[tensor].strides + d];
     strides = std::move(made);
   }
-  return maker_.stored_properties(constant(dtypes_, dtype_numbers_[tensor]),
-                                  constant(layouts_, layout_numbers_[tensor]),
-                                  (flags_[tensor] & 1) != 0, memory_formats_[format_codes_[tensor]],
-                                  (flags_[tensor] & 2) != 0, strides);
+  return maker_.stored_properties(
+      constant(dtypes_, table_.dtype_numbers[tensor]),
+      constant(layouts_, table_.layout_numbers[tensor]), (table_.flags[tensor] & 1) != 0,
+      memory_formats_[table_.format_codes[tensor]], (table_.flags[tensor] & 2) != 0, strides);
 }
 
 py::object StoredColumns::chunk_of(const StoredTensor& stored, std::size_t at) {
@@ -282,9 +191,9 @@ py::object StoredColumns::chunk(std::int64_t number, std::size_t at) {
 }
 
 py::object StoredColumns::entry(std::int64_t number, bool has_chunks) {
-  DCPX_CHECK(number >= 0 && static_cast<std::size_t>(number) < tensor_of_.size(),
+  DCPX_CHECK(number >= 0 && static_cast<std::size_t>(number) < table_.tensor_of.size(),
              "an entry's number is wanted");
-  const std::int64_t at = tensor_of_[static_cast<std::size_t>(number)];
+  const std::int64_t at = table_.tensor_of[static_cast<std::size_t>(number)];
   if (at < 0) return maker_.bytes_entry();
   const StoredTensor stored = tensor(number);
   py::list chunks;
@@ -304,11 +213,11 @@ py::list StoredColumns::entries(const py::list& numbers) {
 py::object StoredColumns::new_place(std::size_t row) {
   ++made_count_;
   py::object made = maker_.make(info_class_);
-  const std::int64_t descriptors = descriptor_numbers_[row];
+  const std::int64_t descriptors = table_.descriptor_numbers[row];
   const std::size_t last = descriptors_.size() - 1;  // None
-  set_field(made, relative_path_, text(paths_[row]));
-  set_field(made, offset_, py::int_(file_offsets_[row]));
-  set_field(made, length_, py::int_(lengths_[row]));
+  set_field(made, relative_path_, text(table_.paths[row]));
+  set_field(made, offset_, py::int_(table_.file_offsets[row]));
+  set_field(made, length_, py::int_(table_.lengths[row]));
   set_field(
       made, transform_descriptors_,
       py::object(descriptors_[descriptors < 0 ? last : static_cast<std::size_t>(descriptors)]));
@@ -339,12 +248,13 @@ py::object StoredColumns::places(const py::list& indices) {
 
 py::dict StoredColumns::all_places() {
   py::dict made;
-  for (std::size_t row = 0; row < storage_fqn_.count; ++row) {
+  for (std::size_t row = 0; row < table_.storage_fqn.count; ++row) {
     const Key key = key_of(row);
     const py::object offset = key.ndim < 0
                                   ? py::object()
                                   : maker_.size_of(key.offsets, static_cast<std::size_t>(key.ndim));
-    const py::object hint = hints_[row] < 0 ? py::object(py::none()) : py::int_(hints_[row]);
+    const py::object hint =
+        table_.hints[row] < 0 ? py::object(py::none()) : py::int_(table_.hints[row]);
     const py::object index =
         maker_.metadata_index(py::reinterpret_borrow<py::object>(key.fqn), offset, hint);
     const auto known = places_.find(row);

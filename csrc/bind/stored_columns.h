@@ -13,16 +13,10 @@
 #include "bind/bind.h"
 #include "bind/plan_items.h"
 #include "common/siphash.h"
+#include "format/stored_table.h"
 #include "plan/overlap.h"
 
 namespace dcpx {
-
-// One column of int64. REQUIRES: its buffer is exported.
-struct NumberColumn {
-  const std::int64_t* values = nullptr;
-  std::size_t count = 0;
-  std::int64_t operator[](std::size_t at) const { return values[at]; }
-};
 
 // What the columns say of one tensor. Valid as long as they are.
 struct StoredTensor {
@@ -46,8 +40,8 @@ class StoredColumns {
 
   // Whether two stored items have one name and offset.
   bool has_twins() const { return has_twins_; }
-  std::size_t entry_count() const { return tensor_of_.size(); }
-  std::size_t item_count() const { return storage_fqn_.count; }
+  std::size_t entry_count() const { return table_.tensor_of.size(); }
+  std::size_t item_count() const { return table_.storage_fqn.count; }
   std::int64_t made_count() const { return made_count_; }
   // Slots of the index that were taken when an item looked for one.
   std::int64_t probe_count() const { return probe_count_; }
@@ -84,18 +78,11 @@ class StoredColumns {
   static constexpr std::uint32_t kNoRow = UINT32_MAX;
   static constexpr std::int64_t kUnlike = -2;  // an index that is none of ours to compare
 
-  NumberColumn numbers(const pybind11::dict& columns, const char* name);  // of any length
-  NumberColumn numbers(const pybind11::dict& columns, const char* name, std::size_t count);
-  NumberColumn string_numbers(const pybind11::dict& columns, const char* name);
-  const std::uint8_t* bytes(const pybind11::dict& columns, const char* name, std::size_t* count);
-  void take_entries(const pybind11::dict& columns);
-  void take_items(const pybind11::dict& columns);
   void index_items();
   Key key_of(std::size_t row) const;
   std::uint64_t hash_of(PyObject* name) const;
   std::uint64_t hash_of(std::uint64_t name_hash, const Key& key) const;
   bool is_same(const Key& a, const Key& b) const;
-  std::size_t tensor_at(std::int64_t number) const;    // which tensor an entry is
   std::int64_t row_of(const Key& key) const;           // -1: none
   std::int64_t row_of(const pybind11::handle& index);  // or kUnlike
   pybind11::object place_of(std::size_t row);
@@ -107,7 +94,7 @@ class StoredColumns {
   }
 
   ItemMaker& maker_;
-  PinnedBuffers buffers_;
+  PinnedBuffers buffers_;  // of the table's columns
   pybind11::list strings_;
   pybind11::dict dtypes_, layouts_;
   pybind11::list memory_formats_, descriptors_;
@@ -116,21 +103,7 @@ class StoredColumns {
   SipHash::Key hash_key_;
   pybind11::object relative_path_, offset_, length_, transform_descriptors_;
 
-  struct Begins {
-    std::size_t sizes = 0;    // in tensor_sizes_
-    std::size_t cells = 0;    // in chunk_offsets_ and chunk_sizes_
-    std::size_t strides = 0;  // in strides_
-  };
-  std::vector<std::int64_t> tensor_of_;  // by entry; -1: bytes
-  std::vector<Begins> begins_;           // by tensor
-  NumberColumn ndims_, tensor_sizes_, chunk_counts_, chunk_offsets_, chunk_sizes_;
-  NumberColumn dtype_numbers_, layout_numbers_, stride_counts_, strides_;
-  const std::uint8_t* flags_ = nullptr;
-  const std::uint8_t* format_codes_ = nullptr;
-
-  NumberColumn storage_fqn_, storage_ndim_, storage_offsets_, hints_, paths_, file_offsets_,
-      lengths_, descriptor_numbers_;
-  std::vector<std::size_t> offset_begins_;                    // by item, in storage_offsets_
+  StoredTable table_;
   std::vector<Slot> slots_;                                   // by hash; at most half of them taken
   std::unordered_map<std::size_t, pybind11::object> places_;  // handed out, by item
   std::vector<std::int64_t> wanted_offset_;                   // of the index at hand
