@@ -57,6 +57,7 @@ def check(output: str, names: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 20)
 @pytest.mark.parametrize(
     ("names", "stride"),
     [
@@ -78,6 +79,7 @@ def test_every_call_failing_leaves_a_typed_error_or_the_right_result(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 20)
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("names", "stride"),

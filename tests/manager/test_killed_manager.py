@@ -22,6 +22,8 @@ from faults.call_shim import compiled, preloaded
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
 IS_WHOLE = os.environ.get("DCPX_MANAGER_KILLS") == "all"
+TIMEOUT_S = 3000 if IS_WHOLE else 280
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 def rows_of(shim: Path, root: Path, *args: object) -> list[Any]:
     result = subprocess.run(
         [sys.executable, str(DRIVER), str(shim), str(root), *map(str, args)],
-        env=preloaded(shim), capture_output=True, text=True, timeout=280,
+        env=preloaded(shim), capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     rows: list[Any] = json.loads(result.stdout.splitlines()[-1])
