@@ -1,4 +1,4 @@
-"""Speed of `verify` beside a load without checksums and a plain read of the same files.
+"""Speed of `verify` beside a plain read of the same files, one with a CRC-32 of it, and loads.
 
     python tests/bench/verify.py [directory] [--gib 1] [--rounds 5]
 
@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_dcpx as dcpx
-from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions
+from torch_dcpx import _C, DcpxReader, DcpxWriter, ReadOptions
 
 _READ_BYTES = 2 << 20
 
@@ -43,8 +43,8 @@ def drop(path: Path) -> None:
             os.close(fd)
 
 
-def read_all(path: Path, workers: int) -> None:
-    """Reads every byte into one buffer a worker, and looks at none."""
+def read_all(path: Path, workers: int, has_sums: bool = False) -> None:
+    """Reads every byte into one buffer a worker, and sums each piece where it `has_sums`."""
     places = [
         (file, at) for file in files_of(path) for at in range(0, file.stat().st_size, _READ_BYTES)
     ]
@@ -53,7 +53,9 @@ def read_all(path: Path, workers: int) -> None:
         buffer = memoryview(bytearray(_READ_BYTES))
         fds = {file: os.open(file, os.O_RDONLY) for file in files_of(path)}
         for file, at in places[worker::workers]:
-            os.preadv(fds[file], [buffer], at)
+            nbytes = os.preadv(fds[file], [buffer], at)
+            if has_sums:
+                _C.crc32(buffer[:nbytes])
         for fd in fds.values():
             os.close(fd)
 
@@ -71,6 +73,7 @@ def sides(path: Path, state: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     return {
         "verify": lambda: dcpx.verify(path),
         "read": lambda: read_all(path, workers),
+        "read and CRC-32": lambda: read_all(path, workers, has_sums=True),
         "load, no checksums": lambda: load(state, path, "none"),
         "load": lambda: load(state, path, "blocks"),
     }
