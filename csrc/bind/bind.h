@@ -14,6 +14,7 @@ namespace dcpx {
 void bind_errors();
 void bind_format(pybind11::module_& m);
 void bind_metadata(pybind11::module_& m);
+void bind_unpickle(pybind11::module_& m);
 void bind_columns(pybind11::module_& m);
 void bind_plain(pybind11::module_& m);
 void bind_io(pybind11::module_& m);

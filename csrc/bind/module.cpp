@@ -65,6 +65,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_errors();
   dcpx::bind_format(m);
   dcpx::bind_metadata(m);
+  dcpx::bind_unpickle(m);
   dcpx::bind_columns(m);
   dcpx::bind_plain(m);
   dcpx::bind_io(m);
