@@ -45,6 +45,7 @@ from torch_dcpx.metadata_parts import (
     scan_stock,
 )
 from torch_dcpx.open_columns import open_columns, open_planner
+from torch_dcpx.stock_columns import open_stock_metadata
 from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.stock_pickle import pickle_any
 
@@ -171,7 +172,7 @@ def decode_metadata(
     with paused_gc():
         if not has_tail(content):
             whole = content.whole()
-            metadata = _load_pickle(whole, path, safe_globals, trusted)
+            metadata = _load_stock(whole, path, safe_globals, trusted)
             return CheckpointMetadata(metadata, _digest([whole]), None)
         pickle_bytes, pickle_crc, columns = check_tail(content, path)
         planner: Any = None
@@ -232,7 +233,7 @@ def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
         if has_tail(content):
             columns = check_tail(content, path)[-1]
             return set(decode_files(columns, columns.strings()))
-        storage_data = _load_pickle(content.whole(), path, (), False).storage_data
+        storage_data = _load_stock(content.whole(), path, (), False).storage_data
         if not isinstance(storage_data, dict):
             return set()
         return {info.relative_path for info in storage_data.values()}
@@ -256,6 +257,12 @@ def _digest(pieces: Iterable[bytes | memoryview]) -> str:
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
+
+
+def _load_stock(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
+    """A whole file of stock's: its columns where it is as torch writes it."""
+    found = None if trusted else open_stock_metadata(data)
+    return found or _load_pickle(data, path, safe_globals, trusted)
 
 
 def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:

@@ -57,6 +57,7 @@ MODULES_WITH_EXTENSION = {
     "save_rows",
     "staged_state",
     "staging",
+    "stock_columns",
     "torch_archive",
     "torch_loader",
     "trust",
