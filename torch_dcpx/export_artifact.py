@@ -103,8 +103,8 @@ def export(
             larger has a file of its own. Default "5GB". A torch archive is one file.
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
-        options: durability, host_memory_bytes, workers, slot_bytes and save_timeout_s of
-            `WriteOptions`.
+        options: durability, host_memory_bytes, workers, slot_bytes, direct_io and save_timeout_s
+            of `WriteOptions`.
 
     Returns:
         What was written.

@@ -227,8 +227,8 @@ void RangeJob::write_cached(const Plan& plan, const std::byte* data, std::uint64
 void RangeJob::write_direct(const Plan& plan, const std::byte* data, std::uint64_t nbytes,
                             std::uint64_t offset, std::byte* slot) {
   io::OutputFile& file = files_[plan.row->file].direct;
-  const bool is_aligned = reinterpret_cast<std::uintptr_t>(data) % page_bytes() == 0;
-  if (is_aligned || !file.is_direct()) {
+  if (!file.is_direct()) return write_cached(plan, data, nbytes, offset);
+  if (reinterpret_cast<std::uintptr_t>(data) % page_bytes() == 0) {
     file.write_at(data, nbytes, offset);
     if (plan.is_in_place) in_place_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
   } else {

@@ -53,7 +53,7 @@ class OutputFile {
   // Makes the file as long as this where it is shorter: with a hole, where preallocate() could do
   // nothing. Throws Error(kStorage).
   void grow_to(std::uint64_t nbytes);
-  // Writes all of it. Falls back to buffered I/O where a direct write is refused (EINVAL).
+  // Writes all of it. Falls back to buffered I/O where a direct write is refused (EINVAL, EFAULT).
   // Thread-safe. Blocks. Throws Error(kStorage).
   void write_at(const std::byte* data, std::uint64_t nbytes, std::uint64_t offset);
   // Asks the kernel to start writing [offset, offset + nbytes) back from the page cache, and waits

@@ -154,11 +154,14 @@ void OutputFile::write_at(const std::byte* data, std::uint64_t nbytes, std::uint
         io::pwrite(fd_.get(), data, std::min(nbytes, kMaxWriteBytes), static_cast<off_t>(offset));
     if (written < 0) {
       if (errno == EINTR) continue;
-      if (errno == EINVAL && was_direct && set_direct_flag(fd_.get(), false)) {
+      // EFAULT: memory that a device maps takes copies, but no direct writes.
+      const bool is_refusal = errno == EINVAL || errno == EFAULT;
+      const int sys_errno = errno;
+      if (is_refusal && was_direct && set_direct_flag(fd_.get(), false)) {
         is_direct_.store(false);
         continue;
       }
-      throw write_error("pwrite", path_, errno, path_, static_cast<std::int64_t>(offset),
+      throw write_error("pwrite", path_, sys_errno, path_, static_cast<std::int64_t>(offset),
                         static_cast<std::int64_t>(nbytes));
     }
     if (written == 0)
