@@ -6,6 +6,8 @@ The copies of large pieces lie in memory that is used again: fresh memory costs 
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -16,11 +18,15 @@ from torch_dcpx.export_rows import ExportRows, Target
 
 __all__ = ["BackgroundRows", "PieceMemory"]
 
-_ALIGNMENT = 4096  # of direct reads
+_SIZES = 32  # of pieces: what a copy wastes is an eighth at most
 
 
 class PieceMemory:
-    """Memory for copies of up to `piece_bytes`, each used again when it was given back."""
+    """Memory for copies of up to `piece_bytes`, each used again when it was given back.
+
+    What is free and of another size goes before more is taken: no more is ever held than was lent
+    at one time.
+    """
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece_bytes = piece_bytes
@@ -33,7 +39,8 @@ class PieceMemory:
         # For what is far smaller than a piece, the heap does as well and wastes nothing.
         if not self._piece_bytes // 4 <= nbytes <= self._piece_bytes:
             return torch.empty(sizes, dtype=dtype)
-        piece = self._free.pop() if self._free else self._fresh()
+        unit = max(1, self._piece_bytes // _SIZES)
+        piece = self._piece(-(-nbytes // unit) * unit)
         self._lent[piece.data_ptr()] = piece
         return piece[:nbytes].view(dtype).view(sizes)
 
@@ -44,16 +51,26 @@ class PieceMemory:
             if piece is not None:
                 self._free.append(piece)
 
-    def _fresh(self) -> torch.Tensor:
-        memory = torch.empty(self._piece_bytes + _ALIGNMENT, dtype=torch.uint8)
-        begin = -memory.data_ptr() % _ALIGNMENT
-        return memory[begin : begin + self._piece_bytes]
+    def _piece(self, nbytes: int) -> torch.Tensor:
+        for number in reversed(range(len(self._free))):
+            if self._free[number].numel() == nbytes:
+                return self._free.pop(number)
+        dropped = 0
+        while self._free and dropped < nbytes:
+            dropped += self._free.pop(0).numel()
+        return self._fresh(nbytes)
+
+    def _fresh(self, nbytes: int) -> torch.Tensor:
+        # Page-aligned, as direct reads need it. When it goes the system has it back; the heap would
+        # keep it.
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class BackgroundRows:
     """Rows that a thread writes while the caller fills the next ones. Not thread-safe.
 
-    After an error only `close` may be called.
+    After an error it may only be left.
     """
 
     def __init__(self, rows: ExportRows, piece_bytes: int) -> None:
@@ -62,6 +79,8 @@ class BackgroundRows:
         self._pieces = PieceMemory(piece_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcpx-export")
         self._under_way: Future[None] | None = None
+        self._writing = threading.Lock()  # the thread's, for a batch
+        self._is_over = False
         self._written: list[torch.Tensor] = []  # copies of what is under way
         self._filled: list[tuple[torch.Tensor, torch.Tensor, Target]] = []
 
@@ -74,7 +93,19 @@ class BackgroundRows:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._thread.shutdown(wait=True)  # it uses the copies, and the job
+        self._is_over = True
+        interruption: BaseException | None = None
+        while True:
+            try:
+                # It uses the copies, and the job. Not by join(): once interrupted, that takes a
+                # thread for dead.
+                with self._writing:
+                    break
+            except BaseException as again:  # noqa: BLE001 - raised below; the caller closes the job
+                interruption = again
+        self._thread.shutdown(wait=True)
+        if interruption is not None and error is None:
+            raise interruption
 
     def memory(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns memory for a copy. What was filled before goes on its way: the next batch begins.
@@ -102,9 +133,12 @@ class BackgroundRows:
         self._under_way = self._thread.submit(self._write, filled)
 
     def _write(self, filled: list[tuple[torch.Tensor, torch.Tensor, Target]]) -> None:
-        for copy, place, target in filled:
-            self._rows.add(copy, place, target, "")
-        self._rows.flush()
+        with self._writing:
+            if self._is_over:  # it had not begun when the caller was interrupted
+                return
+            for copy, place, target in filled:
+                self._rows.add(copy, place, target, "")
+            self._rows.flush()
 
     def _wait(self) -> None:
         future, self._under_way = self._under_way, None

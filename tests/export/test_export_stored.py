@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ import torch_dcpx as dcpx
 from torch_dcpx import _C, WriteOptions, read_files
 from torch_dcpx.directory import Directory
 from torch_dcpx.export_files import open_job
-from torch_dcpx.export_pieces import PieceMemory
+from torch_dcpx.export_pieces import BackgroundRows, PieceMemory
 from torch_dcpx.export_rows import ExportRows, Target
 
 TIGHT = WriteOptions(host_memory_bytes=1 << 20, slot_bytes=256 << 10)
@@ -87,12 +91,77 @@ def test_memory_that_is_under_way_is_not_filled_again(tmp_path: Path) -> None:
     second = memory.take((1 << 17,), torch.float64)
     assert first.data_ptr() != second.data_ptr() and first.data_ptr() % 4096 == 0
     memory.give_back([first])
-    assert memory.take((3, 1 << 17), torch.int16).data_ptr() == first.data_ptr()
+    assert memory.take((4, 1 << 17), torch.int16).data_ptr() == first.data_ptr()
     small = memory.take((10,), torch.uint8)
     memory.give_back([small, small])  # not of here: nothing to give back
     assert memory.take((1 << 20,), torch.uint8).data_ptr() not in (
         first.data_ptr(), second.data_ptr(), small.data_ptr(),
     )  # fmt: skip
+
+
+def test_pieces_of_other_sizes_take_no_more_than_was_in_use_at_one_time() -> None:
+    memory = PieceMemory(1 << 20)
+    for round_ in range(4):
+        for sizes in ([260 << 10] * 16, [1 << 20] * 4, [700_001] * 6):  # four MiB each
+            lent = [memory.take((nbytes - round_,), torch.uint8) for nbytes in sizes]
+            held = [*memory._free, *memory._lent.values()]
+            assert sum(piece.numel() for piece in held) <= 4.6 * (1 << 20)
+            memory.give_back(lent)
+
+
+class SlowRows:
+    """Rows whose writing ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.has_ended = False
+
+    def add(self, *_: Any) -> None:
+        pass
+
+    def flush(self) -> None:
+        self.has_begun.set()
+        self.may_end.wait(120)
+        self.has_ended = True
+
+
+def write_one_batch(rows: Any) -> None:
+    with BackgroundRows(rows, 1 << 20) as written:
+        copy = written.memory((4,), torch.float32)
+        written.add_copy(copy, copy, Target(0, 0, 16, -1))
+        written.finish()
+
+
+def test_batch_under_way_has_ended_when_it_is_left_after_two_interruptions() -> None:
+    rows, main, has_left = SlowRows(), threading.get_ident(), threading.Event()
+
+    def is_leaving() -> bool:
+        frame = sys._current_frames().get(main)
+        while frame is not None and frame.f_code is not BackgroundRows.__exit__.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    def interrupt() -> None:
+        rows.has_begun.wait(120)
+        signal.pthread_kill(main, signal.SIGINT)
+        while not is_leaving() and not has_left.wait(0.01):
+            pass
+        time.sleep(0.1)  # into its wait
+        if not has_left.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+        has_left.wait(0.3)  # it must not, with the batch under way
+        rows.may_end.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write_one_batch(rows)
+        assert rows.has_ended
+    finally:
+        has_left.set()
+        rows.may_end.set()
+        thread.join(120)
 
 
 def test_windows_use_the_memory_of_the_one_before_the_last(
@@ -101,9 +170,10 @@ def test_windows_use_the_memory_of_the_one_before_the_last(
     dcpx.save(state_of_many_windows(), tmp_path / "ckpt", no_dist=True)
     fresh = []
     make = PieceMemory._fresh
-    monkeypatch.setattr(PieceMemory, "_fresh", lambda self: fresh.append(1) or make(self))
+    monkeypatch.setattr(PieceMemory, "_fresh", lambda *a: fresh.append(1) or make(*a))
     dcpx.export(tmp_path / "ckpt", tmp_path / "out", no_dist=True, options=TIGHT)
-    assert 2 < len(fresh) <= 9  # two windows of four pieces, and one that is asked for early
+    # Two windows of four pieces, one that is asked for early, and the ends of tensors.
+    assert 2 < len(fresh) <= 16
 
 
 def written(path: Path, options: WriteOptions, state: dict[str, torch.Tensor]) -> dict[str, int]:
@@ -141,6 +211,24 @@ def test_whole_pages_of_long_runs_go_past_the_page_cache(tmp_path: Path) -> None
         else:
             assert long_bytes - 8 * 8192 <= found["direct_bytes"] < long_bytes
         assert found["written_bytes"] == len(expected)
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EFAULT])
+def test_memory_that_takes_no_direct_writes_goes_through_the_page_cache(
+    tmp_path: Path, refusal: int
+) -> None:
+    if not _has_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    state = {"long": torch.randn(1_000_003, generator=torch.Generator().manual_seed(8))}
+    for nth in (1, 2):  # the first is the cached end of the run
+        _C.arm_fault(nth, refusal, "pwrite")
+        try:
+            (tmp_path / str(nth)).mkdir()
+            written(tmp_path / str(nth), WriteOptions(workers=1), state)
+        finally:
+            _C.disarm_fault()
+        found = (tmp_path / str(nth) / "f").read_bytes()
+        assert found == bytes(777) + state["long"].numpy().tobytes() + bytes(3)
 
 
 def _has_direct(path: Path) -> bool:
