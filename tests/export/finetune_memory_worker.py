@@ -42,7 +42,8 @@ def main(path: Path, width: int) -> None:
     said = f"own {own / MIB:.1f}, load {load / MIB:.1f}, export {export / MIB:.1f} MiB"
     print(said, flush=True)
     assert own == whole // dist.get_world_size(), said
-    assert own <= load <= own + dcpx.ReadOptions().host_memory_bytes, said
+    # Kernels count resident pages for each core, and sum up late.
+    assert 0.9 * own <= load <= own + dcpx.ReadOptions().host_memory_bytes, said
     assert export <= dcpx.WriteOptions().resolved_memory_bytes(), said
     leave_well()
 
