@@ -127,7 +127,8 @@ class _Window:
         if len(found.names) > 1:
             order = sorted(order, key=found.files.__getitem__)
         reads: list[_Read | None] = [None] * len(found.items)
-        if self.is_lean:
+        # Before the first byte: a planner that takes objects may give tensors other memory then.
+        if self.is_lean and has_stock_hooks(self._planner, ("load_bytes",)):
             reads, self._plain_devices = _READ_ROWS.plain_reads(
                 found.items, found.files, found.places, found.entries, found.forms,
                 self._planner.state_dict,  # type: ignore[attr-defined]

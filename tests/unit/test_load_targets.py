@@ -17,7 +17,7 @@ from test_flatten_state import STATES
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import torch_dcpx
-from torch_dcpx import DcpxLoadPlanner, DcpxReader
+from torch_dcpx import DcpxLoadPlanner, DcpxReader, ReadOptions
 from torch_dcpx.lazy_metadata import StoredEntries
 from torch_dcpx.load_checks import LoadRules, compare
 from torch_dcpx.load_targets import flattened_target, unlike_names, whole_rows
@@ -245,4 +245,29 @@ def test_nested_state_is_loaded_bit_for_bit(tmp_path: Path) -> None:
         "n": torch.zeros(2),
     }
     dcp.load(target, storage_reader=DcpxReader(tmp_path), planner=DcpxLoadPlanner(), no_dist=True)
+    assert_same(state, target)
+
+
+class Moving(DcpxLoadPlanner):
+    """Gives the tensors that were not read yet other memory when it takes an object."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        super().load_bytes(read_item, value)
+        for name, target in self.state_dict.items():
+            if isinstance(target, torch.Tensor) and name[0] > read_item.dest_index.fqn[0]:
+                target.data = torch.zeros(1000)
+
+
+def test_planner_that_takes_objects_may_give_tensors_other_memory(tmp_path: Path) -> None:
+    names = [f"{i}.{kind}" for i in range(4) for kind in ("a", "b")]
+    state = {n: b"x" * (1800 << 10) if n[-1] == "a" else torch.full((1000,), 7.0) for n in names}
+    save(state, tmp_path)
+    target = {n: None if n[-1] == "a" else torch.zeros(1000) for n in names}
+    options = ReadOptions(host_memory_bytes=2 << 20, workers=1)  # a window an object
+    dcp.load(
+        target,
+        storage_reader=DcpxReader(tmp_path, options=options),
+        planner=Moving(),
+        no_dist=True,
+    )
     assert_same(state, target)
