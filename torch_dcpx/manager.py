@@ -256,7 +256,8 @@ class CheckpointManager(ExportingCatalog):
 
         Raises:
             NotCommittedError: nothing whole is there, or not the tag.
-            MismatchError: what was asked for was not saved; nothing was changed.
+            MismatchError: what was asked for was not saved; nothing was changed. Or parameters that
+                are one group now were saved with different settings, which is seen behind the read.
             PlanError: ranks made different calls, or `translate` does not fit what is stored.
             UnsupportedError: `translate` splits, merges or transposes a tensor of which the
                 optimizer is to be loaded.
@@ -291,10 +292,15 @@ class CheckpointManager(ExportingCatalog):
             wanted = Wanted(
                 parts, chosen, rank, world_size, strict=strict, merge=merge, translate=key_maps[0]
             )
-            report = load(
-                wanted.target(), chosen.path, process_group=self._group, no_dist=self._no_dist,
-                options=self._read_options, strict=strict, key_map=wanted.rules,
-            )  # fmt: skip
+            try:
+                report = load(
+                    wanted.target(), chosen.path, process_group=self._group, no_dist=self._no_dist,
+                    options=self._read_options, strict=strict, key_map=wanted.rules,
+                )  # fmt: skip
+            except BaseException:
+                wanted.leave_fresh()
+                raise
+            wanted.leave_fresh(report.missing)
             content = wanted.hand_over(self._read_options)
         self._last_step = chosen.step or 0
         metrics = {} if chosen.record is None else chosen.record.metrics

@@ -151,6 +151,7 @@ class Wanted:
                 strict=self._strict,
                 has_named_groups=self._has_named_groups,
                 rules=self.rules,
+                is_target=True,
             )
         if parts.state is not None:
             target["state"] = StatePart(parts.state)
@@ -165,6 +166,18 @@ class Wanted:
         self._target = target
         return target
 
+    def leave_fresh(self, missing: Iterable[str] | None = None) -> None:
+        """Leaves optimizers without state that had none, and got none.
+
+        Args:
+            missing: names that were not loaded. Default None: all, the load failed.
+        """
+        optimizer = self._target.get("optimizer")
+        if optimizer is not None:
+            begin = "optimizer."
+            names = None if missing is None else {one.removeprefix(begin) for one in missing}
+            optimizer.leave_fresh(names)
+
     def hand_over(self, options: ReadOptions | None) -> Any:
         """Gives what is small to whom it belongs; returns the user's content.
 
@@ -173,10 +186,6 @@ class Wanted:
         """
         small: dict[str, Any] = self._target.get("dcpx", {})
         own = self._own(small, options)
-        if self._chosen.record is not None and "optimizer" not in self._stored:
-            optimizer = self._target.get("optimizer")
-            if optimizer is not None:
-                optimizer.leave_fresh()
         parts, path = self._parts, self._chosen.path
         given: dict[str, Any] = {}
         for name in ("user_content", "lr_scheduler"):

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch_dcpx.errors import OptionError, PlanError, UnsupportedError
@@ -66,13 +66,12 @@ class TrainingRules(KeyRules):
             entries[new] = MappedTensor.whole(name, sizes)
         return entries
 
-    def parameter(self, name: str, own: Iterable[str]) -> str | None:
+    def parameter(self, name: str, own: Set[str]) -> str | None:
         """Returns what a stored parameter is called among `own`; None: it is left out.
 
         REQUIRES: `resolve`.
         """
         new = self._new.get(name, name)
-        own = tuple(own)
         if new is None or new in own or not self.wrappers:
             return new
         alike = [one for one in own if unwrapped(one) == unwrapped(new)]

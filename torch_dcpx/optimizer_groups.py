@@ -40,25 +40,32 @@ def digest_of_groups(model: torch.nn.Module, optimizers: Sequence[torch.optim.Op
 
 
 def settings_by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the settings of groups by parameter; of a group without any nothing is kept."""
+    """Returns the settings of groups by parameter; of a group without any nothing is kept.
+
+    Tensors among them are copies: a load fills those of each parameter on their own.
+    """
     return {
-        name: {key: value for key, value in group.items() if key != _PARAMS}
+        name: {key: _own(value) for key, value in group.items() if key != _PARAMS}
         for group in groups
         for name in group[_PARAMS]
     }
 
 
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def groups_by_parameter(
     settings: Mapping[str, Mapping[str, Any]], own: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Returns the groups of an optimizer that holds `own` parameters.
+    """Returns the groups of an optimizer that holds `own` parameters; none for one without any.
 
     Raises:
         MismatchError: what is one group now was saved with different settings.
     """
     groups: list[dict[str, Any]] = []
-    for names in own:
-        first = settings[names[0]] if names else {}
+    for names in filter(None, own):
+        first = settings[names[0]]
         for name in names:
             if settings[name] != first:
                 raise MismatchError(

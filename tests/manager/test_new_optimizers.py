@@ -1,0 +1,113 @@
+"""Optimizers that have no state yet when a checkpoint is loaded, and groups of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from states import assert_same
+from trainings import Training, manager_of
+
+from torch_dcpx import MismatchError, StorageError, load, manager, save
+from torch_dcpx.train_state import OptimizerPart
+
+
+def adamw(*layers: Any, **kwargs: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for layer in layers for p in layer.parameters()], **kwargs)
+
+
+def test_resume_that_is_refused_leaves_a_new_optimizer_without_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    training.train(1)
+    saves = manager_of(tmp_path)
+    saves.save(1, model=training.model)
+    other, beside = Training(5), Training(5)
+    with pytest.raises(MismatchError, match=r"optimizer\.state"):
+        saves.resume(model=other.model, optimizer=other.optimizer)
+    assert not other.optimizer.state
+
+    def failing(target: Any, *args: Any, **kwargs: Any) -> Any:
+        target["optimizer"].state_dict()
+        raise StorageError("read")
+
+    monkeypatch.setattr(manager, "load", failing)
+    with pytest.raises(StorageError, match="read"):
+        saves.resume(model=other.model, optimizer=other.optimizer)
+    assert not other.optimizer.state
+    assert [other.train(i) for i in range(3)] == [beside.train(i) for i in range(3)]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_of_several_optimizers_those_that_were_not_saved_stay_without_state(
+    tmp_path: Path, is_named: bool
+) -> None:
+    training = Training()
+    first = adamw(training.model[0])
+    training.gradients(1)
+    first.step()
+    manager_of(tmp_path).save(
+        1, model=training.model, optimizer={"a": first} if is_named else [first]
+    )
+    model = Training(5).model
+    both = {"a": adamw(model[0]), "b": adamw(model[1])}
+    manager_of(tmp_path).resume(
+        model=model, optimizer=both if is_named else list(both.values()), strict=False
+    )
+    assert_same(first.state_dict(), both["a"].state_dict())
+    assert not both["b"].state
+
+
+def test_gradients_do_not_keep_a_new_optimizer_from_its_state(tmp_path: Path) -> None:
+    training = Training()
+    training.train(1)
+    manager_of(tmp_path).save(1, **training.parts)
+    other = Training(5)
+    other.gradients(1)
+    gradients = [p.grad for p in other.model.parameters()]
+    info = manager_of(tmp_path).resume(**other.parts)
+    assert info.report is not None and info.report.unexpected == ("dcpx.manager",)
+    assert all(p.grad is g for p, g in zip(other.model.parameters(), gradients, strict=True))
+    assert [other.train(i) for i in (2, 3)] == [training.train(i) for i in (2, 3)]
+
+
+def test_groups_without_parameters_keep_their_settings_where_they_are_by_parameter(
+    tmp_path: Path,
+) -> None:
+    def stage(lr: float) -> tuple[Any, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 2)
+        empty = [{"params": [], "lr": lr}, {"params": list(model.parameters())}]
+        optimizer = torch.optim.AdamW([*empty, {"params": []}], lr=2 * lr)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = stage(0.5)
+    part = OptimizerPart(model, optimizer, has_named_groups=True)
+    save({"optimizer": part}, tmp_path)
+    other, others = stage(3.0)
+    load({"optimizer": OptimizerPart(other, others, has_named_groups=True)}, tmp_path)
+    assert [group["lr"] for group in others.param_groups] == [3.0, 1.0, 6.0]
+    assert [len(group["params"]) for group in others.param_groups] == [0, 2, 0]
+    assert_same(optimizer.state_dict()["state"], others.state_dict()["state"])
+    others.step()
+
+
+def test_settings_that_are_tensors_are_told_apart_where_they_are_by_parameter(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    rates = (torch.tensor(0.1), torch.tensor(0.2))
+    parameters = zip(model.parameters(), rates, strict=True)
+    groups = [{"params": [one], "lr": rate} for one, rate in parameters]
+    apart = torch.optim.AdamW(groups, foreach=False)
+    part = OptimizerPart(model, apart, has_named_groups=True)
+    save({"optimizer": part}, tmp_path)
+    together = adamw(model, lr=torch.tensor(9.0), foreach=False)
+    with pytest.raises(MismatchError, match="one group of the optimizer"):
+        load({"optimizer": OptimizerPart(model, together, has_named_groups=True)}, tmp_path)
+    load({"optimizer": part}, tmp_path)
+    assert [group["lr"].item() for group in apart.param_groups] == pytest.approx([0.1, 0.2])
