@@ -40,7 +40,7 @@ class TrainingRules(KeyRules):
         kinds = ("state.", "param_groups.") if has_named_groups else ("state.",)
         self._prefixes = tuple(prefix + kind for prefix in whole for kind in kinds)
         self._new: dict[str, str | None] = {}  # by stored name; None: left out
-        self._reshaped: set[str] = set()
+        self._reshaped: dict[str, list[str | None]] = {}  # what is made of a stored one
 
     def resolve(
         self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False, part: str = ""
@@ -66,13 +66,17 @@ class TrainingRules(KeyRules):
             entries[new] = MappedTensor.whole(name, sizes)
         return entries
 
-    def parameter(self, name: str, own: Set[str]) -> str | None:
-        """Returns what a stored parameter is called among `own`; None: it is left out.
+    def parameters(self, name: str, own: Set[str]) -> list[str]:
+        """Returns what a stored parameter is called among `own`: nothing where it is left out,
+        several names where it is split.
 
         REQUIRES: `resolve`.
         """
-        new = self._new.get(name, name)
-        if new is None or new in own or not self.wrappers:
+        found = self._reshaped.get(name) or [self._new.get(name, name)]
+        return [self._among(new, own) for new in found if new is not None]
+
+    def _among(self, new: str, own: Set[str]) -> str:
+        if new in own or not self.wrappers:
             return new
         alike = [one for one in own if unwrapped(one) == unwrapped(new)]
         return alike[0] if len(alike) == 1 else new
@@ -84,7 +88,8 @@ class TrainingRules(KeyRules):
             if len(sources) == 1 and entry.is_whole(stored[sources[0]]):
                 self._new[sources[0].removeprefix(MODEL)] = name
             else:
-                self._reshaped.update(source.removeprefix(MODEL) for source in sources)
+                for source in sources:
+                    self._reshaped.setdefault(source.removeprefix(MODEL), []).append(name)
 
     def _renamed(self, name: str) -> str | None:
         """Returns the new name of what is no part of the model; None: it is left out."""

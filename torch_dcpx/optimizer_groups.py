@@ -84,6 +84,6 @@ def translated_groups(
     names = frozenset(name for group in own for name in group)
     found = []
     for group in groups:
-        new = [rules.parameter(name, names) for name in group[_PARAMS]]
-        found.append({**group, _PARAMS: [name for name in new if name is not None]})
+        new = [one for name in group[_PARAMS] for one in rules.parameters(name, names)]
+        found.append({**group, _PARAMS: new})
     return found

@@ -227,3 +227,24 @@ def test_fresh_start_needs_no_names(tmp_path: Path) -> None:
     save_steps(manager_of(tmp_path), 1)
     with pytest.raises(PlanError, match="matches no stored name"):
         manager_of(tmp_path).resume(model=Renamed(), translate=RENAMES)
+
+
+def test_group_of_frozen_tensors_that_are_split_keeps_its_settings(tmp_path: Path) -> None:
+    training = Training()
+    training.model[1].requires_grad_(False)
+    groups = [{"params": training.model[0].parameters()}, {"params": [training.model[1].weight]}]
+    training.optimizer = torch.optim.AdamW([groups[0], {**groups[1], "lr": 0.7}], lr=0.1)
+    training.gradients(1)
+    training.optimizer.step()
+    manager_of(tmp_path).save(1, model=training.model, optimizer=training.optimizer)
+    layers, parts = training.model, [torch.nn.Parameter(torch.zeros(n, 7), False) for n in (1, 2)]
+    other = torch.nn.ParameterDict({"a": parts[0], "b": parts[1], "bias": layers[1].bias})
+    model = torch.nn.ModuleDict({"0": layers[0], "1": other})
+    optimizer = torch.optim.AdamW(
+        [{"params": layers[0].parameters()}, {"params": parts, "lr": 5.0}], lr=9.0
+    )
+    rules = KeyMap(Split(r"1\.weight", ["1.a", "1.b"], sizes=[1, 2]))
+    manager_of(tmp_path).resume(model=model, optimizer=optimizer, translate=rules)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.7]
+    assert_same(layers[1].weight, torch.nn.Parameter(torch.cat(parts), False))
+    optimizer.step()
