@@ -22,6 +22,7 @@ from torch_dcpx.layout import METADATA_NAME
 from torch_dcpx.load_checkpoint import load
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.verify_checkpoint import open_checkpoint
 
 __all__ = ["Record", "Stored", "examine", "identity_of"]
 
@@ -122,12 +123,12 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
         options: of the reader.
 
     Raises:
-        NotCommittedError: no `.metadata`: it was never committed, or is half deleted.
+        NotCommittedError: no directory or no `.metadata`: never committed, or half deleted.
         StorageError: a data file is missing or cannot be looked at.
         ShortReadError: a data file is shorter than it was written, or longer.
         CorruptionError: `.metadata` or the manager's record cannot be read.
     """
-    with Directory(path) as directory:
+    with open_checkpoint(path) as directory:
         if METADATA_NAME not in directory.names():
             raise NotCommittedError(
                 f"'{path}' holds no '{METADATA_NAME}': a save that did not end, or a deletion",

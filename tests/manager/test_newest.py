@@ -8,13 +8,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from saves import save
 from trainings import manager_of, on_disk, save_steps
 
-from torch_dcpx import DcpxError, NotCommittedError, PlanError, manager_root
+from torch_dcpx import DcpxError, KeyMap, NotCommittedError, PlanError, manager_root
 
 
 def lose(root: Path) -> None:
@@ -129,8 +130,15 @@ def test_tag_that_is_asked_for_is_taken(tmp_path: Path) -> None:
     target = {"x": torch.zeros(3)}
     assert manager.resume(state=target, tag=1).step == 1
     assert target["x"].tolist() == [1.0] * 3
-    with pytest.raises(DcpxError, match="step-7"):
-        manager.resume(tag=7)
+    asked: list[Callable[[], Any]] = [
+        lambda: manager.resume(tag=7),
+        lambda: manager.export(7, tmp_path / "out"),
+        lambda: manager.dry_run(KeyMap(), 7),
+        lambda: manager.pin(7),
+    ]
+    for ask in asked:
+        with pytest.raises(NotCommittedError, match="step-7"):
+            ask()
 
 
 def test_after_going_back_the_last_commit_is_the_newest(tmp_path: Path) -> None:
