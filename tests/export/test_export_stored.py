@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -132,7 +133,8 @@ def write_one_batch(rows: Any) -> None:
         written.finish()
 
 
-def test_batch_under_way_has_ended_when_it_is_left_after_two_interruptions() -> None:
+def interrupt_twice() -> None:
+    """In a process of its own: a signal that comes late would end all tests."""
     rows, main, has_left = SlowRows(), threading.get_ident(), threading.Event()
 
     def is_leaving() -> bool:
@@ -158,10 +160,20 @@ def test_batch_under_way_has_ended_when_it_is_left_after_two_interruptions() -> 
         with pytest.raises(KeyboardInterrupt):
             write_one_batch(rows)
         assert rows.has_ended
+        print("has ended")
     finally:
         has_left.set()
         rows.may_end.set()
         thread.join(120)
+
+
+def test_batch_under_way_has_ended_when_it_is_left_after_two_interruptions() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "import test_export_stored as t; t.interrupt_twice()"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (0, "has ended\n"), result.stderr
 
 
 def test_windows_use_the_memory_of_the_one_before_the_last(
