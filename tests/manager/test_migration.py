@@ -271,6 +271,28 @@ def full_checkpoints_and_their_names(root: Path) -> None:
     with pytest.raises(dcpx.MismatchError):
         dcpx.load_pretrained(Training(7).model, root / "hf")
 
+    manager = manager_of(root)
+    manager.export(1, root / "net2.pt", format="torch")
+    assert_same(weights_of(training), dict(torch.load(root / "net2.pt", weights_only=True)))
+    other = Training(8)
+    manager.export(other.model, root / "live")
+    dcpx.load_pretrained(same.model, root / "live")
+    assert_same(weights_of(other), weights_of(same))
+
+
+def test_resume_translates_names_by_a_function_too(tmp_path: Path) -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self, net: torch.nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+    training, other = trained(1), Training(5)
+    manager = manager_of(tmp_path)
+    manager.save(1, model=training.model)
+    assert "net.0.weight" in str(manager.dry_run("net.{}".format))
+    manager.resume(model=Wrapped(other.model), translate="net.{}".format)
+    assert_same(weights_of(training), weights_of(other))
+
 
 @row("`num_kept_partial_checkpoints=5`")
 def kept_checkpoints(root: Path) -> None:

@@ -24,7 +24,7 @@ NAMED = {
     .default,
 }
 REQUIRED = object()
-MANAGER_CALLS = ("save", "resume", "save_on_signal", "wait")
+MANAGER_CALLS = ("save", "resume", "dry_run", "export", "save_on_signal", "wait")
 # What is made by us for the caller, or has one argument that says all.
 NO_OPTIONS = {"CopyGuard", "Finding", "PerRank", "Preemption", "SaveHandle"}
 
