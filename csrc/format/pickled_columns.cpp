@@ -148,11 +148,15 @@ void PickledMetadata::to_strings(std::vector<std::int64_t>* numbers) {
   for (std::int64_t& number : *numbers) number = string(number);
 }
 
-void PickledMetadata::emit_rest() {
+bool PickledMetadata::emit_rest() {
   UnpickledColumns& out = *columns_;
   for (std::vector<std::int64_t>& names : descriptors_) to_strings(&names);
   out.descriptors = std::move(descriptors_);
   if (root_[3].is(Kind::kStorageMeta)) {
+    // A path is joined, and its parts may all be one text.
+    for (const std::int64_t part : storage_meta_.checkpoint_id) {
+      if (storage_meta_.is_path && !charge(texts.text(part).size(), 1)) return false;
+    }
     to_strings(&storage_meta_.checkpoint_id);
     to_strings(&storage_meta_.modules);
     for (std::int64_t* text : {&storage_meta_.save_id, &storage_meta_.load_id}) {
@@ -161,15 +165,14 @@ void PickledMetadata::emit_rest() {
     out.storage_meta = std::move(storage_meta_);
   }
   out.version = root_[4].is(Kind::kText) ? string(root_[4].number) : -1;
+  return true;
 }
 
 bool PickledMetadata::emit(std::size_t max_cells, UnpickledColumns* columns) {
   columns_ = columns;
   cells_left_ = max_cells;
   string_of_.assign(texts.count(), -1);
-  if (!emit_entries() || !emit_places() || !emit_planner()) return false;
-  emit_rest();
-  return true;
+  return emit_entries() && emit_places() && emit_planner() && emit_rest();
 }
 
 }  // namespace dcpx

@@ -10,6 +10,7 @@ using Kind = PickledValue::Kind;
 
 constexpr std::size_t kMaxDims = 64;          // of torch
 constexpr std::size_t kMaxDescriptors = 256;  // distinct lists; a save has one or two
+constexpr std::size_t kMaxNames = 16;         // of one list: all lists are compared with a place's
 constexpr std::size_t kCommonProperties = 5;  // fields; the sixth is torch 2.15's
 constexpr std::string_view kMemoryFormats[] = {"TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST",
                                                "TORCH_PRESERVE_FORMAT"};
@@ -295,8 +296,9 @@ bool PickledMetadata::texts_of(const Value& value, std::vector<std::int64_t>* in
 }
 
 bool PickledMetadata::descriptors(const Value& value, std::int64_t* number) {
+  const std::size_t count = value.is(Kind::kList) ? items(value).size() : value.count;
   std::vector<std::int64_t> names;
-  if (!texts_of(value, &names)) return false;
+  if (count > kMaxNames || !texts_of(value, &names)) return false;
   const auto found = std::find(descriptors_.begin(), descriptors_.end(), names);
   *number = found - descriptors_.begin();
   if (found == descriptors_.end()) descriptors_.push_back(std::move(names));

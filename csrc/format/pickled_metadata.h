@@ -147,7 +147,7 @@ class PickledMetadata {  // Not thread-safe.
   bool emit_properties(const Properties& properties);
   bool emit_places();
   bool emit_planner();
-  void emit_rest();
+  bool emit_rest();
   bool charge(std::size_t rows, std::size_t cells);
   void append(const Range& range, std::vector<std::int64_t>* column) const;
   // The number of a text among the strings of the columns.
