@@ -25,7 +25,7 @@ import pathlib
 import re
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_dcpx.settle import (
@@ -244,13 +244,20 @@ def _bytes_io(raw: StandIn, settle: Settler) -> io.BytesIO:
 
 def path_text(raw: StandIn, settle: Settler) -> str:
     """The text of a path, without making a path object."""
-    return str(pathlib.PurePosixPath(*_arguments(raw, settle, *[str] * len(raw.args))))
+    return str(pathlib.PurePosixPath(*_path_parts(raw, settle)))
+
+
+def _path_parts(raw: StandIn, settle: Settler) -> Sequence[str]:
+    """The texts of a path, charged before they are joined: they may be one text a million times."""
+    parts: Sequence[str] = _arguments(raw, settle, *[str] * len(raw.args))
+    settle.charge(sum(map(len, parts)))
+    return parts
 
 
 def _path(cls: type[pathlib.PurePath]) -> Callable[[StandIn, Settler], Any]:
     # Making a Path never touches the disk; only text may be joined to one.
     def build(raw: StandIn, settle: Settler) -> Any:
-        return cls(*_arguments(raw, settle, *[str] * len(raw.args)))
+        return cls(*_path_parts(raw, settle))
 
     return build
 

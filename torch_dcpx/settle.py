@@ -131,6 +131,10 @@ class Settler:
             nbytes += ELEMENT_BYTES * len(made)
         elif type(made).__module__ == "numpy":  # others may have an `nbytes` that is no count
             nbytes += getattr(made, "nbytes", 0)
+        self.charge(nbytes)
+
+    def charge(self, nbytes: int) -> None:
+        """Refuse a tree whose calls have made far more than it has bytes, with so many more."""
         self._left_bytes -= nbytes
         if self._left_bytes < 0:
             refuse("makes far more by its calls than it has bytes")

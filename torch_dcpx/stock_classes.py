@@ -72,9 +72,12 @@ def optional_text(value: Any, what: str) -> str | None:
     return None if value is None else text(value, what)
 
 
-def _size(value: Any, what: str) -> torch.Size:
+def _size(value: Any, what: str, settle: Settler) -> torch.Size:
     if type(value) is not torch.Size:
-        return torch.Size(dims(value, what))
+        made: torch.Size | None = settle.cache.get(id(value))  # a tuple may be named by many
+        if made is None:
+            made = settle.cache[id(value)] = torch.Size(dims(value, what))
+        return made
     for n in value:  # here and not by `dims`: called half a million times for a large model
         if type(n) is not int or not 0 <= n <= MAX_INT64:
             refuse(f"has {brief(n)} in a {what}")
@@ -124,29 +127,51 @@ def _properties(raw: StateStandIn, settle: Settler) -> TensorProperties:
     return made
 
 
-def _chunk(raw: StateStandIn, _settle: Settler) -> ChunkStorageMetadata:
+def _chunk(raw: StateStandIn, settle: Settler) -> ChunkStorageMetadata:
     state = fields(raw)
-    offsets, sizes = _size(state.get("offsets"), "chunk"), _size(state.get("sizes"), "chunk")
+    offsets, sizes = (
+        _size(state.get("offsets"), "chunk", settle),
+        _size(state.get("sizes"), "chunk", settle),
+    )
     if len(offsets) != len(sizes):
         refuse(f"has a chunk of {len(offsets)} offsets and {len(sizes)} sizes")
     return ChunkStorageMetadata(offsets, sizes)
 
 
+def _chunks(raw: list[Any], settle: Settler) -> tuple[list[ChunkStorageMetadata], int]:
+    """The chunks of a tensor, and how many dimensions all of them have (0 without any).
+
+    What the file has once is made once: a thousand tensors may name one list of them, and a list
+    one chunk a thousand times.
+    """
+    known = settle.cache.get(id(raw))
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    made: list[ChunkStorageMetadata] = []
+    for chunk in raw:
+        if type(chunk) is not CHUNK:
+            refuse(f"has a chunk of type {type(chunk).__name__}")
+        one = settle.cache.get(id(chunk))
+        if one is None:
+            one = settle.cache[id(chunk)] = _chunk(chunk, settle)
+        made.append(one)
+        if len(one.sizes) != len(made[0].sizes):
+            refuse(f"has a chunk of {len(one.sizes)} dimensions beside {len(made[0].sizes)}")
+    settle.cache[id(raw)] = made, len(made[0].sizes) if made else 0
+    return settle.cache[id(raw)]  # type: ignore[no-any-return]
+
+
 def build_tensor(raw: StateStandIn, settle: Settler) -> TensorStorageMetadata:
     """Build the entry of a tensor; its chunks have as many dimensions as it has."""
     state = fields(raw)
-    shape = _size(state.get("size"), "tensor size")
+    shape = _size(state.get("size"), "tensor size", settle)
     properties: Any = state.get("properties")
     chunks: Any = state.get("chunks")
     if type(properties) is not PROPERTIES or type(chunks) is not list:
         refuse("has a tensor without properties or chunks")
-    made = []
-    for chunk in chunks:
-        if type(chunk) is not CHUNK:
-            refuse(f"has a chunk of type {type(chunk).__name__}")
-        made.append(_chunk(chunk, settle))
-        if len(made[-1].sizes) != len(shape):
-            refuse(f"has a chunk of {len(made[-1].sizes)} dimensions in a tensor of {len(shape)}")
+    made, ndim = _chunks(chunks, settle)
+    if made and ndim != len(shape):
+        refuse(f"has a chunk of {ndim} dimensions in a tensor of {len(shape)}")
     return TensorStorageMetadata(_properties(properties, settle), shape, made)
 
 
@@ -156,7 +181,7 @@ def build_bytes(raw: StateStandIn, _settle: Settler) -> BytesStorageMetadata:
     return BytesStorageMetadata()
 
 
-def build_index(raw: StateStandIn, _settle: Settler) -> MetadataIndex:
+def build_index(raw: StateStandIn, settle: Settler) -> MetadataIndex:
     """Build a key of `storage_data`."""
     state = fields(raw)
     offset, hint = state.get("offset"), state.get("index")
@@ -166,12 +191,12 @@ def build_index(raw: StateStandIn, _settle: Settler) -> MetadataIndex:
     made: MetadataIndex = object.__new__(MetadataIndex)
     known: dict[str, Any] = {"fqn": text(state.get("fqn"), "name"), "index": hint}
     if offset is not None:
-        known["offset"] = _size(offset, "offset")
+        known["offset"] = _size(offset, "offset", settle)
     made.__dict__.update(known)
     return made
 
 
-def build_storage_info(raw: StateStandIn, _settle: Settler) -> _StorageInfo:
+def build_storage_info(raw: StateStandIn, settle: Settler) -> _StorageInfo:
     """Build a value of `storage_data`; its path is not vetted here."""
     state = fields(raw)
     path = text(state.get("relative_path"), "relative path")
@@ -181,7 +206,11 @@ def build_storage_info(raw: StateStandIn, _settle: Settler) -> _StorageInfo:
         return _StorageInfo(path, offset, length)
     if type(descriptors) not in (list, tuple):
         refuse(f"has transform descriptors of type {type(descriptors).__name__}")
-    texts = [text(value, "transform descriptor") for value in descriptors]
+    # What the file has once is made once: all its places may name one list of a million texts.
+    texts = settle.cache.get(id(descriptors))
+    if texts is None:
+        texts = [text(value, "transform descriptor") for value in descriptors]
+        settle.cache[id(descriptors)] = texts
     return _StorageInfo(path, offset, length, texts)
 
 
