@@ -280,20 +280,6 @@ def full_checkpoints_and_their_names(root: Path) -> None:
     assert_same(weights_of(other), weights_of(same))
 
 
-def test_resume_translates_names_by_a_function_too(tmp_path: Path) -> None:
-    class Wrapped(torch.nn.Module):
-        def __init__(self, net: torch.nn.Module) -> None:
-            super().__init__()
-            self.net = net
-
-    training, other = trained(1), Training(5)
-    manager = manager_of(tmp_path)
-    manager.save(1, model=training.model)
-    assert "net.0.weight" in str(manager.dry_run("net.{}".format))
-    manager.resume(model=Wrapped(other.model), translate="net.{}".format)
-    assert_same(weights_of(training), weights_of(other))
-
-
 @row("`num_kept_partial_checkpoints=5`")
 def kept_checkpoints(root: Path) -> None:
     training = trained(1)
