@@ -13,13 +13,15 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch_dcpx.guard import Guard
+
 __all__ = ["PlanningPause", "bounded_pause", "paused_gc", "paused_gc_of_many"]
 
 _MANY_ITEMS = 2000  # from here on collections cost a plan more than the timer does, 0.1 ms
 _MAX_PAUSE_S = 10.0  # where DCP does not come back
 _KEPT_PLAN_S = 1.0  # after the save, where somebody keeps its plan
 
-_lock = threading.RLock()  # a signal handler may save while its thread holds it
+_lock = Guard()  # a signal handler may save while its thread holds it
 _depth = 0  # how many blocks and bounded pauses, of all threads, are running
 _epoch = 0  # how often the process was forked from one that had this module
 _was_enabled = False  # before the first of them
@@ -79,13 +81,13 @@ def paused_gc() -> Iterator[None]:
     The switch is the process's, so blocks are counted: the first one, whatever its thread,
     remembers the state, and the last one restores it.
     """
-    with _lock:
+    with _lock.held():
         _begin()
         _own.depth = getattr(_own, "depth", 0) + 1
     try:
         yield
     finally:
-        with _lock:
+        with _lock.held():
             _own.depth -= 1
             _end()
 
@@ -134,7 +136,7 @@ class PlanningPause:
         timer = threading.Timer(seconds, self.end)
         timer.daemon = True
         timer.name = "dcpx-gc-pause"
-        with _lock:
+        with _lock.held():
             try:
                 timer.start()
             except RuntimeError:  # no thread to be had: no pause without its end
@@ -156,14 +158,14 @@ class PlanningPause:
         the items of 20,000 tensors go with their plan, a quarter of a global plan of 256,000.
         Freezing and thawing makes them old without a look at any; what others froze stays frozen.
         """
-        with _lock:
+        with _lock.held():
             if self._timer is not None and self._epoch == _epoch:
                 _make_old(self._before)
         self.end()
 
     def end(self) -> None:
         """Ends the pause, if one is on."""
-        with _lock:
+        with _lock.held():
             timer, self._timer, self._plan = self._timer, None, None
             if timer is not None and self._epoch == _epoch:
                 _end()
@@ -187,7 +189,7 @@ def bounded_pause(items: int) -> Iterator[None]:
 def _forget_other_threads() -> None:
     """In a forked child: what threads that are not there any more would end never ends."""
     global _lock, _depth, _epoch
-    _lock = threading.RLock()
+    _lock = Guard()
     _epoch += 1
     before, _depth = _depth, getattr(_own, "depth", 0)
     if before and _depth == 0 and _was_enabled:

@@ -17,13 +17,13 @@ import logging
 import os
 import socket
 import stat
-import threading
 import weakref
 from pathlib import Path
 from typing import Literal
 
 from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
+from torch_dcpx.guard import Guard
 from torch_dcpx.running_save import RunningSave
 from torch_dcpx.system_calls import close_read, moved
 
@@ -38,7 +38,7 @@ _MAX_OTHERS = 16  # machines that are remembered
 _MAX_RECORD_BYTES = 4096
 _Key = tuple[int, int]  # (st_dev, st_ino)
 _held: dict[_Key, dict[int, weakref.ref[SaveLock]]] = {}  # by descriptor; several if shared
-_guard = threading.RLock()
+_guard = Guard()
 _warned: set[int] = set()  # devices without locks that were named once
 
 
@@ -137,7 +137,7 @@ class SaveLock:
 
     def _acquire(self, key: _Key) -> None:
         """Takes the lock and enters it in the table under `key`, where there are locks."""
-        with _guard:
+        with _guard.held():
             for fd, entry in list(_held.get(key, {}).items()):
                 holder = entry()
                 if holder is None or not holder._save.is_under_way():
@@ -228,14 +228,14 @@ class SaveLock:
         try:
             self._finalizer()
         except BaseException:  # of a signal's handler; the finalizer will not be called again
-            with _guard:
+            with _guard.held():
                 entry = _held.get(self._key, {}).get(self._fd)
                 if entry is not None and entry() is self:
                     _release(self._fd, self._key, self.path, os.getpid())
             raise
 
     def _empty_record(self) -> None:
-        with _guard:  # whoever else gives this lock back closes its file
+        with _guard.held():  # whoever else gives this lock back closes its file
             if not self._finalizer.alive:
                 return
             try:
@@ -249,7 +249,7 @@ def _release(fd: int, key: _Key, path: Path, pid: int) -> None:
     table still has it, and its owner or whoever wants it next goes on here, or only its file is
     left to be closed.
     """
-    with _guard:
+    with _guard.held():
         try:
             # Closing is not enough: a process that was forked from C++ may share the lock. And a
             # child that was forked while it was taken must not take it from its parent.
@@ -268,7 +268,7 @@ def _release(fd: int, key: _Key, path: Path, pid: int) -> None:
 def _forget_parents_locks() -> None:
     """In a forked child: a lock is its parent's, and goes with it even if the child lives on."""
     global _guard
-    _guard = threading.RLock()  # another thread of the parent may have held it
+    _guard = Guard()  # another thread of the parent may have held it
     for holders in _held.values():
         for fd, entry in holders.items():
             lock = entry()

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import OptionError
+from torch_dcpx.guard import Guard
 from torch_dcpx.save_handle import SaveHandle
 
 __all__ = [
@@ -36,7 +37,7 @@ logger = logging.getLogger("torch_dcpx")
 _EXIT_VARIABLE = "DCPX_EXIT_TIMEOUT_S"
 _EXIT_TIMEOUT_S = 600.0
 
-_guard = threading.RLock()  # a signal handler may wait while its thread holds it
+_guard = Guard()  # a signal handler may wait while its thread holds it
 _handles: list[SaveHandle] = []  # under way, or failed and not asked for
 _followers: list[Callable[[Deadline], None]] = []
 _own = threading.local()  # .handle: the save that the current thread makes
@@ -44,7 +45,7 @@ _own = threading.local()  # .handle: the save that the current thread makes
 
 def add(handle: SaveHandle) -> None:
     """Notes a save that has begun."""
-    with _guard:
+    with _guard.held():
         _sweep()
         _handles.append(handle)
 
@@ -69,7 +70,7 @@ def _is_uncollected(handle: SaveHandle) -> bool:
 
 
 def _under_way() -> list[SaveHandle]:
-    with _guard:
+    with _guard.held():
         _sweep()
         own = getattr(_own, "handle", None)
         return [handle for handle in _handles if not handle.done() and handle is not own]
@@ -95,7 +96,7 @@ def wait_for_room(max_in_flight: int) -> float:
 
 def raise_uncollected() -> None:
     """Raises the oldest error that nobody has asked for; the others are logged with it."""
-    with _guard:
+    with _guard.held():
         failed = [handle for handle in _handles if _is_uncollected(handle)]
         errors = [handle.durable.exception() for handle in failed]  # collects it
         _sweep()
@@ -184,7 +185,7 @@ def _at_exit() -> None:
 
 
 def _log_uncollected() -> None:
-    with _guard:
+    with _guard.held():
         for handle in filter(_is_uncollected, _handles):
             _log_failure(handle, handle.durable.exception())
 
@@ -231,7 +232,7 @@ def drain_on_sigterm() -> Callable[[], None]:
 def _forget_parents_saves() -> None:
     """In a forked child: they go on in the parent."""
     global _guard
-    _guard = threading.RLock()  # another thread of the parent may have held it
+    _guard = Guard()  # another thread of the parent may have held it
     _handles.clear()
 
 

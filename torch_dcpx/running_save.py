@@ -22,6 +22,7 @@ from typing import Any
 
 from torch_dcpx._compat import saved_through
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
+from torch_dcpx.guard import Guard
 from torch_dcpx.progress import ProgressFunction
 
 __all__ = ["RunningSave", "WriterUse", "driven"]
@@ -151,7 +152,7 @@ class WriterUse:
     """
 
     def __init__(self) -> None:
-        self._guard = threading.RLock()  # a signal handler may save as well
+        self._guard = Guard()  # a signal handler may save as well
         self._pid = os.getpid()
         self._running: RunningSave | None = None
         self._path = ""  # of the running save
@@ -168,8 +169,8 @@ class WriterUse:
     def hold(self) -> Iterator[None]:
         """Keeps other threads from sending the writer elsewhere, or from beginning a save."""
         if self._pid != os.getpid():  # forked, while another thread may have held it
-            self._guard, self._pid = threading.RLock(), os.getpid()
-        with self._guard:
+            self._guard, self._pid = Guard(), os.getpid()
+        with self._guard.held():
             yield
 
     def check(self) -> None:

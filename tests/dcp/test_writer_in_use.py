@@ -225,7 +225,9 @@ def test_reset_lets_no_save_begin_while_it_gives_back_the_last_ones_locks(
     release = DcpxWriter._DcpxWriter__release
 
     def look(self: DcpxWriter, **kwargs: Any) -> None:
-        is_free.append(other_thread(lambda: self._DcpxWriter__use._guard.acquire(blocking=False)))
+        is_free.append(
+            other_thread(lambda: self._DcpxWriter__use._guard._lock.acquire(blocking=False))
+        )
         release(self, **kwargs)
 
     monkeypatch.setattr(DcpxWriter, "_DcpxWriter__release", look)
