@@ -30,9 +30,9 @@ from torch_dcpx import DcpxWriter, arena
 from torch_dcpx.arena import ArenaPool
 
 RANKS = 2
-LIMIT = timedelta(seconds=30)  # of the process group's collectives; a lost peer is noticed at once
-
-
+LIMIT = timedelta(seconds=60)  # of the process group's collectives; a lost peer is noticed at once
+DEADLINE_S = 180.0  # of both ranks of a case
+FEWEST_CALLS = 10  # that a rank makes, or a few more: a sample kills each rank at least once
 OLD, NEW, NEXT = range(3)
 STATES = {"old": of_all(OLD), "new": of_all(NEW)}
 
@@ -64,7 +64,7 @@ class Sweep:
         """Tries each call, or a sample of one in `stride`, until a save has no such call."""
         group = f"{self._way}, rank {self._victim} killed"
         found: Counter[str] = Counter()
-        nth = chosen.randrange(stride)
+        nth = chosen.randrange(min(stride, FEWEST_CALLS))
         while nth < MOST_CALLS:
             is_killed, there, bad = self._once(nth)
             table.add(group, f"call {nth}" if is_killed else "no call", bad)
@@ -81,7 +81,8 @@ class Sweep:
         store = self._store / f"{self._way}-{self._victim}-{self._number}"
         save(of_all(OLD), path)
         ended = in_children(
-            [lambda rank=rank: self._rank(rank, nth, path, store) for rank in range(RANKS)]
+            [lambda rank=rank: self._rank(rank, nth, path, store) for rank in range(RANKS)],
+            DEADLINE_S,
         )
         is_killed = ended[self._victim].code == -9 and not ended[self._victim].is_hung
         there, bad = self._judged(ended, path, is_killed)

@@ -22,7 +22,8 @@ from ways import which
 import torch_dcpx
 from torch_dcpx import pending_saves
 
-WAIT_S = 30.0
+WAIT_S = 60.0
+DEADLINE_S = 150.0  # of a case
 THREAD = "dcpx-save"
 EDGE_LINES = 30
 KINDS = (MemoryError, SystemExit)
@@ -86,7 +87,7 @@ def try_line(table: Table, path: Path, kind: type[BaseException], at: int) -> No
         saved_next(path)
         return "" if which(path, OLD, NEXT) == "new" else "the next save is not whole"
 
-    ended = in_child(body)
+    ended = in_child(body, DEADLINE_S)
     is_well = ended.said.get("value") == ""
     table.add(f"{kind.__name__} in async_save", f"line {at}", None if is_well else str(ended))
 

@@ -221,6 +221,8 @@ class Job:
             return "" if "failing as it was to" in str(error) else repr(error)
         if not isinstance(error, ConcurrentSaveError):
             return f"job {self._job}, rank {self._rank}: {error!r}"
+        if current.phase is None and error.owner == "unknown":
+            return ""  # the other one has just taken the lock, or has just ended
         if f"pid={self._pids[0]} " not in f"{error.owner} ":
             return f"job {self._job}: owner {error.owner}, and it is of {self._pids}"
         return ""
