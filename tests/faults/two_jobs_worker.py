@@ -180,8 +180,9 @@ class Job:
             texts = [text for _, text in ends if text]
             if len({has_raised for has_raised, _ in ends}) != 1:
                 texts.append(f"raised by rank: {ends}")
-            end.with_suffix(".part").write_text("\n".join([str(int(ends[0][0])), *texts]))
-            end.with_suffix(".part").rename(end)
+            part = end.with_name(f"{end.name}.part")
+            part.write_text("\n".join([str(int(ends[0][0])), *texts]))
+            part.rename(end)
         if self._job == "a" and self._rank == 0:
             bad = self._judged(current)
         dist.barrier()
