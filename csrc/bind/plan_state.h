@@ -17,8 +17,8 @@ class StateReader {
   // `parts`: by name, as `torch_dcpx/plan_fingerprint.py` lists them.
   explicit StateReader(const pybind11::dict& parts);
 
-  // (flat, paths, whether a value is a ShardedTensor, whether a key is no plain str or an element of
-  // a list has no value): torch's `flatten_state_dict`, with its order, its names and its error.
+  // (flat, paths, whether a value is a ShardedTensor, whether a key is no plain str or an element
+  // of a list has no value): torch's `flatten_state_dict`, with its order, its names and its error.
   pybind11::tuple flatten(const pybind11::object& state) const;
 
   // Bytes that differ wherever the plans of two flat states do; None where a value is of a kind
