@@ -135,6 +135,7 @@ def write_one_batch(rows: Any) -> None:
 
 def interrupt_twice() -> None:
     """In a process of its own: a signal that comes late would end all tests."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     rows, main, has_left = SlowRows(), threading.get_ident(), threading.Event()
 
     def is_leaving() -> bool:
