@@ -141,9 +141,11 @@ def try_save(table: Table, path: Path, way: str, ending: str, at: int) -> None:
             return "ended"
         if not was_interrupted and which(path, OLD, NEW) != "new":
             return "returned, and is not there"
-        for thread in threading.enumerate():  # DCP's goes on when who waits for it is interrupted
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join(30)
+        # DCP's thread, and ours, go on when who waits for them is interrupted: until then the lock
+        # is rightly theirs.
+        for thread in set(threading.enumerate()) - {threading.current_thread()}:
+            if not thread.daemon or thread.name == "dcpx-save":
+                thread.join(60)
         saved_next(path)
         return "next" if which(path, OLD, NEXT) == "new" else "the next save is not whole"
 
