@@ -107,6 +107,7 @@ class Sweep:
     def __init__(self, shim: Shim, tree: Path, name: str, stride: int, offset: int) -> None:
         self._shim = shim
         self._tree = tree
+        self._root = tree / "saves"  # whose own entry, in the tree too, a first save syncs
         self._stride = stride
         self._offset = offset
         self._saves = name in SAVES
@@ -117,7 +118,7 @@ class Sweep:
     def run(self) -> list[Point]:
         """Returns every point; raises nothing."""
         shutil.rmtree(self._tree, ignore_errors=True)
-        self._tree.mkdir(parents=True)
+        self._root.mkdir(parents=True)
         self._shim.watch(self._tree)
         self._directory = self._prepared()
         for warm in ("EIO", "COUNT", "EIO"):  # what is imported and kept once
@@ -152,7 +153,7 @@ class Sweep:
     def _prepared(self) -> Path:
         """Returns a directory that holds what is to be there before."""
         self._directories += 1
-        directory = self._tree / f"{self._directories}"
+        directory = self._root / f"{self._directories}"
         self._seed += 1
         if self._before == "rank-local":
             save_rank_local(state_of(self._seed), directory, 1)
