@@ -219,6 +219,27 @@ def run_python(tmp_path: Path) -> RunPython:
     return run
 
 
+# ---- Collections --------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Takes what was imported out of the collector's sight: torch's 260,000 objects make each of
+    the collections around a test 0.15 s long, which is a fifth of all that the tests take.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def thawed() -> Iterator[None]:
+    """Nothing is frozen, as in most programs: where something is, `_gc` makes nothing old."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 # ---- Leaks --------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch_dcpx import DcpxReader, DcpxWriter, _gc
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc, paused_gc_of_many
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 
 def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
     entered, leave = threading.Event(), threading.Event()

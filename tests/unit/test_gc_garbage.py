@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 import torch_dcpx
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc_of_many
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 
 class _Cyclic:
     """Garbage that only a collection finds."""
