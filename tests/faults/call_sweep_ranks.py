@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import datetime
 import json
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from call_shim import Action, Kind, Shim
@@ -32,6 +29,7 @@ from call_sweep import (
     state_there,
     unwrapped,
 )
+from forks import alone
 from leaks import Held
 from saves import assert_whole
 from states import assert_same, blank_like
@@ -221,7 +219,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
+    alone()
     main()

@@ -9,19 +9,17 @@ points [n, exit status, what is there, data files left], and ends with a child t
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from call_shim import Action, Kind, Shim
 from call_sweep import MOST_CALLS, state_of, state_there
+from forks import alone
 from saves import assert_whole, data_files, load, save, save_rank_local
 from states import assert_same
 
@@ -142,7 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)  # a pool of threads would not survive the forks
+    alone()
     main()

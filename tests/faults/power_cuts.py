@@ -15,21 +15,19 @@ This process itself opens nothing on the disk.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from call_shim import Action, Kind, Shim
 from cut_saves import MUTANTS, NEVER, NEW, NEXT, OLD, SCENARIOS, by_us, rank_local
+from forks import alone
 from saves import READERS, load
 from states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
@@ -260,9 +258,7 @@ def sweep(shim: Shim, disk: Disk, asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     library, folder, kind, text = sys.argv[1:]
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)  # a pool of threads would not survive the forks
+    alone()
     warm = Path(folder) / "warm"
     for number, scenario in enumerate(SCENARIOS.values()):  # imports what is imported late
         ckpt = warm / str(number) / "a" / "b" / "ckpt"

@@ -15,6 +15,7 @@ Prints JSON: a row a kill, [n, exit status, step resumed, whole checkpoints].
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -138,6 +139,8 @@ def main() -> None:
     train(root / "warm", 1, is_async=False)  # imports what is imported late, before the first child
     check(root / "warm", is_first=True)
     shutil.rmtree(root / "warm")
+    gc.collect()
+    gc.freeze()  # a collection in a child would write to all that was imported
     shim.watch(str(root))
     rows = sweep(shim, root, begin, stride) if mode == "sweep" else loop(shim, root, begin, count)
     assert all(row[1] in (0, signal.SIGKILL) for row in rows), rows
