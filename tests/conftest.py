@@ -222,10 +222,10 @@ def run_python(tmp_path: Path) -> RunPython:
 # ---- Collections --------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Takes what was imported out of the collector's sight: torch's 260,000 objects make each of
-    the collections around a test 0.15 s long, which is a fifth of all that the tests take.
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_imports() -> None:
+    """Takes what was imported so far out of the collector's sight: torch's 260,000 objects make
+    each of the collections around a test 0.15 s long, a fifth of all that the tests take.
     """
     gc.collect()
     gc.freeze()
