@@ -219,6 +219,41 @@ def run_python(tmp_path: Path) -> RunPython:
     return run
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm_processes() -> Iterator[None]:
+    """The process that forks is started beside the first tests, and is no leak of one."""
+    from warm import warm_parent
+
+    parent = warm_parent()
+    yield
+    parent.close()
+
+
+@pytest.fixture
+def run_warm(tmp_path: Path) -> RunPython:
+    """Like `run_python`, in a process that has imported torch and torch_dcpx before (warm.py)."""
+    from warm import warm_parent
+
+    def run(
+        code: str,
+        *args: str,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 120,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        result = warm_parent().run(
+            ["-c", code, *args],
+            env={**os.environ, **(env or {})},
+            cwd=tmp_path,
+            timeout_s=timeout_s,
+        )
+        if check and result.returncode != 0:
+            pytest.fail(f"exit {result.returncode}\n{result.stdout}\n{result.stderr}")
+        return result
+
+    return run
+
+
 # ---- Collections --------------------------------------------------------------------------------
 
 

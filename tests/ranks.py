@@ -1,22 +1,50 @@
-"""Workers of several ranks, started as users start them."""
+"""Workers of several ranks: each a process of its own, in the environment that torchrun makes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, Any, NoReturn
+
+from warm import WarmProcess, warm_parent
+
+_DEADLINE_S = 240.0
 
 
 def run_ranks(worker: Path, ranks: int, *args: str) -> None:
     """Runs the worker on `ranks` ranks; fails with their output unless each says that it is done.
+
+    The store is this process's, as it is the launcher's under torchrun, and the first rank that
+    fails ends the others. Ranks are forked, not started (tests/warm.py).
 
     Args:
         worker: a script that prints "rank R done" when all of it held.
         ranks: processes on this machine.
         args: its arguments.
     """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [str(worker), *args]
+    with tempfile.TemporaryFile("w+", errors="replace") as out:
+        processes = [_started(command, rank, ranks, store.port, out) for rank in range(ranks)]
+        try:
+            codes = _ends(processes)
+        finally:
+            for process in processes:
+                process.kill()
+        out.seek(0)
+        said = out.read()
+    del store
+    _check(command, ranks, codes, said)
+
+
+def run_torchrun(worker: Path, ranks: int, *args: str) -> None:
+    """Like `run_ranks`, started as users start it; some seconds more for each."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
         str(ranks), str(worker), *args,
@@ -27,11 +55,35 @@ def run_ranks(worker: Path, ranks: int, *args: str) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=_DEADLINE_S,
         check=False,
     )
-    missing = [r for r in range(ranks) if f"rank {r} done" not in result.stdout]
-    assert result.returncode == 0 and not missing, f"{command}\n{result.stdout}"
+    _check(command, ranks, [result.returncode], result.stdout)
+
+
+def _started(command: list[str], rank: int, ranks: int, port: int, out: IO[Any]) -> WarmProcess:
+    environment = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+        "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    return warm_parent().start(command, out, out, env={**os.environ, **environment})
+
+
+def _ends(processes: list[WarmProcess]) -> list[int | None]:
+    """Returns their statuses when all have ended or one has failed; None: it still ran."""
+    give_up_at = time.monotonic() + _DEADLINE_S
+    while time.monotonic() < give_up_at:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            return codes
+        warm_parent().hear(0.1)
+    return [process.poll() for process in processes]
+
+
+def _check(command: list[str], ranks: int, codes: list[int | None], said: str) -> None:
+    missing = [rank for rank in range(ranks) if f"rank {rank} done" not in said]
+    assert not any(code != 0 for code in codes) and not missing, f"{command}: {codes}\n{said}"
 
 
 def leave_well() -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from export_cases import assert_artifact, mixed_state
+from warm import warm_parent
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C, WriteOptions, read_files
@@ -169,11 +169,9 @@ def interrupt_twice() -> None:
 
 
 def test_batch_under_way_has_ended_when_it_is_left_after_two_interruptions() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", "import test_export_stored as t; t.interrupt_twice()"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
+    command = ["-c", "import test_export_stored as t; t.interrupt_twice()"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = warm_parent().run(command, env=environment, timeout_s=250)
     assert (result.returncode, result.stdout) == (0, "has ended\n"), result.stderr
 
 

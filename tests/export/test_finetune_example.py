@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import run_ranks, run_torchrun
 
 import torch_dcpx
 
@@ -20,7 +20,7 @@ def test_finetune_example_reads_shards_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(torch_dcpx.__file__).parents[1]))
-    run_ranks(ROOT / "examples" / "finetune_meta.py", 2, str(tmp_path))
+    run_torchrun(ROOT / "examples" / "finetune_meta.py", 2, str(tmp_path))
     files = [path.name for path in (tmp_path / "finetune" / "tuned").iterdir()]
     assert files == ["model.safetensors"]
     source = (ROOT / "docs" / "export.md").read_text()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from saves import assert_whole, files_in, raises_one, save
 from torch.distributed.checkpoint.api import CheckpointException
+from warm import warm_parent
 
 from torch_dcpx import ConcurrentSaveError, DcpxWriter, StorageError
 
@@ -107,8 +107,8 @@ def test_save_from_another_process_meanwhile_is_refused(tmp_path: Path) -> None:
         if not found:
             tests = str(Path(__file__).parents[1])
             code = f"import sys; sys.path.insert(0, {tests!r})\n{OTHER}"
-            found.append(subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120,
-                                        capture_output=True, text=True).stdout)  # fmt: skip
+            command = ["-c", code, str(tmp_path)]
+            found.append(warm_parent().run(command, env=os.environ).stdout)
 
     dcp.save(state_of(1), storage_writer=DcpxWriter(tmp_path),
              planner=MeanwhilePlanner(meanwhile), no_dist=True)  # fmt: skip

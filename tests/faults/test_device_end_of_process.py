@@ -32,19 +32,19 @@ def environment(fake_cuda: FakeCuda) -> dict[str, str]:
 
 
 def test_exit_with_copies_under_way_waits_for_the_save(
-    run_python: RunPython, environment: dict[str, str], tmp_path: Path
+    run_warm: RunPython, environment: dict[str, str], tmp_path: Path
 ) -> None:
     code = BEGIN + (
         "fake.set_pace(HELD)\n"
         "handle = async_save(state, sys.argv[1], no_dist=True, options=options)\n"
         "del state\n"
     )
-    run_python(code, str(tmp_path / "a"), env=environment)
+    run_warm(code, str(tmp_path / "a"), env=environment)
     assert_saved(tmp_path / "a", WANTED)
 
 
 def test_exit_with_copies_that_nobody_waits_for_is_an_exit(
-    run_python: RunPython, environment: dict[str, str]
+    run_warm: RunPython, environment: dict[str, str]
 ) -> None:
     code = BEGIN + (
         "fake.set_pace(HELD)\n"
@@ -52,13 +52,13 @@ def test_exit_with_copies_that_nobody_waits_for_is_an_exit(
         "future = DcpxStager(overlap=True).stage(state)\n"
         "sys.exit(0)\n"
     )
-    done = run_python(code, env=environment)
+    done = run_warm(code, env=environment)
     assert done.stderr == ""
 
 
 @pytest.mark.slow
 def test_exit_before_the_save_has_ended_leaves_no_checkpoint_and_says_so(
-    run_python: RunPython, environment: dict[str, str], tmp_path: Path
+    run_warm: RunPython, environment: dict[str, str], tmp_path: Path
 ) -> None:
     code = BEGIN + (
         "import threading\n"
@@ -66,13 +66,13 @@ def test_exit_before_the_save_has_ended_leaves_no_checkpoint_and_says_so(
         "handle = async_save(state, sys.argv[1], no_dist=True, options=options)\n"
     )
     env = {**environment, "DCPX_EXIT_TIMEOUT_S": "0.1"}
-    done = run_python(code, str(tmp_path / "a"), env=env)
+    done = run_warm(code, str(tmp_path / "a"), env=env)
     assert "while it still saves" in done.stderr
     assert not (tmp_path / "a" / ".metadata").exists()
 
 
 def test_forked_child_refuses_and_the_parent_goes_on(
-    run_python: RunPython, environment: dict[str, str], tmp_path: Path
+    run_warm: RunPython, environment: dict[str, str], tmp_path: Path
 ) -> None:
     code = BEGIN + (
         "import os\n"
@@ -97,5 +97,5 @@ def test_forked_child_refuses_and_the_parent_goes_on(
         "assert torch.equal(staged[0], source)\n"
         "handle.result()\n"
     )
-    run_python(code, str(tmp_path / "a"), env=environment)
+    run_warm(code, str(tmp_path / "a"), env=environment)
     assert_saved(tmp_path / "a", WANTED)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from warm import warm_parent
 
 from torch_dcpx import save
 
@@ -56,16 +55,9 @@ if ending in ("signal", "chained", "put_back"):
 
 
 def run(path: Path, ending: str, **environment: str) -> tuple[int, str]:
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(path), ending],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return result.returncode, result.stdout
+    command = ["-c", SCRIPT, str(path), ending]
+    result = warm_parent().run(command, env={**os.environ, **environment})
+    return result.returncode, result.stdout + result.stderr
 
 
 def value_in(path: Path) -> float:

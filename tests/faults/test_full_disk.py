@@ -167,9 +167,9 @@ assert_whole(new, ckpt)
 
 @pytest.mark.parametrize("direct_io", ["direct", "buffered"])
 def test_file_size_limit_of_the_process_is_a_storage_error_and_keeps_the_old(
-    tmp_path: Path, run_python: RunPython, direct_io: str
+    tmp_path: Path, run_warm: RunPython, direct_io: str
 ) -> None:
-    result = run_python(
+    result = run_warm(
         f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{LIMITED}",
         str(tmp_path / "ckpt"),
         direct_io,

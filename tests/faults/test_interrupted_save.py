@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from saves import assert_whole, files_in, raises_one, save
 from slow_states import SLOW, CopyingPlanner, Seen, gathered_state, windowed_state
 from states import mixed_state
+from warm import warm_parent
 
 from torch_dcpx import DcpxWriter, WriteOptions, write_files, writer
 
@@ -152,18 +153,21 @@ def test_ctrl_c_ends_a_process_that_saves_and_its_checkpoint_is_whole(
 ) -> None:
     tests = Path(__file__).resolve().parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path), str(use_collectives)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert "KeyboardInterrupt" in errors
+    command = ["-c", INTERRUPTED, str(tmp_path), str(use_collectives)]
+    read_end, write_end = os.pipe()
+    with open(read_end) as said, tempfile.TemporaryFile("w+") as errors:
+        with open(write_end, "w") as out:
+            process = warm_parent().start(command, out, errors, env=environment)
+        try:
+            assert said.readline() == "writing\n"
+            process.send_signal(signal.SIGINT)
+            while said.readline():
+                pass
+            process.wait(60)
+        finally:
+            process.kill()
+        errors.seek(0)
+        assert "KeyboardInterrupt" in errors.read()
     assert process.returncode == (1 if use_collectives else -signal.SIGINT)
     # The signal came in the first save, or, late, in one of the next.
     name = ".metadata" if use_collectives else "__0.metadata"

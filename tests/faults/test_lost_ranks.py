@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from warm import WarmProcess, warm_parent
 
 from torch_dcpx import DcpxWriter, save
 
@@ -30,25 +29,20 @@ DEADLINE_S = 100  # of a test: the workers' own is 3 s
 
 
 @pytest.fixture
-def workers() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
+def workers() -> Iterator[list[WarmProcess]]:
+    started: list[WarmProcess] = []
     yield started
     for process in started:
         process.kill()
-        process.wait()
+        process.wait(DEADLINE_S)
 
 
 def start(folder: Path, workers: list[Any], *args: str) -> Any:
     store = dist.TCPStore("127.0.0.1", 0, RANKS, is_master=True, wait_for_workers=False)
     for rank in range(RANKS):
-        command = [sys.executable, str(WORKER), str(rank), str(RANKS), str(store.port), *args]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [str(WORKER), str(rank), str(RANKS), str(store.port), *args]
         with (folder / f"out-{rank}").open("w") as out:
-            workers.append(
-                subprocess.Popen(
-                    command, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True
-                )
-            )
+            workers.append(warm_parent().start(command, out, out, env=os.environ))
     return store
 
 
@@ -107,7 +101,7 @@ CASES = [
 @pytest.mark.parametrize(("lost", "phase", "raised", "step", "kind", "how"), CASES)
 def test_lost_rank_is_named_in_time_and_nothing_is_mixed(
     tmp_path: Path,
-    workers: list[subprocess.Popen[str]],
+    workers: list[WarmProcess],
     lost: int,
     phase: str,
     raised: str | None,
@@ -127,7 +121,7 @@ def test_lost_rank_is_named_in_time_and_nothing_is_mixed(
     path = tmp_path / "checkpoint"
     assert steps_in(path) == {step}
     workers[lost].kill()
-    workers[lost].wait()
+    workers[lost].wait(DEADLINE_S)
     report = save({f"rank{r}": torch.full((1000,), 3.0) for r in range(RANKS)} | {"step": 3}, path)
     assert steps_in(path) == {3.0}
     names = {entry.name for entry in path.glob("*.distcp")}
@@ -146,7 +140,7 @@ DCP_CASES = [
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_rank_lost_under_dcp_ends_all_others_and_nothing_is_mixed(
-    tmp_path: Path, workers: list[subprocess.Popen[str]], seed: int
+    tmp_path: Path, workers: list[WarmProcess], seed: int
 ) -> None:
     """DCP's collectives end by the process group's own time limit, and name nobody."""
     is_every = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
@@ -163,7 +157,7 @@ def test_rank_lost_under_dcp_ends_all_others_and_nothing_is_mixed(
         path = folder / "checkpoint"
         assert steps_in(path) == {step}, (lost, phase, kind, how)
         workers[lost].kill()
-        workers[lost].wait()
+        workers[lost].wait(DEADLINE_S)
         state = {f"rank{r}": torch.full((1000,), 3.0) for r in range(RANKS)} | {"step": 3}
         dcp.save(state, storage_writer=DcpxWriter(path), no_dist=True)
         assert steps_in(path) == {3.0}, (lost, phase, kind, how)

@@ -265,7 +265,7 @@ def test_unsafe_call_breaks_a_capture_unless_its_thread_is_relaxed(driver: Drive
 
 
 def test_forked_child_of_a_process_that_uses_the_driver_is_refused(
-    fake_cuda: FakeCuda, run_python: RunPython
+    fake_cuda: FakeCuda, run_warm: RunPython
 ) -> None:
     code = """
 import os
@@ -278,11 +278,11 @@ with DriverCalls(FakeCuda()) as driver:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == NOT_INITIALIZED
     driver.destroy_event(driver.event())
 """
-    run_python(code, env=fake_cuda.environment())
+    run_warm(code, env=fake_cuda.environment())
 
 
 def test_process_ends_with_copies_queued_and_running(
-    fake_cuda: FakeCuda, run_python: RunPython
+    fake_cuda: FakeCuda, run_warm: RunPython
 ) -> None:
     code = """
 from ctypes import CDLL, c_int as INT, c_size_t as SIZE, c_void_p as HANDLE
@@ -302,5 +302,5 @@ for pace in (EAGER, HELD):
     for _ in range(20):
         driver.to_host(to, source, size, own)
 """
-    done = run_python(code, env=fake_cuda.environment(), timeout_s=60)
+    done = run_warm(code, env=fake_cuda.environment(), timeout_s=60)
     assert done.stderr == ""

@@ -24,9 +24,7 @@ def data(value: int = 2) -> torch.Tensor:
 # ---- Device memory ------------------------------------------------------------------------------
 
 
-def test_cpu_that_touches_device_memory_is_killed(
-    fake_cuda: FakeCuda, run_python: RunPython
-) -> None:
+def test_cpu_that_touches_device_memory_is_killed(fake_cuda: FakeCuda, run_warm: RunPython) -> None:
     code = """
 import ctypes
 from fake_cuda.fake import FakeCuda
@@ -34,7 +32,7 @@ address = FakeCuda().alloc(4)
 print("made", flush=True)
 ctypes.string_at(address, 1)
 """
-    done = run_python(code, env=fake_cuda.environment(), check=False)
+    done = run_warm(code, env=fake_cuda.environment(), check=False)
     assert (done.stdout, done.returncode) == ("made\n", -signal.SIGSEGV)
 
 

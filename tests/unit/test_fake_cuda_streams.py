@@ -68,7 +68,7 @@ def test_default_stream_of_a_thread_is_its_own_and_keeps_step_with_the_legacy_on
 
 
 def test_forked_child_frees_its_tensors_and_waits_for_nothing_whoever_holds_the_fake(
-    run_python: RunPython, fake_cuda: FakeCuda
+    run_warm: RunPython, fake_cuda: FakeCuda
 ) -> None:
     code = (
         "import os, signal, threading, torch\n"
@@ -96,4 +96,4 @@ def test_forked_child_frees_its_tensors_and_waits_for_nothing_whoever_holds_the_
         "is_over.set()\n"
         "for thread in threads: thread.join()\n"
     )
-    run_python(code, env=fake_cuda.environment())
+    run_warm(code, env=fake_cuda.environment())

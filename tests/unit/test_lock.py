@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import RunPython
+from warm import WarmProcess, warm_parent
 
 from torch_dcpx import ConcurrentSaveError, StorageError, lock
 from torch_dcpx.directory import Directory
@@ -25,7 +25,7 @@ from torch_dcpx.running_save import RunningSave
 NAME = ".dcpx.lock"
 
 HOLDER = """
-import sys
+import signal, sys
 from pathlib import Path
 from torch_dcpx.directory import Directory
 from torch_dcpx.lock import SaveLock
@@ -33,7 +33,7 @@ from torch_dcpx.running_save import RunningSave
 held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", RunningSave(SaveLock),
                 is_shared=len(sys.argv) > 2)
 print("held", flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
@@ -73,24 +73,23 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def other_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a process that holds the lock until its input ends."""
-    started: list[subprocess.Popen[str]] = []
+def other_process(tmp_path: Path) -> Iterator[Callable[..., WarmProcess]]:
+    """Starts a process that holds the lock until it is killed."""
+    started: list[WarmProcess] = []
 
-    def start(*args: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(tmp_path), *args],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        return process
+    def start(*args: str) -> WarmProcess:
+        read_end, write_end = os.pipe()
+        with open(read_end) as said:
+            with open(write_end, "w") as out:
+                command = ["-c", HOLDER, str(tmp_path), *args]
+                started.append(warm_parent().start(command, out, sys.__stderr__, env=os.environ))
+            assert said.readline() == "held\n"
+        return started[-1]
 
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=60)
+        process.wait(60)
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -148,7 +147,7 @@ def test_lock_that_nobody_refers_to_is_free(directory: Directory) -> None:
 
 
 def test_lock_of_another_process_is_refused_until_that_is_killed(
-    directory: Directory, other_process: Callable[..., subprocess.Popen[str]]
+    directory: Directory, other_process: Callable[..., WarmProcess]
 ) -> None:
     process = other_process()
     with pytest.raises(ConcurrentSaveError) as caught:
@@ -160,7 +159,7 @@ def test_lock_of_another_process_is_refused_until_that_is_killed(
 
 
 def test_shared_locks_exclude_an_exclusive_one_and_not_each_other(
-    directory: Directory, other_process: Callable[..., subprocess.Popen[str]]
+    directory: Directory, other_process: Callable[..., WarmProcess]
 ) -> None:
     process = other_process("shared")
     mine = save_lock(directory, is_shared=True)
@@ -174,7 +173,7 @@ def test_shared_locks_exclude_an_exclusive_one_and_not_each_other(
 
 
 def test_shared_lock_under_a_global_save_of_another_process_is_refused(
-    directory: Directory, other_process: Callable[..., subprocess.Popen[str]]
+    directory: Directory, other_process: Callable[..., WarmProcess]
 ) -> None:
     other_process()
     with pytest.raises(ConcurrentSaveError):
@@ -192,7 +191,7 @@ def test_lock_of_one_directory_says_nothing_about_another(tmp_path: Path) -> Non
 
 
 def test_child_that_was_forked_neither_keeps_nor_gives_away_the_lock(
-    directory: Directory, run_python: RunPython
+    directory: Directory, run_warm: RunPython
 ) -> None:
     code = """
 import os, signal, sys
@@ -220,7 +219,7 @@ print(ask())
 os.kill(child, 9)
 os.waitpid(child, 0)
 """
-    assert run_python(code, str(directory.path), timeout_s=60).stdout == "1 0\n"
+    assert run_warm(code, str(directory.path), timeout_s=60).stdout == "1 0\n"
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -356,7 +355,7 @@ def test_lock_that_cannot_be_given_back_is_closed(
 
 
 def test_child_that_outlives_its_parent_does_not_keep_the_lock(
-    directory: Directory, run_python: RunPython
+    directory: Directory, run_warm: RunPython
 ) -> None:
     code = """
 import os, signal, sys
@@ -376,7 +375,7 @@ os.read(read_end, 1)
 print(child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    result = run_python(code, str(directory.path), timeout_s=60, check=False)
+    result = run_warm(code, str(directory.path), timeout_s=60, check=False)
     child = int(result.stdout)
     try:
         save_lock(directory).release()
