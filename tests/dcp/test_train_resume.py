@@ -1,6 +1,7 @@
 """The demo's own code on a tiny model: killed in a save, resumed, and compared with stock DCP."""
 
 import importlib
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -33,21 +34,24 @@ def killed(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def resumed_by_three(demo: ModuleType, killed: Path) -> Path:
-    """The killed run, resumed from step 4 by 3 ranks and trained to step 8."""
-    demo.go_on_with_three(killed, demo.TINY, killed / "ckpt" / "step-4")
-    return killed
+def resumed_by_three(
+    demo: ModuleType, killed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A copy of the killed run, resumed from step 4 by 3 ranks and trained to step 8."""
+    root = tmp_path_factory.mktemp("resumed") / "run"
+    shutil.copytree(killed, root)
+    demo.go_on_with_three(root, demo.TINY, root / "ckpt" / "step-4")
+    return root
 
 
 @pytest.mark.multirank
 def test_rank_killed_in_mid_save_commits_nothing_and_loses_nothing(
-    demo: ModuleType, tmp_path: Path
+    demo: ModuleType, killed: Path
 ) -> None:
-    demo.train_until_killed(tmp_path, demo.TINY)
-    torn = tmp_path / "ckpt" / f"step-{demo.TINY.kill_at}"
+    torn = killed / "ckpt" / f"step-{demo.TINY.kill_at}"
     assert list(torn.glob("__*.distcp"))
     assert not (torn / ".metadata").exists()
-    assert demo.newest_committed(tmp_path / "ckpt").name == "step-4"
+    assert demo.newest_committed(killed / "ckpt").name == "step-4"
 
 
 @pytest.mark.slow
