@@ -32,13 +32,12 @@ from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
 from torch_dcpx.plan_offences import offence_text
 from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.row_pieces import with_pieces
-from torch_dcpx.value_digests import conflicting_names, digests_of
+from torch_dcpx.value_digests import conflict_text, conflicting_names, shared_digests
 
 __all__ = ["DcpxSavePlanner"]
 
 logger = logging.getLogger("torch_dcpx")
 
-_MAX_SHOWN = 5
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.
 _LOOKUP_HOOKS = ("resolve_data", "lookup_object", "transform_object")
@@ -249,7 +248,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             items,
             can_split=self._can_split,
             whole_names=whole,
-            digests=_digests(objects),
+            digests=shared_digests(objects),
             is_shared=type(self) is DcpxSavePlanner,
             has_paths=self.flatten_state_dict and self._is_own("finish_plan"),
         )
@@ -286,16 +285,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             plan.digests if isinstance(plan, RankPlan) else {} for plan in all_plans
         )
         if found:
-            shown = ", ".join(
-                f"'{name}' (ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} of the group)"
-                for name, ranks in list(found.items())[:_MAX_SHOWN]
-            )
-            more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
-            text = (
-                f"{len(found)} Python values differ over the ranks under one name, of which a "
-                f"checkpoint keeps one: {shown}{more}; give each rank a name of its own, or the "
-                "same value"
-            )
+            text = conflict_text(found)
             if self.on_conflict == "error":
                 raise PlanError(text, fqn=next(iter(found)))
             if not self._told.issuperset(found):
@@ -381,15 +371,6 @@ _PLANNING = {
 def _has_rows(tensor: torch.Tensor) -> bool:
     """Returns whether rows of a tensor are a tensor of its kind: not of a sparse one."""
     return tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _digests(objects: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns digests of Python values where there are other ranks to compare them with."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return {}
-    if torch.distributed.get_world_size() == 1:
-        return {}
-    return digests_of(objects)
 
 
 def _with_items(plan: SavePlan, items: list[Any]) -> SavePlan:

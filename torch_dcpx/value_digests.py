@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["conflicting_names", "digests_of"]
+__all__ = ["conflict_text", "conflicting_names", "digests_of", "shared_digests"]
 
 _MAX_VALUES = 100_000  # looked at in one state: 0.2 s
 _MAX_DEPTH = 100
@@ -39,6 +39,7 @@ _MAPPINGS = frozenset((dict, collections.OrderedDict, collections.defaultdict, c
 _FUNCTIONS = frozenset((type, types.FunctionType, types.BuiltinFunctionType))
 # Of classes that decide themselves what is stored of their objects.
 _PICKLING = frozenset(("__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs_ex__"))
+_MAX_SHOWN = 5
 _ARRAY_KINDS = "biufcSUmM"  # all but objects and structures
 
 
@@ -222,6 +223,15 @@ def digests_of(objects: Mapping[str, Any]) -> dict[str, bytes]:
     return {name: digest for name, value in objects.items() if (digest := walk.digest_of(value))}
 
 
+def shared_digests(objects: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns `digests_of` these values where there are other ranks to compare them with."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return {}
+    if torch.distributed.get_world_size() == 1:
+        return {}
+    return digests_of(objects)
+
+
 def conflicting_names(digests: Iterable[Mapping[str, bytes]]) -> dict[str, list[int]]:
     """Returns the names whose values differ, and the first rank of each of their values.
 
@@ -238,3 +248,17 @@ def conflicting_names(digests: Iterable[Mapping[str, bytes]]) -> dict[str, list[
             if digest:
                 ranks_of.setdefault(name, {}).setdefault(digest, rank)
     return {name: sorted(own.values()) for name, own in ranks_of.items() if len(own) > 1}
+
+
+def conflict_text(found: Mapping[str, list[int]]) -> str:
+    """Returns what is said of values that differ, by `conflicting_names`."""
+    shown = ", ".join(
+        f"'{name}' (ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} of the group)"
+        for name, ranks in list(found.items())[:_MAX_SHOWN]
+    )
+    more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    return (
+        f"{len(found)} Python values differ over the ranks under one name, of which a "
+        f"checkpoint keeps one: {shown}{more}; give each rank a name of its own, or the "
+        "same value"
+    )
