@@ -6,7 +6,7 @@ shards it is one division a mesh dimension, and tensors of one shape and placeme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,3 +102,8 @@ class ChunkFinder:
                 part = Part(chunk.offsets, chunk.sizes)
             self._known[key] = part
         return part
+
+    def found(self) -> Iterator[tuple[Any, Sequence[Placement], Part]]:
+        """Yields (mesh, placements, part) of all that was asked for, each once."""
+        for (mesh, placements, _), part in self._known.items():
+            yield self._coordinates[mesh][0], placements, part

@@ -18,6 +18,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torch_dcpx.replicas import Replicas
+
 __all__ = ["Agreement", "KnownPlan", "PlanCache", "Planning", "values_digest"]
 
 MAX_PLANS = 4
@@ -54,13 +56,15 @@ class KnownPlan:
 
     Attributes:
         items: of the plan; never changed.
-        whole_names: of the plan.
+        whole_names: of what has no rows.
+        replicas: what the rank knows of copies; None: nothing, or it is not asked.
         objects: names of Python values, in the state's order.
         agreement: None: there is none yet.
     """
 
     items: Sequence[Any]
     whole_names: frozenset[str]
+    replicas: Replicas | None
     objects: tuple[str, ...]
     agreement: Agreement | None = None
 

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch_dcpx.plan_wire import WirePlan, packed_fields
+from torch.distributed.checkpoint.planner import SavePlan
 
-__all__ = ["RankPlan"]
+from torch_dcpx.plan_wire import WirePlan, packed_fields, travelling
+
+__all__ = ["RankPlan", "offered"]
 
 _DIGEST_BYTES = 8
 
@@ -20,6 +22,7 @@ class RankPlan(WirePlan):
 
     can_split: bool = False  # whether this rank can write rows of its tensors
     whole_names: frozenset[str] = frozenset()  # of tensors of which it cannot
+    replicas: bytes = b""  # `Replicas.key`: of these alone, once a writer says that it keeps rows
     digests: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # of Python values
     is_shared: bool = False  # whether nobody changes a chunk or properties of one item alone
     has_paths: bool = False  # whether this rank takes `planner_data` from its planner
@@ -31,6 +34,7 @@ class RankPlan(WirePlan):
             self,
             items=items,
             whole_names=frozenset(),
+            replicas=b"",
             digests={},
             sent_paths=self.planner_data if self.has_paths else None,
         )
@@ -62,3 +66,10 @@ class RankPlan(WirePlan):
 
 def _is_digest(digest: object) -> bool:
     return type(digest) is bytes and len(digest) == _DIGEST_BYTES
+
+
+def offered(plan: SavePlan) -> SavePlan:
+    """Returns a rank's plan as a writer sends it that keeps several chunks of a name."""
+    if isinstance(plan, RankPlan) and plan.replicas:
+        return dataclasses.replace(plan, can_split=True)
+    return travelling(plan)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_dcpx.errors import PlanError
 from torch_dcpx.own_chunks import ChunkFinder, Part, is_plain_dtensor, is_plain_tensor
+from torch_dcpx.save_rows import SAVE_ROWS
 
 __all__ = ["RowPieces", "with_pieces"]
 
@@ -56,12 +57,16 @@ class RowPieces(torch.Tensor):
         return copied
 
 
-def with_pieces(state: Mapping[str, Any], items: Sequence[WriteItem]) -> dict[str, Any] | None:
+def with_pieces(
+    state: Mapping[str, Any], items: Sequence[WriteItem], *, is_rare: bool = False
+) -> dict[str, Any] | None:
     """Returns the state with `RowPieces` where items ask for rows; None where none do.
 
     Args:
         state: of the planner.
         items: of the final plan of this rank.
+        is_rare: few items ask for rows, if any: only those are looked at whose sizes are not those
+            of what the state has, which C++ finds.
 
     Raises:
         PlanError: an item asks for what this rank does not have.
@@ -69,7 +74,10 @@ def with_pieces(state: Mapping[str, Any], items: Sequence[WriteItem]) -> dict[st
     pieces: dict[str, RowPieces] = {}
     chunks = ChunkFinder()
     shard = WriteItemType.SHARD
-    for item in items:
+    asking = items
+    if is_rare and isinstance(state, dict):
+        asking = [items[number] for number in SAVE_ROWS.strangers(items, state)]
+    for item in asking:
         if item.type is not shard or item.tensor_data is None:
             continue
         fqn, chunk = item.index.fqn, item.tensor_data.chunk

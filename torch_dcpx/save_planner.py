@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
@@ -31,6 +31,7 @@ from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
 from torch_dcpx.plan_offences import offence_text
 from torch_dcpx.rank_plan import RankPlan
+from torch_dcpx.replicas import Replicas, doubtful_names, replicas_of
 from torch_dcpx.row_pieces import with_pieces
 from torch_dcpx.value_digests import conflict_text, conflicting_names, shared_digests
 
@@ -50,8 +51,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
     Arguments, hooks and errors are those of `DefaultSavePlanner`; a subclass may override any of
     them. Works with any storage writer; what it plans is read by stock's readers and planners.
 
-    What several ranks hold is written once, whole, by one of them; ranks share it by real bytes.
-    The same plans are always shared in the same way.
+    What several ranks hold is written once; ranks share it by real bytes, what is large by rows
+    where its copies are known to be equal. The same plans are always shared in the same way.
 
     Args:
         flatten_state_dict: plan nested dicts and lists by names joined with dots. Default True.
@@ -67,24 +68,28 @@ class DcpxSavePlanner(DefaultSavePlanner):
         on_conflict: what is said of Python values (no tensors) that differ over the ranks under
             one name, of which a checkpoint can keep the lowest rank's only: "warn" (default) logs
             them, once a planner and name, "error" raises.
-        split_replicas: cut a tensor of 64 KiB or more that would unbalance the ranks by rows, and
-            let several ranks write it. Default False: each tensor is written whole. It is right
-            only where both of these hold, of which neither is checked:
+        split_replicas: cut tensors of 64 KiB or more that would unbalance the ranks by rows, and
+            let several ranks write one. Default None: where its ranks hold a DTensor by one mesh
+            and placement, which replicates it, and the writer is a DcpxWriter. Whatever else
+            several ranks have under one name is written whole. False: so is everything. True: cut
+            plain tensors, and for any writer, which is right only where both of these hold, of
+            which neither is checked:
             - The writer keeps several chunks of a name, as DcpxWriter and FileSystemWriter do.
               HuggingFaceStorageWriter with `fqn_to_index_mapping` does not: a file of one rank
               replaces that of another, and rows are lost.
             - What ranks hold under one name is equal; else the checkpoint mixes rows of several
               ranks. Buffers that ranks do not synchronise differ.
             A row is the smallest piece, so a tensor of few large rows is not shared out evenly.
-            Tensors of unequal dtypes or sizes are not cut, nor are those of a rank that overrides
-            a hook that sees the data (`lookup_object`, `transform_object`, `resolve_data`,
-            `finish_plan`) when it plans.
+            What a rank holds is cut only where that rank's planner may, too. Tensors of unequal
+            dtypes or sizes are not cut, nor are those of a rank that overrides a hook that sees
+            the data (`lookup_object`, `transform_object`, `resolve_data`, `finish_plan`) when it
+            plans.
 
     Raises:
         OptionError: an unknown `on_conflict`.
     """
 
-    _can_split = False  # as this rank told the coordinator
+    _can_split = False  # whether this rank may be given rows
     _cut: tuple[dict[str, Any], Any] | None = None  # the state with pieces, and as it was before
 
     def __init__(
@@ -96,7 +101,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         enable_plan_caching: bool = True,
         *,
         on_conflict: Literal["warn", "error"] = "warn",
-        split_replicas: bool = False,
+        split_replicas: bool | None = None,
     ) -> None:
         super().__init__(
             flatten_state_dict,
@@ -149,14 +154,16 @@ class DcpxSavePlanner(DefaultSavePlanner):
             ValueError: a DTensor with a Partial placement (torch's text).
         """
         self._restore_state()
-        self._can_split = HAS_KNOWN_ITEMS and self.split_replicas and self._has_stock_data_hooks()
+        may_split = self.split_replicas is None or self.split_replicas
+        self._can_split = HAS_KNOWN_ITEMS and may_split and self._has_stock_data_hooks()
         plan = self._kept_local_plan() if keeps_plans(self) else self._local_plan()
+        self._can_split = plan.can_split or bool(plan.replicas)
         if self.flatten_state_dict:
             plan = dataclasses.replace(plan, planner_data=self.mappings)
         self.plan = plan
         return plan
 
-    def _kept_local_plan(self) -> SavePlan:
+    def _kept_local_plan(self) -> RankPlan:
         """Returns the plan of a state that was planned before, or a new one."""
         planning = self.dcpx_planning
         planning.known = None
@@ -179,15 +186,12 @@ class DcpxSavePlanner(DefaultSavePlanner):
             return self._local_plan()
         known = planning.plans.get(fingerprint)
         if known is None:
-            plan = self._local_plan()
-            names = tuple(
-                item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO
-            )
-            known = KnownPlan(tuple(plan.items), plan.whole_names, names)
+            items, whole, replicas, objects = self._local_items()
+            known = KnownPlan(tuple(items), whole, replicas, tuple(objects))
             planning.plans.keep(fingerprint, known)
         else:
             objects = {name: self.state_dict[name] for name in known.objects}
-            plan = self._rank_plan(list(known.items), known.whole_names, objects)
+        plan = self._rank_plan(list(known.items), known.whole_names, known.replicas, objects)
         planning.known, planning.handed = known, plan.items
         return plan
 
@@ -204,6 +208,12 @@ class DcpxSavePlanner(DefaultSavePlanner):
         if not HAS_KNOWN_ITEMS:
             stock = create_default_local_save_plan(self.state_dict, self.is_coordinator)
             return RankPlan(stock.items)
+        return self._rank_plan(*self._local_items())
+
+    def _local_items(
+        self,
+    ) -> tuple[list[Any], frozenset[str], Replicas | None, dict[str, Any]]:
+        """Returns (items, names of what has no rows, what is known of copies, Python values)."""
         rows: list[Any] = []
         whole: set[str] = set()
         chunks = ChunkFinder()
@@ -239,15 +249,22 @@ class DcpxSavePlanner(DefaultSavePlanner):
                     rows.append(fqn if type(fqn) is str else stock_write_items(fqn, value))
                     objects[fqn] = value
             items = MAKER.write_items(rows)
-            return self._rank_plan(items, frozenset(whole), objects)
+            asks_placements = self._can_split and self.split_replicas is None
+            replicas = replicas_of(self.state_dict, chunks, whole) if asks_placements else None
+        return items, frozenset(whole), replicas, objects
 
     def _rank_plan(
-        self, items: list[Any], whole: frozenset[str], objects: Mapping[str, Any]
+        self,
+        items: list[Any],
+        whole: frozenset[str],
+        replicas: Replicas | None,
+        objects: Mapping[str, Any],
     ) -> RankPlan:
         return RankPlan(
             items,
-            can_split=self._can_split,
-            whole_names=whole,
+            can_split=self._can_split and self.split_replicas is not None,
+            whole_names=whole | replicas.unknown if replicas is not None else whole,
+            replicas=replicas.key if replicas is not None else b"",
             digests=shared_digests(objects),
             is_shared=type(self) is DcpxSavePlanner,
             has_paths=self.flatten_state_dict and self._is_own("finish_plan"),
@@ -267,7 +284,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         Raises:
             PlanError: Python values differ over the ranks, with `on_conflict="error"`.
         """
-        own = [plan for plan in all_plans if isinstance(plan, RankPlan)]
+        cut = [plan for plan in all_plans if isinstance(plan, RankPlan) and plan.can_split]
         conflicts = self._conflicts(all_plans)
         self.dcpx_planning.has_conflicts = bool(conflicts)
         items = MAKER.dedup_items(
@@ -275,7 +292,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             [isinstance(plan, RankPlan) and plan.can_split for plan in all_plans],
             self.dedup_save_to_lowest_rank,
             conflicts,
-            set().union(*(plan.whole_names for plan in own)),
+            doubtful_names(cut).union(*(plan.whole_names for plan in cut)),
         )
         return [_with_items(plan, its) for plan, its in zip(all_plans, items, strict=True)]
 
@@ -336,7 +353,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
         plan = super().finish_plan(new_plan)
         self._restore_state()
         if self._can_split:
-            state = with_pieces(self.state_dict, plan.items)
+            is_rare = self.split_replicas is None
+            state = with_pieces(self.state_dict, plan.items, is_rare=is_rare)
             if state is not None:
                 self._cut = (state, self.state_dict)
                 self.state_dict = state

@@ -43,8 +43,8 @@ from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.overrides import refuse_bypassed, refuse_changed, refuse_other_metadata_file
 from torch_dcpx.paths import AnyPath, PathAnchor, checked_path
-from torch_dcpx.plan_wire import travelling
 from torch_dcpx.progress import WriteProgress, reporting
+from torch_dcpx.rank_plan import offered
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.running_save import RunningSave, WriterUse
 from torch_dcpx.save_locks import SaveLocks
@@ -224,7 +224,7 @@ class DcpxWriter(FileSystemWriter):
                     )
             is_paused = self.__is_coordinator and not (self.__save and self.__save.is_driven)
             self.__pause.begin(len(plan.items) if is_paused else 0)
-            return travelling(plan) if self.use_collectives else plan
+            return offered(plan) if self.use_collectives else plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; durable, with the directory's entries, when it returns.

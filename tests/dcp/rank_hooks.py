@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,23 @@ def sent(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-def save(states: States, path: Path, planner: str = "ours", writer: str = "ours") -> Metadata:
-    """Saves a state a rank. Source: state_dict_saver._save_state_dict."""
+def save(
+    states: States,
+    path: Path,
+    planner: str = "ours",
+    writer: str = "ours",
+    planners: Sequence[Any] | None = None,
+) -> Metadata:
+    """Saves a state a rank. Source: state_dict_saver._save_state_dict.
+
+    Args:
+        states: of the ranks.
+        path: of the checkpoint.
+        planner, writer: by name.
+        planners: a planner a rank, in place of new ones by name.
+    """
     ranks = len(states)
-    planners = [SAVE_PLANNERS[planner]() for _ in states]
+    planners = planners or [SAVE_PLANNERS[planner]() for _ in states]
     writers = [WRITERS[writer](path) for _ in states]
     plans = []
     for rank, state in enumerate(states):
