@@ -20,6 +20,7 @@ from plan_states import as_rank, mesh_of
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx import DcpxSavePlanner
+from torch_dcpx.rank_plan import offered
 
 HIDDEN, LAYERS, VOCABULARY = 768, 12, 50257
 
@@ -89,13 +90,14 @@ def tensor_parallel() -> dict[str, Any]:
 MODELS = {
     "DDP, 8 ranks, weights": (8, ddp, ("w",)),
     "DDP, 8 ranks": (8, ddp, ("w", "m", "v")),
+    "HSDP, 4 x 8 ranks, weights": (32, hsdp, ("w",)),
     "HSDP, 4 x 8 ranks": (32, hsdp, ("w", "m", "v")),
     "tensor parallel, 8 ranks": (8, tensor_parallel, ("w", "m", "v")),
 }
 
 
-def planned(model: str, *, is_split: bool) -> list[SavePlan]:
-    """Returns the plans of all ranks."""
+def planned(model: str, *, is_split: bool | None) -> list[SavePlan]:
+    """Returns the plans of all ranks, as DcpxWriter sends them."""
     ranks, make, kinds = MODELS[model]
     plans = []
     for rank in range(ranks):
@@ -103,7 +105,7 @@ def planned(model: str, *, is_split: bool) -> list[SavePlan]:
             planner = DcpxSavePlanner(flatten_state_dict=False, split_replicas=is_split)
             state = {f"{kind}.{n}": t for kind in kinds for n, t in make().items()}
             planner.set_up_planner(state, None, rank == 0)
-            plans.append(planner.create_local_plan())
+            plans.append(offered(planner.create_local_plan()))
     return planner.create_global_plan(plans)[0]
 
 
@@ -119,23 +121,42 @@ def imbalance(loads: list[int]) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
+def all_bytes(model: str) -> int:
+    elements = sum(torch.Size(shape).numel() for shape in shapes().values())
+    return len(MODELS[model][2]) * 4 * elements
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_replicas_that_are_split_load_all_ranks_evenly(model: str) -> None:
     plans = planned(model, is_split=True)
     loads = loads_of(plans)
-    assert sum(loads) == len(MODELS[model][2]) * 4 * sum(
-        torch.Size(shape).numel() for shape in shapes().values()
-    )
+    assert sum(loads) == all_bytes(model)
     assert imbalance(loads) <= 1.05, loads
     assert planned(model, is_split=True) == plans
 
 
+@pytest.mark.parametrize("model", ["HSDP, 4 x 8 ranks, weights", "tensor parallel, 8 ranks"])
+def test_replicas_by_placement_load_all_ranks_evenly_by_default(model: str) -> None:
+    plans = planned(model, is_split=None)
+    loads = loads_of(plans)
+    assert sum(loads) == all_bytes(model)
+    assert imbalance(loads) <= 1.05, loads
+    assert imbalance(loads_of(planned(model, is_split=False))) > 1.2
+
+
+def test_plain_tensors_are_whole_by_default() -> None:
+    model = "DDP, 8 ranks, weights"
+    assert planned(model, is_split=None) == planned(model, is_split=False)
+
+
 if __name__ == "__main__":
-    print(f"{'':26}{'whole':>8}{'rows':>8}   most and mean bytes of a rank, whole")
+    print(f"{'split_replicas':28}{'None':>8}{'True':>8}{'False':>8}   most and mean bytes, False")
     for name in MODELS:
-        whole, rows = (loads_of(planned(name, is_split=is_split)) for is_split in (False, True))
+        default, rows, whole = (
+            loads_of(planned(name, is_split=is_split)) for is_split in (None, True, False)
+        )
         mean = sum(whole) / len(whole)
         print(
-            f"{name:26}{imbalance(whole):8.3f}{imbalance(rows):8.3f}   "
+            f"{name:28}{imbalance(default):8.3f}{imbalance(rows):8.3f}{imbalance(whole):8.3f}   "
             f"{max(whole) / 1e6:.1f} MB and {mean / 1e6:.1f} MB"
         )
