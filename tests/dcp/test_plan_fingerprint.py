@@ -109,6 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "flatten_sharded_tensors": {"flatten_sharded_tensors": False},
     "dedup_save_to_lowest_rank": {"dedup_save_to_lowest_rank": True},
     "split_replicas": {"split_replicas": True},
+    "no split_replicas": {"split_replicas": False},
     "on_conflict": {"on_conflict": "error"},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,26 @@ def test_rows_of_ranks_of_two_meshes_are_never_mixed(tmp_path: Path) -> None:
     assert any(torch.equal(found["tied"], LARGE + stage) for stage in range(2))
 
 
+def apart(rank: int) -> State:
+    """Returns what a rank of four has where two pairs train by themselves: the names are one."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]][rank // 2]))
+    return {"w": part_of(LARGE + rank // 2, mesh, [Replicate()])}
+
+
+def by_other_placements(rank: int) -> State:
+    """Returns parts of which ranks 0 and 1 have the same rows, each by a placement of its own."""
+    own: Any = [[Replicate(), Shard(0)], [Shard(0), Replicate()]][rank % 2]
+    return {"w": part_of(LARGE, mesh_of((2, 2)), own)}
+
+
+@pytest.mark.parametrize("make", [apart, by_other_placements])
+def test_ranks_of_the_same_names_share_no_rows_unless_one_mesh_and_placement_says_so(
+    make: Callable[[int], State], tmp_path: Path
+) -> None:
+    chunks = chunks_of(save(states_of(4, make), tmp_path))
+    assert chunks == {"w": {apart: 1, by_other_placements: 2}[make]}
+
+
 OTHERS: dict[str, Callable[[DeviceMesh], Any]] = {
     "plain": lambda _: LARGE + 1,
     "another mesh": lambda _: part_of(LARGE + 1, DeviceMesh("cpu", torch.tensor([2])), [Shard(0)]),
@@ -302,25 +323,23 @@ def test_rank_by_itself_writes_whole_tensors(tmp_path: Path) -> None:
 def test_what_ranks_say_of_copies_is_a_few_bytes() -> None:
     """Whatever the number of tensors, and nothing where no tensor has copies."""
 
-    def told(count: int, placement: Any) -> int:
+    def told(count: int, sizes: tuple[int, ...], *own: Any) -> int:
         with as_rank(1, 2):
-            mesh = mesh_of((2,))
-            state = {f"layers.{n}": part_of(LARGE, mesh, [placement]) for n in range(count)}
-            sizes = []
+            mesh = mesh_of(sizes)
+            state = {f"layers.{n}": part_of(LARGE, mesh, own) for n in range(count)}
+            lengths = []
             for is_split in (None, False):
                 planner = DcpxSavePlanner(flatten_state_dict=False, split_replicas=is_split)
                 planner.set_up_planner(dict(state))
-                sizes.append(len(_pickled(offered(planner.create_local_plan()))))
-            return sizes[0] - sizes[1]
+                lengths.append(len(_pickled(offered(planner.create_local_plan()))))
+            return lengths[0] - lengths[1]
 
-    few, many = told(10, Replicate()), told(300, Replicate())
+    few, many = (told(count, (2,), Replicate()) for count in (10, 300))
     assert 16 < few < 64 and 16 < many < 64
-    assert told(10, Shard(0)) == 0
+    assert told(10, (2,), Shard(0)) == told(10, (1, 2), Replicate(), Shard(0)) == 0
 
 
 def _pickled(plan: SavePlan) -> bytes:
-    import pickle
-
     assert sent(plan) == plan
     return pickle.dumps(plan)
 
