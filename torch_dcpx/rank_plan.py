@@ -27,6 +27,7 @@ class RankPlan(WirePlan):
     is_shared: bool = False  # whether nobody changes a chunk or properties of one item alone
     has_paths: bool = False  # whether this rank takes `planner_data` from its planner
     sent_paths: Any = None  # the coordinator's: what the rank has, so is not sent back
+    cut_names: frozenset[str] = frozenset()  # of tensors of which it writes rows, once it knows
 
     def planned(self, items: list[Any]) -> RankPlan:
         """Returns the coordinator's answer: other items, without what only it is told."""

@@ -19,7 +19,7 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.own_chunks import ChunkFinder, Part, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.save_rows import SAVE_ROWS
 
-__all__ = ["RowPieces", "with_pieces"]
+__all__ = ["RowPieces", "cut_names", "with_pieces"]
 
 
 class RowPieces(torch.Tensor):
@@ -110,6 +110,11 @@ def with_pieces(
     if pieces:
         _check_sizes(pieces, items)
     return {**state, **pieces} if pieces else None
+
+
+def cut_names(state: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the `RowPieces` of a state."""
+    return frozenset(fqn for fqn, value in state.items() if type(value) is RowPieces)
 
 
 def _check_sizes(pieces: Mapping[str, RowPieces], items: Sequence[WriteItem]) -> None:

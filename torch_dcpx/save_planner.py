@@ -32,7 +32,7 @@ from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
 from torch_dcpx.plan_offences import offence_text
 from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.replicas import Replicas, doubtful_names, replicas_of
-from torch_dcpx.row_pieces import with_pieces
+from torch_dcpx.row_pieces import cut_names, with_pieces
 from torch_dcpx.value_digests import conflict_text, conflicting_names, shared_digests
 
 __all__ = ["DcpxSavePlanner"]
@@ -80,10 +80,9 @@ class DcpxSavePlanner(DefaultSavePlanner):
             - What ranks hold under one name is equal; else the checkpoint mixes rows of several
               ranks. Buffers that ranks do not synchronise differ.
             A row is the smallest piece, so a tensor of few large rows is not shared out evenly.
-            What a rank holds is cut only where that rank's planner may, too. Tensors of unequal
-            dtypes or sizes are not cut, nor are those of a rank that overrides a hook that sees
-            the data (`lookup_object`, `transform_object`, `resolve_data`, `finish_plan`) when it
-            plans.
+            What a rank holds is cut only where its planner may, too. Tensors of unequal dtypes or
+            sizes are not cut, nor are those of a rank that overrides a hook that sees the data
+            (`lookup_object`, `transform_object`, `resolve_data`, `finish_plan`) when it plans.
 
     Raises:
         OptionError: an unknown `on_conflict`.
@@ -358,6 +357,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
             if state is not None:
                 self._cut = (state, self.state_dict)
                 self.state_dict = state
+                if isinstance(plan, RankPlan):
+                    plan = dataclasses.replace(plan, cut_names=cut_names(state))
         return plan
 
 

@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import (
+    SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
@@ -40,6 +41,7 @@ from torch_dcpx.item_rows import (
     type_key,
 )
 from torch_dcpx.own_chunks import is_plain_tensor
+from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
@@ -161,13 +163,16 @@ class WriteTable:
     """Makes rows. One per save; collects the types that its rows refer to."""
 
     def __init__(
-        self, planner: SavePlanner, paths: Any, transform: Transform | None = None
+        self, planner: SavePlanner, plan: SavePlan, transform: Transform | None = None
     ) -> None:
         """Args:
         planner: gives the data.
-        paths: flatten's mapping of this rank, fqn -> path, or anything else for none.
+        plan: this rank's final one. Its `planner_data` is flatten's mapping, fqn -> path, or
+            anything else for none.
         transform: the writer's stream extensions, or None.
         """
+        paths = plan.planner_data
+        self._cut_names = plan.cut_names if isinstance(plan, RankPlan) else frozenset()
         self.types: list[ItemType] = [BYTES_TYPE]
         self.has_stock_hooks = has_stock_hooks(planner)
         self.descriptors = transform.descriptors if transform is not None else None
@@ -183,6 +188,7 @@ class WriteTable:
         Raises:
             AssertionError: the planner gave a wrong type (stock's texts).
             UnsupportedError: data that cannot be kept, by name.
+            PlanError: it gave another part of a tensor than the rows that this rank is to write.
         """
         if item.type is WriteItemType.BYTE_IO and self._transform is None:
             value = self._state.get(item.index.fqn, self)
@@ -246,6 +252,13 @@ class WriteTable:
     def _tensor(self, item: WriteItem, file: int, data: Any) -> Resolved:
         tensor, about = vetted(item, data)
         tensor = tensor.detach()
+        if item.index.fqn in self._cut_names and tensor.shape != about.chunk.sizes:
+            raise PlanError(
+                f"'{item.index.fqn}': {type(self._planner).__name__} gave {list(tensor.shape)} for "
+                f"rows of {list(about.chunk.sizes)}; a planner around a DcpxSavePlanner must give "
+                "what that one's resolve_data gives, or make it with split_replicas=False",
+                fqn=item.index.fqn,
+            )
         row, is_copy = self._row_in_place(item, file, tensor, about), False
         if row is None and not device_memory.is_host(tensor):
             tensor, is_copy = tensor.cpu(), True

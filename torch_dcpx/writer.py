@@ -277,7 +277,7 @@ class DcpxWriter(FileSystemWriter):
     def __write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, WriteResults]:
         """Writes this rank's files; notes them as soon as nobody else would remove them."""
         transform = transform_by(self.transforms) if self.transforms.extensions else None
-        table = WriteTable(planner, plan.planner_data, transform)
+        table = WriteTable(planner, plan, transform)
         files_per_rank = self.options.files_per_rank if self.single_file_per_rank else None
         split = split_items(plan.items, files_per_rank)
         with (

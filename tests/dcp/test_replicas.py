@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hook_planners import ForeignSave
 from plan_states import as_rank, mesh_of, part_of
 from rank_hooks import LOAD_PLANNERS, READERS, load, save, sent, states_of
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_dcpx import DcpxSavePlanner, DcpxWriter
+from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
 from torch_dcpx.rank_plan import RankPlan, offered
 
 State = dict[str, Any]
@@ -129,6 +131,38 @@ class _Looking(DcpxSavePlanner):
 class _Finishing(DcpxSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return super().finish_plan(new_plan)
+
+
+class Around(ForeignSave):
+    """Hands everything to a planner of ours."""
+
+    def __init__(self) -> None:
+        self.inner: Any = DcpxSavePlanner(flatten_state_dict=False)
+
+
+class LooksUpItself(Around):
+    """Gives the data by itself, and knows of no rows."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return local(find_state_dict_object(self.state, write_item.index)).detach()
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # fmt: skip  # noqa: E501
+        self.state = state_dict
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def copied_pair(_: int) -> State:
+    return {"w": part_of(LARGE, mesh_of((2,)), [Replicate()])}
+
+
+def test_planner_around_ours_that_gives_other_rows_than_planned_is_refused(tmp_path: Path) -> None:
+    states = states_of(2, copied_pair)
+    metadata = save(states, tmp_path / "a", planners=[Around() for _ in states])
+    assert chunks_of(metadata) == {"w": 2}
+    with pytest.raises(PlanError, match=r"LooksUpItself gave \[800, 64\] for rows of") as caught:
+        save(states, tmp_path / "b", planners=[LooksUpItself() for _ in states])
+    assert caught.value.fqn == "w"
+    assert not list((tmp_path / "b").glob("*.distcp"))
 
 
 WHOLE: dict[str, Callable[[], Any]] = {

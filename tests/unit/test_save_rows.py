@@ -46,7 +46,7 @@ def table_of(state: dict[str, Any]) -> tuple[WriteTable, list[Any]]:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     plan = planner.create_local_plan()
-    return WriteTable(planner, plan.planner_data), plan.items
+    return WriteTable(planner, plan), plan.items
 
 
 def row_of_python(table: WriteTable, item: Any) -> WriteRow | None:
