@@ -29,6 +29,7 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.plan_wire import WirePlan
+from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.writer import DcpxWriter
@@ -152,6 +153,9 @@ class PlanRound:
         if answer.plan is None:
             self._check_piece(plan)
         elif answer.agreement and known is not None:
+            if isinstance(piece, RankPlan) and isinstance(plan, RankPlan):
+                # Else each save looks for its rows.
+                piece = dataclasses.replace(piece, can_split=bool(plan.cut_names))
             agreement = Agreement(answer.agreement, piece, answer.compared, self.metadata)
             if len(known.items) + agreement.weight <= plan_cache.MAX_ITEMS:
                 metadata = None if self.metadata is None else self._handed(self.metadata)

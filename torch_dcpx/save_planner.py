@@ -351,7 +351,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             new_plan = dataclasses.replace(new_plan, planner_data=self.mappings)  # not sent back
         plan = super().finish_plan(new_plan)
         self._restore_state()
-        if self._can_split:
+        if self._can_split and getattr(new_plan, "can_split", True):
             is_rare = self.split_replicas is None
             state = with_pieces(self.state_dict, plan.items, is_rare=is_rare)
             if state is not None:

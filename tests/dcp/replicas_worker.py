@@ -106,8 +106,22 @@ def calls(root: Path) -> None:
     whole = dcpx.DcpxSavePlanner(split_replicas=False)
     dcpx.save(state(mesh, 7.0), root / "whole", planner=whole, options=OPTIONS)
     check(root / "whole", mesh, 7.0, is_cut=False)
+    kept_plans_say_whether_rows_are_cut(root / "kept", mesh)
     safetensors_by_name_hold_whole_tensors(root / "hf", mesh)
     checkpoint_is_exported(root / "save 1.0", root / "artifact", mesh)
+
+
+def kept_plans_say_whether_rows_are_cut(root: Path, mesh: Any) -> None:
+    copied = [Replicate()] * mesh.ndim
+    even = {name: distribute_tensor(WHOLE, mesh, copied) for name in "abcd"}  # one or two a rank
+    for number, (wanted, is_cut) in enumerate(((state(mesh, 1.0), True), (even, False))):
+        planner = dcpx.DcpxSavePlanner()
+        for _ in range(2):
+            dcpx.save(wanted, root / str(number), planner=planner, options=OPTIONS)
+        known = planner.dcpx_planning.known
+        assert known is not None and known.replicas is not None and known.agreement is not None
+        plan: Any = known.agreement.plan
+        assert plan.can_split is is_cut
 
 
 def safetensors_by_name_hold_whole_tensors(root: Path, mesh: Any) -> None:

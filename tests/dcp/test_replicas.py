@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
+from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError, save_planner
 from torch_dcpx.rank_plan import RankPlan, offered
 
 State = dict[str, Any]
@@ -337,6 +337,19 @@ def test_plan_that_is_used_again_knows_the_same_copies_for_each_writer(tmp_path:
     assert isinstance(plan, RankPlan) and isinstance(again, RankPlan)
     assert (plan.replicas, plan.whole_names) == (again.replicas, again.whole_names)
     assert plan.whole_names == {"plain", "own.3"}
+
+
+def test_rows_are_looked_for_only_where_some_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    monkeypatch.setattr(save_planner, "with_pieces", lambda *args, **_: looked.append(args))
+    with as_rank(0, 4):
+        planner = DcpxSavePlanner()
+        planner.set_up_planner(hsdp(0))
+        plan = planner.create_local_plan()
+        planner.finish_plan(plan)
+        assert not looked
+        planner.finish_plan(offered(plan))
+        assert looked
 
 
 def test_rank_by_itself_writes_whole_tensors(tmp_path: Path) -> None:
