@@ -29,7 +29,7 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.plan_wire import WirePlan
-from torch_dcpx.rank_plan import RankPlan
+from torch_dcpx.rank_plan import RankPlan, offered
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.writer import DcpxWriter
@@ -113,6 +113,8 @@ class PlanRound:
         known = self._known
         if known is not None and known.agreement is self._offered:
             known.agreement = None  # some rank does not know it: next time it costs no round
+        if self._offered is not None and self._full is not None:
+            self._full = offered(self._full)  # the writer has seen none of its items
         self._offered = None
         return Offer(self._full, known.objects if known is not None else None)
 

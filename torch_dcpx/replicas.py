@@ -12,11 +12,12 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
-from torch_dcpx.rank_plan import RankPlan
+from torch_dcpx.rank_plan import RankPlan, names_hash
 
 __all__ = ["Replicas", "doubtful_names", "replicas_of"]
 
@@ -29,15 +30,20 @@ class Replicas(NamedTuple):
 
     key: bytes  # 16; equal where names, meshes and placements of all large DTensors are
     unknown: frozenset[str]  # names of large tensors whose copies nobody calls equal
+    names_hash: int  # of the items that this is of
 
 
 def replicas_of(
-    state: Mapping[str, Any], chunks: ChunkFinder, whole: Collection[str]
+    state: Mapping[str, Any],
+    items: Sequence[WriteItem],
+    chunks: ChunkFinder,
+    whole: Collection[str],
 ) -> Replicas | None:
     """Returns what a rank knows; None where no DTensor of it is worth a cut and has copies.
 
     Args:
         state: of the planner.
+        items: of its plan.
         chunks: which has found the parts of all of its DTensors.
         whole: names of what has no rows, at which nobody need look.
     """
@@ -66,7 +72,8 @@ def replicas_of(
         elif is_plain_tensor(value) and _is_large(value):
             unknown.append(fqn)
     whole_text = "\n".join(sorted(told)).encode(errors="surrogatepass")
-    return Replicas(hashlib.blake2b(whole_text, digest_size=16).digest(), frozenset(unknown))
+    key = hashlib.blake2b(whole_text, digest_size=16).digest()
+    return Replicas(key, frozenset(unknown), names_hash(items))
 
 
 def doubtful_names(plans: Iterable[RankPlan]) -> set[str]:

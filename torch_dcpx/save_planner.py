@@ -248,8 +248,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
                     rows.append(fqn if type(fqn) is str else stock_write_items(fqn, value))
                     objects[fqn] = value
             items = MAKER.write_items(rows)
-            asks_placements = self._can_split and self.split_replicas is None
-            replicas = replicas_of(self.state_dict, chunks, whole) if asks_placements else None
+            is_asked = self._can_split and self.split_replicas is None
+            replicas = replicas_of(self.state_dict, items, chunks, whole) if is_asked else None
         return items, frozenset(whole), replicas, objects
 
     def _rank_plan(
@@ -264,6 +264,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             can_split=self._can_split and self.split_replicas is not None,
             whole_names=whole | replicas.unknown if replicas is not None else whole,
             replicas=replicas.key if replicas is not None else b"",
+            names_hash=replicas.names_hash if replicas is not None else 0,
             digests=shared_digests(objects),
             is_shared=type(self) is DcpxSavePlanner,
             has_paths=self.flatten_state_dict and self._is_own("finish_plan"),
@@ -357,8 +358,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
             if state is not None:
                 self._cut = (state, self.state_dict)
                 self.state_dict = state
-                if isinstance(plan, RankPlan):
-                    plan = dataclasses.replace(plan, cut_names=cut_names(state))
+            if isinstance(plan, RankPlan):
+                plan = dataclasses.replace(plan, cut_names=cut_names(state or {}))
         return plan
 
 

@@ -172,7 +172,12 @@ class WriteTable:
         transform: the writer's stream extensions, or None.
         """
         paths = plan.planner_data
-        self._cut_names = plan.cut_names if isinstance(plan, RankPlan) else frozenset()
+        cut_names = plan.cut_names if isinstance(plan, RankPlan) else frozenset()
+        # The planner that made it would give the rows, and was not told of them: any may be cut.
+        self._is_unfinished = cut_names is None and plan.can_split  # type: ignore[attr-defined]
+        if self._is_unfinished:
+            cut_names = frozenset(item.index.fqn for item in plan.items)
+        self._cut_names = cut_names or frozenset()
         self.types: list[ItemType] = [BYTES_TYPE]
         self.has_stock_hooks = has_stock_hooks(planner)
         self.descriptors = transform.descriptors if transform is not None else None
@@ -212,7 +217,7 @@ class WriteTable:
             UnsupportedError: data that cannot be kept, by name.
         """
         items, files = list(items), list(files)
-        if self._transform is None:
+        if self._transform is None and not self._is_unfinished:
             rows, owners, others = SAVE_ROWS.plain_rows(
                 items, files, self._state, self._paths, self._known, self._type,
                 device_memory.is_host,
@@ -224,10 +229,21 @@ class WriteTable:
                 [i for i, item in enumerate(items) if item.type is not WriteItemType.BYTE_IO],
             )
         for number in others:
-            tensor, about = vetted(items[number], self._lookup(items[number]))
+            tensor, about = self._vetted(items[number], self._lookup(items[number]))
             rows[number] = self._row_in_place(items[number], files[number], tensor, about)
             owners.append(tensor)
         return InPlace(rows, owners)
+
+    def _vetted(self, item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
+        tensor, about = vetted(item, data)
+        if item.index.fqn in self._cut_names and tensor.shape != about.chunk.sizes:
+            raise PlanError(
+                f"'{item.index.fqn}': {type(self._planner).__name__} gave {list(tensor.shape)} for "
+                f"rows of {list(about.chunk.sizes)}; a planner around a DcpxSavePlanner must give "
+                "what its finish_plan and resolve_data give, or make it with split_replicas=False",
+                fqn=item.index.fqn,
+            )
+        return tensor, about
 
     def _lookup(self, item: WriteItem) -> Any:
         data = looked_up(item, self._state)
@@ -250,15 +266,8 @@ class WriteTable:
         return self._serialised(item, file, BYTES, 0, data)
 
     def _tensor(self, item: WriteItem, file: int, data: Any) -> Resolved:
-        tensor, about = vetted(item, data)
+        tensor, about = self._vetted(item, data)
         tensor = tensor.detach()
-        if item.index.fqn in self._cut_names and tensor.shape != about.chunk.sizes:
-            raise PlanError(
-                f"'{item.index.fqn}': {type(self._planner).__name__} gave {list(tensor.shape)} for "
-                f"rows of {list(about.chunk.sizes)}; a planner around a DcpxSavePlanner must give "
-                "what that one's resolve_data gives, or make it with split_replicas=False",
-                fqn=item.index.fqn,
-            )
         row, is_copy = self._row_in_place(item, file, tensor, about), False
         if row is None and not device_memory.is_host(tensor):
             tensor, is_copy = tensor.cpu(), True
