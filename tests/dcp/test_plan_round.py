@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from plan_states import mesh_of, part_of
+from rank_hooks import states_of
+from torch.distributed.tensor import Replicate
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
 from torch_dcpx.plan_cache import PlanCache
 from torch_dcpx.plan_round import Answer, PlanRound
+from torch_dcpx.rank_plan import RankPlan
 
 State = dict[str, Any]
 
@@ -101,6 +105,24 @@ def test_agreement_that_is_refused_is_offered_no_more(ranks: tuple[Rank, Rank, R
     assert rounds[0].answer("id", offers)[0].is_again
     rounds[0].offer_again()
     assert first.round("group").offer().plan is not None
+
+
+def test_plan_that_is_offered_again_still_shares_rows(tmp_path: Path) -> None:
+    def make(_: int) -> State:
+        whole = torch.zeros(800, 64)
+        return {"w": part_of(whole, mesh_of((2,)), [Replicate()]), "plain": whole}
+
+    states = states_of(2, make)
+    first, second = (Rank(number, state, tmp_path) for number, state in enumerate(states))
+    plan_of(first, second, "group")
+    second.plans = PlanCache()
+    rounds = first.round("group"), second.round("group")
+    assert rounds[0].offer().plan is None
+    again, new = rounds[0].offer_again().plan, rounds[1].offer().plan
+    assert isinstance(again, RankPlan) and isinstance(new, RankPlan)
+    assert again.can_split and new.can_split
+    assert (again.replicas, again.whole_names) == (new.replicas, new.whole_names)
+    assert [item.index for item in sent(again).items] == [item.index for item in new.items]
 
 
 def test_rank_that_offered_a_plan_takes_no_agreement(ranks: tuple[Rank, Rank, Rank]) -> None:
