@@ -128,12 +128,13 @@ def test_signal_between_the_last_byte_and_the_results_leaves_nothing(
 
 
 INTERRUPTED = """
-import sys, torch
+import signal, sys, torch
 import torch.distributed.checkpoint as dcp
 from slow_states import SLOW, gathered_state
 from torch_dcpx import DcpxWriter
 import dataclasses, itertools
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 path, use_collectives = sys.argv[1], sys.argv[2] == "True"
 
 def tell(done, total):
