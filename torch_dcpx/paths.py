@@ -35,29 +35,48 @@ def checked_path(path: AnyPath, way_out: str) -> str:
     return text
 
 
+def _caller() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
+
+
+def _here() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:  # the directory is gone: so says whoever makes the path
+        return None
+
+
 class PathAnchor:
     """Which directory a writer's relative path means, whoever changes the process's directory.
 
     It counts from where the thread that made the writer is whenever that thread makes, resets,
     stages or saves through it. Another thread or process only saves what it was given to save: a
-    `chdir` meanwhile is none of its business. Not thread-safe; picklable with its writer.
+    `chdir` meanwhile is none of its business. So for the path that it names itself when it saves
+    what was staged: `dcp.async_save` hands its `checkpoint_id` over there. Not thread-safe;
+    picklable with its writer.
     """
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._base: str | None = None
         self._seen_by = (0, 0)
+        self._staged: tuple[tuple[int, int], str | None] | None = None  # by whom, and where
 
     def see(self, path: Path) -> Path:
         """Notes where a call of the writer is made from. Returns the directory of `path`."""
-        caller = (os.getpid(), threading.get_ident())
+        caller = _caller()
+        staged = None
+        if self._staged is not None and self._staged[0] != caller:
+            staged, self._staged = self._staged, None
         if not path.is_absolute() and (path != self._path or caller == self._seen_by):
-            self._path, self._seen_by = path, caller
-            try:
-                self._base = os.getcwd()  # noqa: PTH109
-            except OSError:  # the directory is gone: so says whoever makes the path
-                self._base = None
+            self._path = path
+            self._seen_by, self._base = staged or (caller, _here())
         return self.directory(path)
+
+    def stage(self, path: Path) -> None:
+        """Like `see`, and what another thread or process sees next is meant from here, too."""
+        self.see(path)
+        self._staged = _caller(), _here()
 
     def directory(self, path: Path) -> Path:
         """Returns the directory of `path`, absolute where that was seen."""

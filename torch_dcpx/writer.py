@@ -170,7 +170,7 @@ class DcpxWriter(FileSystemWriter):
             StagingError: no memory for it; a forked child.
         """
         self.__use.check()
-        self.__anchor.see(Path(self.path))
+        self.__anchor.stage(Path(self.path))
         memory, timeout_s = self.options.host_memory_bytes, self.options.save_timeout_s
         return DcpxStager(host_memory_bytes=memory, timeout_s=timeout_s)._staged(state_dict)[0]
 

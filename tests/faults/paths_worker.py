@@ -122,6 +122,24 @@ def async_and_away(begin: Callable[[WriteOptions], Any]) -> None:
     pending.result(60)
 
 
+def async_with_id_and_away() -> None:
+    """DCP's thread hands the id to the writer; it comes when the process is elsewhere already."""
+    os.chdir("first")
+    moved = threading.Event()
+
+    class Late(DcpxWriter):
+        def reset(self, checkpoint_id: Any = None) -> None:
+            assert moved.wait(60)
+            super().reset(checkpoint_id)
+
+    pending: Any = dcp.async_save(
+        STATE, checkpoint_id="ckpt", storage_writer=Late("other"), no_dist=True
+    )
+    os.chdir("../second")
+    moved.set()
+    pending.result(60)
+
+
 def elsewhere_between(make: Callable[[], Any], save: Callable[[Any], object]) -> None:
     """The writer is made in `second`: where the save is asked for counts, as with stock."""
     os.chdir("second")
@@ -173,6 +191,7 @@ def relative() -> dict[str, Callable[[], object]]:
         "dcp.async_save with an id, then away": lambda: async_and_away(
             lambda o: dcp_async(DcpxWriter("other", options=o), checkpoint_id="ckpt")
         ),
+        "dcp.async_save with an id that comes late": async_with_id_and_away,
         "async_save with a writer, then away": lambda: async_and_away(
             lambda o: torch_dcpx.async_save(
                 STATE, storage_writer=DcpxWriter("ckpt", options=o), no_dist=True
