@@ -75,9 +75,10 @@ class Ballot:
         packed = b"" if exchange.is_coordinator else pickle.dumps(payload)
         self._payload = payload
         self._has_voted = self.may_be_committed = True
-        self._deadline = Deadline(self._deadline.timeout_s)
+        self._deadline = self._deadline.anew()
         try:
-            self._keys.set(f"{_VOTES}/{exchange.rank}", packed, self._deadline)
+            vote = exchange.sealed(packed)
+            self._keys.set(f"{_VOTES}/{exchange.rank}", vote, self._deadline)
             if self._keys.add(_COUNT, 1, self._deadline) == exchange.world_size:
                 self._keys.set(_WAKE, b"full", self._deadline)
         except StoreLostError as error:
@@ -94,7 +95,7 @@ class Ballot:
             return  # the others know
         failure = self._exchange.failure_of(error, phase)
         self._own_error, self._own_failure = error, failure
-        self._deadline = Deadline(self._deadline.timeout_s)
+        self._deadline = self._deadline.anew()
         try:
             self.may_be_committed &= not self._abort(failure).startswith(_ERROR)
         except StoreLostError as lost:
@@ -154,6 +155,8 @@ class Ballot:
             if self._exchange.is_coordinator:
                 return self._coordinate(commit)
             result: R | None = self._follow(was_committed)
+            # After an error the coordinator may yet come and read it.
+            self._keys.post_delete([f"{_VOTES}/{self._exchange.rank}"])
             return result
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt: the others need not wait
@@ -166,7 +169,6 @@ class Ballot:
             with self._guard:
                 self._has_ended = True
                 self._own_error = None  # its traceback holds what was to be written
-            self._keys.post_delete([f"{_VOTES}/{self._exchange.rank}"])
 
     # ---- The coordinator -----------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class Ballot:
     def _all_votes(self) -> list[Any]:
         """Returns the payloads by rank; raises the error that has ended the vote instead."""
         exchange, keys, deadline = self._exchange, self._keys, self._deadline
-        if not keys.wait_for(_WAKE, deadline):
+        if exchange.wait(_WAKE, deadline, "the vote", _VOTES) is None:
             missing = exchange.missing(_VOTES)
             if missing:  # else the last one came this moment
                 self._abort(exchange.lost_error(missing, deadline.waited_s, "the vote"))
@@ -210,7 +212,8 @@ class Ballot:
             raise exchange.error_in(BALLOT, standing, self._own_error)
         votes = keys.multi_get([f"{_VOTES}/{r}" for r in range(1, exchange.world_size)], deadline)
         try:
-            return [self._payload, *map(from_rank, votes)]
+            opened = (exchange.opened(rank, vote) for rank, vote in enumerate(votes, 1))
+            return [self._payload, *map(from_rank, opened)]
         except Exception as error:
             self.fail(error)
             raise exchange.error_in(BALLOT, self._standing(deadline) or "", error) from error
@@ -218,7 +221,7 @@ class Ballot:
     def _publish(self, outcome: bytes) -> None:
         """Tells the outcome; a store that is lost by now changes nothing about it."""
         try:
-            self._keys.set(_OUTCOME, outcome, Deadline(0))
+            self._keys.set(_OUTCOME, outcome, self._deadline.anew(0))
         except StoreLostError as lost:
             self._keys.post(_OUTCOME, outcome)  # should it come back
             logger.warning("%s; the other ranks look for the outcome in the storage", lost)
@@ -249,16 +252,15 @@ class Ballot:
 
     def _outcome(self) -> bytes | None:
         """Returns what the coordinator published; None if it decided and then was silent."""
-        exchange, keys, deadline = self._exchange, self._keys, self._deadline
-        if not keys.wait_for(_DECISION, deadline):
+        exchange, deadline = self._exchange, self._deadline
+        if exchange.wait(_DECISION, deadline, "the vote", _VOTES) is None:
             missing = exchange.missing(_VOTES) or [0]
             self._abort(exchange.lost_error(missing, deadline.waited_s, "the vote"))
         standing = self._standing(deadline) or ""
         if standing.startswith(_ERROR):
             raise exchange.error_in(BALLOT, standing, self._own_error)
-        answer_by = Deadline(deadline.remaining_s + deadline.timeout_s)
-        keys.wait_for(_OUTCOME, answer_by)
-        return keys.get(_OUTCOME, answer_by)
+        answer_by = deadline.anew(deadline.remaining_s + deadline.timeout_s)
+        return exchange.wait(_OUTCOME, answer_by, "the commit", _VOTES)
 
     def _looked_up(
         self, was_committed: Callable[[], bool], reason: str, cause: BaseException | None

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dcpx.errors import OptionError
 
-__all__ = ["check_step", "is_tag", "step_of_name", "tag_of"]
+__all__ = ["check_step", "is_tag", "step_of_name", "tag_of", "tag_or_none"]
 
 _MAX_TAG_BYTES = 249  # a name may have 255
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
@@ -35,6 +35,14 @@ def tag_of(tag_or_step: Any) -> str:
         )
     tag: str = tag_or_step
     return tag
+
+
+def tag_or_none(tag_or_step: Any) -> str | None:
+    """Returns as `tag_of`, None where that raises."""
+    try:
+        return tag_of(tag_or_step)
+    except OptionError:
+        return None
 
 
 def _problem_of(tag: str) -> str:

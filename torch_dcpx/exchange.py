@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from torch_dcpx.call_id import CallId
 from torch_dcpx.errors import OptionError
 from torch_dcpx.exchange_base import Exchange, Keys
 from torch_dcpx.local_exchange import LocalExchange
@@ -15,45 +17,47 @@ __all__ = ["Exchange", "LocalExchange", "StoreExchange", "exchange_for", "keys_f
 
 
 def exchange_for(
-    process_group: Any, no_dist: bool, timeout_s: float, what: str = "save"
+    process_group: Any,
+    no_dist: bool,
+    timeout_s: float,
+    what: str = "save",
+    call: CallId | None = None,
 ) -> Exchange:
     """Begins an operation among the ranks of a group.
+
+    A caller makes it before anything that may raise on this rank alone, so that the others are told
+    of that: what is wrong with the other arguments is found inside of the exchange.
 
     Args:
         process_group: None for the default group.
         no_dist: this process by itself, even where torch.distributed is initialised.
         timeout_s: seconds until which ranks wait for each other.
         what: what is done, for messages.
+        call: which call it is, the same on all ranks. Default None: named as what is done.
 
     Returns:
         A LocalExchange with `no_dist`, in a group of one, and where torch.distributed is
         unavailable or uninitialised.
 
     Raises:
-        OptionError: this rank is no member of the group.
+        OptionError: this rank is no member of the group; or this is one of several processes that a
+            launcher has started, and they have no group.
         StoreLostError: the group's store does not answer.
         UnsupportedError: this process was forked from the group's member.
     """
     group, rank, world_size = _members(process_group, no_dist, what)
     if world_size == 1:
-        return LocalExchange(timeout_s, what)
-    exchange = StoreExchange(client_of(group), rank, world_size, timeout_s, what)
-    try:
-        exchange.enter()
-    except BaseException as error:
-        exchange.fail(error)
-        exchange.close()
-        raise
-    return exchange
+        return LocalExchange(timeout_s, what, call)
+    exchange = StoreExchange(client_of(group), rank, world_size, timeout_s, what, call)
+    return exchange.entered()
 
 
-def keys_for(process_group: Any, no_dist: bool, what: str) -> tuple[Keys, int, int]:
+def keys_for(process_group: Any, no_dist: bool, what: str, name: str) -> tuple[Keys, int, int]:
     """Returns keys that the ranks of a group share beyond one operation, rank and world size.
-
-    Every rank calls it, in the same order among the group's operations.
 
     Args:
         process_group, no_dist, what: as `exchange_for`.
+        name: of these keys, which all ranks have agreed on.
 
     Raises:
         OptionError, UnsupportedError: as `exchange_for`.
@@ -61,16 +65,18 @@ def keys_for(process_group: Any, no_dist: bool, what: str) -> tuple[Keys, int, i
     group, rank, world_size = _members(process_group, no_dist, what)
     if world_size == 1:
         return LocalExchange(1.0, what).keys, rank, world_size
-    client = client_of(group)
     who = f"{what} on rank {rank}"
-    return StoreKeys(client, f"dcpx/{client.next_number()}/", who, world_size), rank, world_size
+    return StoreKeys(client_of(group), f"dcpx/{name}/", who, world_size), rank, world_size
 
 
 def _members(process_group: Any, no_dist: bool, what: str) -> tuple[Any, int, int]:
     """Returns the group, this rank and the number of ranks; one where it is by itself."""
     import torch.distributed as dist
 
-    if no_dist or not (dist.is_available() and dist.is_initialized()):
+    if no_dist:
+        return None, 0, 1
+    if not (dist.is_available() and dist.is_initialized()):
+        _refuse_launched(what)
         return None, 0, 1
     group = dist.group.WORLD if process_group is None else process_group
     rank = dist.get_rank(group)
@@ -82,3 +88,19 @@ def _members(process_group: Any, no_dist: bool, what: str) -> tuple[Any, int, in
             value=None,
         )
     return group, rank, dist.get_world_size(group)
+
+
+def _refuse_launched(what: str) -> None:
+    """Raises OptionError where a launcher has started several processes, which have no group.
+
+    Each would take itself for the only one, and all would write the same files.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if world_size.isascii() and world_size.isdigit() and int(world_size) > 1:
+        raise OptionError(
+            f"{what} in one of WORLD_SIZE={world_size} processes without a process group: call "
+            "torch.distributed.init_process_group() first, or say no_dist=True where this process "
+            f"is to {what} by itself",
+            option="process_group",
+            value=None,
+        )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from torch_dcpx.call_id import CallId
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import PlanError
 from torch_dcpx.rank_errors import RankFailure
@@ -34,7 +36,9 @@ class Keys(Protocol):
     def get(self, key: str, deadline: Deadline) -> bytes | None: ...
     def multi_get(self, keys: Sequence[str], deadline: Deadline) -> list[bytes]: ...
     def add(self, key: str, amount: int, deadline: Deadline) -> int: ...
-    def wait_for(self, key: str, deadline: Deadline) -> bool: ...
+    def wait_for(
+        self, key: str, deadline: Deadline, until: Deadline | None = None
+    ) -> bytes | None: ...
     def post(self, key: str, value: bytes) -> None: ...
     def post_delete(self, keys: Sequence[str]) -> None: ...
 
@@ -55,6 +59,7 @@ class Exchange(ABC):
         keys: of this operation, for the vote.
         group: which of this process' groups they are, by a name that other processes do not
             share; "" where this process is by itself.
+        call: what all ranks must call alike; compared in the first step.
     """
 
     what: str
@@ -65,11 +70,21 @@ class Exchange(ABC):
     phase: str
     keys: Keys
     group: str = ""
+    call: CallId
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this is rank 0 of the group, which reduces and commits."""
         return self.rank == 0
+
+    def agree_on(self, **options: Any) -> None:
+        """Says which options must be equal on all ranks. REQUIRES: no step has begun."""
+        told = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
+        self.call = dataclasses.replace(self.call, options=told)
+
+    def restart(self, timeout_s: float | None = None) -> None:
+        """Begins the deadline anew, with other seconds if they are given."""
+        self.deadline = self.deadline.anew(timeout_s)
 
     @abstractmethod
     def note_phase(self, phase: str) -> None:
@@ -118,6 +133,28 @@ class Exchange(ABC):
         """Ends the operation for this rank, and removes what it left in the store. Never raises."""
 
     # ---- For the vote (torch_dcpx/ballot.py) ---------------------------------------------------
+
+    def sealed(self, value: bytes) -> bytes:
+        """Returns a value that says of which operation it is."""
+        return value
+
+    def opened(self, rank: int, value: bytes) -> bytes:
+        """Returns what `sealed` was given by a rank. Raises PlanError: of another operation."""
+        return value
+
+    def wait(self, key: str, deadline: Deadline, step: str, prefix: str) -> bytes | None:
+        """Waits for a key, and says now and then for which ranks.
+
+        Args:
+            key: to wait for.
+            deadline: until when.
+            step: for the log.
+            prefix: ranks without a key `prefix/RANK` are missing.
+
+        Returns:
+            Its value; None when the deadline has passed.
+        """
+        return self.keys.wait_for(key, deadline)
 
     def failure_of(self, error: BaseException, phase: str | None = None) -> RankFailure:
         """Returns what to tell the others of an error of this rank, in its phase unless given."""

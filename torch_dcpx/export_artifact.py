@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx import _C
-from torch_dcpx.deadline import Deadline
+from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.directory import Directory
 from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.export_arguments import ExportArguments, checked_arguments, source_of
@@ -119,9 +119,11 @@ def export(
             all; what was at `path` is there as it was.
     """
     began = time.perf_counter()
-    own_options = options if options is not None else WriteOptions()
-    run: _Export | None = None
-    with exchange_for(process_group, no_dist, own_options.save_timeout_s, "export") as exchange:
+    call = CallId("export", last_component(path))
+    timeout_s = WriteOptions.save_timeout_s
+    with exchange_for(process_group, no_dist, timeout_s, "export", call) as exchange:
+        own_options = options if options is not None else WriteOptions()
+        exchange.restart(own_options.save_timeout_s)
         run = _Export(exchange, own_options)
         stored = source if isinstance(source, (str, os.PathLike)) else None
         try:
@@ -233,7 +235,7 @@ class _Export:
                 return self._write_own()
             finally:
                 self._write_s = time.perf_counter() - began
-                self._exchange.deadline = Deadline(self._exchange.deadline.timeout_s)
+                self._exchange.restart()
 
         self._exchange.all_reduce("write", own, self._publish)
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_dcpx.deadline import Deadline
+from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.key_rules import KeyRules, checked_map
@@ -96,7 +96,6 @@ def load(
             `ReadOptions.load_timeout_s`.
     """
     began = time.perf_counter()
-    timeout_s = _options_of(options, storage_reader).load_timeout_s
 
     def prepared() -> RankPlan:
         reader = _reader_for(storage_reader, checkpoint_id, options)
@@ -104,10 +103,15 @@ def load(
         own_planner = planner if planner is not None else DcpxLoadPlanner()
         return RankPlan(reader, own_planner, rules, checked_map(key_map))
 
-    path = checkpoint_id or getattr(storage_reader, "path", None)
-    with exchange_for(process_group, no_dist, timeout_s, "load") as exchange, being_read(path):
+    own_path = getattr(storage_reader, "path", None)
+    call = CallId("load", last_component(checkpoint_id) or last_component(own_path))
+    timeout_s = ReadOptions.load_timeout_s
+    with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
+        exchange.restart(_options_of(options, storage_reader).load_timeout_s)
+        exchange.agree_on(strict=strict, cast=cast)
         run = LoadRun(exchange, state_dict, began)
-        error = run.run(prepared)
+        with being_read(checkpoint_id or own_path):
+            error = run.run(prepared)
     return run.ended(error)
 
 
@@ -235,7 +239,7 @@ class LoadRun:
             try:
                 self._timed(step, local)()
             finally:  # from here on it waits for others so long, however long its own part took
-                self._exchange.deadline = Deadline(self._exchange.deadline.timeout_s)
+                self._exchange.restart()
 
         self._exchange.all_reduce(step, part, lambda _: None)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from torch_dcpx.call_id import CallId
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.exchange_base import BALLOT, Exchange, Keys, check_pieces, host_name
 from torch_dcpx.rank_errors import RankFailure, error_of, lost_error
@@ -36,8 +37,8 @@ class _LocalKeys:
         self._values[key] = str(total).encode()
         return total
 
-    def wait_for(self, key: str, deadline: Deadline) -> bool:
-        return key in self._values
+    def wait_for(self, key: str, deadline: Deadline, until: Deadline | None = None) -> bytes | None:
+        return self._values.get(key)
 
     def post(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -50,14 +51,16 @@ class _LocalKeys:
 class LocalExchange(Exchange):
     """One process by itself: the callables run in place, their errors are raised as they are."""
 
-    def __init__(self, timeout_s: float, what: str = "save") -> None:
+    def __init__(self, timeout_s: float, what: str = "save", call: CallId | None = None) -> None:
         """Begins an operation.
 
         Args:
             timeout_s: seconds of its deadline, for whoever asks: nobody is waited for here.
             what: what is done, for messages.
+            call: which call it is. Default: named as what is done.
         """
         self.what = what
+        self.call = call or CallId(what)
         self.rank = 0
         self.world_size = 1
         self.host = host_name()

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 from torch_dcpx.call_agreement import Call, check_same_call
-from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
+from torch_dcpx.call_id import CallId
+from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of, tag_or_none
 from torch_dcpx.errors import OptionError
 from torch_dcpx.exchange import exchange_for, keys_for
 from torch_dcpx.key_rules import KeyRules
@@ -137,12 +139,12 @@ class CheckpointManager(ExportingCatalog):
             UnsupportedError: small values that could not be loaded without execution.
             As `dcpx.save` and `dcpx.async_save`, whose earlier errors too.
         """
-        self._check_usable()
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
         small: list[Small] = []
         reserved: list[str] = []  # by the coordinator
 
         def local() -> Call:
+            self._check_usable()
             tag = tag_of(tag_or_step)
             parts.check()
             if step is not None:
@@ -177,7 +179,9 @@ class CheckpointManager(ExportingCatalog):
             return record
 
         try:
-            with exchange_for(self._group, self._no_dist, self._options.save_timeout_s) as exchange:
+            call_id = CallId("CheckpointManager.save", tag_or_none(tag_or_step))
+            timeout_s = self._options.save_timeout_s
+            with exchange_for(self._group, self._no_dist, timeout_s, call=call_id) as exchange:
                 rank = exchange.rank
                 record = exchange.all_reduce("agree", local, reduce)
         except BaseException:
@@ -263,7 +267,6 @@ class CheckpointManager(ExportingCatalog):
                 optimizer is to be loaded.
             As `dcpx.load`.
         """
-        self._check_usable()
         if not load_optimizer:
             optimizer = lr_scheduler = None
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
@@ -271,6 +274,7 @@ class CheckpointManager(ExportingCatalog):
         with ExitStack() as stack:
 
             def local() -> Call:
+                self._check_usable()
                 parts.check()
                 key_maps.append(checked_translate(translate, model))
                 named = None if tag is None else tag_of(tag)
@@ -284,7 +288,7 @@ class CheckpointManager(ExportingCatalog):
                 first = check_same_call(calls)
                 return self._choose(first.arguments["tag"], stack, allow_fresh=self._allow_fresh)
 
-            with self._exchange("resume") as exchange:
+            with self._exchange("resume", tag) as exchange:
                 rank, world_size = exchange.rank, exchange.world_size
                 chosen = exchange.all_reduce("choose", local, reduce)
             if chosen.tag is None:
@@ -324,8 +328,8 @@ class CheckpointManager(ExportingCatalog):
             OptionError: not on the main thread; no signals, or one that cannot be handled.
             PlanError: ranks made different calls.
         """
-        self._on_coordinator("save_on_signal", None, lambda _: None)  # all call it, or none
-        keys, rank, world_size = keys_for(self._group, self._no_dist, "save on a signal")
+        name = self._on_coordinator("save_on_signal", None, lambda _: f"signals/{uuid.uuid4().hex}")
+        keys, rank, world_size = keys_for(self._group, self._no_dist, "save on a signal", name)
         watch = Preemption(
             keys, rank, world_size,
             timeout_s=self._options.save_timeout_s,

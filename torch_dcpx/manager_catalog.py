@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch_dcpx.call_agreement import Call, check_same_call
-from torch_dcpx.checkpoint_tags import tag_of
+from torch_dcpx.call_id import CallId
+from torch_dcpx.checkpoint_tags import tag_of, tag_or_none
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import (
     ConcurrentSaveError,
@@ -182,20 +183,23 @@ class CheckpointCatalog:
 
     # ---- With all ranks ------------------------------------------------------------------------
 
-    def _exchange(self, what: str) -> Exchange:
-        return exchange_for(self._group, self._no_dist, self._read_options.load_timeout_s, what)
+    def _exchange(self, what: str, tag: Any = None) -> Exchange:
+        name = self.root.name if tag is None else tag_or_none(tag)
+        call = CallId(f"CheckpointManager.{what}", name)
+        timeout_s = self._read_options.load_timeout_s
+        return exchange_for(self._group, self._no_dist, timeout_s, what, call)
 
     def _on_coordinator(self, name: str, tag: Any, work: Callable[[Any], _T]) -> _T:
         """Has the coordinator do something that all ranks ask for; all get the answer or error."""
-        self._check_usable()
 
         def local() -> Call:
+            self._check_usable()
             return Call(name, {} if tag is None else {"tag": tag_of(tag)})
 
         def reduce(calls: list[Call]) -> _T:
             return work(check_same_call(calls).arguments.get("tag"))
 
-        with self._exchange(name) as exchange:
+        with self._exchange(name, tag) as exchange:
             answer: _T = exchange.all_reduce(name, local, reduce)
         return answer
 

@@ -64,11 +64,11 @@ class ExportingCatalog(CheckpointCatalog):
             PlanError: ranks made different calls; nothing was written.
             As `torch_dcpx.export`.
         """
-        self._check_usable()
         checked: list[ExportArguments] = []
         with ExitStack() as stack:
 
             def local() -> Call:
+                self._check_usable()
                 own = checked_arguments(path, format, keys, key_map, max_shard_bytes)
                 checked.append(own)
                 is_model = isinstance(tag_or_model, nn.Module)
@@ -116,11 +116,11 @@ class ExportingCatalog(CheckpointCatalog):
             NotCommittedError, and others: nothing whole is there, or not the tag.
             OptionError: `translate` is no KeyMap and no function.
         """
-        self._check_usable()
         rules: list[KeyRules] = []
         with ExitStack() as stack:
 
             def local() -> Call:
+                self._check_usable()
                 found = checked_translate(translate, True)
                 if found is None:
                     raise OptionError(

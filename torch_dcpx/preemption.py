@@ -190,7 +190,7 @@ class Preemption:
     def _read_notes(self) -> None:
         deadline = Deadline(self._timeout_s)
         names = [self._key(f"at/{rank}") for rank in range(self._world_size)]
-        if not self._keys.wait_for(self._key("all"), deadline):
+        if self._keys.wait_for(self._key("all"), deadline) is None:
             lost = tuple(
                 rank for rank, name in enumerate(names) if self._keys.get(name, Deadline(0)) is None
             )

@@ -24,7 +24,7 @@ from torch_dcpx import pending_saves
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx.arena import process_pool
 from torch_dcpx.background_save import BackgroundSave, report_of
-from torch_dcpx.deadline import Deadline
+from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     OptionError,
@@ -91,10 +91,10 @@ def save(
     """
     begin = time.monotonic()
     with _begin(
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
+        "save", state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
     ) as run:
         pending_saves.wait_for_room(1)
-        run.exchange.deadline = Deadline(run.writer.options.save_timeout_s)
+        run.exchange.restart()
         plan = run.plan(pending_saves.raise_uncollected)
         committed = run.write_and_settle(lambda: (plan, run.planner))
     return report_of(run, committed, begin, time.monotonic() - begin)
@@ -136,8 +136,9 @@ def async_save(
     """
     begin = time.monotonic()
     run = _begin(
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
-    )
+        "async_save", state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist,
+        options,
+    )  # fmt: skip
     handle = SaveHandle(run.path, run.cancel)
     background: BackgroundSave | None = None
     try:
@@ -210,6 +211,7 @@ def close() -> None:
 
 
 def _begin(
+    name: str,
     state_dict: dict[str, Any],
     checkpoint_id: AnyPath | None,
     storage_writer: StorageWriter | None,
@@ -219,15 +221,21 @@ def _begin(
     options: WriteOptions | None,
 ) -> SaveRun:
     """Begins a save with all ranks: whatever fails from here on they are told, or tell."""
+    target = last_component(checkpoint_id) or last_component(getattr(storage_writer, "path", None))
+    call = CallId(name, target)
+    exchange = exchange_for(process_group, no_dist, WriteOptions.save_timeout_s, call=call)
     try:
         writer = _writer(storage_writer, checkpoint_id, options)
+        exchange.restart(writer.options.save_timeout_s)
+        if name == "async_save":
+            exchange.agree_on(on_busy=writer.options.on_busy)
+        exchange.note_phase("planning")
         path = os.fsdecode(checkpoint_id or writer.path)
-    except Exception:
-        # This rank takes its number all the same, or its later saves would meet under others.
-        with exchange_for(process_group, no_dist, WriteOptions.save_timeout_s):
-            raise
-    exchange = exchange_for(process_group, no_dist, writer.options.save_timeout_s)
-    return SaveRun(state_dict, path, writer, planner or default_save_planner(), exchange)
+        return SaveRun(state_dict, path, writer, planner or default_save_planner(), exchange)
+    except BaseException as error:
+        exchange.fail(error)
+        exchange.close()
+        raise
 
 
 def _is_admitted(run: SaveRun) -> bool:
@@ -240,7 +248,7 @@ def _is_admitted(run: SaveRun) -> bool:
     limit = options.max_in_flight
     if options.on_busy == "wait":
         waited_s = pending_saves.wait_for_room(limit)
-        run.exchange.deadline = Deadline(options.save_timeout_s)
+        run.exchange.restart()
         if waited_s >= _NOTED_WAIT_S:
             logger.info("async_save waited %.3f s for a save under way", waited_s)
         return True

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx.ballot import Ballot
 from torch_dcpx.committed import committed_save_id
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.plan_round import Answer, Offer, PlanRound
@@ -110,7 +109,7 @@ class SaveRun:
         def answer(offers: list[Offer]) -> list[Answer]:
             return planning.answer(self._begun[0].save_id, offers)
 
-        self.note_phase("planning")
+        self._phase = "planning"  # as the exchange says already
         with paused_gc_of_many():
             told = exchange.reduce_scatter("plan", offer, answer)
             if told.is_again:
@@ -168,7 +167,7 @@ class SaveRun:
         return committed or Committed(self.save_id, self.exchange.world_size, 0, 0)
 
     def _new_ballot(self) -> Ballot:
-        return Ballot(self.exchange, Deadline(self.exchange.deadline.timeout_s))
+        return Ballot(self.exchange, self.exchange.deadline.anew())
 
     def _write(self, plan: SavePlan, items: Any) -> list[WriteResult]:
         future = self.writer.write_data(plan, items)

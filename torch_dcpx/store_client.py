@@ -15,18 +15,29 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch_dcpx._compat import group_store, process_groups
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import StoreLostError, UnsupportedError
 
-__all__ = ["StoreClient", "client_of"]
+__all__ = ["Client", "StoreClient", "client_of"]
 
 T = TypeVar("T")
 
 _ANSWER_S = 5.0  # what a store may take for one call, also when the caller's time is up
 _EXIT_S = 1.0  # for calls in flight when the interpreter ends
+
+
+class Client(Protocol):
+    """What an exchange asks of a StoreClient; a test may have another in its place."""
+
+    name: str
+
+    def next_call(self) -> int: ...
+    def next_number(self) -> int: ...
+    def call(self, doing: str, function: Callable[[Any], T], deadline: Deadline) -> T: ...
+    def post(self, function: Callable[[Any], object]) -> None: ...
 
 
 class _Call(Generic[T]):
@@ -81,10 +92,19 @@ class StoreClient:
         self._thread: threading.Thread | None = None
         self._guard = threading.Lock()
         self._pid = os.getpid()
+        self._calls_made = itertools.count(1)
         self._numbers = itertools.count(1)
 
+    def next_call(self) -> int:
+        """Returns the number of this process' call, for messages."""
+        return next(self._calls_made)
+
     def next_number(self) -> int:
-        """Returns the number of the group's next operation: all ranks begin theirs in one order."""
+        """Returns the number under which this process looks for the others next.
+
+        All ranks begin their operations in one order. One that missed some is behind, and catches
+        up by passing over operations that have failed without it (StoreExchange.enter).
+        """
         return next(self._numbers)
 
     def call(self, doing: str, function: Callable[[Any], T], deadline: Deadline) -> T:

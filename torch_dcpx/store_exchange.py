@@ -2,32 +2,40 @@
 
 DCP plans by collectives: a rank that is stopped holds all others for good, and a job on NCCL needs
 device memory to plan. Here every wait has a deadline. The keys of one operation lie beneath
-`dcpx/NUMBER/`; all ranks begin a group's operations in the same order, so the numbers agree. A step
-(its keys lie beneath its own number):
+`dcpx/NUMBER/`, those of a step (store_step.py) beneath a number of its own.
 
-1. Each rank sets `v/RANK` and adds 1 to `n`. The last one, and one that fails, sets `wake`.
-2. The coordinator sees `wake`, reads the values, reduces them, sets the results, and claims `a`.
-3. All others wait for `a`, which names the rank that set it and where to read on.
+Each process counts the numbers by itself, and every rank is to make the same calls in the same
+order. Ranks that do not are found out, and meet again:
 
-A rank whose time is up claims `a` itself, with an error that names who is missing. `a` is claimed
-once, so that all ranks leave a step in the same way.
+1. The values of the first step carry a digest of the call; where they differ, all ranks raise
+   PlanError. The coordinator's answer carries a random token, and what follows carries that.
+2. A rank that finds an operation to have failed for another call than its own goes on to the next
+   number: it has missed that call, or those ranks have missed its own.
+3. A rank that waits looks around. Where one that is missing has gone on to the next number, and so
+   has left this operation without a word, the first step is void: all go on to the next number.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from torch_dcpx.deadline import Deadline
-from torch_dcpx.errors import RankLostError, StoreLostError
+from torch_dcpx.call_id import CallId
+from torch_dcpx.deadline import Clock, Deadline
+from torch_dcpx.errors import PlanError, RankLostError, StoreLostError
 from torch_dcpx.exchange_base import BALLOT, Exchange, check_pieces, host_name
+from torch_dcpx.long_wait import wait_looking
 from torch_dcpx.rank_errors import RankFailure, error_of, from_rank, lost_error
-from torch_dcpx.store_client import StoreClient
+from torch_dcpx.store_client import Client
 from torch_dcpx.store_keys import StoreKeys
+from torch_dcpx.store_presence import UNKNOWN, Presence, presence_of
+from torch_dcpx.store_step import ERROR, FIRST, OK, VOID, Own, Step
 
 __all__ = ["StoreExchange"]
 
@@ -36,18 +44,9 @@ R = TypeVar("R")
 
 logger = logging.getLogger("torch_dcpx")
 
-# A rank that fails wakes the others; who else is about to fail is waited for so long.
-_GATHER_S = 0.5
 _LINGER_S = 2.0  # of a coordinator whose operation failed
 _MAX_PHASES = 64  # of lost ranks that are looked up
-_OK, _ERROR = "ok", "error"
-
-
-class _Own(Generic[T]):
-    """What `local` gave on this rank."""
-
-    value: T | None = None
-    error: Exception | None = None
+_MAX_LEFT = 8  # operations that a rank has left without a word, one after the other
 
 
 class StoreExchange(Exchange):
@@ -56,33 +55,60 @@ class StoreExchange(Exchange):
     keys: StoreKeys
 
     def __init__(
-        self, client: StoreClient, rank: int, world_size: int, timeout_s: float, what: str
+        self,
+        client: Client,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        what: str,
+        call: CallId | None = None,
+        clock: Clock = time,
     ) -> None:
         """Takes the operation's number; `enter` comes next.
 
         Args:
-            client: of the group's store.
+            client: of the group's store; counts calls and numbers.
             rank: this process' rank in the group.
             world_size: ranks in the group.
             timeout_s: seconds until which ranks wait for each other.
             what: what is done, for messages.
+            call: which call it is. Default: named as what is done.
+            clock: by which it waits. Default: the process'.
         """
-        number = client.next_number()  # before anything can fail: the others count on
+        self._client = client
+        self._number = client.next_number()  # before anything can fail
+        self._call_number = client.next_call()
         self.group = client.name
         self.what = what
+        self.call = call or CallId(what)
         self.rank = rank
         self.world_size = world_size
         self.host = host_name()
-        self.deadline = Deadline(timeout_s)
+        self.deadline = Deadline(timeout_s, clock)
         self.phase = "planning"
-        who = f"{what} on rank {rank} ({self.host})"
-        self.keys = StoreKeys(client, f"dcpx/{number}/", who, world_size)
-        self._token = uuid.uuid4().hex
+        self.keys = self._keys_of(self._number)
+        self._name = uuid.uuid4().hex  # of this rank's part
+        self._drawn = os.urandom(8)  # the coordinator's becomes the operation's
+        self._token = b""  # of the operation, once it is agreed
         self._steps = 0  # begun
         self._is_in_step = False
         self._has_contributed = False
         self._error: BaseException | None = None  # with which this operation has ended
         self._is_closed = False
+
+    def _keys_of(self, number: int) -> StoreKeys:
+        who = f"{self.what} on rank {self.rank} ({self.host})"
+        return StoreKeys(self._client, f"dcpx/{number}/", who, self.world_size)
+
+    def entered(self) -> StoreExchange:
+        """Enters, and returns it; what is raised meanwhile the others are told."""
+        try:
+            self.enter()
+        except BaseException as error:
+            self.fail(error)
+            self.close()
+            raise
+        return self
 
     def enter(self) -> None:
         """Says that this rank is there.
@@ -90,7 +116,7 @@ class StoreExchange(Exchange):
         Raises:
             StoreLostError: the store does not answer, or holds this number already.
         """
-        mine = self._phase_value()
+        mine = self.presence().packed()
         if self.keys.claim(f"p/{self.rank}", mine, self.deadline) != mine:
             raise StoreLostError(
                 f"{self.what} on rank {self.rank} ({self.host}): the process group's store holds "
@@ -98,9 +124,17 @@ class StoreExchange(Exchange):
                 "operation works"
             )
 
+    def _go_on(self) -> None:
+        """Leaves this operation to the others, for the next number."""
+        soon = self.deadline.anew(0)
+        if self.keys.add("out", 1, soon) == self.world_size:
+            self._delete_all(soon)
+        self._number = self._client.next_number()
+        self.keys = self._keys_of(self._number)
+
     def note_phase(self, phase: str) -> None:
         self.phase = phase
-        self.keys.post(f"p/{self.rank}", self._phase_value())
+        self.keys.post(f"p/{self.rank}", self.presence().packed())
 
     def all_reduce(self, step: str, local: Callable[[], T], reduce: Callable[[list[T]], R]) -> R:
         prefix = str(self._steps)
@@ -141,18 +175,20 @@ class StoreExchange(Exchange):
             return
         failure = self.failure_of(error)
         self._error = error_of([failure], error)
-        soon = Deadline(0)
+        soon = self.deadline.anew(0)
         try:
             # The others may have got past the step that this rank has left.
             if self._is_in_step:
-                self._tell(str(self._steps - 1), failure, soon)
+                left = Step(self, str(self._steps - 1), by=soon)
+                left.fail(failure)
                 if not self._has_contributed:
-                    self._count(str(self._steps - 1), soon)
+                    left.count()
                 if self.is_coordinator:  # all may be waiting for its answer
-                    self.propose(str(self._steps - 1), _ERROR, [failure], soon)
-            self._tell(str(self._steps), failure, soon)
-            self._count(str(self._steps), soon)
-            self.propose(BALLOT, _ERROR, [failure], soon)
+                    self.propose(str(self._steps - 1), ERROR, [failure], soon)
+            following = Step(self, str(self._steps), by=soon)
+            following.fail(failure)
+            following.count()
+            self.propose(BALLOT, ERROR, [failure], soon)
             self.keys.set(f"{BALLOT}/wake", b"fail", soon)
         except StoreLostError as lost:
             logger.warning("%s; the other ranks are not told of: %s", lost, failure.text)
@@ -161,9 +197,10 @@ class StoreExchange(Exchange):
         if self._is_closed:
             return
         self._is_closed = True
-        soon = Deadline(0)
+        soon = self.deadline.anew(0)
         try:
-            self.keys.delete([f"p/{self.rank}"], soon)
+            if self._error is None:  # else whoever waits here is to see that this rank was there
+                self.keys.delete([f"p/{self.rank}"], soon)
             if self.is_coordinator and self._error is not None:
                 self._linger(self._error)
             if self.keys.add("out", 1, soon) == self.world_size:
@@ -175,44 +212,81 @@ class StoreExchange(Exchange):
         """Stays until the others have read the error: the store may end with this process."""
         lost = error.ranks if isinstance(error, RankLostError) else None
         others = self.world_size - 1 - len(lost or ())
-        lingering, soon = Deadline(_LINGER_S), Deadline(0)
+        lingering, soon = self.deadline.anew(_LINGER_S), self.deadline.anew(0)
         while self.keys.add("out", 0, soon) < others and not lingering.has_passed:
-            time.sleep(0.005)
+            lingering.sleep(0.005)
 
     # ---- For the vote, too ---------------------------------------------------------------------
+
+    def failure_of(self, error: BaseException, phase: str | None = None) -> RankFailure:
+        failure = super().failure_of(error, phase)
+        # What has no target may be any call: its path was none.
+        calls = () if self.call.target is None else (self.call.identity,)
+        return dataclasses.replace(failure, calls=calls)
 
     def propose(self, name: str, kind: str, failures: list[RankFailure], by: Deadline) -> str:
         body = f"{name}/b/{self.rank}"
         if failures:
             self.keys.set(body, pickle.dumps(failures), by)
-        mine = f"{kind} {self.rank}"
+        mine = f"{kind} {self.rank} {self._drawn.hex()}"
         stands = self.keys.claim(f"{name}/a", mine.encode(), by).decode()
         if failures and stands != mine:
             self.keys.post_delete([body])
+        if kind in (ERROR, VOID) and name != BALLOT:  # also for who comes when all have left
+            self.keys.set(f"{name}/wake", b"fail", by)
         return stands
 
     def error_in(self, name: str, answer: str, own: BaseException | None) -> BaseException:
-        rank = int(answer.split()[1])
-        failures: list[RankFailure] = from_rank(self._read(f"{name}/b/{rank}"))
+        failures = self._proposed(name, answer)
         is_own = min(failure.rank for failure in failures) == self.rank
         return error_of(failures, own if is_own else None)
 
+    def _proposed(self, name: str, answer: str) -> list[RankFailure]:
+        """Returns the failures that an answer names; of a first step, those of this rank's call."""
+        failures: list[RankFailure] = from_rank(self._read(f"{name}/b/{answer.split()[1]}"))
+        return [one for one in failures if name != FIRST or self.call.is_among(one.calls)]
+
     def lost_error(self, ranks: Iterable[int], waited_s: float, step: str) -> RankFailure:
         lost: list[tuple[int, str, str]] = []
-        soon = Deadline(0)
         for rank in ranks:
-            found = self.keys.get(f"p/{rank}", soon) if len(lost) < _MAX_PHASES else b"unknown\n?\n"
-            phase, host, _ = (found or b"\n\n").decode().split("\n")
-            lost.append((rank, host, phase))
+            is_known = len(lost) < _MAX_PHASES
+            found = presence_of(rank, self.keys, self.deadline) if is_known else UNKNOWN
+            lost.append((rank, found.host, found.phase))
         return self.failure_of(lost_error(lost, waited_s, f"{step} of the {self.what}"))
 
     def missing(self, prefix: str) -> list[int]:
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
-        absent = self.keys.absent(keys, Deadline(0))
+        absent = self.keys.absent(keys, self.deadline)
         return [int(key.rsplit("/", 1)[1]) for key in absent]
 
     def note_failure(self, error: BaseException) -> None:
         self._error = self._error or error
+
+    def sealed(self, value: bytes) -> bytes:
+        return self.seal + value
+
+    def opened(self, rank: int, value: bytes) -> bytes:
+        if not value.startswith(self.seal):
+            raise PlanError(
+                f"rank {rank} answers for another {self.what}: every rank must make the same calls "
+                "in the same order"
+            )
+        return value[len(self.seal) :]
+
+    def wait(self, key: str, deadline: Deadline, step: str, prefix: str) -> bytes | None:
+        return wait_looking(
+            self.keys, key, deadline, self.waiting(step), lambda: self.missed(prefix)
+        )
+
+    def missed(self, prefix: str) -> list[int]:
+        """Returns who is missing; a follower asks for the coordinator only."""
+        if self.is_coordinator:
+            return self.missing(prefix)
+        return [0] if self.keys.get(f"{prefix}/0", self.deadline) is None else []
+
+    def waiting(self, step: str) -> str:
+        """Returns who waits for a step, for messages."""
+        return f"{step} of the {self.what} on rank {self.rank} ({self.host})"
 
     # ---- A step --------------------------------------------------------------------------------
 
@@ -230,16 +304,19 @@ class StoreExchange(Exchange):
         self._steps += 1
         self._is_in_step, self._has_contributed = True, False
         try:
-            own = self._contribute(name, local)
-            if self.is_coordinator:
-                standing, result = self._coordinate(name, step, own, answer)
-            else:
-                standing = self._follow(name, step)
-            if not self.is_coordinator:  # it has been read, or never will be
-                self.keys.post_delete([f"{name}/v/{self.rank}"])
-            if standing.startswith(_ERROR):
+            own = Own(local, is_sent=not self.is_coordinator)  # which keeps its own
+            standing, result = self._answered(name, step, own, answer)
+            while name == FIRST and self._is_of_others(standing):
+                self._steps, self._is_in_step = 0, False  # should it be interrupted meanwhile
+                self._go_on()
+                self.enter()
+                self._steps, self._is_in_step, self._has_contributed = 1, True, False
+                standing, result = self._answered(name, step, own, answer)
+            if standing.startswith(ERROR):
                 self._error = self.error_in(name, standing, own.error)
                 raise self._error
+            if name == FIRST:
+                self._token = bytes.fromhex(standing.split()[2])
             return result if self.is_coordinator else receive()  # type: ignore[return-value]
         except BaseException as error:
             self.fail(error)  # unless all ranks know it already
@@ -247,96 +324,42 @@ class StoreExchange(Exchange):
         finally:
             self._is_in_step = False
 
-    def _contribute(self, name: str, local: Callable[[], T]) -> _Own[T]:
-        """Tells this rank's value, or its error."""
-        own: _Own[T] = _Own()
-        packed = b""
-        try:
-            own.value = local()
-            if not self.is_coordinator:  # it keeps its own
-                packed = pickle.dumps(own.value)
-        except Exception as error:  # noqa: BLE001 - raised by _agree, on all ranks
-            own.error = error
-        self.keys.set(f"{name}/v/{self.rank}", packed, self.deadline)
-        if own.error is not None:
-            self._tell(name, self.failure_of(own.error), self.deadline)
-        self._count(name, self.deadline)
-        self._has_contributed = True
-        return own
+    def _is_of_others(self, standing: str) -> bool:
+        """Returns whether the first step has ended for other calls than this rank's."""
+        if not standing.startswith(ERROR):
+            return standing.startswith(VOID)
+        return not self._proposed(FIRST, standing)
 
-    def _coordinate(
-        self, name: str, step: str, own: _Own[T], answer: Callable[[list[T]], R]
+    def _answered(
+        self, name: str, title: str, own: Own[T], answer: Callable[[list[T]], R]
     ) -> tuple[str, R | None]:
-        """Returns the answer that stands, and what `answer` returned."""
-        begun = Deadline(float("inf"))
-        if not self.keys.wait_for(f"{name}/wake", self.deadline):
-            missing = self.missing(f"{name}/v")
-            if missing:  # else the last one came this moment
-                lost = self.lost_error(missing, begun.waited_s, repr(step))
-                return self.propose(name, _ERROR, [lost], self.deadline), None
-        failures = self._failures(name)
-        if failures:
-            return self.propose(name, _ERROR, failures, self.deadline), None
-        packed = self.keys.multi_get([f"{name}/v/{r}" for r in self._followers()], self.deadline)
-        try:
-            result = answer([own.value, *map(from_rank, packed)])  # type: ignore[list-item]
-        except StoreLostError:
-            raise
-        except Exception as error:  # noqa: BLE001 - raised by _agree, on all ranks
-            own.error = error
-            failure = self.failure_of(error)
-            return self.propose(name, _ERROR, [failure], self.deadline), None
-        return self.propose(name, _OK, [], self.deadline), result
+        """Returns the answer that stands, and what `answer` returned on the coordinator."""
+        step = Step(self, name, title)
+        step.tell(own)
+        self._has_contributed = True
+        if self.is_coordinator:
+            return step.coordinate(own, answer)
+        standing = step.follow()
+        if standing.startswith(OK):  # else the coordinator may yet come and read it
+            self.keys.post_delete([f"{name}/v/{self.rank}"])
+        return standing, None
 
-    def _follow(self, name: str, step: str) -> str:
-        """Returns the answer that stands."""
-        begun = Deadline(float("inf"))
-        if self.keys.wait_for(f"{name}/wake", self.deadline):
-            if self.keys.get(f"{name}/wake", self.deadline) == b"fail":
-                # The coordinator may be lost, or have much to do before it comes here.
-                soon = Deadline(min(4 * _GATHER_S, self.deadline.remaining_s))
-                is_answered = self.keys.wait_for(f"{name}/a", soon)
-                failures = [] if is_answered else self._failures(name)
-                if failures:
-                    return self.propose(name, _ERROR, failures, self.deadline)
-            self.keys.wait_for(f"{name}/a", self.deadline)
-        standing = self.keys.get(f"{name}/a", self.deadline)
-        if standing is not None:
-            return standing.decode()
-        missing = self.missing(f"{name}/v") or [0]
-        lost = self.lost_error(missing, begun.waited_s, repr(step))
-        return self.propose(name, _ERROR, [lost], self.deadline)
+    @property
+    def seal(self) -> bytes:
+        """8 B with which a value begins: of the call, and of the operation once it is agreed."""
+        return self._token or self.call.digest
 
-    def _failures(self, name: str) -> list[RankFailure]:
-        """Returns the failures of this step; if there is one, others are waited for a moment."""
-        if self.keys.add(f"{name}/nf", 0, self.deadline) == 0:
-            return []
-        gathering = Deadline(min(_GATHER_S, self.deadline.remaining_s))
-        while self.keys.add(f"{name}/n", 0, self.deadline) < self.world_size:
-            if gathering.has_passed:
-                break
-            time.sleep(0.01)
-        return self._told(name, self.deadline)
+    def presence(self) -> Presence:
+        """Returns what this rank says of itself."""
+        return Presence.of(self.phase, self.host, self._name, self._call_number, self.call)
 
-    def _told(self, name: str, by: Deadline) -> list[RankFailure]:
-        count = self.keys.add(f"{name}/nf", 0, by)
-        told = (self.keys.get(f"{name}/f/{i}", by) for i in range(1, count + 1))
-        return [from_rank(failure) for failure in told if failure is not None]
-
-    def _tell(self, name: str, failure: RankFailure, by: Deadline) -> None:
-        index = self.keys.add(f"{name}/nf", 1, by)
-        self.keys.set(f"{name}/f/{index}", pickle.dumps(failure), by)
-        self.keys.set(f"{name}/wake", b"fail", by)
-
-    def _count(self, name: str, by: Deadline) -> None:
-        if self.keys.add(f"{name}/n", 1, by) == self.world_size:
-            self.keys.set(f"{name}/wake", b"full", by)
+    def following_keys(self) -> list[StoreKeys]:
+        """Returns the keys of the operations in which a rank may be that has left this one."""
+        numbers = range(self._number + 1, self._number + 1 + _MAX_LEFT)
+        return [self._keys_of(number) for number in numbers]
 
     def _followers(self) -> range:
         return range(1, self.world_size)
-
-    def _phase_value(self) -> bytes:
-        return f"{self.phase}\n{self.host}\n{self._token}".encode()
 
     def _read(self, key: str) -> bytes:
         value = self.keys.get(key, self.deadline)
@@ -352,14 +375,15 @@ class StoreExchange(Exchange):
         names = [*map(str, range(self._steps + 1)), BALLOT]
         keys = ["out"]
         for name in names:
-            keys += [f"{name}/{key}" for key in ("n", "nf", "wake", "a", "v/0", "b/0", "outcome")]
+            keys += [f"{name}/{key}" for key in ("n", "wake", "a", "v/0", "b/0", "outcome")]
         has_failed = self._error is not None or not self.keys.absent([f"{self._steps}/wake"], by)
+        if has_failed:  # who has failed, or was told of it, did not clean up behind itself
+            values = ["p", *(f"{name}/{kind}" for name in names for kind in "vs")]
+            keys += [f"{value}/{rank}" for value in values for rank in range(self.world_size)]
         for name in names if has_failed else ():
             standing = self.keys.get(f"{name}/a", by)
             if standing is not None:
                 keys.append(f"{name}/b/{standing.decode().split()[1]}")
-            told = self._told(name, by)
+            told = Step(self, name, by=by).failures()
             keys += [f"{name}/f/{i}" for i in range(1, len(told) + 1)]
-            for failure in told:  # these ranks did not clean up behind themselves
-                keys += [f"{name}/v/{failure.rank}", f"{name}/s/{failure.rank}"]
         self.keys.delete(keys, by)

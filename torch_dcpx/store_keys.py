@@ -6,14 +6,13 @@ Nothing here blocks on a key that is absent: a key is read by a `compare_set` th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import StoreLostError
-from torch_dcpx.store_client import StoreClient
+from torch_dcpx.store_client import Client
 
 __all__ = ["StoreKeys"]
 
@@ -101,7 +100,7 @@ class StoreKeys:
     Once the store was lost to it, each further call that waits raises at once.
     """
 
-    def __init__(self, client: StoreClient, prefix: str, who: str, world_size: int) -> None:
+    def __init__(self, client: Client, prefix: str, who: str, world_size: int) -> None:
         """Names the keys of one operation.
 
         Args:
@@ -170,21 +169,26 @@ class StoreKeys:
             found += self._call("check", batch[0], partial(_absent, names=batch), deadline)
         return [name.removeprefix(self._prefix) for name in found]
 
-    def wait_for(self, key: str, deadline: Deadline) -> bool:
+    def wait_for(self, key: str, deadline: Deadline, until: Deadline | None = None) -> bytes | None:
         """Waits until a key is there, looking now and then: signals are served meanwhile.
 
+        Args:
+            key: to wait for.
+            deadline: until when the store may take to answer.
+            until: until when to wait. Default None: the same.
+
         Returns:
-            Whether it is; False when the deadline has passed.
+            Its value; None when the time has passed.
         """
-        names = [self._prefix + key]
-        begun = Deadline(float("inf"))
-        while not self._call("check", names[0], lambda store: bool(store.check(names)), deadline):
-            if deadline.has_passed:
-                return False
+        until = until or deadline
+        begun = deadline.anew(float("inf"))
+        while (value := self.get(key, deadline)) is None:
+            if until.has_passed:
+                return None
             # An eighth of what was waited already: what comes soon is seen soon.
             poll_s = min(max(begun.waited_s / 8, _FIRST_POLL_S), self._max_poll_s)
-            time.sleep(min(poll_s, deadline.remaining_s))
-        return True
+            until.sleep(poll_s)
+        return value
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         """Removes keys, those that are absent too."""

@@ -13,7 +13,6 @@ from store_ranks import Ranks, assert_no_key_is_left, values_of
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from torch_dcpx import store_keys
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import PlanError, RankError, StorageError
 from torch_dcpx.exchange import Exchange, LocalExchange, exchange_for
 from torch_dcpx.store_exchange import StoreExchange
@@ -128,8 +127,8 @@ def test_values_larger_than_a_store_takes_arrive_whole(tmp_path: Path, kind: str
 
 
 def test_value_at_the_cut_arrives_whole(monkeypatch: pytest.MonkeyPatch, ranks: Ranks) -> None:
-    monkeypatch.setattr(store_keys, "_PART_BYTES", 64)
-    for nbytes in (0, 1, 62, 63, 64, 65, 127, 128, 129, 1000):
+    monkeypatch.setattr(store_keys, "_PART_BYTES", 256)
+    for nbytes in (0, 1, *range(240, 258), *range(500, 514), 4000):
         got = values_of(
             lambda e, n=nbytes: e.all_reduce("x", lambda: bytes(n), lambda values: values), ranks
         )
@@ -285,7 +284,7 @@ def test_interrupt_ends_its_own_rank_as_it_is_and_the_others_by_an_error(
     def body(exchange: StoreExchange) -> None:
         if exchange.rank == interrupted and where == "waiting":
 
-            def wait_for(key: str, deadline: Deadline) -> bool:
+            def wait_for(*_: object) -> bytes:
                 raise KeyboardInterrupt
 
             monkeypatch.setattr(exchange.keys, "wait_for", wait_for)

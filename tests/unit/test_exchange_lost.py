@@ -13,6 +13,7 @@ from torch.distributed import HashStore, PrefixStore
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import RankError, RankLostError, StoreLostError
 from torch_dcpx.store_client import StoreClient
+from torch_dcpx.store_step import FIRST, Own, Step
 
 
 @pytest.fixture
@@ -29,12 +30,12 @@ def test_lost_rank_is_named_with_its_last_phase_on_all_others(
 ) -> None:
     def body(rank: int) -> None:
         if rank == lost and when == "never begins":
-            next(ranks.clients[rank]._numbers)
+            ranks.clients[rank].next_number()
             raise Killed
         exchange = ranks.exchange(rank, timeout_s=1)
         exchange.note_phase("staging")
         if rank == lost and when == "after its value":
-            exchange._contribute("0", lambda: 1)
+            Step(exchange, FIRST).tell(Own(lambda: 1, is_sent=lost != 0))
             raise Killed
         if rank == lost and when == "before its value":
             raise Killed

@@ -1,0 +1,372 @@
+"""Ranks that make different calls, miss some, or leave: what each raises, how they meet again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_ranks import Client, Store, World
+
+from torch_dcpx import CheckpointManager, export, load, save, store_keys
+from torch_dcpx.ballot import Ballot
+from torch_dcpx.call_id import CallId, last_component
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.errors import NotCommittedError, OptionError, PlanError, RankLostError
+from torch_dcpx.store_exchange import StoreExchange
+
+TIMEOUT_S = 100.0
+
+
+class Job:
+    """Some ranks, each with the calls that it makes one after the other."""
+
+    def __init__(self, ranks: int) -> None:
+        self.world, self.store = World(0), Store()
+        self.clients = [Client(self.world, self.store) for _ in range(ranks)]
+
+    def exchange(self, rank: int, call: CallId) -> StoreExchange:
+        client, ranks = self.clients[rank], len(self.clients)
+        exchange = StoreExchange(client, rank, ranks, TIMEOUT_S, call.name, call, self.world)
+        return exchange.entered()
+
+    def call(
+        self, rank: int, name: str, target: str, local: Callable[[], Any] | None = None
+    ) -> Any:
+        """Makes a call of one step; returns what it returns, or its error."""
+        try:
+            with self.exchange(rank, CallId(name, target)) as exchange:
+                return exchange.all_reduce("plan", local or (lambda: rank), sum)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return error
+
+    def run(self, *bodies: Callable[[], Any]) -> list[Any]:
+        """Runs the rank's bodies to their end; returns what each returned."""
+        results: list[Any] = [None] * len(bodies)
+
+        def one(rank: int) -> None:
+            results[rank] = bodies[rank]()
+
+        for rank in range(len(bodies)):
+            self.world.start(lambda rank=rank: one(rank))  # type: ignore[misc]
+        self.world.run()
+        return results
+
+
+@pytest.fixture(autouse=True)
+def _few_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_keys, "_MAX_POLL_S", 1.0)
+
+
+def failing(error: Exception) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail
+
+
+def test_ranks_at_different_calls_all_raise_which_and_meet_in_the_next() -> None:
+    job = Job(3)
+
+    def body(rank: int) -> list[Any]:
+        own = ("load", "step-3") if rank == 1 else ("save", "step-4")
+        if rank == 1:
+            job.clients[1].next_call()
+        return [job.call(rank, *own), job.call(rank, "save", "step-5")]
+
+    got = job.run(*(lambda rank=rank: body(rank) for rank in range(3)))  # type: ignore[misc]
+    text = (
+        "rank 1 is at call 2, load of 'step-3'; rank 0 is at call 1, save of 'step-4': every rank "
+        "must make the same calls in the same order"
+    )
+    assert [(type(first), text in str(first)) for first, _ in got] == [(PlanError, True)] * 3
+    assert [second for _, second in got] == [3, 3, 3]
+    assert job.store.values == {}
+    assert job.world.now < 1  # nobody waited for it
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_options_that_must_agree_and_differ_are_named_on_all_ranks(odd: int) -> None:
+    job = Job(2)
+
+    def body(rank: int) -> str:
+        with job.exchange(rank, CallId("async_save", "a")) as exchange:
+            exchange.agree_on(on_busy="skip" if rank == odd else "wait")
+            exchange.note_phase("planning")
+            with pytest.raises(PlanError) as caught:
+                exchange.all_reduce("plan", lambda: 1, sum)
+        return str(caught.value)
+
+    got = job.run(lambda: body(0), lambda: body(1))
+    assert got[0] == got[1]
+    assert "async_save of 'a' with on_busy='skip'" in got[0]
+    assert "async_save of 'a' with on_busy='wait'" in got[0]
+
+
+def test_different_calls_are_told_though_a_third_rank_does_not_come() -> None:
+    job = Job(3)
+    got = job.run(lambda: job.call(0, "save", "a"), lambda: job.call(1, "load", "a"), lambda: None)
+    assert [type(one) for one in got[:2]] == [PlanError] * 2
+    assert job.world.now < 10 < TIMEOUT_S
+
+
+def test_rank_that_missed_calls_is_not_told_their_errors_and_loses_no_save() -> None:
+    job = Job(2)
+    has_failed: list[int] = []
+
+    def first() -> list[Any]:
+        lost = [job.call(0, "load", "none", failing(NotCommittedError("load of 'none'")))]
+        lost.append(job.call(0, "save", "step-1"))  # nobody comes
+        has_failed.append(1)
+        return [*lost, job.call(0, "save", "step-2")]
+
+    def second() -> list[Any]:
+        while not has_failed:
+            job.world.sleep(1)
+        return [job.call(1, "save", "step-2")]
+
+    got = job.run(first, second)
+    assert [type(one) for one in got[0][:2]] == [NotCommittedError, RankLostError]
+    assert (got[0][2], got[1]) == (1, [1])
+    assert job.store.values == {}
+
+
+def test_failure_of_another_call_at_the_same_moment_is_not_ones_own() -> None:
+    job = Job(2)
+    both_are_in: list[int] = []
+
+    def wait_and_fail() -> Any:
+        both_are_in.append(1)
+        while len(both_are_in) < 2:
+            job.world.sleep(0.01)
+        raise NotCommittedError("load of 'none'")
+
+    def first() -> list[Any]:
+        return [job.call(0, "load", "none", wait_and_fail), job.call(0, "save", "a")]
+
+    got = job.run(first, lambda: job.call(1, "save", "a", lambda: both_are_in.append(1) or 1))
+    assert type(got[0][0]) is NotCommittedError
+    assert (got[0][1], got[1]) == (1, 1)
+
+
+def test_local_part_is_made_once_however_often_it_is_told() -> None:
+    job = Job(2)
+    made: list[int] = []
+    for _ in range(3):  # operations that rank 0 has left without a word
+        job.clients[0].next_number()
+
+    def local() -> int:
+        made.append(1)
+        return 7
+
+    got = job.run(lambda: job.call(0, "save", "a"), lambda: job.call(1, "save", "a", local))
+    assert got == [7, 7]
+    assert made == [1]
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_rank_that_left_an_operation_without_a_word_is_met_in_the_next(gone: int) -> None:
+    job = Job(3)
+    job.clients[gone].next_number()
+    got = job.run(*(lambda rank=rank: job.call(rank, "save", "a") for rank in range(3)))  # type: ignore[misc]
+    assert got == [3, 3, 3]
+    assert job.world.now < 10 < TIMEOUT_S
+
+
+def test_rank_that_goes_on_between_steps_fails_the_others_at_once() -> None:
+    job = Job(2)
+
+    def leaver() -> Any:
+        exchange = job.exchange(1, CallId("save", "a"))
+        exchange.all_reduce("first", lambda: 1, sum)
+        return job.call(1, "load", "b")
+
+    def stayer() -> Any:
+        with job.exchange(0, CallId("save", "a")) as exchange:
+            exchange.all_reduce("first", lambda: 1, sum)
+            with pytest.raises(PlanError) as caught:
+                exchange.all_reduce("second", lambda: 1, sum)
+        return str(caught.value), job.call(0, "load", "b")
+
+    got = job.run(stayer, leaver)
+    assert "rank 1 is at call 2, load of 'b'; rank 0 is at call 1, save of 'a'" in got[0][0]
+    assert (got[0][1], got[1]) == (1, 1)
+    assert job.world.now < 10 < TIMEOUT_S
+
+
+def test_coordinator_that_comes_after_all_have_given_up_raises_what_they_did() -> None:
+    """Their values may be gone by then: to read them would block."""
+    job = Job(3)
+
+    def late() -> Any:
+        job.world.sleep(TIMEOUT_S + 1)
+        return job.call(0, "save", "a")
+
+    got = job.run(late, lambda: job.call(1, "save", "a"), lambda: job.call(2, "save", "a"))
+    assert [type(one) for one in got] == [RankLostError] * 3
+    assert {one.ranks for one in got} == {(0,)}
+    assert job.store.values == {}
+
+
+def test_coordinator_that_votes_after_all_have_given_up_commits_nothing() -> None:
+    job = Job(2)
+
+    def body(rank: int) -> Any:
+        exchange = job.exchange(rank, CallId("save", "a"))
+        exchange.all_reduce("plan", lambda: 1, sum)
+        ballot = Ballot(exchange, exchange.deadline.anew())
+        if rank == 0:
+            job.world.sleep(2 * TIMEOUT_S)
+        ballot.vote(rank)
+        try:
+            with pytest.raises(RankLostError):
+                ballot.settle(failing(AssertionError("committed")), lambda: False)  # type: ignore[arg-type]
+        finally:
+            exchange.close()
+
+    job.run(lambda: body(0), lambda: body(1))
+    assert job.store.values == {}
+
+
+def test_value_of_another_operation_is_no_vote() -> None:
+    job = Job(2)
+
+    def body(rank: int) -> Any:
+        exchange = job.exchange(rank, CallId("save", "a"))
+        exchange.all_reduce("plan", lambda: 1, sum)
+        if rank == 1:
+            exchange._token = b"another!"
+        ballot = Ballot(exchange, exchange.deadline.anew())
+        ballot.vote(rank)
+        try:
+            with pytest.raises(PlanError, match="rank 1 answers for another save"):
+                ballot.settle(failing(AssertionError("committed")), lambda: False)  # type: ignore[arg-type]
+        finally:
+            exchange.close()
+
+    job.run(lambda: body(0), lambda: body(1))
+
+
+def test_long_wait_is_told_once_a_minute_with_whom_it_is_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Job(3)
+
+    def late() -> Any:
+        job.world.sleep(TIMEOUT_S - 1)
+        return job.call(2, "save", "a")
+
+    with caplog.at_level(logging.WARNING, logger="torch_dcpx"):
+        got = job.run(lambda: job.call(0, "save", "a"), lambda: job.call(1, "save", "a"), late)
+    assert got == [3, 3, 3]
+    own = [text for text in caplog.messages if "on rank 0 " in text]
+    assert len(own) == 2  # after 30 s at the earliest, and once a minute
+    assert all("'plan' of the save" in text and "waits for rank 2 since" in text for text in own)
+    assert any("waits for the answer of rank 0" in text for text in caplog.messages)
+
+
+def test_short_wait_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(2)
+
+    def late() -> Any:
+        job.world.sleep(29)
+        return job.call(1, "save", "a")
+
+    assert job.run(lambda: job.call(0, "save", "a"), late) == [1, 1]
+    assert caplog.messages == []
+
+
+def test_round_trips_of_a_save_are_these() -> None:
+    """Waiting is one, however often it looks. There were 21 a rank before calls were compared."""
+    job = Job(2)
+    seen: list[list[str]] = [[], []]
+
+    def noting(rank: int) -> None:
+        client = job.clients[rank]
+        call, post = client.call, client.post
+
+        def note_call(doing: str, function: Any, deadline: Deadline) -> Any:
+            what = doing.split(": ", 1)[1].replace("dcpx/1/", "")
+            if seen[rank][-1:] != [what]:
+                seen[rank].append(what)
+            return call(doing, function, deadline)
+
+        def note_post(function: Any) -> None:
+            seen[rank].append("post")
+            post(function)
+
+        client.call, client.post = note_call, note_post  # type: ignore[method-assign]
+
+    def body(rank: int) -> None:
+        noting(rank)
+        with job.exchange(rank, CallId("save", "a")) as exchange:
+            exchange.reduce_scatter("plan", lambda: 1, lambda values: values)
+            ballot = Ballot(exchange, exchange.deadline)
+            ballot.vote(1)
+            ballot.settle(lambda _: 1, lambda: True)
+
+    job.run(lambda: body(0), lambda: body(1))
+    by_the_last = {"set '0/wake'", "set 'ballot/wake'", "check '1/wake'", "delete 'out'"}
+    assert [[what for what in rank if what not in by_the_last] for rank in seen] == [
+        ["claim 'p/0'", "set '0/v/0'", "count '0/n'", "get '0/wake'", "get '0/v/1'", "set '0/s/1'",
+         "claim '0/a'", "set 'ballot/v/0'", "count 'ballot/n'", "get 'ballot/wake'",
+         "get 'ballot/a'", "get 'ballot/v/1'", "claim 'ballot/a'", "post", "set 'ballot/outcome'",
+         "delete 'p/0'", "count 'out'"],
+        ["claim 'p/1'", "set '0/v/1'", "count '0/n'", "get '0/wake'", "get '0/a'", "post",
+         "get '0/s/1'", "post", "set 'ballot/v/1'", "count 'ballot/n'", "get 'ballot/a'",
+         "get 'ballot/outcome'", "post", "delete 'p/1'", "count 'out'"],
+    ]  # fmt: skip
+    assert job.store.values == {}
+
+
+def test_call_is_named_by_the_last_component_also_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "latest").symlink_to("step-3")
+    (tmp_path / "circle").symlink_to("circle")
+    for path in (tmp_path / "step-3", f"{tmp_path}/step-3/", bytes(tmp_path / "latest")):
+        assert last_component(path) == "step-3"
+    assert last_component(tmp_path / "none") == "none"
+    assert [last_component(path) for path in (None, 3, "a\0b", tmp_path / "circle")][:2] == [
+        None
+    ] * 2
+    assert str(CallId("save", "a")) == "save of 'a'"
+    assert CallId("save", "a").digest != CallId("load", "a").digest
+
+
+# ---- Processes of a launcher without a process group ---------------------------------------------
+
+
+CALLS: dict[str, Callable[[Path, bool], object]] = {
+    "save": lambda path, alone: save({}, path, no_dist=alone),
+    "load": lambda path, alone: load({}, path, no_dist=alone),
+    "export": lambda path, alone: export({}, path, no_dist=alone),
+    "manager": lambda path, alone: CheckpointManager(path, no_dist=alone).latest(),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_launched_process_without_a_group_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        OptionError, match=r"WORLD_SIZE=2 .*init_process_group.*no_dist=True"
+    ) as caught:
+        CALLS[name](tmp_path / "a", False)
+    assert caught.value.option == "process_group"
+    assert not list(tmp_path.iterdir())
+
+
+def test_launched_process_that_is_to_be_alone_saves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    save({"x": 1}, tmp_path / "a", no_dist=True)
+    state = {"x": 0}
+    load(state, tmp_path / "a", no_dist=True)
+    assert state == {"x": 1}
+    for alone in ("1", "", "many"):
+        monkeypatch.setenv("WORLD_SIZE", alone)
+        load(state, tmp_path / "a")

@@ -1,0 +1,73 @@
+"""Which call an operation is: ranks compare it, so that two that make different calls never mix.
+
+A call is named by its function and the last component of its path. The whole path is not compared:
+a directory may lie elsewhere on every node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CallId", "last_component"]
+
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True)
+class CallId:
+    """One rank's call.
+
+    Attributes:
+        name: of the function, "async_save" or "CheckpointManager.resume".
+        target: last component of its path, a tag; None where it has none, or none that can be read.
+        options: those that must be equal on all ranks, "on_busy='skip'".
+    """
+
+    name: str
+    target: str | None = None
+    options: str = ""
+
+    @property
+    def identity(self) -> str:
+        """What makes it this call and no other, whatever its options."""
+        return f"{self.name} {self.target!r}"
+
+    @property
+    def digest(self) -> bytes:
+        """8 B that are equal where the calls and their options are."""
+        whole = f"{self.identity} {self.options}".encode(errors="surrogatepass")
+        return hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest()
+
+    def __str__(self) -> str:
+        target = "" if self.target is None else f" of {self.target!r}"
+        return f"{self.name}{target}{f' with {self.options}' if self.options else ''}"
+
+    def is_among(self, identities: Iterable[str]) -> bool:
+        """Returns whether it is one of these calls; of none are all."""
+        known = frozenset(identities)
+        return not known or self.identity in known
+
+
+def last_component(path: Any) -> str | None:
+    """Returns the name of the directory that a path means; None for what is no path.
+
+    A link is followed, so that two names of one directory are one. Never raises: what is wrong with
+    the path is told to all ranks by whoever uses it.
+    """
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return None
+    try:
+        plain = Path(os.fsdecode(path))
+        return (plain.resolve() if plain.is_symlink() else plain).name
+    except (
+        TypeError,
+        ValueError,
+        OSError,
+        RuntimeError,
+    ):  # no text; links in a circle
+        return None

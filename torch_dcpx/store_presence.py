@@ -1,0 +1,82 @@
+"""Which call each rank is at, as it says of itself in the operation that it has entered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch_dcpx.call_id import CallId
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.errors import PlanError
+from torch_dcpx.store_keys import StoreKeys
+
+__all__ = ["ABSENT", "UNKNOWN", "Presence", "calls_of", "gone_on", "presence_of", "refuse"]
+
+_MAX_SHOWN = 8  # ranks in one message
+
+
+class Presence(NamedTuple):
+    """What a rank says of itself."""
+
+    phase: str
+    host: str
+    token: str  # of this rank's part
+    thread: str
+    number: str  # of its call
+    call: str
+    identity: str  # of the call
+
+    @classmethod
+    def of(cls, phase: str, host: str, token: str, number: int, call: CallId) -> Presence:
+        """Returns what the calling thread says."""
+        thread = str(threading.get_ident())
+        return cls(phase, host, token, thread, str(number), str(call), call.identity)
+
+    def packed(self) -> bytes:
+        """Returns it as the store holds it: less than 4 MiB, whatever the names."""
+        return "\n".join(self).encode(errors="backslashreplace")
+
+
+ABSENT = Presence("", "", "", "", "", "", "")
+UNKNOWN = Presence("unknown", "?", "", "", "", "", "")
+
+
+def presence_of(rank: int, keys: StoreKeys, by: Deadline) -> Presence:
+    """Returns what a rank says in an operation; ABSENT where it has not entered it."""
+    found = keys.get(f"p/{rank}", by)
+    return ABSENT if found is None else Presence(*found.decode().split("\n"))
+
+
+def gone_on(
+    rank: int, keys: StoreKeys, following: Iterable[StoreKeys], by: Deadline
+) -> Presence | None:
+    """Returns what a rank says in a following operation, if it has left this one for it.
+
+    Another thread of that rank may well be in a following one.
+    """
+    found = (presence_of(rank, later, by) for later in following)
+    there = next((one for one in found if one is not ABSENT), None)
+    if there is None:
+        return None
+    here = presence_of(rank, keys, by)
+    return there if here is ABSENT or here.thread == there.thread else None
+
+
+def calls_of(ranks: Iterable[int], keys: StoreKeys, by: Deadline) -> tuple[str, ...]:
+    """Returns the identities of all calls that ranks have made in an operation."""
+    found = (presence_of(rank, keys, by) for rank in ranks)
+    return tuple(sorted({one.identity for one in found if one is not ABSENT}))
+
+
+def refuse(others: Sequence[tuple[int, Presence]], rank: int, own: Presence) -> PlanError:
+    """Returns the error of ranks that are at other calls than `rank` is."""
+    texts = [
+        f"rank {other} is at call {one.number}, {one.call}"
+        for other, one in [*others[:_MAX_SHOWN], (rank, own)]
+    ]
+    more = f"; {len(others)} ranks differ" if len(others) > _MAX_SHOWN else ""
+    return PlanError(
+        f"{'; '.join(texts)}{more}: every rank must make the same calls in the same order; this "
+        "call has done nothing"
+    )

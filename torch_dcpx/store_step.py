@@ -1,0 +1,228 @@
+"""One step of an operation: every rank tells its part, and all leave it by one answer.
+
+1. Each rank sets `v/RANK` and adds 1 to `n`. The last one, and one that fails, sets `wake`.
+2. The coordinator sees `wake`, reads the values, reduces them, sets the results, and claims `a`.
+3. All others wait for `a`, which names the rank that set it and where to read on.
+
+A rank whose time is up claims `a` itself, with an error that names who is missing. `a` is claimed
+once, so that all ranks leave a step in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from torch_dcpx.deadline import Deadline
+from torch_dcpx.errors import StoreLostError
+from torch_dcpx.long_wait import wait_looking
+from torch_dcpx.rank_errors import RankFailure, from_rank
+from torch_dcpx.store_presence import calls_of, gone_on, presence_of, refuse
+
+if TYPE_CHECKING:
+    from torch_dcpx.store_exchange import StoreExchange
+
+__all__ = ["ERROR", "FAILED", "FIRST", "OK", "VOID", "Own", "Step"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+OK, ERROR, VOID = "ok", "error", "void"  # how an answer begins
+FAILED = 1 << 32  # what a failure adds to a counter of ranks
+FIRST = "0"  # the first step
+
+# A rank that fails wakes the others; who else is about to fail is waited for so long.
+_GATHER_S = 0.5
+_MAX_LOOKED_AFTER = 64  # ranks that may have gone on, at one look
+
+
+class Own(Generic[T]):
+    """What a rank brings to a step: a value, or an error."""
+
+    def __init__(self, local: Callable[[], T], *, is_sent: bool) -> None:
+        """Calls `local`; packs what it returns if that `is_sent` to the coordinator."""
+        self.value: T | None = None
+        self.packed = b""
+        self.error: Exception | None = None
+        try:
+            self.value = local()
+            if is_sent:
+                self.packed = pickle.dumps(self.value)
+        except Exception as error:  # noqa: BLE001 - raised by the exchange, on all ranks
+            self.error = error
+
+
+class Step:
+    """One rank's part in one step."""
+
+    def __init__(
+        self, exchange: StoreExchange, name: str, title: str = "", by: Deadline | None = None
+    ) -> None:
+        """Args:
+        exchange: the operation.
+        name: what its keys lie beneath, its number.
+        title: for messages.
+        by: until when. Default None: the operation's deadline.
+        """
+        self._exchange = exchange
+        self._keys = exchange.keys
+        self._name = name
+        self._title = repr(title)
+        self._deadline = by or exchange.deadline
+        self._begun = self._deadline.anew(float("inf"))
+        self._seal = exchange.seal
+
+    def tell(self, own: Own[T]) -> None:
+        """Tells this rank's value, or its error."""
+        self._keys.set(
+            self._key(f"v/{self._exchange.rank}"), self._seal + own.packed, self._deadline
+        )
+        if own.error is not None:
+            self.fail(self._exchange.failure_of(own.error))
+        self.count()
+
+    def fail(self, failure: RankFailure) -> None:
+        """Tells the others that a rank fails here."""
+        index = self._keys.add(self._key("n"), FAILED, self._deadline) // FAILED
+        self._keys.set(self._key(f"f/{index}"), pickle.dumps(failure), self._deadline)
+        self._keys.set(self._key("wake"), b"fail", self._deadline)
+
+    def count(self) -> None:
+        """Counts this rank among those that have told their part."""
+        failed, told = divmod(self._keys.add(self._key("n"), 1, self._deadline), FAILED)
+        if told == self._exchange.world_size:
+            self._keys.set(self._key("wake"), b"fail" if failed else b"full", self._deadline)
+
+    def failures(self) -> list[RankFailure]:
+        """Returns what ranks have told of their failures so far."""
+        count = self._keys.add(self._key("n"), 0, self._deadline) // FAILED
+        keys = (self._key(f"f/{i}") for i in range(1, count + 1))
+        told = (self._keys.get(key, self._deadline) for key in keys)
+        return [from_rank(failure) for failure in told if failure is not None]
+
+    # ---- The answer ----------------------------------------------------------------------------
+
+    def coordinate(self, own: Own[T], answer: Callable[[list[T]], R]) -> tuple[str, R | None]:
+        """Returns the answer that stands, and what `answer` returned."""
+        woken = self._wait("wake")
+        if woken != b"full":
+            standing = self._standing()
+            if standing is not None:
+                return standing, None
+        if woken is None and (lost := self._lost()):
+            return self._propose(ERROR, [lost]), None
+        if woken == b"fail":
+            return self._propose(ERROR, self._all_failures()), None
+        followers = range(1, self._exchange.world_size)
+        packed = self._keys.multi_get([self._key(f"v/{r}") for r in followers], self._deadline)
+        strange = [rank for rank, value in enumerate(packed, 1) if not value.startswith(self._seal)]
+        if strange:
+            return self._propose(ERROR, [self._difference(strange)]), None
+        try:
+            values = [from_rank(value[len(self._seal) :]) for value in packed]
+            result = answer([own.value, *values])  # type: ignore[list-item]
+        except StoreLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised by the exchange, on all ranks
+            own.error = error
+            return self._propose(ERROR, [self._exchange.failure_of(error)]), None
+        return self._propose(OK, []), result
+
+    def follow(self) -> str:
+        """Returns the answer that stands."""
+        woken = self._wait("wake")
+        standing = None
+        if woken == b"fail":
+            # The coordinator may be lost, or have much to do before it comes here.
+            soon = self._deadline.sooner(4 * _GATHER_S)
+            found = self._keys.wait_for(self._key("a"), self._deadline, soon)
+            if found is None:
+                return self._propose(ERROR, self._all_failures())
+            standing = found.decode()
+        elif woken is not None:
+            found = self._wait("a")
+            standing = None if found is None else found.decode()
+        standing = standing or self._standing()  # a look around may have given it
+        if standing is None:
+            lost = self._lost() or self._exchange.lost_error([0], *self._for_how_long())
+            standing = self._propose(ERROR, [lost])
+        return standing
+
+    def _standing(self) -> str | None:
+        found = self._keys.get(self._key("a"), self._deadline)
+        return None if found is None else found.decode()
+
+    def _propose(self, kind: str, failures: list[RankFailure]) -> str:
+        return self._exchange.propose(self._name, kind, failures, self._deadline)
+
+    def _lost(self) -> RankFailure | None:
+        """Returns who has not come; None if the last one came this moment."""
+        missing = self._exchange.missing(self._key("v"))
+        return self._exchange.lost_error(missing, *self._for_how_long()) if missing else None
+
+    def _for_how_long(self) -> tuple[float, str]:
+        return self._begun.waited_s, self._title
+
+    def _all_failures(self) -> list[RankFailure]:
+        """Returns the failures of this step, at least one; others are waited for a moment.
+
+        Raises:
+            StoreLostError: there is none: that rank was ended while it told of it.
+        """
+        gathering = self._deadline.sooner(_GATHER_S)
+        while True:
+            failed, told = divmod(self._keys.add(self._key("n"), 0, self._deadline), FAILED)
+            failures = self.failures()
+            is_all = told >= self._exchange.world_size and len(failures) == failed
+            if is_all or gathering.has_passed:
+                break
+            gathering.sleep(0.01)
+        if not failures:
+            raise StoreLostError(
+                f"{self._exchange.waiting(self._title)}: a rank has failed and was ended before it "
+                "said why"
+            )
+        return failures
+
+    # ---- Who is where --------------------------------------------------------------------------
+
+    def _wait(self, key: str) -> bytes | None:
+        """Waits for a key. None: the time is up, or a look around gave an answer."""
+        waiting = self._exchange.waiting(self._title)
+        return wait_looking(self._keys, self._key(key), self._deadline, waiting, self._look)
+
+    def _look(self) -> Sequence[int] | None:
+        """Looks where the others are. Returns who is missing; None once there is an answer."""
+        exchange, is_first = self._exchange, self._name == FIRST
+        missing = exchange.missed(self._key("v"))
+        following = exchange.following_keys()
+        for rank in missing[:_MAX_LOOKED_AFTER]:
+            there = gone_on(rank, self._keys, following, self._deadline)
+            if there is not None and is_first:
+                self._propose(VOID, [])
+                return None
+            if there is not None:
+                error = refuse([(rank, there)], exchange.rank, exchange.presence())
+                self._propose(ERROR, [exchange.failure_of(error)])
+                return None
+        if is_first and exchange.is_coordinator:
+            came = sorted(set(range(1, exchange.world_size)) - set(missing))
+            here = ((rank, presence_of(rank, self._keys, self._deadline)) for rank in came)
+            strange = [rank for rank, one in here if one.identity != exchange.call.identity]
+            if strange:
+                self._propose(ERROR, [self._difference(strange)])
+                return None
+        return missing
+
+    def _difference(self, ranks: Sequence[int]) -> RankFailure:
+        """Returns the failure of a step in which these ranks are at another call."""
+        exchange = self._exchange
+        others = [(rank, presence_of(rank, self._keys, self._deadline)) for rank in ranks]
+        failure = exchange.failure_of(refuse(others, exchange.rank, exchange.presence()))
+        calls = calls_of(range(exchange.world_size), self._keys, self._deadline)
+        return dataclasses.replace(failure, calls=calls)
+
+    def _key(self, name: str) -> str:
+        return f"{self._name}/{name}"
