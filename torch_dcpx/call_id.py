@@ -35,7 +35,7 @@ class CallId:
     @property
     def identity(self) -> str:
         """What makes it this call and no other, whatever its options."""
-        return f"{self.name} {self.target!r}"
+        return self.name if self.target is None else f"{self.name} {self.target!r}"
 
     @property
     def digest(self) -> bytes:
@@ -48,9 +48,14 @@ class CallId:
         return f"{self.name}{target}{f' with {self.options}' if self.options else ''}"
 
     def is_among(self, identities: Iterable[str]) -> bool:
-        """Returns whether it is one of these calls; of none are all."""
-        known = frozenset(identities)
-        return not known or self.identity in known
+        """Returns whether it may be one of these: where there is no target, the name decides."""
+        for other in identities:
+            name, _, target = other.partition(" ")
+            if name == self.name and (
+                not target or self.target is None or target == repr(self.target)
+            ):
+                return True
+        return False
 
 
 def last_component(path: Any) -> str | None:

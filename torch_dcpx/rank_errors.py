@@ -36,7 +36,7 @@ class RankFailure:
     frames: str  # where it was raised
     type_name: str  # "builtins.KeyError"
     pickled: bytes | None  # the error, where it survives
-    calls: tuple[str, ...] = ()  # that it ends (CallId.identity); none: whatever they are
+    calls: tuple[str, ...] = ()  # that it ends, by CallId.identity
 
     @classmethod
     def of(cls, error: BaseException, rank: int, host: str, phase: str) -> RankFailure:

@@ -127,6 +127,7 @@ class StoreExchange(Exchange):
     def _go_on(self) -> None:
         """Leaves this operation to the others, for the next number."""
         soon = self.deadline.anew(0)
+        self.keys.delete([f"p/{self.rank}"], soon)
         if self.keys.add("out", 1, soon) == self.world_size:
             self._delete_all(soon)
         self._number = self._client.next_number()
@@ -199,8 +200,7 @@ class StoreExchange(Exchange):
         self._is_closed = True
         soon = self.deadline.anew(0)
         try:
-            if self._error is None:  # else whoever waits here is to see that this rank was there
-                self.keys.delete([f"p/{self.rank}"], soon)
+            self.keys.delete([f"p/{self.rank}"], soon)
             if self.is_coordinator and self._error is not None:
                 self._linger(self._error)
             if self.keys.add("out", 1, soon) == self.world_size:
@@ -220,9 +220,7 @@ class StoreExchange(Exchange):
 
     def failure_of(self, error: BaseException, phase: str | None = None) -> RankFailure:
         failure = super().failure_of(error, phase)
-        # What has no target may be any call: its path was none.
-        calls = () if self.call.target is None else (self.call.identity,)
-        return dataclasses.replace(failure, calls=calls)
+        return dataclasses.replace(failure, calls=(self.call.identity,))
 
     def propose(self, name: str, kind: str, failures: list[RankFailure], by: Deadline) -> str:
         body = f"{name}/b/{self.rank}"
@@ -378,7 +376,7 @@ class StoreExchange(Exchange):
             keys += [f"{name}/{key}" for key in ("n", "wake", "a", "v/0", "b/0", "outcome")]
         has_failed = self._error is not None or not self.keys.absent([f"{self._steps}/wake"], by)
         if has_failed:  # who has failed, or was told of it, did not clean up behind itself
-            values = ["p", *(f"{name}/{kind}" for name in names for kind in "vs")]
+            values = [f"{name}/{kind}" for name in names for kind in "vs"]
             keys += [f"{value}/{rank}" for value in values for rank in range(self.world_size)]
         for name in names if has_failed else ():
             standing = self.keys.get(f"{name}/a", by)

@@ -335,6 +335,17 @@ def test_call_is_named_by_the_last_component_also_through_a_link(tmp_path: Path)
     assert CallId("save", "a").digest != CallId("load", "a").digest
 
 
+def test_call_without_a_target_may_be_any_of_its_name() -> None:
+    """The path of a rank that errs may be none at all: the others, late, are told of it."""
+    ours = CallId("save", "a b")
+    assert ours.is_among([CallId("load", "a b").identity, ours.identity])
+    assert ours.is_among([CallId("save").identity])
+    assert CallId("save").is_among([ours.identity])
+    for other in (CallId("save", "a"), CallId("load"), CallId("load", "a b")):
+        assert not ours.is_among([other.identity])
+    assert not ours.is_among([])
+
+
 # ---- Processes of a launcher without a process group ---------------------------------------------
 
 
