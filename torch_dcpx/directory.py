@@ -116,7 +116,7 @@ def _is_directory(path: Path) -> bool:
         raise storage_error("stat", path, error) from error
 
 
-def make_directory(path: Path, *, is_durable: bool) -> bool:
+def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
     """Makes `path` and its parents; durable, each with its parent's entry, before it returns.
 
     Several ranks may do this at once: whoever made a directory also syncs its parent. The one that
@@ -124,12 +124,12 @@ def make_directory(path: Path, *, is_durable: bool) -> bool:
     synced as well.
 
     Returns:
-        Whether `path` itself was made here, and its entry is as durable as asked.
+        What was made here, `path` itself last; its entry is as durable as asked.
 
     Raises:
         StorageError: it cannot be made or synced.
     """
-    missing = []
+    missing, made = [], []
     for candidate in (path, *path.parents):
         if _is_directory(candidate):
             break
@@ -137,12 +137,10 @@ def make_directory(path: Path, *, is_durable: bool) -> bool:
     if missing and is_durable:
         with Directory(missing[-1].parent) as there:
             there.sync_parent()
-    is_made = False
     for directory in reversed(missing):
-        is_made = False
         try:
             uninterrupted(directory.mkdir)
-            is_made = True
+            made.append(directory)
         except FileExistsError as error:
             if not _is_directory(directory):
                 raise storage_error("mkdir", directory, error) from error
@@ -150,7 +148,7 @@ def make_directory(path: Path, *, is_durable: bool) -> bool:
             raise storage_error("mkdir", directory, error) from error
         if is_durable:
             fsync_path(directory.parent)
-    return is_made
+    return made
 
 
 def look_into(path: Path, look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:

@@ -128,6 +128,11 @@ class WriteOptions:
             after `handle.guard.wait()`; `guard_optimizer` does that for an optimizer's steps, but
             not for those that a CUDA graph replays: wait before each `replay`. Default False: it
             returns when all is copied. For `dcpx.async_save` only.
+        node_local: ranks may name different directories, each with files of its own: whoever loads
+            brings them together. All ranks say the same. Default False: one directory, under one
+            name or several; ranks that save elsewhere are refused. One path that is another
+            directory on each node needs no option. For `dcpx.*` and the manager; through `dcp.*`
+            nothing is compared.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -145,6 +150,7 @@ class WriteOptions:
     max_in_flight: int = 1
     on_busy: Literal["wait", "skip", "error"] = "wait"
     overlap: bool = False
+    node_local: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("durability", self.durability, ("full", "none"))
@@ -162,6 +168,7 @@ class WriteOptions:
         _check_int("max_in_flight", self.max_in_flight, 1, 16)
         _check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
         _check_bool("overlap", self.overlap)
+        _check_bool("node_local", self.node_local)
 
     def resolved_memory_bytes(self) -> int:
         """Returns the bound on slots, and on temporaries, in bytes."""

@@ -66,6 +66,7 @@ class RunningSave:
     def __init__(self, writer: object) -> None:
         self.save_id = uuid.uuid4().hex  # each save has its own
         self.directory: Path | None = None  # where it saves to, once the writer knows
+        self.made: list[Path] = []  # directories that were missing, the outermost first
         self.thread = threading.current_thread()
         begun = getattr(_driving, "begun", None)
         self.is_driven = begun is not None

@@ -13,6 +13,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from torch_dcpx.paths import AnyPath
 from torch_dcpx.plan_round import Answer, Offer, PlanRound
 from torch_dcpx.reports import WriteReport
 from torch_dcpx.running_save import RunningSave, driven
+from torch_dcpx.same_directory import Place, SameDirectory
 from torch_dcpx.writer import DcpxWriter, abandon_save
 
 __all__ = ["Committed", "SaveRun", "asked"]
@@ -53,6 +55,13 @@ class Committed(NamedTuple):
     ranks: int
     files: int
     file_bytes: int  # of all ranks, framing and checksums included
+
+
+class _Look(NamedTuple):
+    """What a rank is told where paths differ: to look at its directory first."""
+
+    probe: str
+    answer: Answer
 
 
 class SaveRun:
@@ -98,20 +107,30 @@ class SaveRun:
             self.planner, self.writer, exchange.rank, exchange.world_size, exchange.group
         )
 
-        def offer() -> Offer:
+        same_directory = SameDirectory(exchange)
+
+        def offer() -> tuple[Offer, bytes]:
             check()
             # Not before: an error that the others are not told of leaves them waiting for this
             # rank, and the numbers of later operations out of step.
             self._state_dict = asked(self._state_dict)
             self._set_up()
-            return planning.offer()
+            return planning.offer(), self._place().digest
 
         def answer(offers: list[Offer]) -> list[Answer]:
             return planning.answer(self._begun[0].save_id, offers)
 
+        def first_answer(brought: list[tuple[Offer, bytes]]) -> list[Answer | _Look]:
+            answers: list[Any] = answer([offer for offer, _ in brought])
+            probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
+            return [_Look(probe, each) for each in answers] if probe else answers
+
         self._phase = "planning"  # as the exchange says already
-        with paused_gc_of_many():
-            told = exchange.reduce_scatter("plan", offer, answer)
+        with paused_gc_of_many(), same_directory:
+            told = exchange.reduce_scatter("plan", offer, first_answer)
+            if isinstance(told, _Look):
+                same_directory.check(self._place(), told.probe)
+                told = told.answer
             if told.is_again:
                 told = exchange.reduce_scatter("plan", planning.offer_again, answer)
             self._ballot = self._new_ballot()
@@ -121,6 +140,10 @@ class SaveRun:
             self._metadata = planning.metadata
         self._state_dict = {}  # the planner has it for as long as it needs it
         return plan
+
+    def _place(self) -> Place:
+        save, options = self._begun[0], self.writer.options
+        return Place(save.directory or Path(self.path), options.node_local, save.made)
 
     def _set_up(self) -> None:
         writer, planner, is_coordinator = self.writer, self.planner, self.exchange.is_coordinator

@@ -211,14 +211,16 @@ class DcpxWriter(FileSystemWriter):
             refuse_changed(self, self.options)
             refuse_other_metadata_file(self, None if self.use_collectives else self.rank)
             check_plan(plan.items)
-            is_new = make_directory(self.__directory_path(), is_durable=self.__is_durable)
+            made = make_directory(self.__directory_path(), is_durable=self.__is_durable)
+            if self.__save is not None:
+                self.__save.made = made
             with Directory(self.__directory_path()) as directory:
                 self.__lock(directory)
                 if not self.use_collectives:
                     refuse_beside_global(directory)
                 with self.__anchor.applied(self):
                     plan = look_into(directory.path, super().prepare_local_plan, plan)
-                if not is_new:
+                if directory.path not in made:
                     self.__locks.tidy(
                         directory, self.__metadata_name(), is_durable=self.__is_durable
                     )

@@ -47,7 +47,10 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from ranks import leave_well  # noqa: E402
 
 import torch_dcpx  # noqa: E402
-from torch_dcpx import DcpxReader, DcpxWriter  # noqa: E402
+from torch_dcpx import DcpxReader, DcpxWriter, WriteOptions  # noqa: E402
+
+# One path on all ranks needs no option, whatever lies under it.
+OPTIONS = WriteOptions(node_local=KIND == "paths")
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -58,9 +61,9 @@ def state_of(seed: int) -> dict[str, Any]:
 
 def begin(way: str, state: dict[str, Any]) -> None:
     if way == "save":
-        torch_dcpx.save(state, PATH)
+        torch_dcpx.save(state, PATH, options=OPTIONS)
     elif way == "async_save":
-        torch_dcpx.async_save(state, PATH).result(60)
+        torch_dcpx.async_save(state, PATH, options=OPTIONS).result(60)
     elif way == "dcp.save":
         dcp.save(state, storage_writer=DcpxWriter(PATH))
     else:

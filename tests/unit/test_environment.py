@@ -29,6 +29,7 @@ OF_A_SAVE = [
     ("DCPX_MAX_IN_FLIGHT", "2", 2),
     ("DCPX_ON_BUSY", "skip", "skip"),
     ("DCPX_OVERLAP", "1", True),
+    ("DCPX_NODE_LOCAL", "true", True),
     ("DCPX_IN_PLACE", "never", "never"),
 ]
 OF_A_LOAD = [
@@ -78,6 +79,7 @@ def test_every_option_has_a_variable_but_for_what_only_code_may_say() -> None:
         (WriteOptions, "DCPX_SAVE_TIMEOUT_S", "30min"),
         (WriteOptions, "DCPX_ON_BUSY", "drop"),
         (WriteOptions, "DCPX_OVERLAP", "late"),
+        (WriteOptions, "DCPX_NODE_LOCAL", "yes"),
         (WriteOptions, "DCPX_PROGRESS", "print"),
         (ReadOptions, "DCPX_VERIFY", "all"),
         (ReadOptions, "DCPX_TRUSTED", "1"),

@@ -1,0 +1,201 @@
+"""Do all ranks of a save mean one directory? Looked at only where they name it differently.
+
+1. Each rank brings, with its plan, a digest of its directory's path. Equal on all ranks: nothing
+   more is done, and each node may have a directory of its own under that path.
+2. Else the coordinator leaves an empty file of a random name in its directory, and each rank looks
+   for it in its own. Whoever sees it has only another name for the directory: a link, another
+   mount, a relative path.
+3. Whoever does not would write elsewhere. Each rank removes the directories that this save has
+   made, and the save is refused on all of them.
+
+With `WriteOptions(node_local=True)` on all ranks nobody looks.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torch_dcpx.directory import Directory
+from torch_dcpx.errors import DcpxError, PlanError
+from torch_dcpx.exchange_base import Exchange
+from torch_dcpx.layout import LOCK_NAME, METADATA_NAME, temporary_name
+
+__all__ = ["Place", "SameDirectory"]
+
+logger = logging.getLogger("torch_dcpx")
+
+_STEP = "directories"
+_NOT_EMPTY = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR})
+_Made = tuple[str, int]  # last component and inode of a directory: devices differ over hosts
+
+
+class Place(NamedTuple):
+    """Where a rank saves to.
+
+    Attributes:
+        directory: absolute, unless nobody knows where it is.
+        is_node_local: of `WriteOptions`.
+        made: directories that this save has made here, the outermost first.
+    """
+
+    directory: Path
+    is_node_local: bool
+    made: Sequence[Path] = ()
+
+    @property
+    def digest(self) -> bytes:
+        """17 bytes that are equal where path and option are."""
+        path = hashlib.blake2b(os.fsencode(self.directory), digest_size=16).digest()
+        return bytes([self.is_node_local]) + path
+
+
+class _Look(NamedTuple):
+    """What a rank tells of its directory."""
+
+    path: str
+    host: str
+    is_node_local: bool
+    is_found: bool  # the coordinator's file is there
+    made: tuple[_Made, ...]
+
+
+class _Verdict(NamedTuple):
+    refusal: str  # "": one directory under several names
+    made: frozenset[_Made]  # by any rank
+
+
+class SameDirectory:
+    """One save's question on this rank. At the end of its block the coordinator's file is gone."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._probe: tuple[Path, str] | None = None  # of the coordinator
+
+    def probe_for(self, place: Place, digests: Sequence[bytes]) -> str:
+        """Returns the name of a file to look for, "" where nobody need look: on the coordinator.
+
+        Raises:
+            StorageError: it cannot be left in the coordinator's directory.
+        """
+        if len(set(digests)) == 1 or all(digest[0] for digest in digests):
+            return ""
+        # Of the sort that the next save removes, should this process be killed before it does.
+        name = temporary_name(METADATA_NAME)
+        self._probe = place.directory, name
+        with Directory(place.directory) as directory:
+            directory.create(name, (), is_durable=False)
+        return name
+
+    def check(self, place: Place, probe: str) -> None:
+        """Looks with all ranks whether their directories are one.
+
+        Raises:
+            PlanError: they are not, or `node_local` differs; on all ranks, and what this save has
+                made of them is gone.
+        """
+        exchange = self._exchange
+
+        def look() -> _Look:
+            with Directory(place.directory) as directory:
+                is_found = directory.is_regular(probe)
+            made = tuple(filter(None, map(_identity, place.made)))
+            path = os.fspath(place.directory)
+            return _Look(path, exchange.host, place.is_node_local, is_found, made)
+
+        def judge(looks: list[_Look]) -> _Verdict:
+            made = frozenset(one for rank in looks for one in rank.made)
+            return _Verdict(_refusal(exchange.what, looks), made)
+
+        def refuse(_: list[None]) -> None:
+            raise PlanError(verdict.refusal)
+
+        try:
+            verdict = exchange.all_reduce(_STEP, look, judge)
+        finally:
+            self._remove_probe()
+        if verdict.refusal:
+            # Nobody returns before all have cleaned up: the next save may want these directories.
+            exchange.all_reduce(_STEP, lambda: self._remove_made(place, verdict.made), refuse)
+
+    def _remove_made(self, place: Place, made: frozenset[_Made]) -> None:
+        """Removes what ranks have made on the way to this rank's directory, where it is empty.
+
+        Several ranks may have made parts of one way: whoever comes last finds it empty.
+        """
+        directory = place.directory
+        if self._exchange.is_coordinator:  # which holds the lock
+            _remove_lock(directory, is_made=_identity(directory) in made)
+        for path in (directory, *directory.parents):
+            if _identity(path) not in made:
+                continue
+            try:
+                path.rmdir()
+            except OSError as error:
+                if error.errno not in _NOT_EMPTY:
+                    logger.warning("'%s', made by a refused save, stays: %s", path, str(error))
+
+    def _remove_probe(self) -> None:
+        if self._probe is None:
+            return
+        (path, name), self._probe = self._probe, None
+        try:
+            with Directory(path) as directory:
+                directory.unlink(name)
+        except DcpxError as error:
+            logger.warning("an empty file stays until the next save here: %s", str(error))
+
+    def __enter__(self) -> SameDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove_probe()
+
+
+def _remove_lock(path: Path, *, is_made: bool) -> None:
+    """Removes the lock file that this save has made: where a checkpoint lies, it was there."""
+    try:
+        with Directory(path) as directory:
+            if is_made or directory.names() == [LOCK_NAME]:
+                directory.unlink(LOCK_NAME)
+    except DcpxError as error:
+        logger.warning("the lock file of a refused save stays: %s", str(error))
+
+
+def _identity(path: Path) -> _Made | None:
+    """Returns what a directory is known by on all ranks; None where it is gone."""
+    try:
+        return path.name, path.stat().st_ino
+    except OSError:
+        return None
+
+
+def _refusal(what: str, looks: Sequence[_Look]) -> str:
+    """Returns why these ranks cannot save together; "" where they can."""
+    local = [rank for rank, look in enumerate(looks) if look.is_node_local]
+    other = [rank for rank, look in enumerate(looks) if not look.is_node_local]
+    if local and other:
+        return (
+            f"{what}: WriteOptions(node_local=True) on rank {local[0]}, not on rank {other[0]} "
+            f"({len(local)} of {len(looks)} ranks have it): give it on all ranks or on none; "
+            "nothing was written"
+        )
+    first = looks[0]
+    elsewhere = [
+        rank for rank, look in enumerate(looks) if not look.is_found and look.path != first.path
+    ]
+    if not elsewhere:
+        return ""
+    rank = elsewhere[0]
+    return (
+        f"{what}: rank {rank} ({looks[rank].host}) saves to '{looks[rank].path}', rank 0 "
+        f"({first.host}) to '{first.path}', which is another directory ({len(elsewhere)} of "
+        f"{len(looks)} ranks save elsewhere than rank 0): no checkpoint would be whole; name one "
+        "directory on all ranks, by an absolute path, or give WriteOptions(node_local=True) where "
+        "each node is to have its own files; nothing was written"
+    )
