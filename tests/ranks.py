@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -41,6 +43,52 @@ def run_ranks(worker: Path, ranks: int, *args: str) -> None:
         said = out.read()
     del store
     _check(command, ranks, codes, said)
+
+
+def run_rank_sets(
+    worker: Path, sets: Sequence[tuple[int, Sequence[str]]], at_once: int, deadline_s: float
+) -> str:
+    """Runs the worker on several sets of ranks, each with a store of its own, some at a time.
+
+    Args:
+        worker: as `run_ranks`.
+        sets: (ranks, arguments of the worker).
+        at_once: sets.
+        deadline_s: for all of them.
+
+    Returns:
+        What they printed. The first set that fails ends all of them, and fails with its output.
+    """
+    import torch.distributed as dist
+
+    give_up_at = time.monotonic() + deadline_s
+    waiting, running, printed = list(sets), [], ""
+    with contextlib.ExitStack() as stack:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                ranks, args = waiting.pop(0)
+                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                out = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+                command = [str(worker), *args]
+                processes = []
+                for rank in range(ranks):
+                    processes.append(_started(command, rank, ranks, store.port, out))
+                    stack.callback(processes[-1].kill)
+                running.append((command, processes, out, store))
+            warm_parent().hear(0.1)
+            for one in list(running):
+                command, processes, out, _ = one
+                codes = [process.poll() for process in processes]
+                if None in codes and not any(codes) and time.monotonic() < give_up_at:
+                    continue
+                running.remove(one)
+                for process in processes:
+                    process.kill()
+                out.seek(0)
+                said = out.read()
+                _check(command, len(processes), codes, said)
+                printed += said
+    return printed
 
 
 def run_torchrun(worker: Path, ranks: int, *args: str) -> None:
