@@ -26,11 +26,14 @@ class CallId:
         name: of the function, "async_save" or "CheckpointManager.resume".
         target: last component of its path, a tag; None where it has none, or none that can be read.
         options: those that must be equal on all ranks, "on_busy='skip'".
+        is_target_compared: whether the target must be equal, too: not where ranks look themselves
+            whether they mean one directory (same_directory).
     """
 
     name: str
     target: str | None = None
     options: str = ""
+    is_target_compared: bool = True
 
     @property
     def identity(self) -> str:
@@ -38,9 +41,14 @@ class CallId:
         return self.name if self.target is None else f"{self.name} {self.target!r}"
 
     @property
+    def compared(self) -> str:
+        """What must be equal on all ranks, but for the options."""
+        return self.identity if self.is_target_compared else self.name
+
+    @property
     def digest(self) -> bytes:
-        """8 B that are equal where the calls and their options are."""
-        whole = f"{self.identity} {self.options}".encode(errors="surrogatepass")
+        """8 B that are equal where what is compared and the options are."""
+        whole = f"{self.compared} {self.options}".encode(errors="surrogatepass")
         return hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest()
 
     def __str__(self) -> str:

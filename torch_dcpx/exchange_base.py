@@ -82,6 +82,10 @@ class Exchange(ABC):
         told = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
         self.call = dataclasses.replace(self.call, options=told)
 
+    def leave_out_target(self) -> None:
+        """Says that ranks may have different paths. REQUIRES: no step has begun."""
+        self.call = dataclasses.replace(self.call, target=None)
+
     def restart(self, timeout_s: float | None = None) -> None:
         """Begins the deadline anew, with other seconds if they are given."""
         self.deadline = self.deadline.anew(timeout_s)

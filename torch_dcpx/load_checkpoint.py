@@ -86,8 +86,8 @@ def load(
     Raises:
         MismatchError: names are missing, or shapes, dtypes or kinds (tensor or object) differ; on
             every rank with all of them, before anything is read.
-        PlanError: `key_map` does not fit what is stored: a rule without a match, two entries under
-            one name.
+        PlanError: ranks made different calls; or `key_map` does not fit what is stored: a rule
+            without a match, two entries under one name.
         OptionError: an argument that cannot work.
         UnsupportedError: a reader that is no DcpxReader.
         NotCommittedError, CorruptionError, StorageError, UnsafePickleError: as `DcpxReader`; of any
@@ -107,8 +107,11 @@ def load(
     call = CallId("load", last_component(checkpoint_id) or last_component(own_path))
     timeout_s = ReadOptions.load_timeout_s
     with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
-        exchange.restart(_options_of(options, storage_reader).load_timeout_s)
-        exchange.agree_on(strict=strict, cast=cast)
+        own_options = _options_of(options, storage_reader)
+        exchange.restart(own_options.load_timeout_s)
+        exchange.agree_on(strict=strict, cast=cast, node_local=own_options.node_local)
+        if own_options.node_local:
+            exchange.leave_out_target()
         run = LoadRun(exchange, state_dict, began)
         with being_read(checkpoint_id or own_path):
             error = run.run(prepared)

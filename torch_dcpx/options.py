@@ -207,6 +207,9 @@ class ReadOptions:
             takes it. Default True.
         load_timeout_s: deadline, in seconds, of everything that one load waits for from other
             ranks; for `dcpx.load` only. Default 1800.
+        node_local: the last component of the path may differ over the ranks, as it may be where
+            each node has a directory of its own; the same on all ranks. For `dcpx.load` only.
+            Default False.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -220,6 +223,7 @@ class ReadOptions:
     slot_bytes: int = 2 * MIB
     direct_io: bool = True
     load_timeout_s: float = 1800.0
+    node_local: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("verify", self.verify, ("blocks", "none"))
@@ -227,6 +231,7 @@ class ReadOptions:
         _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
         _check_bool("direct_io", self.direct_io)
         _check_seconds("load_timeout_s", self.load_timeout_s)
+        _check_bool("node_local", self.node_local)
         object.__setattr__(self, "safe_globals", tuple(self.safe_globals))
         for item in self.safe_globals:
             if not callable(item) or not hasattr(item, "__qualname__"):

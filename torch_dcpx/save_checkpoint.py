@@ -222,11 +222,13 @@ def _begin(
 ) -> SaveRun:
     """Begins a save with all ranks: whatever fails from here on they are told, or tell."""
     target = last_component(checkpoint_id) or last_component(getattr(storage_writer, "path", None))
-    call = CallId(name, target)
+    call = CallId(name, target, is_target_compared=False)
     exchange = exchange_for(process_group, no_dist, WriteOptions.save_timeout_s, call=call)
     try:
         writer = _writer(storage_writer, checkpoint_id, options)
         exchange.restart(writer.options.save_timeout_s)
+        if writer.options.node_local:
+            exchange.leave_out_target()
         if name == "async_save":
             exchange.agree_on(on_busy=writer.options.on_busy)
         exchange.note_phase("planning")

@@ -26,20 +26,21 @@ class Presence(NamedTuple):
     number: str  # of its call
     call: str
     identity: str  # of the call
+    compared: str
 
     @classmethod
     def of(cls, phase: str, host: str, token: str, number: int, call: CallId) -> Presence:
         """Returns what the calling thread says."""
         thread = str(threading.get_ident())
-        return cls(phase, host, token, thread, str(number), str(call), call.identity)
+        return cls(phase, host, token, thread, str(number), str(call), call.identity, call.compared)
 
     def packed(self) -> bytes:
         """Returns it as the store holds it: less than 4 MiB, whatever the names."""
         return "\n".join(self).encode(errors="backslashreplace")
 
 
-ABSENT = Presence("", "", "", "", "", "", "")
-UNKNOWN = Presence("unknown", "?", "", "", "", "", "")
+ABSENT = Presence(*[""] * 8)
+UNKNOWN = ABSENT._replace(phase="unknown", host="?")
 
 
 def presence_of(rank: int, keys: StoreKeys, by: Deadline) -> Presence:

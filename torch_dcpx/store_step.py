@@ -210,7 +210,7 @@ class Step:
         if is_first and exchange.is_coordinator:
             came = sorted(set(range(1, exchange.world_size)) - set(missing))
             here = ((rank, presence_of(rank, self._keys, self._deadline)) for rank in came)
-            strange = [rank for rank, one in here if one.identity != exchange.call.identity]
+            strange = [rank for rank, one in here if one.compared != exchange.call.compared]
             if strange:
                 self._propose(ERROR, [self._difference(strange)])
                 return None

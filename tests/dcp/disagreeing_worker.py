@@ -70,8 +70,9 @@ def wrong_variable_is_raised_on_all_ranks(root: Path, is_odd: bool) -> None:
     names = ("DCPX_LOAD_TIMEOUT_S", "DCPX_SAVE_TIMEOUT_S")
     if is_odd:
         os.environ.update(dict.fromkeys(names, "soon"))
-    for call in (lambda: dcpx.load(state_of(1), root / "a"), lambda: save(root / "a", 1)):
-        with pytest.raises(OptionError, match=r"rank 1.*TIMEOUT_S"):
+    there = root / "after-1"
+    for call in (lambda: dcpx.load(state_of(1), there), lambda: save(root / "a", 1)):
+        with pytest.raises(OptionError, match="TIMEOUT_S='soon'"):
             call()
     for name in names:
         os.environ.pop(name, None)
@@ -123,7 +124,7 @@ def save_of_one_rank_meets_no_other_call(root: Path, is_odd: bool) -> None:
 
 def steps_do_not_mix(root: Path, is_odd: bool) -> None:
     """A rank that missed step 4 is at step 5 while the other is at step 4."""
-    with pytest.raises(PlanError, match=r"save of 'step-5'; rank 0 .*save of 'step-4'"):
+    with pytest.raises(PlanError, match=r"rank 1 .*step-5', rank 0 .*step-4', which is another"):
         save(root / f"step-{5 if is_odd else 4}", 5 if is_odd else 4)
     assert not list(root.glob("step-*/.metadata"))
     all_can_save(root, 5)

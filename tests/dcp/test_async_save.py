@@ -279,7 +279,7 @@ def test_path_that_is_none_is_told_to_the_other_ranks(
         def close(self) -> None:
             told.append("closed")
 
-    monkeypatch.setattr(save_checkpoint, "exchange_for", lambda *_: Noting(60))
+    monkeypatch.setattr(save_checkpoint, "exchange_for", lambda *_, **__: Noting(60))
     with pytest.raises(TypeError, match="float"):
         begin({}, 1.5, storage_writer=DcpxWriter(tmp_path))
     assert told == ["TypeError", "closed"]

@@ -36,6 +36,7 @@ OF_A_LOAD = [
     ("DCPX_VERIFY", "none", "none"),
     ("DCPX_TRUSTED", "0", False),
     ("DCPX_LOAD_TIMEOUT_S", "0.5", 0.5),
+    ("DCPX_NODE_LOCAL", "1", True),
 ]
 CASES = [(WriteOptions, *case) for case in BOTH + OF_A_SAVE] + [
     (ReadOptions, *case) for case in BOTH + OF_A_LOAD
@@ -80,6 +81,7 @@ def test_every_option_has_a_variable_but_for_what_only_code_may_say() -> None:
         (WriteOptions, "DCPX_ON_BUSY", "drop"),
         (WriteOptions, "DCPX_OVERLAP", "late"),
         (WriteOptions, "DCPX_NODE_LOCAL", "yes"),
+        (ReadOptions, "DCPX_NODE_LOCAL", "yes"),
         (WriteOptions, "DCPX_PROGRESS", "print"),
         (ReadOptions, "DCPX_VERIFY", "all"),
         (ReadOptions, "DCPX_TRUSTED", "1"),
