@@ -219,11 +219,13 @@ class SmallFile:
 class Directory:
     """An open directory. Not thread-safe; a context manager that closes it."""
 
+    FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
     def __init__(self, path: Path) -> None:
         """Opens `path`. Raises: StorageError."""
         self.path = path
         try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.fd = os.open(path, self.FLAGS)
         except OSError as error:
             raise storage_error("open directory", path, error, is_read=True) from error
 

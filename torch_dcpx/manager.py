@@ -136,7 +136,8 @@ class CheckpointManager(ExportingCatalog):
         Raises:
             PlanError: ranks made different calls; nothing was written.
             OptionError: a tag or part that cannot work.
-            UnsupportedError: small values that could not be loaded without execution.
+            UnsupportedError: small values that could not be loaded without execution; or a link
+                lies under the tag's name. Nothing was changed.
             As `dcpx.save` and `dcpx.async_save`, whose earlier errors too.
         """
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
@@ -170,13 +171,12 @@ class CheckpointManager(ExportingCatalog):
             names = sorted(parts.given)
             if len({call.note[1] for call in calls}) > 1:
                 names.append(NAMED_GROUPS)
-            record = Record(
+            self._retention.reserve(arguments["tag"])
+            reserved.append(arguments["tag"])
+            return Record(
                 arguments["tag"], arguments["step"], self._root.take_order(), len(calls),
                 first.note[0], tuple(names), tuple(arguments["per_rank"]),
             )  # fmt: skip
-            self._retention.reserve(record.tag)
-            reserved.append(record.tag)
-            return record
 
         try:
             call_id = CallId("CheckpointManager.save", tag_or_none(tag_or_step))
@@ -245,7 +245,7 @@ class CheckpointManager(ExportingCatalog):
         Args:
             model, optimizer, lr_scheduler, dataloader, state: as they were given to `save`, or
                 fewer of them; filled in place.
-            tag: which checkpoint. Default None: the newest.
+            tag: which checkpoint; a link to one will do. Default None: the newest.
             strict: whether what the checkpoint does not hold is an error. Default True.
             load_optimizer: with False, optimizer and scheduler stay as they are. Default True.
             merge: for what each rank had of its own, where there are more or fewer ranks now:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from torch_dcpx.call_agreement import Call, check_same_call
 from torch_dcpx.call_id import CallId
 from torch_dcpx.checkpoint_tags import tag_of, tag_or_none
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     NotCommittedError,
@@ -25,6 +24,7 @@ from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.manager_resume import Chosen
 from torch_dcpx.manager_root import ManagerRoot
 from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.own_directory import OwnDirectory, lies_there
 from torch_dcpx.paths import AnyPath, checked_path
 from torch_dcpx.reader_lock import being_read, make_readers_file
 from torch_dcpx.removal import PIN_NAME, remove_checkpoint
@@ -86,33 +86,41 @@ class CheckpointCatalog:
         """Keeps a checkpoint from retention and `delete`, until `unpin`, beyond this job.
 
         Raises:
+            UnsupportedError: it is a link.
             NotCommittedError, and others: it is not there, or not whole.
             ConcurrentSaveError: it is being deleted at this moment.
         """
 
         def mark(name: str) -> None:
+            lies_there(self.root / name, "pin")
             path = self._root.examined(name).path
-            try:
-                make_readers_file(path)
-            except StorageError as error:
-                logger.debug("%s: pinned without a lock", error)
-            with being_read(path) as is_left_alone, Directory(path) as directory:
-                # Who deletes looks for the mark under the same lock.
-                if not is_left_alone or identity_of(path) is None:
-                    raise ConcurrentSaveError(
-                        f"pin '{path}': it is being deleted", errno=errno.EBUSY, path=str(path)
-                    )
-                if not directory.is_regular(PIN_NAME):
-                    directory.create(PIN_NAME, [], is_durable=self._root.is_durable)
-                    directory.sync()
+            with OwnDirectory(path, "pin") as directory:
+                try:
+                    make_readers_file(path, dir_fd=directory.fd)
+                except StorageError as error:
+                    logger.debug("%s: pinned without a lock", error)
+                with being_read(path) as is_left_alone:
+                    # Who deletes looks for the mark under the same lock.
+                    if not is_left_alone or identity_of(path) is None:
+                        raise ConcurrentSaveError(
+                            f"pin '{path}': it is being deleted", errno=errno.EBUSY, path=str(path)
+                        )
+                    if not directory.is_regular(PIN_NAME):
+                        directory.create(PIN_NAME, [], is_durable=self._root.is_durable)
+                        directory.sync()
 
         self._on_coordinator("pin", tag, mark)
 
     def unpin(self, tag: str | int) -> None:
-        """Takes the mark of `pin` away; none is fine. Raises StorageError: no such checkpoint."""
+        """Takes the mark of `pin` away; none is fine.
+
+        Raises:
+            UnsupportedError: it is a link.
+            StorageError: no such checkpoint.
+        """
 
         def unmark(name: str) -> None:
-            with Directory(self.root / name) as directory:
+            with OwnDirectory(self.root / name, "unpin") as directory:
                 directory.unlink(PIN_NAME)
                 directory.sync()
 
@@ -122,7 +130,8 @@ class CheckpointCatalog:
         """Deletes a checkpoint now.
 
         Raises:
-            UnsupportedError: it is pinned, or the last one that is whole.
+            UnsupportedError: it is pinned, or a link, or the last one that is whole: links to it
+                are no others.
             ConcurrentSaveError: somebody saves or reads there.
             NotCommittedError, and others: it is not there, or not whole.
         """
@@ -130,6 +139,7 @@ class CheckpointCatalog:
         def remove(name: str) -> None:
             self._retention.wait()
             root = self._root
+            lies_there(root.path / name, "delete")
             root.examined(name)
             if self._retention.is_pinned(name):
                 raise UnsupportedError(f"delete '{root.path / name}': it is pinned; unpin it first")

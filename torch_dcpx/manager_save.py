@@ -24,6 +24,7 @@ from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager_root import ManagerRoot
 from torch_dcpx.optimizer_groups import NAMED_GROUPS, digest_of_groups
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.own_directory import OwnDirectory
 from torch_dcpx.per_rank import PerRank
 from torch_dcpx.reader_lock import make_readers_file
 from torch_dcpx.retention import Retention
@@ -167,6 +168,9 @@ def _refuse_metric(value: Any) -> None:
 
 class ManagedWriter(DcpxWriter):
     """Writes one checkpoint of a manager; on the coordinator, `finish` also keeps the root."""
+
+    # A link that comes behind the coordinator's look is refused, too.
+    _DcpxWriter__opened = OwnDirectory
 
     def __init__(
         self,

@@ -31,14 +31,27 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EACCES})
 
 
-def make_readers_file(path: Path) -> None:
-    """Makes a checkpoint's lock file, so that readers who may not write find it. Raises:
-    StorageError."""
+def make_readers_file(path: Path, *, dir_fd: int | None = None) -> None:
+    """Makes a checkpoint's lock file, so that readers who may not write find it.
+
+    Args:
+        path: of the checkpoint.
+        dir_fd: its directory, where a link must not be followed. Default None: what `path` names.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
     name = path / READERS_NAME
     try:
-        os.close(os.open(name, _FLAGS | os.O_CREAT, 0o666))
+        os.close(_made(name, dir_fd))
     except OSError as error:
         raise storage_error("create", name, error) from error
+
+
+def _made(name: Path, dir_fd: int | None) -> int:
+    """Returns the lock file, open, and made if it was not there."""
+    place = name if dir_fd is None else READERS_NAME
+    return os.open(place, _FLAGS | os.O_CREAT, 0o666, dir_fd=dir_fd)
 
 
 @contextmanager
@@ -104,8 +117,12 @@ def _shared(path: AnyPath | None) -> tuple[int, bool]:
 
 
 @contextmanager
-def being_deleted(path: Path) -> Iterator[None]:
+def being_deleted(path: Path, *, dir_fd: int | None = None) -> Iterator[None]:
     """Keeps readers from the checkpoint in `path` while the block runs.
+
+    Args:
+        path: of the checkpoint.
+        dir_fd: its directory, where a link must not be followed. Default None: what `path` names.
 
     Raises:
         ConcurrentSaveError: somebody reads it.
@@ -113,7 +130,7 @@ def being_deleted(path: Path) -> Iterator[None]:
     """
     name = path / READERS_NAME
     try:
-        fd = os.open(name, _FLAGS | os.O_CREAT, 0o666)
+        fd = _made(name, dir_fd)
     except OSError as error:
         raise storage_error("open lock", name, error) from error
     try:

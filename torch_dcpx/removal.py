@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -32,6 +33,7 @@ from torch_dcpx.layout import (
 )
 from torch_dcpx.lock import SaveLock
 from torch_dcpx.manager_root import TRASH_PREFIX, ManagerRoot
+from torch_dcpx.own_directory import OwnDirectory
 from torch_dcpx.reader_lock import READERS_NAME, being_deleted
 from torch_dcpx.running_save import RunningSave, driven
 
@@ -55,7 +57,7 @@ def _locked(directory: Directory) -> Iterator[SaveLock]:
         save = RunningSave(owner)
     lock = SaveLock(directory, LOCK_NAME, save)
     try:
-        with being_deleted(directory.path):
+        with being_deleted(directory.path, dir_fd=directory.fd):
             yield lock
     finally:
         save.end()
@@ -68,12 +70,12 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
 
     Raises:
         ConcurrentSaveError: somebody saves or reads there; nothing was removed.
-        UnsupportedError: it is pinned; nothing was removed.
+        UnsupportedError: it is pinned, or a link; nothing was removed.
         CorruptionError: its `.metadata` cannot be read, so that nobody knows what it names.
         StorageError: a system call failed; what is left is removed by the next attempt.
     """
     root.forget(tag)
-    with Directory(root.path / tag) as directory, _locked(directory):
+    with OwnDirectory(root.path / tag, "delete") as directory, _locked(directory):
         names = directory.names()
         if METADATA_NAME in names:
             if PIN_NAME in names:  # under the readers' lock, which who pins holds as well
@@ -107,12 +109,37 @@ def _empty(root: ManagerRoot, directory: Directory) -> None:
     if root.is_durable:
         directory.sync()  # the data are gone before the name is
     trash = root.path / f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}"
-    try:
-        directory.path.rename(trash)
-    except OSError as error:
-        raise storage_error("rename", directory.path, error) from error
+    _rename(directory.path, trash)
     root.sync()
-    _remove_trash(trash)
+    try:
+        _remove_emptied(directory, trash)
+    except OSError as error:
+        if _is_other(trash, directory):  # it had taken the directory's place, and goes back
+            _rename(trash, directory.path)
+        raise storage_error("remove", directory.path, error) from error
+
+
+def _rename(path: Path, new: Path) -> None:
+    try:
+        path.rename(new)
+    except OSError as error:
+        raise storage_error("rename", path, error) from error
+
+
+def _is_other(path: Path, directory: Directory) -> bool:
+    """Returns whether something else than `directory` lies at `path`. Raises: OSError."""
+    try:
+        return not os.path.samestat(path.lstat(), os.fstat(directory.fd))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_emptied(directory: Directory, path: Path) -> None:
+    """Removes a directory, which lies at `path`, with our own small files. Raises: OSError."""
+    for name in directory.names():
+        if name in _OWN_NAMES:
+            directory.unlink(name)
+    path.rmdir()
 
 
 def _remove_trash(path: Path) -> None:
@@ -121,11 +148,8 @@ def _remove_trash(path: Path) -> None:
         if not stat.S_ISDIR(path.lstat().st_mode):
             logger.warning("'%s' stays: it is no directory of ours", path)
             return
-        with Directory(path) as directory:
-            for name in directory.names():
-                if name in _OWN_NAMES:
-                    directory.unlink(name)
-        path.rmdir()
+        with OwnDirectory(path, "remove") as directory:
+            _remove_emptied(directory, path)
     except OSError as error:
         raise storage_error("remove", path, error) from error
 
@@ -160,7 +184,7 @@ def resume_removals(
 
 def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> bool:
     """Returns whether the directory of a removal, or of a killed save, was removed."""
-    with Directory(root.path / tag) as directory:
+    with OwnDirectory(root.path / tag, "tidy") as directory:
         names = directory.names()
         is_tombstone = TOMBSTONE_NAME in names
         if METADATA_NAME in names:

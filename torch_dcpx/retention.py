@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import weakref
 from collections import Counter
@@ -22,6 +21,7 @@ from torch_dcpx.checkpoint_tags import check_step
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.manager_root import ManagerRoot
+from torch_dcpx.own_directory import lies_there
 from torch_dcpx.removal import PIN_NAME, remove_checkpoint, resume_removals, suppress_and_log
 from torch_dcpx.stored_checkpoint import Stored
 
@@ -124,12 +124,19 @@ class Retention:
         """Keeps a tag from removal until `free`, as a save to it begins: once each.
 
         Where something lies there, a run that may be removing it is waited for.
+
+        Raises:
+            UnsupportedError: a link lies there; nothing is reserved.
         """
         with self._guard:
             self._saves[tag] += 1
-        if os.path.lexists(self._root.path / tag):
-            with self._run_guard:
-                pass
+        try:
+            if lies_there(self._root.path / tag, "save"):
+                with self._run_guard:
+                    pass
+        except BaseException:
+            self.free(tag)
+            raise
 
     def free(self, tag: str) -> None:
         """Says that a save to a tag has ended, whichever way."""

@@ -38,7 +38,7 @@ from torch_dcpx.commit import (
     verify_results,
 )
 from torch_dcpx.directory import Directory, look_into, make_directory
-from torch_dcpx.errors import StorageError, UnsupportedError
+from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.overrides import refuse_bypassed, refuse_changed, refuse_other_metadata_file
@@ -70,6 +70,8 @@ class DcpxWriter(FileSystemWriter):
 
     Its own names begin with two underscores, so that no attribute of a subclass meets them.
     """
+
+    __opened: type[Directory] = Directory  # how the checkpoint's directory is
 
     def __init__(
         self,
@@ -214,7 +216,7 @@ class DcpxWriter(FileSystemWriter):
             made = make_directory(self.__directory_path(), is_durable=self.__is_durable)
             if self.__save is not None:
                 self.__save.made = made
-            with Directory(self.__directory_path()) as directory:
+            with self.__opened(self.__directory_path()) as directory:
                 self.__lock(directory)
                 if not self.use_collectives:
                     refuse_beside_global(directory)
@@ -264,7 +266,7 @@ class DcpxWriter(FileSystemWriter):
         """
         with self.__hook():
             try:
-                with Directory(self.__directory_path()) as directory:
+                with self.__opened(self.__directory_path()) as directory:
                     files = self.__commit(directory, self.__metadata_name(), metadata, results)
             except BaseException:
                 self.__remove_unpublished()
@@ -283,7 +285,7 @@ class DcpxWriter(FileSystemWriter):
         files_per_rank = self.options.files_per_rank if self.single_file_per_rank else None
         split = split_items(plan.items, files_per_rank)
         with (
-            Directory(self.__directory_path()) as directory,
+            self.__opened(self.__directory_path()) as directory,
             reporting(
                 self.options.progress, str(self.path), is_coordinator=self.__is_coordinator
             ) as told,
@@ -329,9 +331,9 @@ class DcpxWriter(FileSystemWriter):
         if not self.__own_files:
             return
         try:
-            with Directory(self.__directory_path()) as directory:
+            with self.__opened(self.__directory_path()) as directory:
                 remove_unpublished(directory, self.__metadata_name(), self.__own_files)
-        except StorageError as error:
+        except DcpxError as error:
             logger.warning("leftovers of a failed save stay: %s", str(error))
         self.__own_files = []
 
