@@ -75,7 +75,9 @@ class CheckpointCatalog:
         return self._on_coordinator("latest", None, lambda _: look())
 
     def tags(self) -> list[str]:
-        """Returns the tags of all whole checkpoints, the oldest first: by step, then commit."""
+        """Returns the tags of all whole checkpoints, the oldest first: what no manager saved, by
+        step, then the others in the order of their commits.
+        """
 
         def look() -> list[str]:
             return [stored.tag for stored in reversed(self._root.listed()[0])]

@@ -3,7 +3,8 @@
 Which checkpoint is the newest:
 1. What the pointer names, if it is whole and still that save; of what was committing when the
    pointer was written, whatever is whole and was committed later.
-2. Else all directories are looked at once: the newest whole one by step, then by commit.
+2. Else all directories are looked at once: the last commit that is whole; of checkpoints that no
+   manager saved, and only where there are no others, the one with the highest step.
 What is skipped on the way is told with the reason. Not thread-safe but for `note_*`.
 """
 

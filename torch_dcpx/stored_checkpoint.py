@@ -101,9 +101,12 @@ class Stored(NamedTuple):
         return 0 if self.record is None else self.record.order
 
     @property
-    def rank_among(self) -> tuple[int, int, str]:
-        """What the newest has most of: step, then commit. Clocks say nothing."""
-        return (-1 if self.step is None else self.step, self.order, self.tag)
+    def rank_among(self) -> tuple[bool, int, int, str]:
+        """What the newest has most of: commits in their order, and before the first of them what no
+        manager saved, by step. Clocks say nothing, and steps fall when a training goes back.
+        """
+        step = -1 if self.step is None else self.step
+        return self.record is not None, self.order, step, self.tag
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:

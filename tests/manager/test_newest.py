@@ -74,7 +74,7 @@ def test_pointer_that_is_broken_costs_one_listing(
     monkeypatch.setattr(manager_root.ManagerRoot, "listed", counted)
     target = {"x": torch.zeros(3)}
     info = manager_of(tmp_path).resume(state=target)
-    assert (info.tag, target["x"].tolist()) == ("step-10", [10.0] * 3)  # by step
+    assert (info.tag, target["x"].tolist()) == ("step-9", [9.0] * 3)  # though 10 is higher
     assert len(listings) == 1
     save_steps(manager_of(tmp_path), 11)  # and it is written anew
     assert manager_of(tmp_path).latest() == "step-11"
@@ -147,6 +147,42 @@ def test_after_going_back_the_last_commit_is_the_newest(tmp_path: Path) -> None:
     manager.resume(tag=100)
     save_steps(manager, 110)
     assert manager_of(tmp_path).resume().step == 110
+
+
+@pytest.mark.parametrize("lose_it", ["delete", "remove", "remove with the pointer"])
+def test_commit_before_the_lost_one_is_the_newest_after_going_back(
+    tmp_path: Path, lose_it: str
+) -> None:
+    save_steps(manager_of(tmp_path), 100, 200, 300)
+    manager = manager_of(tmp_path)
+    manager.resume(tag=100)
+    save_steps(manager, 150, 160)
+    if lose_it == "delete":
+        manager.delete(160)
+    else:
+        lose_all(tmp_path / "step-160")
+    if "pointer" in lose_it:
+        lose(tmp_path)
+    again = manager_of(tmp_path)
+    assert again.latest() == "step-150"
+    assert again.tags() == ["step-100", "step-200", "step-300", "step-150"]
+    target = {"x": torch.zeros(3)}
+    assert again.resume(state=target).step == 150
+    assert target["x"].tolist() == [150.0] * 3
+    save_steps(again, 160)
+    assert manager_of(tmp_path).latest() == "step-160"
+
+
+def test_steps_decide_only_among_checkpoints_without_a_record(tmp_path: Path) -> None:
+    for step in (9, 400, 30):
+        save({"state": {"x": torch.full((3,), float(step))}}, tmp_path / f"step-{step}", "stock")
+    save({"state": {"x": torch.zeros(3)}}, tmp_path / "other", "stock")
+    assert manager_of(tmp_path).tags() == ["other", "step-9", "step-30", "step-400"]
+    save_steps(manager_of(tmp_path), 31, 20)
+    lose(tmp_path)
+    tags = ["other", "step-9", "step-30", "step-400", "step-31", "step-20"]
+    assert manager_of(tmp_path).tags() == tags
+    assert manager_of(tmp_path).resume().tag == "step-20"
 
 
 def test_save_over_the_newest_is_the_newest(tmp_path: Path) -> None:
