@@ -16,13 +16,13 @@ from types import TracebackType
 from typing import Any
 
 from torch_dcpx.call_agreement import Call, check_same_call
-from torch_dcpx.call_id import CallId
-from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of, tag_or_none
+from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
 from torch_dcpx.errors import OptionError
-from torch_dcpx.exchange import exchange_for, keys_for
+from torch_dcpx.exchange import keys_for
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.load_checkpoint import load
 from torch_dcpx.manager_export import ExportingCatalog
+from torch_dcpx.manager_fallback import Attempts
 from torch_dcpx.manager_resume import Chosen, ResumeInfo, Wanted
 from torch_dcpx.manager_save import ManagedWriter, Parts, Small, checked_metrics, state_of
 from torch_dcpx.manager_translate import checked_translate, told_rules
@@ -179,9 +179,7 @@ class CheckpointManager(ExportingCatalog):
             )  # fmt: skip
 
         try:
-            call_id = CallId("CheckpointManager.save", tag_or_none(tag_or_step))
-            timeout_s = self._options.save_timeout_s
-            with exchange_for(self._group, self._no_dist, timeout_s, call=call_id) as exchange:
+            with self._exchange("save", tag_or_step, self._options.save_timeout_s) as exchange:
                 rank = exchange.rank
                 record = exchange.all_reduce("agree", local, reduce)
         except BaseException:
@@ -239,6 +237,7 @@ class CheckpointManager(ExportingCatalog):
         load_optimizer: bool = True,
         merge: Merge = None,
         translate: KeyRules | Callable[[str], str | None] | None = None,
+        fallback: bool = True,
     ) -> ResumeInfo:
         """Loads the newest checkpoint that is whole, on any number of ranks.
 
@@ -253,6 +252,7 @@ class CheckpointManager(ExportingCatalog):
                 "user_content.rng"). Default None: an error.
             translate: a KeyMap, or a function of one name, from stored names of the model (without
                 "model.") to the model's; optimizers' states follow their parameters. Default None.
+            fallback: whether the commit before takes a damaged newest one's place. Default True.
 
         Returns:
             What was resumed. A fresh start has no tag: the root is missing or empty, or holds
@@ -263,6 +263,7 @@ class CheckpointManager(ExportingCatalog):
             MismatchError: what was asked for was not saved; nothing was changed. Or parameters that
                 are one group now were saved with different settings, which is seen behind the read.
             PlanError: ranks made different calls, or `translate` does not fit what is stored.
+            CorruptionError: what is there is damaged, or what was to take its place does not fit.
             UnsupportedError: `translate` splits, merges or transposes a tensor of which the
                 optimizer is to be loaded.
             As `dcpx.load`.
@@ -270,28 +271,35 @@ class CheckpointManager(ExportingCatalog):
         if not load_optimizer:
             optimizer = lr_scheduler = None
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
+        attempts = Attempts(self._root, tag, fallback)
+        return attempts.until_read(lambda: self._attempt(parts, attempts, strict, merge, translate))
+
+    def _attempt(
+        self, parts: Parts, attempts: Attempts, strict: bool, merge: Merge, translate: Any
+    ) -> ResumeInfo | None:
+        """Resumes from one checkpoint; None: it is damaged, and older ones may be tried."""
         key_maps: list[KeyRules | None] = []
         with ExitStack() as stack:
 
             def local() -> Call:
                 self._check_usable()
                 parts.check()
-                key_maps.append(checked_translate(translate, model))
-                named = None if tag is None else tag_of(tag)
+                key_maps.append(checked_translate(translate, parts.model))
+                named = None if attempts.tag is None else tag_of(attempts.tag)
                 merges = sorted(merge) if isinstance(merge, dict) else merge is not None
                 return parts.call(
                     "resume", None, tag=named, strict=strict, merge=merges,
-                    translate=told_rules(key_maps[0]),
+                    translate=told_rules(key_maps[0]), **attempts.told,
                 )  # fmt: skip
 
             def reduce(calls: list[Call]) -> Chosen:
-                first = check_same_call(calls)
-                return self._choose(first.arguments["tag"], stack, allow_fresh=self._allow_fresh)
+                tag = check_same_call(calls).arguments["tag"]
+                return self._choose(tag, stack, attempts, allow_fresh=self._allow_fresh)
 
-            with self._exchange("resume", tag) as exchange:
+            with self._exchange("resume", attempts.tag) as exchange:
                 rank, world_size = exchange.rank, exchange.world_size
                 chosen = exchange.all_reduce("choose", local, reduce)
-            if chosen.tag is None:
+            if attempts.is_fresh(chosen):
                 return ResumeInfo(skipped=chosen.skipped)
             wanted = Wanted(
                 parts, chosen, rank, world_size, strict=strict, merge=merge, translate=key_maps[0]
@@ -301,14 +309,17 @@ class CheckpointManager(ExportingCatalog):
                     wanted.target(), chosen.path, process_group=self._group, no_dist=self._no_dist,
                     options=self._read_options, strict=strict, key_map=wanted.rules,
                 )  # fmt: skip
-            except BaseException:
+            except BaseException as error:
                 wanted.leave_fresh()
+                if attempts.passes_over(chosen, error, logs=rank == 0):
+                    return None
                 raise
             wanted.leave_fresh(report.missing)
+            if attempts.passed_over and not strict:
+                attempts.check_filled(report.missing, wanted, self._exchange("resume"))
             content = wanted.hand_over(self._read_options)
         self._last_step = chosen.step or 0
-        metrics = {} if chosen.record is None else chosen.record.metrics
-        return ResumeInfo(chosen.tag, chosen.step, content, metrics, report, chosen.skipped)
+        return attempts.resumed(chosen, content, report)
 
     # ---- The end, and what may bring it --------------------------------------------------------
 
@@ -331,10 +342,8 @@ class CheckpointManager(ExportingCatalog):
         name = self._on_coordinator("save_on_signal", None, lambda _: f"signals/{uuid.uuid4().hex}")
         keys, rank, world_size = keys_for(self._group, self._no_dist, "save on a signal", name)
         watch = Preemption(
-            keys, rank, world_size,
-            timeout_s=self._options.save_timeout_s,
-            time_left_s=time_left_s,
-            last_save_s=lambda: self._last_save_s,
+            keys, rank, world_size, timeout_s=self._options.save_timeout_s,
+            time_left_s=time_left_s, last_save_s=lambda: self._last_save_s,
         )  # fmt: skip
         watch.watch(signals)
         self._watches.append(watch)

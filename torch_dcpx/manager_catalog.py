@@ -21,6 +21,7 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.manager_fallback import Attempts
 from torch_dcpx.manager_resume import Chosen
 from torch_dcpx.manager_root import ManagerRoot
 from torch_dcpx.options import ReadOptions, WriteOptions
@@ -66,7 +67,7 @@ class CheckpointCatalog:
         self._pid = os.getpid()
 
     def latest(self) -> str | None:
-        """Returns the tag that `resume` would take; None where there is none."""
+        """Returns the tag that `resume` would try first; None where there is none."""
 
         def look() -> str | None:
             stored = self._root.newest().stored
@@ -132,8 +133,8 @@ class CheckpointCatalog:
         """Deletes a checkpoint now.
 
         Raises:
-            UnsupportedError: it is pinned, or a link, or the last one that is whole: links to it
-                are no others.
+            UnsupportedError: it is pinned, or a link, or the last one that is whole and not known
+                to be damaged: links to it are no others.
             ConcurrentSaveError: somebody saves or reads there.
             NotCommittedError, and others: it is not there, or not whole.
         """
@@ -152,30 +153,49 @@ class CheckpointCatalog:
                     path=str(root.path / name),
                 )
             newest = root.newest().stored  # anew: what lies there now
-            others = [stored for stored in root.listed()[0] if stored.tag != name]
-            if not others:
+            stored = root.listed()[0]
+            good = {each.tag for each in stored if each.save_id not in root.damaged}
+            others = [each for each in stored if each.tag != name]
+            if not others or good == {name}:
                 raise UnsupportedError(
                     f"delete '{root.path / name}': it is the last whole checkpoint beneath "
-                    f"'{root.path}'; remove the directory by hand"
+                    f"'{root.path}'{' that is not damaged' if others else ''}; remove the "
+                    "directory by hand"
                 )
             remove_checkpoint(root, name)
             if newest is not None and newest.tag == name:
-                root.point_away(name, others[0])
+                root.point_away(name, next((o for o in others if o.tag in good), others[0]))
 
         self._on_coordinator("delete", tag, remove)
 
-    def _choose(self, tag: str | None, stack: ExitStack, *, allow_fresh: bool) -> Chosen:
-        """Returns what is resumed, and keeps it from deletion until the stack ends."""
+    def _choose(
+        self,
+        tag: str | None,
+        stack: ExitStack,
+        attempts: Attempts | None = None,
+        *,
+        allow_fresh: bool,
+    ) -> Chosen:
+        """Returns what is resumed, and keeps it from deletion until the stack ends.
+
+        Args:
+            tag: that was asked for. None: the newest.
+            stack: holds the lock.
+            attempts: of this resume; what it has passed over is not chosen again. Default None.
+            allow_fresh: whether nothing is chosen where nothing is whole.
+        """
+        passed = () if attempts is None else attempts.passed_tags
         self._retention.wait()  # what it removes is not to be chosen
         for _ in range(_MAX_CHOICES):
             skipped: tuple[tuple[str, str], ...] = ()
             if tag is not None:
                 stored = self._root.examined(tag)
             else:
-                newest = self._root.newest()
+                root = self._root
+                newest = root.newest_but(passed) if passed else root.newest()
                 skipped = newest.skipped
                 if newest.stored is None:
-                    if not allow_fresh:
+                    if not allow_fresh and not passed:
                         self._root.check_fresh(newest)
                     return Chosen(None, "", None, None, skipped)
                 stored = newest.stored
@@ -195,11 +215,11 @@ class CheckpointCatalog:
 
     # ---- With all ranks ------------------------------------------------------------------------
 
-    def _exchange(self, what: str, tag: Any = None) -> Exchange:
+    def _exchange(self, what: str, tag: Any = None, timeout_s: float | None = None) -> Exchange:
         name = self.root.name if tag is None else tag_or_none(tag)
         call = CallId(f"CheckpointManager.{what}", name)
-        timeout_s = self._read_options.load_timeout_s
-        return exchange_for(self._group, self._no_dist, timeout_s, what, call)
+        seconds = self._read_options.load_timeout_s if timeout_s is None else timeout_s
+        return exchange_for(self._group, self._no_dist, seconds, what, call)
 
     def _on_coordinator(self, name: str, tag: Any, work: Callable[[Any], _T]) -> _T:
         """Has the coordinator do something that all ranks ask for; all get the answer or error."""

@@ -1,7 +1,8 @@
 """One `resume` of a manager.
 
 1. The coordinator chooses: the newest whole checkpoint, or the tag that was asked for. It holds the
-   readers' lock from here on, so that nobody's retention takes it away.
+   readers' lock from here on, so that nobody's retention takes it away. Damage that 3 finds leads
+   back here (`manager_fallback`).
 2. What was asked for and is not there, and what was each of other ranks' own, is refused.
 3. `dcpx.load`: checked as a whole, then read, then handed to model, optimizers and state.
 4. What is small is handed to scheduler and data loader, and returned.
@@ -26,7 +27,15 @@ from torch_dcpx.stored_checkpoint import Record
 from torch_dcpx.train_state import ModelPart, OptimizerPart, StatePart, by_name, load_states
 from torch_dcpx.user_content import decode_content, with_own
 
-__all__ = ["Chosen", "ResumeInfo", "Wanted"]
+__all__ = ["Chosen", "PassedOver", "ResumeInfo", "Wanted"]
+
+
+class PassedOver(NamedTuple):
+    """A newer checkpoint that was whole, as far as sizes tell, and damaged."""
+
+    tag: str
+    file: str  # whose bytes are not what was written
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,8 @@ class ResumeInfo:
         user_content: as it was saved; None if nothing was.
         metrics: that were saved with it.
         report: of the load; None of a fresh start.
-        skipped: (tag, reason) of directories that were passed over on the way to this one.
+        skipped: (tag, reason) of directories that were no whole checkpoints on the way to this one.
+        passed_over: newer checkpoints that were damaged, the newest first.
     """
 
     tag: str | None = None
@@ -49,6 +59,7 @@ class ResumeInfo:
     metrics: dict[str, float] = field(default_factory=dict)
     report: LoadReport | None = None
     skipped: tuple[tuple[str, str], ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
 
     @property
     def is_fresh(self) -> bool:

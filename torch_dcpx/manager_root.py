@@ -14,7 +14,7 @@ import errno
 import logging
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +62,8 @@ class ManagerRoot:
         self._committing: list[str] = []
         self._next_order = 0
         self._known: dict[str, tuple[object, Stored]] = {}
+        self._damaged: set[str] = set()  # saves, by their ids
+        self._warned: dict[str, str] = {}  # why a tag was skipped, since the last `newest`
 
     # ---- Looking -------------------------------------------------------------------------------
 
@@ -105,6 +107,19 @@ class ManagerRoot:
                 self._known[tag] = identity, stored
         return stored
 
+    def note_damaged(self, tag: str) -> None:
+        """Says that bytes of a checkpoint, which is whole as far as sizes tell, are wrong."""
+        with self._guard:
+            known = self._known.get(tag)
+            if known is not None:  # on the coordinator
+                self._damaged.add(known[1].save_id)
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """Ids of the saves of which a resume has found wrong bytes, and which are still there."""
+        with self._guard:
+            return frozenset(self._damaged)
+
     def forget(self, tag: str) -> None:
         """Says that a checkpoint is gone, or may have changed."""
         with self._guard:
@@ -120,6 +135,8 @@ class ManagerRoot:
             except DcpxError as error:
                 skipped.append((tag, _reason(error)))
         stored.sort(key=lambda found: found.rank_among, reverse=True)
+        with self._guard:
+            self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
     def newest(self) -> Newest:
@@ -137,20 +154,41 @@ class ManagerRoot:
                 raise
             logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
             pointer = None
+        if pointer is not None:
+            with self._guard:
+                self._damaged.update(pointer.damaged)
         stored = None if pointer is None else self._pointed(pointer, skipped)
         order = 0 if pointer is None else pointer.order
         if stored is None:
             found, skipped = self.listed()
             order = max([order, *(each.order for each in found)])
             stored = found[0] if found else None
-        for tag, reason in skipped:
-            logger.warning("skipped checkpoint '%s' beneath '%s': %s", tag, self.path, reason)
+        self._warned.clear()
+        self._warn(skipped)
         with self._guard:
             order = max(order, 0 if stored is None else stored.order)
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 self._pointer = _pointer_to(stored, order)
         return Newest(stored, tuple(skipped), order)
+
+    def newest_but(self, passed: Collection[str]) -> Newest:
+        """Looks at all directories for the newest whole checkpoint, but for these tags.
+
+        Raises:
+            StorageError: the root cannot be listed.
+        """
+        found, skipped = self.listed()
+        self._warn(skipped)
+        stored = next((each for each in found if each.tag not in passed), None)
+        return Newest(stored, tuple(skipped), 0 if stored is None else stored.order)
+
+    def _warn(self, skipped: Iterable[tuple[str, str]]) -> None:
+        """Says why checkpoints are skipped, unless that was the last word on them."""
+        for tag, reason in skipped:
+            if self._warned.get(tag) != reason:
+                self._warned[tag] = reason
+                logger.warning("skipped checkpoint '%s' beneath '%s': %s", tag, self.path, reason)
 
     def _pointed(self, pointer: Pointer, skipped: list[tuple[str, str]]) -> Stored | None:
         """Returns the newest of what the pointer names; None where it says nothing of use."""
@@ -262,9 +300,9 @@ class ManagerRoot:
     def _write(self, committing: list[str] | None = None) -> None:
         pointer = self._pointer or Pointer(None, None, None, 0)
         tags = self._committing if committing is None else committing
-        write_pointer(
-            self.path, pointer._replace(committing=tuple(tags)), is_durable=self.is_durable
-        )
+        damaged = tuple(sorted(self._damaged))
+        pointer = pointer._replace(committing=tuple(tags), damaged=damaged)
+        write_pointer(self.path, pointer, is_durable=self.is_durable)
 
     def sync(self) -> None:
         """Makes the root's entries durable. Raises: StorageError."""

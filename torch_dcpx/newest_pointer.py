@@ -2,7 +2,8 @@
 
 It also names the tags whose commit has begun. So a job that is killed between the commit and the
 pointer's next writing leaves a pointer that says where to look, and no listing is needed to notice
-that it is stale. A reader that does not trust it loses nothing: a listing finds the same.
+that it is stale. A reader that does not trust it loses nothing: a listing finds the same. And it
+names what a resume found damaged, so that later jobs let it take no good checkpoint's place.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Pointer(NamedTuple):
     save_id: str | None
     order: int  # of its commit; the last one that this root had
     committing: tuple[str, ...] = ()  # tags whose commit has begun
+    damaged: tuple[str, ...] = ()  # ids of saves of which a resume has found wrong bytes
 
 
 def is_own_name(name: str) -> bool:
@@ -64,6 +66,7 @@ def read_pointer(root: Path) -> Pointer | None:
             found["save_id"],
             found["order"],
             tuple(found["committing"]),
+            tuple(found.get("damaged", ())),
         )
         tags = [tag for tag in (pointer.tag, *pointer.committing) if tag is not None]
         is_right = (
@@ -72,6 +75,7 @@ def read_pointer(root: Path) -> Pointer | None:
             and (pointer.step is None or type(pointer.step) is int)
             and (pointer.save_id is None or type(pointer.save_id) is str)
             and all(type(tag) is str and is_tag(tag) for tag in tags)
+            and all(type(save_id) is str for save_id in pointer.damaged)
         )
         if not is_right:
             raise TypeError("its values are not those of a pointer")
@@ -93,6 +97,8 @@ def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool) -> None:
     """
     make_directory(root, is_durable=is_durable)
     fields = {"format": _FORMAT, **pointer._asdict()}
+    if not pointer.damaged:
+        del fields["damaged"]
     content = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
     with Directory(root) as directory:
         for name in directory.names():

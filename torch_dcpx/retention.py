@@ -13,7 +13,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch_dcpx import pending_saves
@@ -65,23 +65,36 @@ class KeepRules(NamedTuple):
     def keep_all(self) -> bool:
         return self.last is None and self.every is None and self.best is None
 
-    def condemned(self, stored: Iterable[Stored], pinned: Callable[[str], bool]) -> list[Stored]:
+    def condemned(
+        self,
+        stored: Iterable[Stored],
+        pinned: Callable[[str], bool],
+        damaged: Collection[str] = (),
+    ) -> list[Stored]:
         """Returns what no rule keeps, the oldest commit first.
 
         Args:
             stored: whole checkpoints; those without a manager's record are kept.
             pinned: whether a tag is.
+            damaged: ids of saves that are known to be. The rules are also applied as if these were
+                not there, so that they take no good one's place. Default (): none.
         """
         own = sorted((s for s in stored if s.record is not None), key=lambda s: s.order)
-        if self.keep_all or not own:
+        good = [s for s in own if s.save_id not in damaged]
+        if self.keep_all or not good:
             return []
+        kept = self._kept(own) | self._kept(good)
+        return [s for s in own if s.tag not in kept and not pinned(s.tag)]
+
+    def _kept(self, own: Sequence[Stored]) -> set[str]:
+        """Returns the tags that a rule keeps of at least one commit, the oldest first."""
         kept = {s.tag for s in own[-(self.last or 1) :]}
         if self.every is not None:
             every = self.every
             kept |= {s.tag for s in own if s.step is not None and s.step % every == 0}
         if self.best is not None:
             kept |= {s.tag for s in _best(own, *self.best)}
-        return [s for s in own if s.tag not in kept and not pinned(s.tag)]
+        return kept
 
 
 def _best(own: Sequence[Stored], metric: str, mode: str, count: int) -> list[Stored]:
@@ -200,7 +213,7 @@ class Retention:
     def _remove_condemned(self) -> None:
         root = self._root
         stored, _ = root.listed()
-        condemned = self._rules.condemned(stored, self.is_pinned)
+        condemned = self._rules.condemned(stored, self.is_pinned, root.damaged)
         condemned = [each for each in condemned if each.tag != root.newest_tag]
         if not condemned:
             return

@@ -48,6 +48,11 @@ class Training:
         return loss.item()
 
 
+def large(value: float) -> torch.Tensor:
+    """A tensor of several blocks: one may be damaged while the others are whole."""
+    return torch.full((1 << 16,), float(value))
+
+
 def save_steps(manager: CheckpointManager, *steps: int, **kwargs: Any) -> None:
     for step in steps:
         manager.save(step, state={"x": torch.full((3,), float(step))}, **kwargs)
@@ -56,3 +61,13 @@ def save_steps(manager: CheckpointManager, *steps: int, **kwargs: Any) -> None:
 def on_disk(root: Path) -> set[str]:
     """Names of the directories in the root."""
     return {path.name for path in root.iterdir() if path.is_dir()}
+
+
+def damage(directory: Path, rank: int = 0) -> Path:
+    """Flips a bit amid what a rank wrote, whose size stays: in a large tensor, if it wrote one, and
+    not in the manager's record. Returns the file."""
+    name = sorted(directory.glob(f"__{rank}_*.distcp"))[0]
+    data = bytearray(name.read_bytes())
+    data[len(data) // 2] ^= 1
+    name.write_bytes(data)
+    return name
