@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dcpx.errors import PlanError
+from torch_dcpx.key_rules import KeyRules, Rule
 from torch_dcpx.value_digests import conflicting_names
 
-__all__ = ["Call", "check_same_call"]
+__all__ = ["Call", "check_same_call", "has_functions", "told_globs", "told_rules"]
 
 logger = logging.getLogger("torch_dcpx")
 
 _MAX_SHOWN = 5
+_MAX_TEXT = 80  # characters shown of one value
+_MAX_TOLD = 1000  # characters of globs that ranks tell each other; of more, a digest
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,12 @@ class Call:
     note: Any = None
 
 
-def check_same_call(calls: Sequence[Call]) -> Call:
+def check_same_call(calls: Sequence[Call], of: str = "CheckpointManager") -> Call:
     """Returns the coordinator's call, which is everybody's.
 
     Args:
         calls: by rank.
+        of: what is called, for the message.
 
     Raises:
         PlanError: ranks differ; it names them, and how.
@@ -51,7 +57,7 @@ def check_same_call(calls: Sequence[Call]) -> Call:
             continue
         names = dict.fromkeys((*first.arguments, *call.arguments))
         wrong = [
-            f"{name}={_shown(call, name)} where rank 0 has {_shown(first, name)}"
+            f"{name}={_shown(call, first, name)} where rank 0 has {_shown(first, call, name)}"
             for name in names
             if call.arguments.get(name) != first.arguments.get(name)
         ]
@@ -61,7 +67,7 @@ def check_same_call(calls: Sequence[Call]) -> Call:
         shown = ". ".join(differing[:_MAX_SHOWN])
         more = f"; {len(differing)} ranks in all" if len(differing) > _MAX_SHOWN else ""
         raise PlanError(
-            f"{first.name} of CheckpointManager: not the same call on every rank: {shown}{more}; "
+            f"{first.name} of {of}: not the same call on every rank: {shown}{more}; "
             "nothing was done"
         )
     for name, ranks in conflicting_names(call.digests for call in calls).items():
@@ -75,5 +81,59 @@ def check_same_call(calls: Sequence[Call]) -> Call:
     return first
 
 
-def _shown(call: Call, name: str) -> str:
-    return f"{call.arguments[name]!r:.80}" if name in call.arguments else "nothing"
+def told_globs(globs: Collection[str] | None) -> list[str] | str | None:
+    """Returns what ranks compare of globs: which they are, in no order and each once."""
+    if globs is None:
+        return None
+    each = sorted(set(globs))
+    text = repr(each)
+    if len(text) <= _MAX_TOLD:
+        return each
+    return f"{text[:_MAX_TOLD]}... {len(each)} globs ({_digest(text)})"
+
+
+def told_rules(key_map: KeyRules | None) -> str | None:
+    """Returns what ranks compare of rules: all of them but what functions do."""
+    if key_map is None:
+        return None
+    text = repr([_told(rule) for rule in key_map.rules])
+    return f"{len(key_map.rules)} rules ({_digest(text)}), wrappers={key_map.wrappers}"
+
+
+def has_functions(key_map: KeyRules) -> bool:
+    """Returns whether `told_rules` cannot tell all that the rules do."""
+    is_own = type(key_map).resolve is not KeyRules.resolve
+    return is_own or any(not isinstance(rule, (Mapping, tuple)) for rule in key_map.rules)
+
+
+def _told(rule: Rule) -> object:
+    if isinstance(rule, Mapping):
+        return sorted(rule.items(), key=repr)
+    if isinstance(rule, tuple):
+        return type(rule).__name__, [_plain(value) for value in rule]
+    return "a function"
+
+
+def _plain(value: object) -> object:
+    """Returns lists as tuples, and all of a compiled pattern, of which `repr` cuts long ones."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return (value.pattern, value.flags) if isinstance(value, re.Pattern) else value
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).hexdigest()
+
+
+def _shown(call: Call, other: Call, name: str) -> str:
+    """Returns an argument as text; of a long one, what is near where it differs from another's."""
+    if name not in call.arguments:
+        return "nothing"
+    text = repr(call.arguments[name])
+    if len(text) <= _MAX_TEXT:
+        return text
+    pairs = zip(text, repr(other.arguments.get(name)), strict=False)
+    differs = next((at for at, (own, its) in enumerate(pairs) if own != its), len(text))
+    begin = max(0, min(differs - _MAX_TEXT // 2, len(text) - _MAX_TEXT))
+    end = begin + _MAX_TEXT
+    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

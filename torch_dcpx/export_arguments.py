@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from torch_dcpx.call_agreement import Call, check_same_call, told_globs, told_rules
 from torch_dcpx.errors import OptionError
 from torch_dcpx.export_source import LiveSource
 from torch_dcpx.export_stored import StoredSource
 from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.paths import checked_path
+from torch_dcpx.paths import absolute, checked_path
 
-__all__ = ["ExportArguments", "checked_arguments", "source_of"]
+__all__ = ["ExportArguments", "check_same_export", "checked_arguments", "source_of", "told_source"]
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
 }  # fmt: skip
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
+_STEMS = {"safetensors": "model", "torch": "pytorch_model.bin"}  # where the path names no file
+_PLACES = ("path", "source")  # arguments that are paths
 _SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
 
 
@@ -37,6 +40,18 @@ class ExportArguments(NamedTuple):
     max_shard_bytes: int
     is_torch: bool
 
+    def told(self) -> dict[str, Any]:
+        """Returns what ranks compare of them; small."""
+        file_format = "torch" if self.is_torch else "safetensors"
+        has_name = self.stem != _STEMS[file_format]
+        return {
+            "path": absolute(self.directory / self.stem if has_name else self.directory),
+            "format": file_format,
+            "keys": told_globs(self.keys),
+            "key_map": told_rules(self.key_map),
+            "max_shard_bytes": self.max_shard_bytes,
+        }
+
 
 def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
     """Returns where the bytes come from. Raises: OptionError, and what a load raises."""
@@ -49,6 +64,38 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
             value=source,
         )
     return StoredSource(source, options)
+
+
+def told_source(source: Any) -> str:
+    """Returns what ranks compare of the source: that it is in memory, or where it lies."""
+    is_live = isinstance(source, (nn.Module, Mapping))
+    return "a module or state dict" if is_live else absolute(source)
+
+
+def check_same_export(calls: Sequence[Call]) -> None:
+    """Compares what ranks ask for; one place may have several names, as a link gives it.
+
+    Args:
+        calls: by rank.
+
+    Raises:
+        PlanError: ranks ask for different exports; it names them, and how.
+    """
+    first = calls[0].arguments
+    same = [Call(call.name, {**call.arguments, **_same_places(call, first)}) for call in calls]
+    check_same_call(same, "torch_dcpx")
+
+
+def _same_places(call: Call, first: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the paths of rank 0 which this rank has by other names."""
+    return {
+        name: first[name]
+        for name in _PLACES
+        if call.arguments[name] != first[name]
+        and os.path.isabs(first[name])  # noqa: PTH117 - texts
+        and os.path.isabs(call.arguments[name])  # noqa: PTH117
+        and os.path.realpath(call.arguments[name]) == os.path.realpath(first[name])
+    }
 
 
 def checked_arguments(
@@ -74,7 +121,7 @@ def checked_arguments(
     if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
         raise OptionError(f"path must be a path, got {path!r}", option="path", value=path)
     checked_path(path, "")
-    directory, stem = Path(path), "pytorch_model.bin" if is_torch else "model"
+    directory, stem = Path(path), _STEMS[file_format]
     if is_torch and directory.suffix in _TORCH_SUFFIXES:
         directory, stem = directory.parent, directory.name
     elif not is_torch and directory.suffix == ".safetensors":

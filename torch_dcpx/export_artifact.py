@@ -18,15 +18,31 @@ from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx import _C
+from torch_dcpx.call_agreement import Call, has_functions
 from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.directory import Directory
 from torch_dcpx.exchange import Exchange, exchange_for
-from torch_dcpx.export_arguments import ExportArguments, checked_arguments, source_of
+from torch_dcpx.export_arguments import (
+    ExportArguments,
+    check_same_export,
+    checked_arguments,
+    source_of,
+    told_source,
+)
 from torch_dcpx.export_files import ArtifactFiles, open_job, temporary_name
 from torch_dcpx.export_layout import ExportTensor, Layout, index_of, safetensors_layout
-from torch_dcpx.export_plan import assigned, refuse_objects, tensors_of, tied, united
+from torch_dcpx.export_plan import (
+    RankPart,
+    assigned,
+    check_same_tensors,
+    refuse_objects,
+    renamed_digest,
+    tensors_of,
+    tied,
+    united,
+)
 from torch_dcpx.export_rows import ExportRows, Target
-from torch_dcpx.export_source import Box, Entry, LiveSource, Offer, selected
+from torch_dcpx.export_source import Box, Entry, LiveSource, selected
 from torch_dcpx.export_stored import StoredSource
 from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.key_rules import KeyRules
@@ -81,9 +97,9 @@ def export(
 ) -> ExportReport:
     """Writes the tensors of `source` as one artifact, which other libraries open.
 
-    Every rank of the group calls it with the same arguments, but for its shards. Each writes its
-    own part straight into the files; no rank ever holds more than `options.host_memory_bytes` of
-    the others' bytes, or of copies.
+    Every rank of the group calls it with the same arguments, but for its shards: they are compared
+    before a file is made. Each writes its own part straight into the files; no rank ever holds more
+    than `options.host_memory_bytes` of the others' bytes, or of copies.
 
     Args:
         source: a checkpoint of torch-dcpx or stock DCP, or safetensors, by path; or a module or
@@ -104,15 +120,15 @@ def export(
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
         options: durability, host_memory_bytes, workers, slot_bytes, direct_io and save_timeout_s
-            of `WriteOptions`.
+            of `WriteOptions`. The durability is the same on every rank, others may differ.
 
     Returns:
         What was written.
 
     Raises:
         UnsupportedError: what the format cannot hold, with all names; nothing was written.
-        PlanError: ranks contradict each other, a glob or a rule matches nothing, two tensors get
-            one name.
+        PlanError: ranks ask for different exports, or contradict each other; a glob or a rule
+            matches nothing; two tensors get one name.
         OptionError: an argument that cannot work.
         ConcurrentSaveError: another export writes to the directory.
         CorruptionError, StorageError, RankError, RankLostError, StoreLostError: of any rank, on
@@ -137,20 +153,22 @@ def export(
 
 
 class Names(NamedTuple):
-    """What a rank sees of the source."""
+    """What a rank asks for, and sees of the source."""
 
     entries: dict[str, Entry]
     part: str
     generation: Generation | None
+    call: Call
 
 
 def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
     """Returns the names of all ranks, and what begins those of the model.
 
     Raises:
-        PlanError: ranks contradict each other.
+        PlanError: ranks ask for different exports, or contradict each other.
         StorageError: they see different saves of one checkpoint.
     """
+    check_same_export([own.call for own in of_ranks])
     check_same_generation([LoadPlan([], storage_data=own.generation) for own in of_ranks])
     parts = sorted({own.part for own in of_ranks})
     return united(own.entries for own in of_ranks), parts[-1]
@@ -164,6 +182,7 @@ class _Order(NamedTuple):
     tensors: tuple[ExportTensor, ...]  # of the artifact, in the order of the layout's payloads
     numbers: tuple[int, ...]  # of the payload, for each tensor that was offered; -1: an alias
     own: tuple[tuple[int, Box], ...] | None  # None: by its share
+    piece_bytes: int  # of a share, the most of a box
 
 
 class _Export:
@@ -198,7 +217,13 @@ class _Export:
         def own() -> Names:
             self._arguments = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
             self._source = source_of(source, self._options)
-            return Names(*self._source.entries(), self._source.generation())
+            asked = {
+                "source": told_source(source),
+                **self._arguments.told(),
+                "durability": self._options.durability,
+            }
+            call = Call("export", asked)
+            return Names(*self._source.entries(), self._source.generation(), call)
 
         entries, part = self._exchange.all_reduce("names", own, agreed_names)
         arguments = self._arguments
@@ -214,13 +239,17 @@ class _Export:
         """Agrees on who writes what, and where; the coordinator makes the files."""
         began = time.perf_counter()
 
-        def own() -> tuple[list[Offer], dict[str, Any]]:
+        def own() -> RankPart:
             objects: dict[str, Any] = {}
             if self._arguments.is_torch:
                 names = {name: self._mapped[name].sources[0] for name in self._objects}
                 objects = self._source.objects(names, is_first=self._exchange.is_coordinator)
                 check_objects(objects)
-            return self._source.offers(self._tensors, self._mapped), objects
+            renamed = b""
+            if has_functions(self._arguments.key_map):
+                renamed = renamed_digest(self._mapped, self._tensors, self._objects)
+            offers = self._source.offers(self._tensors, self._mapped)
+            return RankPart(offers, objects, self._source.piece_bytes, renamed)
 
         self._order = self._exchange.reduce_scatter("plan", own, self._orders)
         self._plan_s += time.perf_counter() - began
@@ -261,10 +290,11 @@ class _Export:
             total_s=total_s,
         )
 
-    def _orders(self, offered: list[tuple[list[Offer], dict[str, Any]]]) -> list[_Order]:
+    def _orders(self, parts: list[RankPart]) -> list[_Order]:
         """The coordinator's: layout, empty files, and an order for each rank."""
+        check_same_tensors(self._tensors, parts)
         arguments, is_shared = self._arguments, self._source.is_shared
-        of_ranks = [offers for offers, _ in offered]
+        of_ranks = [part.offers for part in parts]
         tensors = tied(self._tensors, of_ranks)
         aliases = {alias for tensor in tensors for alias in tensor.aliases}
         kept = tuple(tensor for tensor in tensors if tensor.name not in aliases)
@@ -273,7 +303,7 @@ class _Export:
         files = ArtifactFiles(arguments.directory, arguments.stem, suffix, self._options)
         self._files = files
         if arguments.is_torch:
-            objects = {name: one for _, own in reversed(offered) for name, one in own.items()}
+            objects = {name: one for part in reversed(parts) for name, one in part.objects.items()}
             layout, self._records = torch_layout(kept, objects, arguments.stem)
         else:
             layout = safetensors_layout(kept, arguments.stem, arguments.max_shard_bytes)
@@ -283,6 +313,7 @@ class _Export:
         files.make(layout)
         places = {tensor.name: number for number, tensor in enumerate(kept)}
         numbers = tuple(places.get(tensor.name, -1) for tensor in tensors)
+        piece_bytes = min(part.piece_bytes for part in parts)
         orders = []
         for rank in range(len(of_ranks)):
             own = None if is_shared else tuple(box for box in boxes[rank] if numbers[box[0]] >= 0)
@@ -292,7 +323,7 @@ class _Export:
                 if rank == 0
                 else layout._replace(files=tuple(file._replace(head=b"") for file in layout.files))
             )
-            orders.append(_Order(files.export_id, seen, kept, numbers, own))
+            orders.append(_Order(files.export_id, seen, kept, numbers, own, piece_bytes))
         return orders
 
     def _write_own(self) -> list[int]:
@@ -303,7 +334,8 @@ class _Export:
             own = order.own
         else:
             assert isinstance(self._source, StoredSource)  # noqa: S101 - for the type checker
-            own = self._source.shares(self._exchange.rank, self._exchange.world_size)
+            rank, ranks = self._exchange.rank, self._exchange.world_size
+            own = self._source.shares(rank, ranks, order.piece_bytes)
         boxes = [box for box in own if order.numbers[box[0]] >= 0]
         if not boxes:
             return []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
@@ -13,9 +15,18 @@ from torch_dcpx.export_source import Box, Entry, Offer
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import MappedTensor
 
-__all__ = ["assigned", "check_whole", "tensors_of", "tied", "united"]
+__all__ = ["RankPart", "assigned", "check_same_tensors", "tensors_of", "tied", "united"]
 
 _MAX_SHOWN = 10
+
+
+class RankPart(NamedTuple):
+    """What a rank tells the coordinator of its part."""
+
+    offers: list[Offer]  # of each tensor
+    objects: dict[str, Any]  # by name, of a torch archive
+    piece_bytes: int  # the most that it reads at once of what is stored
+    renamed: bytes  # a digest of what functions made of the names; b"" without functions
 
 
 def united(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
@@ -66,6 +77,37 @@ def tensors_of(
             "by keys, or use format='torch'"
         )
     return tensors, mapped, objects
+
+
+def renamed_digest(
+    mapped: Mapping[str, MappedTensor], tensors: Sequence[ExportTensor], objects: Sequence[str]
+) -> bytes:
+    """Returns a digest of the artifact's names, and of what each is made; equal where these are."""
+    names = [*(tensor.name for tensor in tensors), *objects]
+    text = repr([(name, mapped[name]) for name in names])
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def check_same_tensors(tensors: Sequence[ExportTensor], parts: Sequence[RankPart]) -> None:
+    """Raises PlanError unless the offers of all ranks are of these tensors, each of its own."""
+    names = [tensor.name for tensor in tensors]
+    for rank, part in enumerate(parts):
+        offered = [offer.name for offer in part.offers]
+        if offered == names and part.renamed == parts[0].renamed:
+            continue
+        pairs = zip(offered, names, strict=False)
+        differing = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if differing is not None:
+            what = f"'{differing[0]}' where rank 0 has '{differing[1]}'"
+        elif len(offered) != len(names):
+            what = f"{len(offered)} tensors where rank 0 has {len(names)}"
+        else:
+            what = "the same names as rank 0, of other tensors or objects"
+        raise PlanError(
+            f"export: rank {rank} makes {what}: functions in key_map must return the same on every "
+            "rank; nothing was written",
+            fqn=None if differing is None else differing[0],
+        )
 
 
 def tied(

@@ -41,6 +41,7 @@ class Entry(NamedTuple):
 class Offer(NamedTuple):
     """What this rank holds of one tensor of the artifact."""
 
+    name: str  # of that tensor
     boxes: tuple[Box, ...]
     twin: str | None  # the first name of the same memory, its own too; None: no bytes here
 
@@ -50,6 +51,7 @@ class Source(Protocol):
 
     is_shared: bool  # whether any rank can write any box
     slot_parts: int  # of sixteen of the budget, for the slots of those who write
+    piece_bytes: int  # the most that is read at once of what is stored
 
     def entries(self) -> tuple[dict[str, Entry], str]:
         """Returns all names that this rank sees, and what begins those of the model."""
@@ -96,6 +98,7 @@ class LiveSource:
 
     is_shared = False
     slot_parts = 8  # the others: copies of what is no plain memory
+    piece_bytes = 0  # nothing is stored
 
     def __init__(self, source: nn.Module | Mapping[str, Any]) -> None:
         if isinstance(source, nn.Module):
@@ -145,7 +148,8 @@ class LiveSource:
                         memory.append((at, view.data_ptr(), view.shape, view.stride(), bits))
             key = (tensor.dtype, tuple(memory))
             twin = first.setdefault(key, tensor.name) if memory and memory[0][1] else None
-            offers.append(Offer(tuple(boxes), twin or (tensor.name if memory else None)))
+            twin = twin or (tensor.name if memory else None)
+            offers.append(Offer(tensor.name, tuple(boxes), twin))
         return offers
 
     def write(

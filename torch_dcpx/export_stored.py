@@ -68,7 +68,7 @@ class StoredSource:
     def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
         self._path = path
         part_bytes = options.resolved_memory_bytes() // _PARTS
-        self._piece_bytes = max(1, min(_MOST_PIECE_BYTES, part_bytes))
+        self.piece_bytes = max(1, min(_MOST_PIECE_BYTES, part_bytes))
         self.reader = PretrainedReader(path, options=_read_options(options))
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
@@ -116,15 +116,20 @@ class StoredSource:
                     local = torch.empty(chunk.sizes, device="meta")
                     found = mapped[tensor.name].boxes_of(source, tuple(chunk.offsets), local)
                     boxes += [(at, tuple(view.shape)) for at, view in found if view.numel()]
-            offers.append(Offer(tuple(boxes), tensor.name))
+            offers.append(Offer(tensor.name, tuple(boxes), tensor.name))
         return offers
 
-    def shares(self, rank: int, ranks: int) -> list[tuple[int, Box]]:
-        """Returns the boxes that this rank reads and writes."""
+    def shares(self, rank: int, ranks: int, piece_bytes: int) -> list[tuple[int, Box]]:
+        """Returns the boxes that this rank reads and writes.
+
+        Args:
+            rank, ranks: this one, of how many.
+            piece_bytes: the most of a box; the same on all ranks, so that each box is one rank's.
+        """
         total, begin = sum(tensor.nbytes for tensor in self._tensors), 0
         own = []
         for number, tensor in enumerate(self._tensors):
-            for offsets, lengths in slabs(tensor.sizes, tensor.itemsize, self._piece_bytes):
+            for offsets, lengths in slabs(tensor.sizes, tensor.itemsize, piece_bytes):
                 if share_of(begin, total, ranks) == rank:
                     own.append((number, (offsets, lengths)))
                 nbytes = tensor.itemsize
@@ -137,7 +142,7 @@ class StoredSource:
         self, own: Sequence[tuple[int, Box]], targets: Sequence[Target], rows: ExportRows
     ) -> None:
         """Writes boxes: (number of the tensor, box)."""
-        with BackgroundRows(rows, self._piece_bytes) as written:
+        with BackgroundRows(rows, self.piece_bytes) as written:
             planner = _ExportPlanner(written)
             items = self._items(own, targets, planner)
             plan = self.reader.prepare_local_plan(LoadPlan(items))

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from torch_dcpx.call_agreement import Call, check_same_call
+from torch_dcpx.call_agreement import Call, check_same_call, told_rules
 from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
 from torch_dcpx.errors import OptionError
 from torch_dcpx.exchange import keys_for
@@ -25,7 +25,7 @@ from torch_dcpx.manager_export import ExportingCatalog
 from torch_dcpx.manager_fallback import Attempts
 from torch_dcpx.manager_resume import Chosen, ResumeInfo, Wanted
 from torch_dcpx.manager_save import ManagedWriter, Parts, Small, checked_metrics, state_of
-from torch_dcpx.manager_translate import checked_translate, told_rules
+from torch_dcpx.manager_translate import checked_translate
 from torch_dcpx.optimizer_groups import NAMED_GROUPS
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.paths import AnyPath

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from torch_dcpx.call_agreement import Call, check_same_call
+from torch_dcpx.call_agreement import Call, check_same_call, told_rules
 from torch_dcpx.checkpoint_tags import tag_of
 from torch_dcpx.errors import MismatchError, NotCommittedError, OptionError
 from torch_dcpx.export_arguments import ExportArguments, checked_arguments
@@ -22,7 +22,7 @@ from torch_dcpx.key_map import DryRun, KeyMap
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.manager_catalog import CheckpointCatalog
 from torch_dcpx.manager_resume import Chosen
-from torch_dcpx.manager_translate import MODEL, checked_translate, told_rules
+from torch_dcpx.manager_translate import MODEL, checked_translate
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.pretrained_reader import stored_sizes
 from torch_dcpx.train_state import ModelPart
@@ -73,11 +73,7 @@ class ExportingCatalog(CheckpointCatalog):
                 checked.append(own)
                 is_model = isinstance(tag_or_model, nn.Module)
                 source = None if is_model else tag_of(tag_or_model)
-                arguments: dict[str, Any] = {
-                    "tag": source, "path": os.fspath(path), "format": format, "keys": own.keys,
-                    "key_map": told_rules(own.key_map), "max_shard_bytes": own.max_shard_bytes,
-                }  # fmt: skip
-                return Call("export", arguments)
+                return Call("export", {"tag": source, **own.told()})
 
             def reduce(calls: list[Call]) -> str | None:
                 tag = check_same_call(calls).arguments["tag"]

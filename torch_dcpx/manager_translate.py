@@ -7,16 +7,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch_dcpx.errors import OptionError, PlanError, UnsupportedError
 from torch_dcpx.key_map import KeyMap
-from torch_dcpx.key_rules import KeyRules, Rule, unwrapped
+from torch_dcpx.key_rules import KeyRules, unwrapped
 from torch_dcpx.mapped_tensor import MappedTensor, Sizes
 
-__all__ = ["MODEL", "TrainingRules", "checked_translate", "told_rules"]
+__all__ = ["MODEL", "TrainingRules", "checked_translate"]
 
 MODEL = "model."
 
@@ -137,19 +136,3 @@ def checked_translate(translate: Any, model: Any) -> KeyRules | None:
             value=None,
         )
     return KeyMap(translate)
-
-
-def told_rules(key_map: KeyRules | None) -> str | None:
-    """Returns what ranks compare of rules: all of them but what functions do."""
-    if key_map is None:
-        return None
-    text = repr([_told(rule) for rule in key_map.rules])
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=6).hexdigest()
-    count = len(key_map.rules)
-    return f"{count} rules ({digest}), wrappers={key_map.wrappers}"
-
-
-def _told(rule: Rule) -> object:
-    if isinstance(rule, Mapping):
-        return sorted(rule.items(), key=repr)
-    return rule if isinstance(rule, tuple) else "a function"

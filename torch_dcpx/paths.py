@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch_dcpx.errors import OptionError, UnsupportedError
 
-__all__ = ["AnyPath", "PathAnchor", "checked_path"]
+__all__ = ["AnyPath", "PathAnchor", "absolute", "checked_path"]
 
 AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
@@ -44,6 +44,15 @@ def _here() -> str | None:
         return os.getcwd()  # noqa: PTH109
     except OSError:  # the directory is gone: so says whoever makes the path
         return None
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Returns a path from the root on; as it is where it is relative to a directory that is gone.
+
+    Links and ".." stay: what they mean is the file system's to say.
+    """
+    text = os.fspath(path)
+    return text if os.path.isabs(text) else os.path.join(_here() or "", text)  # noqa: PTH117,PTH118
 
 
 class PathAnchor:

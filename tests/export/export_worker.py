@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import re
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +86,28 @@ def main(path: Path) -> None:
         assert_artifact(path / "stages", {f"stage{r}": torch.full((50,), r) for r in range(2)})
         with pytest.raises(dcpx.PlanError, match="on rank 1 and"):
             dcpx.export({"w": torch.ones(2 + rank)}, path / "stages")
+    what_ranks_ask_for_differently_is_refused_on_all(path, state, whole)
     leave_well()
+
+
+def what_ranks_ask_for_differently_is_refused_on_all(
+    path: Path, state: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]
+) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    names = list(whole)
+    calls: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (state, "other", {"keys": [names[rank]]}, f"rank {last}: keys=['{names[last]}'] where"),
+        (path / "ckpt", "other", {"keys": [names[rank]]}, f"rank {last}: keys=['{names[last]}']"),
+        (state, f"p{rank}", {}, f"rank {last}: path="),
+        ((state, path / "ckpt")[rank == last], "other", {}, f"rank {last}: source="),
+    ]
+    for source, out, arguments, words in calls:
+        with pytest.raises(dcpx.PlanError, match=re.escape(words)):
+            dcpx.export(source, path / out, **arguments)
+        dist.barrier()
+        assert not (path / out).exists()
+    dcpx.export(state, path / "other")
+    assert_artifact(path / "other", whole)
 
 
 def failure_of_one_rank_is_raised_on_all(

@@ -218,7 +218,7 @@ def test_hole_in_a_checkpoint_is_refused_before_a_file_is_made(tmp_path: Path) -
 
     offers = StoredSource.offers
     try:
-        StoredSource.offers = lambda *_: [Offer((((0, 0), (7, 2)),), "w")]  # type: ignore[method-assign, assignment]
+        StoredSource.offers = lambda *_: [Offer("w", (((0, 0), (7, 2)),), "w")]  # type: ignore[method-assign, assignment]
         with pytest.raises(dcpx.CorruptionError, match=r"holds element \[7, 0\]"):
             dcpx.export(tmp_path / "ckpt", tmp_path / "out")
     finally:

@@ -171,15 +171,16 @@ def test_checkpoint_that_is_exported_or_loaded_is_locked_against_deletion(
 
 
 def test_checkpoint_that_is_replaced_while_ranks_plan_is_refused(tmp_path: Path) -> None:
+    from torch_dcpx.call_agreement import Call
     from torch_dcpx.export_artifact import Names, agreed_names
     from torch_dcpx.export_stored import StoredSource
     from torch_dcpx.options import WriteOptions
 
-    offers = []
+    offers, call = [], Call("export", {"path": "/out", "source": str(tmp_path)})
     for state in (TWO, OTHER):
         dcpx.save(dict(state), tmp_path)
         source = StoredSource(tmp_path, WriteOptions())
-        offers.append(Names(*source.entries(), source.generation()))
+        offers.append(Names(*source.entries(), source.generation(), call))
     with pytest.raises(dcpx.StorageError, match="was replaced"):
         agreed_names(offers)
     agreed_names(offers[:1] * 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch_dcpx import (
     Transpose,
     UnsupportedError,
 )
-from torch_dcpx.manager_translate import told_rules
+from torch_dcpx.call_agreement import told_rules
 
 RENAMES = KeyMap((r"^0\.", "first."), (r"^1\.", "net.module.last."))
 
@@ -218,6 +219,9 @@ def test_ranks_compare_all_of_a_map_but_what_functions_do() -> None:
         KeyMap(function), None,
     ]  # fmt: skip
     assert len({told_rules(one) for one in maps}) == len(maps)
+    long = [KeyMap((re.compile("x" * 300 + end), "y")) for end in "ab"]  # type: ignore[arg-type]
+    assert told_rules(long[0]) != told_rules(long[1])
+    assert told_rules(KeyMap(Split("a", ["b"]))) == told_rules(KeyMap(Split("a", ("b",))))
     assert told_rules(KeyMap(str)) == told_rules(KeyMap(function))
     assert told_rules(KeyMap({"a": "b", "c": None})) == told_rules(KeyMap({"c": None, "a": "b"}))
 
