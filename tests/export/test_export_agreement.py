@@ -20,6 +20,7 @@ from torch_dcpx import KeyMap, Merge, Split, WriteOptions, export_artifact
 from torch_dcpx.export_layout import ExportTensor
 from torch_dcpx.export_plan import RankPart, check_same_tensors
 from torch_dcpx.export_source import Offer
+from torch_dcpx.export_stored import StoredSource
 
 WHOLE = {name: torch.full((6, 5), float(n)) for n, name in enumerate("abcd")}
 
@@ -185,7 +186,13 @@ def without_b(name: str) -> str | None:
     return None if name == "b" else name
 
 
-@pytest.mark.parametrize("function", [swapped, without_b])
+class Swapping(KeyMap):
+    def resolve(self, *args: Any, **kwargs: Any) -> Any:
+        entries = super().resolve(*args, **kwargs)
+        return {name: entries[swapped(name) or ""] for name in entries}
+
+
+@pytest.mark.parametrize("function", [swapped, without_b, Swapping])
 @pytest.mark.parametrize("kind", ["state", "stored"])
 def test_functions_that_give_ranks_other_names_are_refused_on_all_ranks(
     tmp_path: Path, exports: Exports, function: Any, kind: str
@@ -195,6 +202,8 @@ def test_functions_that_give_ranks_other_names_are_refused_on_all_ranks(
         dcpx.save(WHOLE, tmp_path / "ckpt")
         sources = [tmp_path / "ckpt"] * 2
     maps = [{"key_map": KeyMap(lambda name: name)}, {"key_map": KeyMap(function)}]
+    if function is Swapping:  # no rules, which are all that could be compared
+        maps = [{"key_map": KeyMap()}, {"key_map": Swapping()}]
     results = exports(sources, [tmp_path / "out"] * 2, *maps)
     assert_refused(results, "rank 1", "key_map")
     assert not (tmp_path / "out").exists()
@@ -232,8 +241,16 @@ def test_offers_are_matched_by_name_and_not_by_place(offered: str, words: str) -
 
 
 def test_ranks_with_other_budgets_write_a_stored_checkpoint_whole(
-    tmp_path: Path, exports: Exports
+    tmp_path: Path, exports: Exports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pieces: list[int] = []
+    real = StoredSource.shares
+
+    def shares(self: Any, rank: int, ranks: int, piece_bytes: int) -> Any:
+        pieces.append(piece_bytes)
+        return real(self, rank, ranks, piece_bytes)
+
+    monkeypatch.setattr(StoredSource, "shares", shares)
     g = torch.Generator().manual_seed(3)
     whole = {"w": torch.randn(900, 101, generator=g), "v": torch.randn(70_001, generator=g)}
     dcpx.save(whole, tmp_path / "ckpt")
@@ -243,3 +260,4 @@ def test_ranks_with_other_budgets_write_a_stored_checkpoint_whole(
         exports([tmp_path / "ckpt"] * 2, [tmp_path / "out"] * 2, *given)
         assert_artifact(tmp_path / "out", whole)
         shutil.rmtree(tmp_path / "out")
+    assert pieces == [(256 << 10) // 16] * 4  # what the smaller budget bears
