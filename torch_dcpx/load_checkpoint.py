@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint.planner import LoadPlanner
@@ -191,20 +191,24 @@ class LoadRun:
 
     def apply(self) -> None:
         """Hands what was read to `Stateful` objects and to the caller's dict."""
-
-        def apply_own() -> None:
-            for key, value in self.own.loaded().items():
-                current = self._target.get(key)
-                if is_stateful(current):
-                    current.load_state_dict(value)
-                else:
-                    self._target[key] = value
-
         if self._answer.has_stateful:
             self._exchange.note_phase("applying")
-            self._on_all("apply", apply_own)
+            for part in self._apply_parts():
+                self._on_all("apply", part)
         else:
-            self._timed("apply", apply_own)()
+            self._timed("apply", self._apply_own)()
+
+    def _apply_parts(self) -> Sequence[Callable[[], None]]:
+        """Returns what is to be done, one after the other; each ends on all ranks or on none."""
+        return (self._apply_own,)
+
+    def _apply_own(self) -> None:
+        for key, value in self.own.loaded().items():
+            current = self._target.get(key)
+            if is_stateful(current):
+                current.load_state_dict(value)
+            else:
+                self._target[key] = value
 
     def release(self) -> None:
         """Closes the files that were opened for a read that does not come."""

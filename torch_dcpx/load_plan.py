@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import itertools
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
@@ -65,6 +65,7 @@ class RankPlan:
         *,
         is_model: bool = False,
         twins: Mapping[str, Collection[str]] | None = None,
+        is_handed: Callable[[Collection[str]], bool] | None = None,
     ) -> None:
         """Plans a load through `reader`, forgiving what the rules forgive.
 
@@ -76,6 +77,8 @@ class RankPlan:
             is_model: whether the model's part is meant, where the checkpoint has parts.
             twins: with a map: by name of the state, other names of the same tensor. Of those it is
                 enough that one is stored.
+            is_handed: from names that are missing to whether the loaded state is handed over when
+                it is read, as to a `Stateful` object. Default: to those alone.
         """
         if key_map is not None and not _can_map(planner):
             raise OptionError(
@@ -87,6 +90,7 @@ class RankPlan:
         self._key_map = key_map
         self._is_model = is_model
         self._twins = twins or {}
+        self._is_handed = is_handed
         self._mapped: MappedState | None = None
         self.reader = reader
         self.planner = planner
@@ -123,6 +127,8 @@ class RankPlan:
         self.plan = reader.prepare_local_plan(self.plan)
         names = "\0".join(map(str, self._stored)).encode(errors="surrogatepass")
         is_light = self._is_light()
+        if self._is_handed is not None:
+            has_stateful |= self._is_handed(self.differences.missing)
         return Offer(
             None,
             dataclasses.replace(self.plan, items=[]) if is_light else self.plan,

@@ -3,14 +3,15 @@
 1. Parameters and buffers on `meta` are looked through; what no file can fill is refused.
 2. They get memory: of a DTensor its local shard alone, so that no rank ever holds the model.
 3. One load (`load_checkpoint`) reads byte ranges of the files straight into them.
-4. Names that are forgiven and not stored go back to `meta`.
+4. What `state_dict()` gave as copies is handed over, and checked (`handed_state`).
+5. Names that are forgiven and not stored go back to `meta`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_dcpx.errors import OptionError, UnsupportedError
-from torch_dcpx.exchange import exchange_for
+from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.handed_state import EXTRA_STATE, HandedState
 from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.load_checkpoint import LoadRun
 from torch_dcpx.load_checks import LoadRules
@@ -30,8 +32,6 @@ from torch_dcpx.pretrained_reader import PretrainedReader
 from torch_dcpx.reader_lock import being_read
 
 __all__ = ["load_pretrained"]
-
-_EXTRA = "_extra_state"
 
 
 def load_pretrained(
@@ -54,7 +54,9 @@ def load_pretrained(
 
     Args:
         model: a module, parallelised or not; parameters and buffers are filled in place, those on
-            `meta` are replaced by memory first. After an error those are on `meta` again.
+            `meta` are replaced by memory first. After an error those are on `meta` again. Where
+            `state_dict()` gives copies (FSDP1, hooks), `load_state_dict` gets what was loaded
+            into them, and `state_dict()` is compared with it afterwards.
         path: a checkpoint; a safetensors file; an index of such (`*.index.json`); or a directory
             with `.metadata`, `model.safetensors.index.json`, `model.safetensors` or one
             `*.safetensors`.
@@ -73,8 +75,9 @@ def load_pretrained(
         missing.
 
     Raises:
-        UnsupportedError: a buffer on `meta` that is not persistent, which no file holds: make it on
-            its device before.
+        UnsupportedError: a buffer on `meta` that is not persistent, which no file holds, or
+            parameters there of which `state_dict()` gives copies: make them on their device before.
+            A module that gives copies, and does not hold what its `load_state_dict` got.
         MismatchError, OptionError, PlanError, NotCommittedError, CorruptionError, StorageError,
         RankError, RankLostError, StoreLostError: as `dcpx.load`.
     """
@@ -90,33 +93,56 @@ def load_pretrained(
     target: dict[str, Any] = {}
 
     def prepared() -> RankPlan:
-        rules = LoadRules.of(strict, allow_missing, cast)
-        names = checked_map(key_map) or KeyRules()
-        reader = PretrainedReader(path, options=own_options)
+        # `state_dict` may be collective: before anything that one rank alone could raise.
         twins = weights.materialise()
         target.update(model.state_dict())
+        run.handed = handed = HandedState(model, target)
+        twins = {n: group for n, group in twins.items() if handed.copies.isdisjoint(group)}
+        rules = LoadRules.of(strict, allow_missing, cast)
         rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
-        planner = DcpxLoadPlanner()
-        return RankPlan(reader, planner, rules, names, is_model=True, twins=twins)
+        names = checked_map(key_map) or KeyRules()
+        reader = PretrainedReader(path, options=own_options)
+        return RankPlan(
+            reader, DcpxLoadPlanner(), rules, names, is_model=True, twins=twins,
+            is_handed=handed.is_needed,
+        )  # fmt: skip
 
     try:
         with (
             exchange_for(process_group, no_dist, own_options.load_timeout_s, "load") as exchange,
             being_read(path),
         ):
-            run = LoadRun(exchange, target, began)
+            run = _PretrainedRun(exchange, target, began, is_strict=strict)
             error = run.run(prepared)
         report = run.ended(error)
     except BaseException:
         weights.put_back()
         raise
     weights.put_back(report.missing)
-    extra = {name: value for name, value in target.items() if name.endswith(_EXTRA)}
-    if extra.keys() - report.missing:
-        model.load_state_dict(
-            {name: extra[name] for name in extra.keys() - report.missing}, strict=False
-        )
     return report
+
+
+class _PretrainedRun(LoadRun):
+    """A load whose state is handed to the module, where any rank's module needs that."""
+
+    handed: HandedState
+
+    def __init__(
+        self, exchange: Exchange, target: dict[str, Any], began: float, *, is_strict: bool
+    ) -> None:
+        """As a load; `is_strict` is what `load_state_dict` is told."""
+        super().__init__(exchange, target, began)
+        self._is_strict = is_strict
+
+    def _apply_parts(self) -> Sequence[Callable[[], None]]:
+        missing = frozenset(self.own.differences.missing)
+
+        def hand_over() -> None:
+            self._apply_own()
+            self.handed.hand_over(missing, strict=self._is_strict)
+
+        # Two: where `state_dict` is collective, all ranks ask for it or none does.
+        return hand_over, lambda: self.handed.check(missing)
 
 
 class _Weights:
@@ -217,4 +243,4 @@ def _refuse_transient(model: nn.Module) -> None:
 
 def _or_extra_state(may_miss: Callable[[str], object]) -> Callable[[str], object]:
     """Returns whether a name may be missing: a module's extra state always may."""
-    return lambda name: name.endswith(_EXTRA) or may_miss(name)
+    return lambda name: name.endswith(EXTRA_STATE) or may_miss(name)
