@@ -151,8 +151,6 @@ def _place(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * tensor.element_size()
     end = begin + (last + 1) * tensor.element_size()
-    if end > storage.nbytes():  # freed under it, as FSDP1 does
-        return ("", id(tensor)), 0, 1
     # Of several on meta none has an address; the storage itself tells them apart.
     return (str(tensor.device), storage._cdata), int(begin), int(end)
 

@@ -34,6 +34,12 @@ def test_module_that_gives_copies_holds_what_was_stored(
     report = dcpx.load_pretrained(model, tmp_path)
     assert report.is_whole
     assert_holds(model, source)
+    nan = {
+        n: t + float("nan") if t.is_floating_point() else t for n, t in source.state_dict().items()
+    }
+    st.save_file(nan, tmp_path / "model.safetensors")
+    dcpx.load_pretrained(model, tmp_path)
+    assert next(model.parameters()).isnan().all()
 
 
 def test_memory_by_other_names_or_as_views_is_filled_and_not_handed_over(
@@ -42,10 +48,16 @@ def test_memory_by_other_names_or_as_views_is_filled_and_not_handed_over(
     def split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         state[prefix + "up"], state[prefix + "down"] = state.pop(prefix + "weight").chunk(2)
         state[prefix + "turned"] = state.pop(prefix + "bias").view(2, 3).T
+        state[prefix + "none"] = torch.zeros(0, 3)
 
     model = nn.Sequential(nn.Linear(4, 6))
     model[0].register_state_dict_post_hook(split)
-    stored = {"0.up": torch.ones(3, 4), "0.down": torch.zeros(3, 4), "0.turned": torch.rand(3, 2)}
+    none = {"0.none": torch.zeros(0, 3)}
+    stored = none | {
+        "0.up": torch.ones(3, 4),
+        "0.down": torch.zeros(3, 4),
+        "0.turned": torch.rand(3, 2),
+    }
     st.save_file(stored, tmp_path / "model.safetensors")
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_, **__: pytest.fail("handed over"))
     dcpx.load_pretrained(model, tmp_path)
@@ -194,7 +206,44 @@ def test_extra_state_is_handed_over_alone_where_all_else_is_memory(
     assert handed == []
 
 
-@pytest.mark.slow  # 15 s: two processes that import torch
+def test_module_without_shapes_yet_does_not_fit(tmp_path: Path) -> None:
+    st.save_file(nn.Linear(3, 2).state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(dcpx.MismatchError, match=r"'weight' stored \(2, 3\), wanted"):
+        dcpx.load_pretrained(nn.LazyLinear(2), tmp_path)
+
+
+class Nested(nn.Linear):
+    """Keeps a tensor outside of its parameters, and gives it in a dict and a list."""
+
+    def __init__(self, is_copy: bool) -> None:
+        super().__init__(3, 2)
+        self.held = torch.zeros(4)
+        self.is_copy = is_copy
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        held = self.held.clone() if self.is_copy else self.held
+        return {"own": {"list": [held]}, **super().state_dict(*args, **kwargs)}
+
+    def load_state_dict(self, state: Any, *_: Any, **__: Any) -> Any:
+        if self.is_copy:
+            return super().load_state_dict({n: v for n, v in state.items() if n != "own"})
+        return None  # it was filled
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_tensors_in_dicts_and_lists_are_compared_too(tmp_path: Path, is_copy: bool) -> None:
+    old, new = Nested(False), Nested(is_copy)
+    old.held += 5
+    dcpx.save(old.state_dict(), tmp_path)
+    if is_copy:
+        with pytest.raises(dcpx.UnsupportedError, match="'own'"):
+            dcpx.load_pretrained(new, tmp_path)
+    else:
+        dcpx.load_pretrained(new, tmp_path)
+        assert torch.equal(new.held, old.held) and torch.equal(new.weight, old.weight)
+
+
+@pytest.mark.slow  # 40 s: two processes that import torch
 @pytest.mark.multirank
 def test_two_ranks_load_into_fsdp1_by_every_kind_of_its_state(tmp_path: Path) -> None:
     run_ranks(Path(__file__).with_name("fsdp1_worker.py"), 2, str(tmp_path))
