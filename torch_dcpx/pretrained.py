@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.errors import OptionError, UnsupportedError
 from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.handed_state import EXTRA_STATE, HandedState
@@ -81,14 +82,7 @@ def load_pretrained(
         MismatchError, OptionError, PlanError, NotCommittedError, CorruptionError, StorageError,
         RankError, RankLostError, StoreLostError: as `dcpx.load`.
     """
-    if not isinstance(model, nn.Module):
-        raise OptionError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}",
-            option="model",
-            value=model,
-        )
     began = time.perf_counter()
-    own_options = options if options is not None else ReadOptions()
     weights = _Weights(model, device)
     target: dict[str, Any] = {}
 
@@ -107,19 +101,34 @@ def load_pretrained(
             is_handed=handed.is_needed,
         )  # fmt: skip
 
+    call = CallId("load_pretrained", last_component(path))
+    timeout_s = ReadOptions.load_timeout_s
     try:
-        with (
-            exchange_for(process_group, no_dist, own_options.load_timeout_s, "load") as exchange,
-            being_read(path),
-        ):
+        with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
+            _check_module(model)
+            own_options = options if options is not None else ReadOptions()
+            exchange.restart(own_options.load_timeout_s)
+            exchange.agree_on(strict=strict, cast=cast, node_local=own_options.node_local)
+            if own_options.node_local:
+                exchange.leave_out_target()
             run = _PretrainedRun(exchange, target, began, is_strict=strict)
-            error = run.run(prepared)
+            with being_read(path):
+                error = run.run(prepared)
         report = run.ended(error)
     except BaseException:
         weights.put_back()
         raise
     weights.put_back(report.missing)
     return report
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}",
+            option="model",
+            value=model,
+        )
 
 
 class _PretrainedRun(LoadRun):
