@@ -67,7 +67,7 @@ class Saved(NamedTuple):
     """What one WriteJob left in a directory."""
 
     items: list[torch.Tensor | bytes]
-    files: list[tuple[str, bool, int, bytes, int]]  # as ReadJob.locate takes them
+    files: list[tuple[str, bool, int, bytes, int, bytes]]  # as ReadJob.locate takes them
     wanted: list[tuple[int, int, int, bool]]
     report: dict[str, int]
 
@@ -134,7 +134,7 @@ def write(
         name, file_id, nbytes, footer_crc = results[f"__0_{f}.distcp"]
         assert file_id == bytes([f] * 16)
         assert (directory / name).stat().st_size == nbytes
-        found.append((name, True, nbytes, file_id, footer_crc))
+        found.append((name, True, nbytes, file_id, footer_crc, b""))
     wanted = [
         (row.file, offset, nbytes, row.kind == TENSOR)
         for row, (offset, nbytes) in zip(rows, placed, strict=True)

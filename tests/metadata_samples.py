@@ -196,7 +196,12 @@ def metadatas(draw: st.DrawFn) -> Metadata:
 
 files = st.lists(
     st.builds(
-        FileEntry, names, st.binary(min_size=16, max_size=16), numbers, st.integers(0, 2**32 - 1)
+        FileEntry,
+        names,
+        st.binary(min_size=16, max_size=16),
+        numbers,
+        st.integers(0, 2**32 - 1),
+        st.just(b""),  # that of the metadata, whatever it was
     ),
     unique_by=lambda file: file.path,
     max_size=4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,23 @@ from torch_dcpx import DcpxWriter
 
 def save_ranks(states: Sequence[dict[str, Any]], directory: Path, **kwargs: Any) -> None:
     """Saves the state of each rank, as `dcp.save` does on all of them at once."""
+    coordinator, *rest = write_ranks(states, directory, **kwargs)
+    coordinator.finish(*rest)
+
+
+def write_ranks(
+    states: Sequence[dict[str, Any]],
+    directory: Path,
+    make_planner: Callable[[], Any] = DefaultSavePlanner,
+    **kwargs: Any,
+) -> tuple[DcpxWriter, Any, list[Any]]:
+    """Does so up to the commit, as a save that is killed then; returns what makes it.
+
+    Returns:
+        The coordinator's writer, and what its `finish` takes.
+    """
     writers = [DcpxWriter(directory, **kwargs) for _ in states]
-    planners = [DefaultSavePlanner() for _ in states]
+    planners = [make_planner() for _ in states]
     plans = []
     for rank, (state, writer, planner) in enumerate(zip(states, writers, planners, strict=True)):
         writer.reset(directory)
@@ -28,7 +43,7 @@ def save_ranks(states: Sequence[dict[str, Any]], directory: Path, **kwargs: Any)
     results = []
     for plan, writer, planner in zip(plans, writers, planners, strict=True):
         results.append(writer.write_data(planner.finish_plan(plan), planner).wait())
-    writers[0].finish(metadata, results)
+    return writers[0], metadata, results
 
 
 def rows_of(whole: torch.Tensor, rank: int, ranks: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +16,13 @@ from states import assert_same, blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import DcpxReader, DcpxWriter
+from torch_dcpx.layout import is_metadata_name
+from torch_dcpx.metadata import decode_save_id
 
 WRITERS: dict[str, Callable[..., Any]] = {"ours": DcpxWriter, "stock": dcp.FileSystemWriter}
 READERS: dict[str, Callable[..., Any]] = {"ours": DcpxReader, "stock": dcp.FileSystemReader}
 
-_TAIL = struct.Struct("<8sII16s7Q3I24sI")  # docs/format.md, "Data files"
+_TAIL = struct.Struct("<8sII16s7Q3I16s8sI")  # docs/format.md, "Data files"
 
 
 def save(state: dict[str, Any], directory: Path, writer: str = "ours", **kwargs: Any) -> None:
@@ -139,6 +142,7 @@ class Footer(NamedTuple):
     table_offset: int
     block_count: int
     rows: list[Row]
+    save_id: str  # hex; "": none
 
     @property
     def page_checks_offset(self) -> int:
@@ -174,6 +178,26 @@ def read_footer(path: Path) -> Footer:
         keys = data[end : end + path_bytes].decode("utf-8", "surrogatepass")
         rows.append(Row(data[begin:end].decode("utf-8", "surrogatepass"), *places, keys))
         at += row_bytes
+    save_id = "" if tail[14] == bytes(16) else tail[14].hex()
     return Footer(
-        file_bytes, data_bytes, index_offset, index_bytes, table_offset, block_count, rows
+        file_bytes, data_bytes, index_offset, index_bytes, table_offset, block_count, rows, save_id
     )
+
+
+def save_ids(directory: Path) -> dict[str, str]:
+    """Returns which save each data file says that it is of."""
+    return {name: read_footer(directory / name).save_id for name in data_files(directory)}
+
+
+def committed_ids(directory: Path) -> set[str | None]:
+    """Returns the saves that the directory's files of metadata are of."""
+    paths = [path for path in directory.iterdir() if is_metadata_name(path.name)]
+    return {decode_save_id(path.read_bytes(), str(path)) for path in paths}
+
+
+def note_save(path: Path, save_id: bytes = bytes(16)) -> None:
+    """Makes a data file say another save; by default none, as those of older versions."""
+    data = bytearray(path.read_bytes())
+    data[-28:-12] = save_id
+    data[-4:] = struct.pack("<I", zlib.crc32(data[-_TAIL.size : -4]))
+    path.write_bytes(data)

@@ -187,7 +187,9 @@ class WriteJob:
         in_place: str = "auto",
         memory_bytes: int = 0,
     ) -> None: ...
-    def add_file(self, names: list[str], file_id: bytes, rank: int) -> int: ...
+    def add_file(
+        self, names: list[str], file_id: bytes, rank: int, save_id: bytes = b""
+    ) -> int: ...
     def write(
         self,
         rows: Sequence[tuple[Any, ...]],
@@ -216,7 +218,7 @@ class ReadJob:
     ) -> None: ...
     def locate(
         self,
-        files: list[tuple[str, bool, int, bytes, int]],
+        files: list[tuple[str, bool, int, bytes, int, bytes]],
         wanted: list[tuple[int, int, int, bool]],
     ) -> tuple[list[tuple[Any, ...]], list[tuple[int, int, int, int]]]: ...
     def read(self, rows: Sequence[tuple[Any, ...]], after: SourceEvents | None = None) -> None: ...
@@ -239,7 +241,7 @@ class VerifyJob:
         self, path: str
     ) -> tuple[
         int,
-        tuple[int, bytes, int, int] | None,
+        tuple[int, bytes, int, int, bytes] | None,
         list[tuple[Any, ...]] | None,
         list[tuple[str, str, int, int, str, str, str]],
     ]: ...  # bytes, tail, index rows, findings; see footers.py

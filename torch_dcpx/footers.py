@@ -66,6 +66,7 @@ class Tail(NamedTuple):
     file_id: bytes
     footer_crc: int
     data_bytes: int
+    save_id: bytes  # 16; b"": it names none
 
 
 class FileFacts(NamedTuple):

@@ -16,6 +16,7 @@ __all__ = [
     "TOMBSTONE_NAME",
     "FileEntry",
     "data_file_names",
+    "id_bytes",
     "is_data_file_name",
     "is_metadata_name",
     "is_rank_lock",
@@ -33,6 +34,8 @@ _METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
 _RANK_LOCK = re.compile(r"\.dcpx\.\d{1,9}\.lock")
 _TEMPORARY = re.compile(r"(\.metadata|__\d{1,9}\.metadata)\.[0-9a-f]{12}\.tmp")
 
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
+
 
 class FileEntry(NamedTuple):
     """One data file of a generation, as the rank that wrote it reports it."""
@@ -41,6 +44,13 @@ class FileEntry(NamedTuple):
     file_id: bytes  # 16 random bytes, also in the file's footer
     nbytes: int  # size of the whole file
     footer_crc: int  # CRC-32 of the footer's tail
+    save_id: bytes = b""  # 16: of the save that it is named or reported for; b"": not known
+
+
+def id_bytes(save_id: object) -> bytes:
+    """Returns a save's id as footers hold it; b"" for what is none."""
+    is_id = isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id)
+    return bytes.fromhex(str(save_id)) if is_id else b""
 
 
 def data_file_names(prefix: str, index: int, file_id: bytes, *, is_fresh: bool) -> tuple[str, ...]:

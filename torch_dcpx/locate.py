@@ -160,7 +160,7 @@ def locate_items(
         CorruptionError, StorageError: no tensor was touched.
     """
     numbers: dict[str, int] = {}
-    specs: list[tuple[str, bool, int, bytes, int]] = []
+    specs: list[tuple[str, bool, int, bytes, int, bytes]] = []
     entries, files, wanted = [], [], []
     raws = 0
     byte_io, is_foreign = LoadItemType.BYTE_IO, table is None
@@ -228,7 +228,7 @@ def _places(items: Sequence[ReadItem], storage_data: Mapping[Any, Any]) -> list[
 
 def _file_spec(
     name: str, fqn: str, table: Mapping[str, FileEntry] | None
-) -> tuple[str, bool, int, bytes, int]:
+) -> tuple[str, bool, int, bytes, int, bytes]:
     """Returns what `ReadJob.locate` is told of a file. Raises CorruptionError for a name that no
     file system could be asked for.
     """
@@ -240,8 +240,9 @@ def _file_spec(
         ) from error
     entry = table.get(name) if table is not None else None
     if entry is None:
-        return (name, False, 0, b"", 0)
-    return (entry.path, True, entry.nbytes, entry.file_id, entry.footer_crc)
+        return (name, False, 0, b"", 0, b"")
+    path, file_id, nbytes, footer_crc, save_id = entry
+    return (path, True, nbytes, file_id, footer_crc, save_id)
 
 
 def _name_item(error: CorruptionError, stored: Sequence[tuple[ReadItem, Any]]) -> None:

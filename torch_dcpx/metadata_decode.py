@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION, set_strides
 from torch_dcpx.columns import I64_MAX, ColumnReader
 from torch_dcpx.errors import DcpxError, UnsupportedError
-from torch_dcpx.layout import FileEntry
+from torch_dcpx.layout import FileEntry, id_bytes
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 
 __all__ = [
@@ -238,8 +238,9 @@ def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEnt
     ids = columns.u8("file_id", 16 * len(paths))
     sizes = columns.i64("file_bytes", len(paths))
     crcs = columns.i64("file_crc", len(paths), high=(1 << 32) - 1)
+    save_id = id_bytes(columns.header.get("save_id"))
     files = {
-        path: FileEntry(path, ids[16 * number : 16 * number + 16], nbytes, crc)
+        path: FileEntry(path, ids[16 * number : 16 * number + 16], nbytes, crc, save_id)
         for number, (path, nbytes, crc) in enumerate(zip(paths, sizes, crcs, strict=True))
     }
     if len(files) != len(paths):

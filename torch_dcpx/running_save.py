@@ -64,7 +64,8 @@ class RunningSave:
     """
 
     def __init__(self, writer: object) -> None:
-        self.save_id = uuid.uuid4().hex  # each save has its own
+        # Each save has its own; "" on a follower that has not been told the coordinator's.
+        self.save_id = uuid.uuid4().hex
         self.directory: Path | None = None  # where it saves to, once the writer knows
         self.made: list[Path] = []  # directories that were missing, the outermost first
         self.thread = threading.current_thread()
@@ -118,7 +119,7 @@ class RunningSave:
 
     def is_under_way(self) -> bool:
         """Returns whether the save may still touch its writer or its directory."""
-        if self._is_ended or self._writer() is None or self._pid != os.getpid():
+        if self._is_ended or self._writer() is None or self.is_of_parent():
             return False
         if self.is_driven:
             return True
@@ -127,6 +128,10 @@ class RunningSave:
         if self.depth == 0:
             return self.thread is not threading.current_thread()
         return self._depth_now() >= self.depth
+
+    def is_of_parent(self) -> bool:
+        """Returns whether this process is a fork of the one that began the save."""
+        return self._pid != os.getpid()
 
     def is_around_current_call(self) -> bool:
         """Returns whether a new DCP save of this thread was called from within this one."""

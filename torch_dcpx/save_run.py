@@ -135,7 +135,7 @@ class SaveRun:
                 told = exchange.reduce_scatter("plan", planning.offer_again, answer)
             self._ballot = self._new_ballot()
             self._begun[0].check = self._ballot.check
-            self.save_id = told.save_id
+            self.save_id = self._begun[0].save_id = told.save_id
             plan = planning.finish(told)
             self._metadata = planning.metadata
         self._state_dict = {}  # the planner has it for as long as it needs it

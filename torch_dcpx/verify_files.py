@@ -112,6 +112,17 @@ def _compare_entry(facts: FileFacts, entry: FileEntry, fqns: tuple[str, ...]) ->
             expected=f"file id {entry.file_id.hex()}",
             found=f"file id {tail.file_id.hex()}",
         )
+    elif tail is not None and tail.save_id and entry.save_id not in (b"", tail.save_id):
+        yield file_finding(
+            "generation",
+            facts.name,
+            f"'{facts.name}' is of save {tail.save_id.hex()}, the metadata that names it of save "
+            f"{entry.save_id.hex()}: the checkpoint is mixed of two saves",
+            where=(0, facts.nbytes),
+            fqns=fqns,
+            expected=f"save id {entry.save_id.hex()}",
+            found=f"save id {tail.save_id.hex()}",
+        )
 
 
 def _compare_rows(

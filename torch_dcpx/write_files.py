@@ -54,6 +54,7 @@ def write_files(
     *,
     prefix: str,
     rank: int,
+    save_id: bytes,
     is_fresh: bool,
     window_bytes: int,
 ) -> Written:
@@ -61,7 +62,7 @@ def write_files(
 
     Args:
         prefix: DCP's storage prefix of the rank, `__{rank}_`.
-        rank: noted in the footers.
+        rank, save_id: noted in the footers.
         is_fresh: the directory holds no metadata, so stock's file names may be used.
         window_bytes: bound on temporaries alive at one time.
 
@@ -83,13 +84,13 @@ def write_files(
     for index in range(split.files[-1] + 1 if split.files else 0):
         file_id = secrets.token_bytes(16)
         names = data_file_names(prefix, index, file_id, is_fresh=is_fresh)
-        job.add_file(list(names), file_id, rank)
+        job.add_file(list(names), file_id, rank, save_id)
     try:
         progress.start()
         placed = _write_windows(job, split, table, progress, window_bytes)
         if split.items and options.durability == "full":
             directory.sync()
-        files = [FileEntry(*row) for row in job.results()]
+        files = [FileEntry(*row, save_id) for row in job.results()]
         paths = [files[file].path for file in split.files]
         with paused_gc():
             results = write_results(split.items, paths, *placed, table.descriptors)

@@ -47,6 +47,7 @@ from torch_dcpx.progress import WriteProgress, reporting
 from torch_dcpx.rank_plan import offered
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.running_save import RunningSave, WriterUse
+from torch_dcpx.save_ids import save_of, with_save_id, written_id
 from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.split import planned_bytes, split_items
 from torch_dcpx.staged_state import note_state_written
@@ -193,6 +194,7 @@ class DcpxWriter(FileSystemWriter):
             save.directory = self.__anchor.see(Path(self.path))
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self.__is_coordinator = is_coordinator
+        save.save_id = save.save_id if is_coordinator or not self.use_collectives else ""
         self.__own_files = []
         self.__hooks_s = 0.0
         self.last_report = None
@@ -213,22 +215,25 @@ class DcpxWriter(FileSystemWriter):
             refuse_changed(self, self.options)
             refuse_other_metadata_file(self, None if self.use_collectives else self.rank)
             check_plan(plan.items)
-            made = make_directory(self.__directory_path(), is_durable=self.__is_durable)
+            path, is_durable = self.__directory_path(), self.__is_durable
+            made = make_directory(path, is_durable=is_durable)
             if self.__save is not None:
                 self.__save.made = made
-            with self.__opened(self.__directory_path()) as directory:
+            with self.__opened(path) as directory:
                 self.__lock(directory)
                 if not self.use_collectives:
                     refuse_beside_global(directory)
                 with self.__anchor.applied(self):
                     plan = look_into(directory.path, super().prepare_local_plan, plan)
                 if directory.path not in made:
-                    self.__locks.tidy(
-                        directory, self.__metadata_name(), is_durable=self.__is_durable
-                    )
+                    self.__locks.tidy(directory, self.__metadata_name(), is_durable=is_durable)
             is_paused = self.__is_coordinator and not (self.__save and self.__save.is_driven)
             self.__pause.begin(len(plan.items) if is_paused else 0)
             return offered(plan) if self.use_collectives else plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Names the files of each rank, and the save that they are of."""
+        return with_save_id(super().prepare_global_plan(plans), self.__save)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items; durable, with the directory's entries, when it returns.
@@ -282,13 +287,12 @@ class DcpxWriter(FileSystemWriter):
         """Writes this rank's files; notes them as soon as nobody else would remove them."""
         transform = transform_by(self.transforms) if self.transforms.extensions else None
         table = WriteTable(planner, plan, transform)
+        path = str(self.path)
         files_per_rank = self.options.files_per_rank if self.single_file_per_rank else None
         split = split_items(plan.items, files_per_rank)
         with (
             self.__opened(self.__directory_path()) as directory,
-            reporting(
-                self.options.progress, str(self.path), is_coordinator=self.__is_coordinator
-            ) as told,
+            reporting(self.options.progress, path, is_coordinator=self.__is_coordinator) as told,
         ):
             report = self.__save.watched(told) if self.__save else told
             planned = list(map(planned_bytes, split.items)) if told is not None else ()
@@ -300,6 +304,7 @@ class DcpxWriter(FileSystemWriter):
                 WriteProgress(report, planned),
                 prefix=plan.storage_data.prefix,
                 rank=self.rank or 0,
+                save_id=written_id(self.__save, plan.storage_data),
                 is_fresh=not any(map(is_metadata_name, directory.names())),
                 window_bytes=getattr(planner, "dcpx_window_bytes", None) or self.__window_bytes(),
             )
@@ -320,7 +325,7 @@ class DcpxWriter(FileSystemWriter):
             name,
             metadata,
             files,
-            (self.__save or RunningSave(self)).save_id,
+            save_of(files, self.__save),
             is_durable=self.__is_durable,
             takes_over_rank_local=self.__locks.are_held and self.use_collectives,
             leftovers=self.__locks.leftovers_of(),

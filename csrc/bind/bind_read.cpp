@@ -19,18 +19,15 @@ using engine::ReadJob;
 using engine::ReadRegion;
 
 engine::StoredFileSpec to_file(const py::handle& row) {
-  const auto [path, is_ours, file_bytes, file_id, footer_crc] =
-      row.cast<std::tuple<std::string, bool, std::uint64_t, py::bytes, std::uint32_t>>();
+  const auto [path, is_ours, file_bytes, file_id, footer_crc, save_id] =
+      row.cast<std::tuple<std::string, bool, std::uint64_t, py::bytes, std::uint32_t, py::bytes>>();
   engine::StoredFileSpec spec;
   spec.path = path;
   spec.is_ours = is_ours;
   spec.file_bytes = file_bytes;
   spec.footer_crc = footer_crc;
-  if (is_ours) {
-    const std::string raw = file_id;
-    DCPX_CHECK(raw.size() == spec.file_id.size(), "a file id has 16 bytes");
-    std::memcpy(spec.file_id.data(), raw.data(), raw.size());
-  }
+  spec.file_id = to_id(file_id);
+  spec.save_id = to_id(save_id);
   return spec;
 }
 

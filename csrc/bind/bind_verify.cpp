@@ -85,10 +85,12 @@ py::tuple to_row(const IndexRow& row) {
 
 py::object to_tail(const engine::FooterFacts& facts) {
   if (!facts.has_tail) return py::none();
-  const FileId& id = facts.tail.file_id;
-  return py::make_tuple(facts.tail.rank,
-                        py::bytes(reinterpret_cast<const char*>(id.data()), id.size()),
-                        facts.tail.tail_crc, facts.tail.data_bytes);
+  const Tail& tail = facts.tail;
+  const auto to_bytes = [](const auto& id) {
+    return py::bytes(reinterpret_cast<const char*>(id.data()), id.size());
+  };
+  return py::make_tuple(tail.rank, to_bytes(tail.file_id), tail.tail_crc, tail.data_bytes,
+                        tail.save_id == SaveId{} ? py::bytes() : to_bytes(tail.save_id));
 }
 
 py::tuple add_file(VerifyJob& job, const std::string& path) {

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/bind.h"
+#include "bind/fields.h"
 #include "bind/write_rows.h"
 #include "common/error.h"
 #include "engine/write_job.h"
@@ -13,14 +14,6 @@ namespace {
 
 namespace py = pybind11;
 using engine::WriteJob;
-
-FileId to_file_id(const py::bytes& raw) {
-  const std::string text = raw;
-  FileId id{};
-  DCPX_CHECK(text.size() == id.size(), "a file id has 16 bytes");
-  std::memcpy(id.data(), text.data(), id.size());
-  return id;
-}
 
 engine::InPlace to_in_place(const std::string& name) {
   if (name == "auto") return engine::InPlace::kAuto;
@@ -79,10 +72,10 @@ void bind_write(py::module_& m) {
       .def(
           "add_file",
           [](WriteJob& job, std::vector<std::string> names, const py::bytes& file_id,
-             std::uint32_t rank) {
-            return job.add_file({std::move(names), to_file_id(file_id), rank});
+             std::uint32_t rank, const py::bytes& save_id) {
+            return job.add_file({std::move(names), to_id(file_id), rank, to_id(save_id)});
           },
-          py::arg("names"), py::arg("file_id"), py::arg("rank"))
+          py::arg("names"), py::arg("file_id"), py::arg("rank"), py::arg("save_id") = py::bytes())
       .def("write", &write, py::arg("rows"), py::arg("types"), py::arg("is_final"),
            py::arg("progress") = py::none(), py::arg("after") = py::none())
       .def("results",

@@ -4,7 +4,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <cstdint>
+#include <cstring>
+#include <string>
 
 #include "common/error.h"
 
@@ -49,6 +52,15 @@ inline std::uint32_t to_u32(const pybind11::handle& value) {
   const std::uint64_t number = to_u64(value);
   DCPX_CHECK(number <= UINT32_MAX, "a number of 32 bits");
   return static_cast<std::uint32_t>(number);
+}
+
+// The id of a file or of a save; of none, b"" is zeros.
+inline std::array<std::byte, 16> to_id(const pybind11::bytes& raw) {
+  const std::string text = raw;
+  std::array<std::byte, 16> id{};
+  DCPX_CHECK(text.empty() || text.size() == id.size(), "an id has 16 bytes");
+  std::memcpy(id.data(), text.data(), text.size());
+  return id;
 }
 
 }  // namespace dcpx

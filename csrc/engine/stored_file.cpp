@@ -62,6 +62,13 @@ void StoredFile::open(int dir_fd, const std::string& dir_path) {
                              "the file belongs to another save than the metadata",
                              "file id " + hex(spec_.file_id), "file id " + hex(tail_.file_id));
     }
+    const bool has_both = spec_.save_id != SaveId{} && tail_.save_id != SaveId{};
+    if (has_both && tail_.save_id != spec_.save_id) {
+      throw corruption_error(file_.path(), static_cast<std::int64_t>(size - kTailBytes),
+                             static_cast<std::int64_t>(kTailBytes),
+                             "the file is of another save than the metadata that names it",
+                             "save id " + hex(spec_.save_id), "save id " + hex(tail_.save_id));
+    }
   }
   inode_ = file_.inode();
   size_bytes_ = size;

@@ -20,6 +20,7 @@ struct StoredFileSpec {
   std::uint64_t file_bytes = 0;
   FileId file_id{};
   std::uint32_t footer_crc = 0;
+  SaveId save_id{};  // of the metadata; zeros: it is not compared
 };
 
 // One stored item that a load asks for.

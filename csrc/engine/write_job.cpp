@@ -344,6 +344,7 @@ void WriteJob::finish(OpenFile& file, Worker& worker) {
   if (!open(file, worker.stop)) return;
   file.tail.rank = file.spec.rank;
   file.tail.file_id = file.spec.file_id;
+  file.tail.save_id = file.spec.save_id;
   file.tail.data_bytes = file.data_end;
   const std::vector<std::byte> footer = encode_footer(std::move(file.index), file.row_count,
                                                       file.blocks.finish(file.data_end), file.tail);

@@ -52,6 +52,7 @@ struct FileSpec {
   std::vector<std::string> names;  // candidates; the first that does not exist is taken
   FileId file_id{};
   std::uint32_t rank = 0;
+  SaveId save_id{};
 };
 
 struct FileResult {

@@ -189,6 +189,7 @@ std::vector<std::byte> encode_footer(std::vector<std::byte> index, std::uint64_t
   put_at(raw, 88, static_cast<std::uint32_t>(kBlockBytes));
   put_at(raw, 92, tail.index_crc);
   put_at(raw, 96, tail.page_checks_crc);
+  std::memcpy(raw + 100, tail.save_id.data(), tail.save_id.size());
   tail.tail_crc = crc32(0, raw, kTailBytes - 4);
   put_at(raw, kTailBytes - 4, tail.tail_crc);
   return out;
@@ -229,6 +230,7 @@ Tail parse_tail(const std::byte* raw, std::uint64_t file_bytes, const std::strin
   tail.block_count = get<std::uint64_t>(raw + 80);
   tail.index_crc = get<std::uint32_t>(raw + 92);
   tail.page_checks_crc = get<std::uint32_t>(raw + 96);
+  std::memcpy(tail.save_id.data(), raw + 100, tail.save_id.size());
   if (tail.file_bytes != file_bytes) {
     throw corrupt("size", std::to_string(tail.file_bytes), std::to_string(file_bytes));
   }

@@ -20,6 +20,7 @@ inline constexpr std::uint64_t kTailBytes = 128;
 inline constexpr std::uint32_t kFooterVersion = 1;
 
 using FileId = std::array<std::byte, 16>;
+using SaveId = std::array<std::byte, 16>;  // zeros: none, as in files of before there was one
 
 enum class ItemKind : std::uint8_t {
   kTensor = 0,       // a torch.save zip of a plain strided tensor; the payload is its storage
@@ -65,6 +66,7 @@ std::vector<IndexRow> parse_index(const std::byte* index, std::uint64_t index_by
 struct Tail {
   std::uint32_t rank = 0;
   FileId file_id{};
+  SaveId save_id{};
   std::uint64_t file_bytes = 0;
   std::uint64_t data_bytes = 0;
   std::uint64_t index_offset = 0;
@@ -83,7 +85,7 @@ struct Tail {
 };
 
 // Lays out and encodes the whole footer, from tail.index_offset to the end of the file; fills in
-// the tail's fields but rank, file_id and data_bytes, which the caller sets.
+// the tail's fields but rank, both ids and data_bytes, which the caller sets.
 // `blocks` holds one CRC per started block of [0, data_bytes). The footer begins with the index, so
 // an `index` with room for it all is moved, not copied.
 std::vector<std::byte> encode_footer(std::vector<std::byte> index, std::uint64_t item_count,

@@ -36,6 +36,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   expect_error_or_success([&] {
     const dcpx::Tail tail = dcpx::parse_tail(raw, size, "f");
     if (!lies_inside(tail, size)) __builtin_trap();
+    if (std::memcmp(tail.save_id.data(), raw + 100, tail.save_id.size()) != 0) __builtin_trap();
     // A copy of its own, so that ASan sees a read behind the index.
     const auto index = file.begin() + static_cast<std::ptrdiff_t>(tail.index_offset);
     const std::vector<std::byte> rows(index, index + static_cast<std::ptrdiff_t>(tail.index_bytes));

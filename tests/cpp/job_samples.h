@@ -84,6 +84,8 @@ inline dcpx::engine::WriteItem to_item(const Source& source) {
   return item;
 }
 
+constexpr dcpx::SaveId kSaveId{std::byte{3}, std::byte{5}};
+
 struct Saved {
   std::vector<Source> sources;
   std::vector<dcpx::engine::StoredFileSpec> files;
@@ -107,7 +109,7 @@ inline Saved save_random(RandomSource& random, const ScratchDir& dir, std::uint3
   for (std::uint32_t f = 0; f < files; ++f) {
     dcpx::FileId id{};
     id[0] = static_cast<std::byte>(f + 1);
-    CHECK_EQ(job.add_file({{"f" + std::to_string(f)}, id, 7}), f);
+    CHECK_EQ(job.add_file({{"f" + std::to_string(f)}, id, 7, kSaveId}), f);
   }
   for (const std::uint32_t file : order) {
     saved.sources.push_back(random_source(random, file, saved.sources.size()));
@@ -128,7 +130,8 @@ inline Saved save_random(RandomSource& random, const ScratchDir& dir, std::uint3
     begin = end;
   }
   for (const dcpx::engine::FileResult& file : job.results()) {
-    saved.files.push_back({file.name, true, file.file_bytes, file.file_id, file.footer_crc});
+    saved.files.push_back(
+        {file.name, true, file.file_bytes, file.file_id, file.footer_crc, kSaveId});
   }
   CHECK_EQ(saved.files.size(), files);
   CHECK_EQ(job.created().size(), files);

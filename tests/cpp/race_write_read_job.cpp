@@ -201,6 +201,11 @@ TEST(files_of_another_save_or_length_are_refused) {
   other.file_id[3] ^= std::byte{1};
   CHECK_THROWS(locate(other), ErrorCode::kCorruption);
   other = saved.files[0];
+  other.save_id[15] ^= std::byte{1};
+  CHECK_THROWS(locate(other), ErrorCode::kCorruption);
+  other.save_id = {};  // of metadata that says none
+  CHECK(locate(other).empty());
+  other = saved.files[0];
   other.footer_crc ^= 1;
   CHECK_THROWS(locate(other), ErrorCode::kCorruption);
   other = saved.files[0];

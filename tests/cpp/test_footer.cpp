@@ -81,6 +81,7 @@ Sample random_sample(RandomSource& random, std::uint64_t data_bytes = kDataBytes
   }
   sample.tail.rank = 3;
   sample.tail.file_id[5] = std::byte{9};
+  for (std::byte& part : sample.tail.save_id) part = static_cast<std::byte>(random.below(256));
   sample.tail.data_bytes = data_bytes;
   sample.footer = dcpx::encode_footer(sample.index, sample.rows.size(), sample.blocks, sample.tail);
   return sample;
@@ -111,6 +112,7 @@ TEST(footer_of_random_rows_and_any_length_of_data_parses_back) {
     CHECK(lies_inside(found, sample.tail.file_bytes));
     CHECK_EQ(found.rank, 3U);
     CHECK(found.file_id == sample.tail.file_id);
+    CHECK(found.save_id == sample.tail.save_id);
     CHECK_EQ(found.data_bytes, data_bytes);
     CHECK_EQ(found.item_count, sample.rows.size());
     CHECK_EQ(found.tail_crc, sample.tail.tail_crc);
@@ -154,6 +156,18 @@ TEST(every_flipped_byte_of_a_tail_is_an_error) {
     if (file_bytes == sample.tail.file_bytes) continue;
     CHECK_THROWS(dcpx::parse_tail(sample.raw_tail(), file_bytes, "f"), ErrorCode::kCorruption);
   }
+}
+
+TEST(footer_of_an_older_version_names_no_save_and_what_is_reserved_says_nothing) {
+  RandomSource random(47);
+  Sample sample = random_sample(random);
+  std::memset(sample.raw_tail() + 116, 0xff, 8);
+  seal_tail(sample.raw_tail());
+  CHECK(dcpx::parse_tail(sample.raw_tail(), sample.tail.file_bytes, "f").save_id ==
+        sample.tail.save_id);
+  std::memset(sample.raw_tail() + 100, 0, 24);
+  seal_tail(sample.raw_tail());
+  CHECK(dcpx::parse_tail(sample.raw_tail(), sample.tail.file_bytes, "f").save_id == dcpx::SaveId{});
 }
 
 TEST(hostile_tail_with_a_right_checksum_is_an_error) {

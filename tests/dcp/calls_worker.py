@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor, Shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ranks import leave_well
+from saves import committed_ids, read_footer, save_ids
 from states import assert_same
 
-from torch_dcpx import DcpxReader, DcpxWriter, StorageError, UnsupportedError
+from torch_dcpx import DcpxReader, DcpxWriter, StorageError, UnsupportedError, verify
+from torch_dcpx.metadata import decode_save_id
 
 READERS = (DcpxReader, dcp.FileSystemReader)
 
@@ -70,6 +72,14 @@ def assert_holds(path: Path, seed: int, rows: int = 64, **kwargs: Any) -> None:
         assert_same(plain(state_of(seed, rows)), plain(target), f"{reader.__name__} {path}")
 
 
+def assert_one_save(path: Path, *, may_be_silent: bool = False) -> None:
+    """Asserts that all data files say the save that is committed; or none, if they may."""
+    (committed,) = committed_ids(path)
+    ids = save_ids(path)
+    assert ids[next(name for name in ids if name.startswith("__0_"))] == committed
+    assert set(ids.values()) <= {committed} | ({""} if may_be_silent else set()), ids
+
+
 class NamedPlanner(DefaultSavePlanner):
     """A planner that travels to the process that saves."""
 
@@ -90,6 +100,7 @@ def async_saves(path: Path) -> None:
             future.result(120)
         for step in range(2):
             assert_holds(path / str(10 * number + step), 10 * number + step)
+            assert_one_save(path / str(10 * number + step))
     assert not (path / "unused").exists()
 
 
@@ -105,7 +116,9 @@ def rank_local(path: Path) -> None:
             dcp.load(target, storage_reader=reader(path))
             assert_same(mine, target)
     assert (path / f"__{rank}.metadata").read_bytes().rfind(b"DCPXMETA") > 0
-    assert len(list(path.glob(f"__{rank}_*.distcp"))) == 1
+    (own,) = path.glob(f"__{rank}_*.distcp")
+    name = f"__{rank}.metadata"
+    assert read_footer(own).save_id == decode_save_id((path / name).read_bytes(), name)
     dist.barrier()
     dcp.save(state_of(3), storage_writer=writer)  # takes the place of all of them
     dist.barrier()
@@ -118,12 +131,18 @@ def rank_local(path: Path) -> None:
 
 
 def cached_plans(path: Path) -> None:
-    """Stock's plan caching: the same plan, then another shape, then that one again."""
+    """Stock's plan caching: the same plan, then another shape, then that one again.
+
+    A rank that writes by a plan of before does not learn of which save its files are.
+    """
     writer = DcpxWriter(path)
     for seed, rows in ((1, 64), (2, 64), (3, 30), (4, 30)):
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(state_of(seed, rows), storage_writer=writer, planner=planner)
         assert_holds(path, seed, rows)
+        assert_one_save(path, may_be_silent=seed % 2 == 0)
+        assert verify(path).ok
+        dist.barrier()
 
 
 class FailingPlanner(DefaultSavePlanner):

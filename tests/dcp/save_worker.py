@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from no_collectives import no_collectives
 from ranks import leave_well
+from saves import save_ids
 
 from torch_dcpx import (
     ConcurrentSaveError,
@@ -124,6 +125,7 @@ def saves_are_whole_on_every_rank(folder: Path) -> None:
             dist.barrier()
             sizes = [path.stat().st_size for path in (folder / name).glob("*.distcp")]
             assert (report.files, report.file_bytes) == (len(sizes), sum(sizes))
+            assert set(save_ids(folder / name).values()) == {report.save_id}
             check_saved(folder / name, seed + again)
 
 

@@ -137,7 +137,7 @@ def region(file: int, offset: int, nbytes: int) -> tuple[Any, ...]:
     return (file, offset, nbytes, (), (), (), bytearray(nbytes), nbytes, "layer.0", -1)
 
 
-FOREIGN = ("f", False, 0, b"", 0)  # a data file of stock
+FOREIGN = ("f", False, 0, b"", 0, b"")  # a data file of stock
 
 
 def plan_error(job: Any, _: Path) -> None:
@@ -145,7 +145,7 @@ def plan_error(job: Any, _: Path) -> None:
 
 
 def storage_error(job: Any, _: Path) -> None:
-    job.locate([("missing", False, 0, b"", 0)], [(0, 0, 8, False)])
+    job.locate([("missing", False, 0, b"", 0, b"")], [(0, 0, 8, False)])
 
 
 def short_read_error(job: Any, _: Path) -> None:
@@ -164,7 +164,7 @@ def unsupported_error(job: Any, path: Path) -> None:
     data[-120:-116] = struct.pack("<I", 99)  # version of the footer
     data[-4:] = struct.pack("<I", zlib.crc32(data[-128:-4]))
     data_file.write_bytes(data)
-    row = (f"ckpt/{data_file.name}", True, len(data), bytes(16), 0)
+    row = (f"ckpt/{data_file.name}", True, len(data), bytes(16), 0, b"")
     job.locate([row], [(0, 0, 8, True)])
 
 

@@ -285,7 +285,7 @@ def test_phases_and_bytes_without_checksums_are_reported(tmp_path: Path, seed: i
     assert report["foreign_bytes"] == 0
     assert all(report[f"{phase}_ns"] > 0 for phase in ("locate", "read", "verify", "engine"))
     path = saved.files[0][0]
-    foreign = Saved(saved.items, [(path, False, 0, b"", 0)], saved.wanted, saved.report)
+    foreign = Saved(saved.items, [(path, False, 0, b"", 0, b"")], saved.wanted, saved.report)
     reader = read_job(tmp_path)
     place = locate(reader, foreign)[0]
     target = torch.zeros_like(tensor)

@@ -1,0 +1,102 @@
+"""Which save a data file is of: the id that its footer holds, agreed when the save was planned.
+
+The coordinator draws it, and `.metadata` names it. `dcpx.save` tells it to every rank with its
+answer; under `dcp.save` it travels with what names the rank's files, the `storage_data` of its
+plan. A rank that does not learn it writes none: then its files do not say which save they are of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_dcpx.errors import PlanError
+from torch_dcpx.guard import Guard
+from torch_dcpx.layout import FileEntry, id_bytes
+from torch_dcpx.running_save import RunningSave
+
+__all__ = ["SavePrefix", "save_of", "with_save_id", "written_id"]
+
+_MAX_TAKEN = 1024
+
+_taken: dict[tuple[str, str], None] = {}  # (prefix, save id) of plans written here, oldest first
+_guard = Guard()
+
+
+@dataclasses.dataclass
+class SavePrefix(_StoragePrefix):
+    """What a rank's plan says of its files, as stock's, and of which save they are."""
+
+    save_id: str = ""
+
+
+def with_save_id(plans: list[SavePlan], save: RunningSave | None) -> list[SavePlan]:
+    """Returns the plans of all ranks as the coordinator sends them: they say which save it is.
+
+    Of a driven save its driver tells all ranks.
+    """
+    if save is None or save.is_driven or len(plans) < 2:
+        return plans
+    return [
+        dataclasses.replace(plan, storage_data=SavePrefix(plan.storage_data.prefix, save.save_id))
+        if type(plan.storage_data) in (_StoragePrefix, SavePrefix)
+        else plan
+        for plan in plans
+    ]
+
+
+def written_id(save: RunningSave | None, storage_data: Any) -> bytes:
+    """Returns the id for the footers of this rank's files; b"" where it does not know.
+
+    Args:
+        save: the one under way on this rank.
+        storage_data: of the rank's final plan.
+    """
+    if save is None:
+        return b""
+    if save.save_id:
+        return id_bytes(save.save_id)
+    if type(storage_data) is not SavePrefix or save.is_of_parent():
+        return b""
+    return id_bytes(storage_data.save_id) if _is_new(storage_data) else b""
+
+
+def _is_new(told: SavePrefix) -> bool:
+    """Returns whether this process has written nothing yet by what the coordinator has told.
+
+    A planner that keeps finished plans (`enable_plan_caching`) gives one of an earlier save again.
+    """
+    key = told.prefix, told.save_id
+    with _guard.held():
+        is_new = key not in _taken
+        _taken.pop(key, None)
+        _taken[key] = None
+        if len(_taken) > _MAX_TAKEN:
+            del _taken[next(iter(_taken))]
+    return is_new
+
+
+def save_of(files: Iterable[FileEntry], save: RunningSave | None) -> str:
+    """Returns the id of the save that is to be committed.
+
+    Raises:
+        PlanError: some of its files were written for another save.
+    """
+    noted = [file for file in files if file.save_id]
+    if save is not None and save.save_id:
+        save_id = save.save_id
+    else:  # hooks called by hand
+        save_id = noted[0].save_id.hex() if noted else uuid.uuid4().hex
+    for file in noted:
+        if file.save_id != id_bytes(save_id):
+            raise PlanError(
+                f"'{file.path}' was written for save {file.save_id.hex()}, and the coordinator "
+                f"commits save {save_id}: ranks mix two saves, nothing is published; every rank "
+                "must make the same calls in the same order"
+            )
+    return save_id
