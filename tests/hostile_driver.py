@@ -80,7 +80,7 @@ def _verify(ckpt: Path) -> Any:
 
 def _repair(ckpt: Path) -> Any:
     with contextlib.suppress(RepairError):  # there is nothing to repair, or nothing to do it with
-        torch_dcpx.repair(ckpt)
+        torch_dcpx.repair(ckpt, accept_assumptions=True)
     return _dcp_load(ckpt)
 
 

@@ -66,6 +66,9 @@ def verify(path: Path, workers: int | None, as_json: bool) -> int:
 @app.command()
 @click.argument("path", type=_PATH)
 @click.option("--dry-run", is_flag=True, help="say what would be done, write nothing")
+@click.option(
+    "--accept-assumptions", is_flag=True, help="write what the files prove only with assumptions"
+)
 @click.option("--file", "files", multiple=True, help="a data file of the save (each of them)")
 @click.option(
     "--rank-local/--all-ranks",
@@ -74,15 +77,28 @@ def verify(path: Path, workers: int | None, as_json: bool) -> int:
 )
 @command
 def repair(
-    path: Path, dry_run: bool, files: tuple[str, ...], rank_local: bool | None, as_json: bool
+    path: Path,
+    dry_run: bool,
+    accept_assumptions: bool,
+    files: tuple[str, ...],
+    rank_local: bool | None,
+    as_json: bool,
 ) -> int:
     """Make a lost or damaged .metadata anew of what the data files say. Never over a good one.
 
-    Exits with 1 where what is there does not prove what the metadata said.
+    Exits with 1 where what is there does not prove what the metadata said, and writes nothing then;
+    where it does with assumptions, --dry-run lists them, and --accept-assumptions takes them.
     """
     from torch_dcpx.cli_verify import run_repair
 
-    return run_repair(path, files=files, rank_local=rank_local, is_dry_run=dry_run, as_json=as_json)
+    return run_repair(
+        path,
+        files=files,
+        rank_local=rank_local,
+        is_dry_run=dry_run,
+        accepts=accept_assumptions,
+        as_json=as_json,
+    )
 
 
 @app.command()

@@ -31,13 +31,25 @@ def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
 
 
 def run_repair(
-    path: Path, *, files: Sequence[str], rank_local: bool | None, is_dry_run: bool, as_json: bool
+    path: Path,
+    *,
+    files: Sequence[str],
+    rank_local: bool | None,
+    is_dry_run: bool,
+    accepts: bool,
+    as_json: bool,
 ) -> int:
-    """Prints what `repair` makes. Returns the exit code."""
+    """Prints what `repair` makes. Returns the exit code: of a dry run, what it would exit with."""
     _look_at(path)
-    report = repair(path, files=files or None, rank_local=rank_local, dry_run=is_dry_run)
+    report = repair(
+        path,
+        files=files or None,
+        rank_local=rank_local,
+        dry_run=is_dry_run,
+        accept_assumptions=accepts,
+    )
     if as_json:
-        put_json(report)
+        put_json({"assumptions": report.assumptions, **vars(report)})
     else:
         put_lines(str(report).splitlines())
-    return FINE
+    return UNSOUND if report.assumptions and not accepts else FINE

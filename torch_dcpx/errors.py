@@ -224,13 +224,15 @@ class OutcomeUnknownError(DcpxError, RuntimeError):
 class RepairError(DcpxError, ValueError):
     """`repair` refuses: the metadata is good, or what the footers say makes no whole checkpoint.
 
-    `path` is the file of metadata that was to be made anew, `candidates` the data files from which
-    nobody can choose, or that lack something.
+    `path` is the file of metadata that was to be made anew, or their directory, `candidates` the
+    data files from which nobody can choose, or that lack something. `assumptions` is what was not
+    accepted, where that is all that is missing.
     """
 
-    FIELDS: tuple[str, ...] = ("path", "candidates")
+    FIELDS: tuple[str, ...] = ("path", "candidates", "assumptions")
     path: str | None
     candidates: tuple[str, ...] | None
+    assumptions: tuple[str, ...] | None
 
 
 class UnsupportedError(DcpxError, NotImplementedError):

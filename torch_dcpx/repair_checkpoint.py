@@ -4,7 +4,8 @@
    touched.
 2. What it said is taken from the first of these that is there: the damaged file's columns, its
    pickle, the footers of the data files. The first two name the files of the save; with footers
-   alone these must prove it (`repair_footers`).
+   alone these must prove it (`repair_footers`); what they cannot is assumed, and the caller says
+   whether it is.
 3. Every data file that it will name must be there, with a whole footer that holds what is said.
 4. It is written as a save commits: temporary name, fsync, rename, fsync of the directory.
 """
@@ -40,6 +41,7 @@ from torch_dcpx.repair_footers import (
     metadata_of,
     names_its_file,
     one_generation,
+    one_save,
 )
 from torch_dcpx.repair_report import RepairedMetadata, RepairReport, Source
 from torch_dcpx.running_save import RunningSave
@@ -62,6 +64,7 @@ def repair(
     rank_local: bool | None = None,
     safe_globals: Sequence[Any] = (),
     dry_run: bool = False,
+    accept_assumptions: bool = False,
 ) -> RepairReport:
     """Makes a lost or damaged `.metadata`, or `__{rank}.metadata`, anew.
 
@@ -74,13 +77,15 @@ def repair(
         rank_local: make each rank's own metadata (`use_collectives=False`). Default None: where
             such a file is there and no `.metadata`; refused where only the lock of such a save is.
         safe_globals: classes that the damaged file's pickle may name beside stock's own.
-        dry_run: say what would be done, and write nothing.
+        dry_run: say what would be done and what it assumes, and write nothing.
+        accept_assumptions: write where something must be assumed. Default False: that raises.
 
     Returns:
         What was made, and of what.
 
     Raises:
-        RepairError: the metadata is good, or what is there does not prove what it said.
+        RepairError: the metadata is good, what is there does not prove what it said, or only with
+            assumptions that are not accepted (`assumptions`): nothing was written.
         NotCommittedError: `path` is no directory.
         ConcurrentSaveError: a save is under way there.
         StorageError: a file cannot be read or written; the old metadata is still there.
@@ -94,13 +99,31 @@ def repair(
             if not dry_run:  # before anything is looked at: a save may commit meanwhile
                 locks.take(directory, RunningSave(run))
             made = [run.plan(name) for name in run.targets(rank_local)]
+            done = tuple(one.report for one in made)
+            report = RepairReport(str(directory.path), done, dry_run)
             if not dry_run:
+                if not accept_assumptions:
+                    _refuse_assumed(report)
                 for one in made:
                     run.publish(one)
         finally:
             # What is known of saves that did not end stays known.
             locks.release(has_ended_well=not locks.found_unended)
-    return RepairReport(str(directory.path), tuple(one.report for one in made), dry_run)
+    return report
+
+
+def _refuse_assumed(report: RepairReport) -> None:
+    """Raises RepairError where something had to be assumed."""
+    if report.assumptions:
+        files = [file for one in report.repaired if one.assumed for file in one.files]
+        raise RepairError(
+            f"repair '{report.path}': nothing was written, for the files prove a checkpoint only "
+            f"if {'; if '.join(report.assumptions)}. Where you know that, say so: "
+            "repair(..., accept_assumptions=True), dcpx repair --accept-assumptions",
+            path=report.path,
+            candidates=tuple(files),
+            assumptions=report.assumptions,
+        )
 
 
 class _Made(NamedTuple):
@@ -219,10 +242,13 @@ class _Repair:
     def _of_kept(self, name: str, kept: _Kept) -> _Made:
         """Makes what the damaged file named."""
         named = {info.relative_path for info in kept.metadata.storage_data.values()}
-        files, assumed = kept.files, list(kept.assumed)
+        files, save_id, assumed = kept.files, kept.save_id, list(kept.assumed)
         if files is None:
             facts = self._facts(name, sorted(named))
-            one_generation(facts, str(self._directory.path / name), is_chosen=True)
+            path = str(self._directory.path / name)
+            one_generation(facts, path, is_chosen=True)
+            noted, more = one_save(facts, path, is_chosen=True)
+            save_id, assumed = noted.hex() or kept.save_id, [*assumed, *more]
             files = {one.name: _entry(one) for one in facts}
             if any(not names_its_file(one) for one in files):
                 assumed.append("no file without an id in its name is of another save")
@@ -230,7 +256,7 @@ class _Repair:
         report = RepairedMetadata(
             name,
             kept.source,
-            kept.save_id,
+            save_id,
             tuple(entry.path for entry in entries),
             len(kept.metadata.storage_data),
             tuple(assumed),
@@ -242,6 +268,7 @@ class _Repair:
         path = str(self._directory.path / name)
         is_whole = name == METADATA_NAME
         facts = self._facts(name, self._candidates(name))
+        save_id, of_one_save = one_save(facts, path, is_chosen=self._chosen is not None)
         one_generation(facts, path, is_chosen=self._chosen is not None)
         if is_whole and self._chosen is None:
             check_ranks(facts, path)
@@ -249,7 +276,11 @@ class _Repair:
             self._check_no_extension(name, one)
         metadata = metadata_of(facts, path, is_whole=is_whole)
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self._directory.path))
-        assumed = ["the save had no metadata of a planner's own (planner_data) but names' paths"]
+        assumed = [
+            "the save had ended: footers are the same of one that was killed before its commit",
+            *of_one_save,
+            "the save had no metadata of a planner's own (planner_data) but names' paths",
+        ]
         if is_whole:
             last = max(data_file_rank(one.name) or 0 for one in facts)
             assumed.append(f"no rank behind rank {last} had written a file")
@@ -258,7 +289,7 @@ class _Repair:
         report = RepairedMetadata(
             name,
             "footers",
-            uuid.uuid4().hex,
+            save_id.hex() or uuid.uuid4().hex,
             tuple(one.name for one in facts),
             len(metadata.storage_data),
             tuple(assumed),
@@ -352,4 +383,5 @@ def _entry(facts: FileFacts) -> FileEntry:
     """Returns the row of the file table for a file with a whole footer."""
     if facts.tail is None:
         raise RepairError(f"'{facts.name}' has no footer", candidates=(facts.name,))
-    return FileEntry(facts.name, facts.tail.file_id, facts.nbytes, facts.tail.footer_crc)
+    tail = facts.tail
+    return FileEntry(facts.name, tail.file_id, facts.nbytes, tail.footer_crc, tail.save_id)

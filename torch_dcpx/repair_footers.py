@@ -1,7 +1,8 @@
 """A Metadata out of the footers of data files, as far as they prove that it is one checkpoint's.
 
-A footer knows its file's items: names, shapes, chunks, properties and paths. It does not know which
-files were saved with it. So one file per rank and number must be there, all named in one way, none
+A footer knows its file's items: names, shapes, chunks, properties and paths; and the save that it
+is of, which is the same for all files, unless an older version wrote them. It does not know which
+other files that save had. So one file per rank and number must be there, all named in one way, none
 damaged, and together they must hold every element of every tensor once.
 """
 
@@ -28,7 +29,14 @@ from torch_dcpx.footers import BYTES, TORCH_TENSOR, FileFacts, FooterRow, key_pa
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 from torch_dcpx.verify_metadata import coverage_offences
 
-__all__ = ["check_ranks", "data_file_rank", "metadata_of", "names_its_file", "one_generation"]
+__all__ = [
+    "check_ranks",
+    "data_file_rank",
+    "metadata_of",
+    "names_its_file",
+    "one_generation",
+    "one_save",
+]
 
 _NAME = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
 
@@ -48,6 +56,40 @@ def names_its_file(name: str) -> bool:
     """Returns whether a data file's name says which file it is: no other save has it then."""
     found = _NAME.fullmatch(name)
     return found is not None and found[3] is not None
+
+
+def one_save(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) -> tuple[bytes, list[str]]:
+    """Checks that no footer says another save than the others.
+
+    Args:
+        facts: of every file, with whole footers.
+        path: the metadata that is to be made, for errors.
+        is_chosen: somebody named the files, and vouches for what no footer says.
+
+    Returns:
+        The save's id, b"" where no footer says one; and what is to be assumed.
+
+    Raises:
+        RepairError: they are of several saves, or may be.
+    """
+    by_save: dict[bytes, list[str]] = {}
+    for one in facts:
+        by_save.setdefault(one.tail.save_id if one.tail is not None else b"", []).append(one.name)
+    silent = by_save.pop(b"", [])
+    if len(by_save) > 1:
+        named = "; ".join(f"of {save_id.hex()}: {_listed(own)}" for save_id, own in by_save.items())
+        why = f"the files are of {len(by_save)} saves ({named}); {_WAY_OUT}"
+        _refuse(path, why, [one.name for one in facts])
+    save_id = next(iter(by_save), b"")
+    if not silent or len(facts) == 1:
+        return save_id, []
+    if not save_id:
+        return b"", ["all files are of one save: none of their footers says of which"]
+    if not is_chosen:
+        why = f"the footers of {_listed(silent)} do not say of which save they are, the others are "
+        _refuse(path, f"{why}of {save_id.hex()}; {_WAY_OUT}", [one.name for one in facts])
+    of_which = f"of {save_id.hex()}, as the others are: their footers do not say of which"
+    return save_id, [f"these files are {of_which}: {_listed(silent)}"]
 
 
 def one_generation(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) -> None:
@@ -180,5 +222,11 @@ def _properties(row: FooterRow, path: str, name: str) -> TensorProperties:
 
 def _refuse(path: str, why: str, candidates: Iterable[str]) -> NoReturn:
     names = tuple(candidates)
-    listed = ", ".join(f"'{name}'" for name in names[:20])
-    raise RepairError(f"repair '{path}': {why} (files: {listed})", path=path, candidates=names)
+    raise RepairError(
+        f"repair '{path}': {why} (files: {_listed(names)})", path=path, candidates=names
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(f"'{name}'" for name in names[:20]) + more

@@ -20,7 +20,7 @@ class RepairedMetadata:
         name: `.metadata`, or `__{rank}.metadata`.
         source: what it was made of: the "columns" or the "pickle" of the damaged file, which name
             the data files of the save, or the "footers" of the data files alone.
-        save_id: the save's own, where the columns were whole; else a new one.
+        save_id: the save's own, where the columns were whole or footers say it; else a new one.
         files: the data files that it names.
         items: tensors, shards and Python objects that it names.
         assumed: what nothing in the directory could prove.
@@ -47,6 +47,11 @@ class RepairReport:
     path: str
     repaired: tuple[RepairedMetadata, ...]
     is_dry_run: bool
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What must be true beyond what is there, of all files of metadata."""
+        return tuple(dict.fromkeys(text for one in self.repaired for text in one.assumed))
 
     def __str__(self) -> str:
         verb = "would make" if self.is_dry_run else "made"

@@ -148,9 +148,17 @@ def test_repair_makes_lost_metadata_anew_and_spares_a_good_one(tmp_path: Path) -
     save(STATE, tmp_path)
     assert printed("repair", tmp_path, code=1)["error"]["type"] == "RepairError"
     (tmp_path / ".metadata").unlink()
-    assert printed("repair", tmp_path, "--dry-run")["is_dry_run"]
+    said = printed("repair", tmp_path, "--dry-run", code=1)
+    assert said["is_dry_run"] and "the save had ended" in said["assumptions"][0]
+    error = printed("repair", tmp_path, code=1)["error"]
+    assert error["type"] == "RepairError" and all(
+        one in error["message"] for one in said["assumptions"]
+    )
     assert not (tmp_path / ".metadata").exists()
-    assert "made '.metadata'" in dcpx("repair", tmp_path).stdout
+    accepted = printed("repair", tmp_path, "--dry-run", "--accept-assumptions")
+    assert accepted == said
+    assert not (tmp_path / ".metadata").exists()
+    assert "made '.metadata'" in dcpx("repair", tmp_path, "--accept-assumptions").stdout
     assert_whole(STATE, tmp_path)
     assert printed("verify", tmp_path)["ok"]
 

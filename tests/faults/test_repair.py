@@ -14,11 +14,14 @@ from rank_saves import save_ranks, sharded
 from saves import (
     assert_loads,
     change,
+    committed_ids,
     data_files,
     files_in,
     load,
+    note_save,
     read_footer,
     save,
+    save_ids,
     save_rank_local,
 )
 from states import assert_same
@@ -31,6 +34,7 @@ from torch_dcpx import (
     NotCommittedError,
     OptionError,
     RepairError,
+    RepairReport,
     WriteOptions,
 )
 from torch_dcpx.directory import Directory
@@ -75,6 +79,8 @@ def save_again(state: dict[str, Any], path: Path) -> None:
     save(state, path)
 
 
+# Of these a pickle does not say which file it names.
+NAMELESS = {("pickle", "one file"), ("pickle", "several files")}
 SAVES = {"one file": save_one, "several files": save_several, "saved again": save_again}
 
 
@@ -97,6 +103,11 @@ def damages(whole: bytes) -> dict[str, bytes | None]:
         "cut in the columns: footers": whole[:middle],
         "zeros: footers": bytes(len(whole)),
     }
+
+
+def repaired(directory: Path, **kwargs: Any) -> RepairReport:
+    """Repairs what there is, whatever must be assumed."""
+    return dcpx.repair(directory, accept_assumptions=True, **kwargs)
 
 
 def leave(path: Path, content: bytes | None) -> None:
@@ -135,11 +146,13 @@ def test_repaired_metadata_loads_bit_for_bit_what_was_saved(tmp_path: Path, kind
         files = files_in(tmp_path)
         said = dcpx.repair(tmp_path, dry_run=True)
         assert files_in(tmp_path) == files and said.is_dry_run
-        (made,) = dcpx.repair(tmp_path).repaired
+        (made,) = dcpx.repair(tmp_path, accept_assumptions=bool(said.assumptions)).repaired
         (would,) = said.repaired
         assert (made.source, made.files, made.items) == (would.source, would.files, would.items)
         assert made.source == damage.rpartition(" ")[2], damage
         assert stored(tmp_path) == before, damage
+        assert committed_ids(tmp_path) == {made.save_id} == set(save_ids(tmp_path).values())
+        assert bool(made.assumed) is (made.source == "footers" or (made.source, kind) in NAMELESS)
         if made.source == "columns":
             assert path.read_bytes() == whole
         assert dcpx.verify(tmp_path).findings == ()
@@ -153,7 +166,7 @@ def test_shards_of_ranks_are_put_together_again(tmp_path: Path) -> None:
     before = stored(tmp_path)
     for damage, content in damages((tmp_path / ".metadata").read_bytes()).items():
         leave(tmp_path / ".metadata", content)
-        (made,) = dcpx.repair(tmp_path).repaired
+        (made,) = repaired(tmp_path).repaired
         assert (len(made.files), stored(tmp_path)) == (3, before), damage
         assert_loads(state, tmp_path)
         assert dcpx.verify(tmp_path).ok
@@ -163,7 +176,7 @@ def test_shards_of_ranks_are_put_together_again(tmp_path: Path) -> None:
 def test_repaired_checkpoint_is_saved_over_as_any_other(tmp_path: Path) -> None:
     save(state_of(), tmp_path)
     (tmp_path / ".metadata").unlink()
-    dcpx.repair(tmp_path)
+    repaired(tmp_path)
     save(state_of(3), tmp_path)
     assert_loads(state_of(3), tmp_path)
     assert dcpx.verify(tmp_path).findings == ()
@@ -175,7 +188,7 @@ def test_rank_local_metadata_is_made_anew_for_each_rank(tmp_path: Path) -> None:
     good = (tmp_path / "__1.metadata").read_bytes()
     (tmp_path / "__0.metadata").unlink()
     change(tmp_path / "__2.metadata", 50, b"\xff")
-    report = dcpx.repair(tmp_path)
+    report = repaired(tmp_path)
     assert [one.name for one in report.repaired] == ["__0.metadata", "__2.metadata"]
     assert [one.source for one in report.repaired] == ["footers", "columns"]
     assert (tmp_path / "__1.metadata").read_bytes() == good
@@ -222,7 +235,7 @@ def test_lost_shards_are_noticed(tmp_path: Path) -> None:
         refused(tmp_path, "No such file")
         path.write_bytes(content)
     leave(tmp_path / ".metadata", None)
-    dcpx.repair(tmp_path)
+    repaired(tmp_path)
     assert_loads(flat_of(), tmp_path)
 
 
@@ -241,12 +254,16 @@ def test_of_two_generations_none_is_guessed_but_the_named_one_taken(tmp_path: Pa
     (own,) = data_files(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(first)
     leave(tmp_path / ".metadata", None)
-    error = refused(tmp_path, "may be file 0 of rank 0")
+    error = refused(tmp_path, "the files are of 2 saves")
     assert set(error.candidates) == {own, "__0_0.distcp"}
     for names, seed in (([own], 2), (["__0_0.distcp"], 1)):
-        dcpx.repair(tmp_path, files=names)
+        repaired(tmp_path, files=names)
         assert_loads(state_of(seed), tmp_path)
         leave(tmp_path / ".metadata", None)
+    for name in (own, "__0_0.distcp"):
+        note_save(tmp_path / name)
+    error = refused(tmp_path, "may be file 0 of rank 0")
+    assert set(error.candidates) == {own, "__0_0.distcp"}
     refused(tmp_path, "not several", OptionError, files=own)
     refused(tmp_path, "No such file", files=["__4_0.distcp"])
 
@@ -259,6 +276,9 @@ def test_ranks_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
     second.unlink()
     (tmp_path / "__1_0.distcp").write_bytes(first)
     leave(tmp_path / ".metadata", None)
+    refused(tmp_path, "the files are of 2 saves")
+    for name in data_files(tmp_path):
+        note_save(tmp_path / name)
     refused(tmp_path, "with and without an id")
 
 
@@ -339,7 +359,7 @@ def test_repair_waits_for_no_save_and_disturbs_none(tmp_path: Path) -> None:
         with pytest.raises(ConcurrentSaveError):
             dcpx.repair(other)
         lock.release()
-    dcpx.repair(other)
+    repaired(other)
     assert_loads(state_of(), other)
 
 
@@ -348,7 +368,7 @@ def test_repair_forgets_no_save_that_did_not_end(tmp_path: Path) -> None:
     for line in ("host=a pid=1 boot=elsewhere\n", ""):
         leave(tmp_path / ".metadata", None)
         (tmp_path / ".dcpx.lock").write_text(line)
-        dcpx.repair(tmp_path)
+        repaired(tmp_path)
         assert (tmp_path / ".dcpx.lock").read_text().endswith(line)
         assert bool((tmp_path / ".dcpx.lock").read_text()) is bool(line)
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 import torch_dcpx as dcpx
-from torch_dcpx import RepairError, WriteOptions
+from torch_dcpx import RepairError, RepairReport, WriteOptions
 from torch_dcpx.metadata_parts import TAIL
 
 
@@ -26,6 +26,10 @@ def keep_the_pickle(directory: Path) -> None:
     """Leaves what a cut of `.metadata` behind its pickle leaves."""
     data = (directory / ".metadata").read_bytes()
     (directory / ".metadata").write_bytes(data[: TAIL.unpack(data[-TAIL.size :])[3]])
+
+
+def repaired(directory: Path, **kwargs: Any) -> RepairReport:
+    return dcpx.repair(directory, accept_assumptions=True, **kwargs)
 
 
 def refused(directory: Path, match: str, **kwargs: Any) -> None:
@@ -51,12 +55,12 @@ def test_pickle_takes_no_file_of_another_save_for_its_own(tmp_path: Path) -> Non
 def test_what_names_cannot_tell_is_said(tmp_path: Path) -> None:
     save(state_of(1), tmp_path / "one")
     keep_the_pickle(tmp_path / "one")
-    (made,) = dcpx.repair(tmp_path / "one").repaired
+    (made,) = repaired(tmp_path / "one").repaired
     assert any("of another save" in text for text in made.assumed)
     save(state_of(1), tmp_path / "two", options=WriteOptions(files_per_rank=2))
     (tmp_path / "two/.metadata").unlink()
     (tmp_path / "two/__0_1.distcp").unlink()
-    (made,) = dcpx.repair(tmp_path / "two").repaired
+    (made,) = repaired(tmp_path / "two").repaired
     assert any("behind its last one" in text for text in made.assumed)
 
 
@@ -66,7 +70,7 @@ def test_checkpoint_of_all_ranks_is_not_taken_for_those_of_each(tmp_path: Path) 
     save_ranks(sharded(state_of(3), 2), tmp_path)  # over them; their locks stay
     (tmp_path / ".metadata").unlink()
     refused(tmp_path, "say which of them is lost")
-    (made,) = dcpx.repair(tmp_path, rank_local=False).repaired
+    (made,) = repaired(tmp_path, rank_local=False).repaired
     assert (made.name, len(made.files)) == (".metadata", 2)
     assert dcpx.verify(tmp_path).ok
 
@@ -75,7 +79,7 @@ def test_checkpoint_that_was_being_deleted_is_not_brought_back(tmp_path: Path) -
     save(state_of(1), tmp_path)
     (tmp_path / ".metadata").rename(tmp_path / ".dcpx.deleted")
     refused(tmp_path, "being deleted")
-    dcpx.repair(tmp_path, files=["__0_0.distcp"])
+    repaired(tmp_path, files=["__0_0.distcp"])
     assert dcpx.verify(tmp_path).ok
 
 
