@@ -277,7 +277,7 @@ class _Repair:
         metadata = metadata_of(facts, path, is_whole=is_whole)
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self._directory.path))
         assumed = [
-            "the save had ended: footers are the same of one that was killed before its commit",
+            "the save had ended: one that was killed before its commit leaves the same",
             *of_one_save,
             "the save had no metadata of a planner's own (planner_data) but names' paths",
         ]

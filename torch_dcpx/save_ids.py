@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx.errors import PlanError
-from torch_dcpx.guard import Guard
 from torch_dcpx.layout import FileEntry, id_bytes
 from torch_dcpx.running_save import RunningSave
 
@@ -25,7 +24,6 @@ __all__ = ["SavePrefix", "save_of", "with_save_id", "written_id"]
 _MAX_TAKEN = 1024
 
 _taken: dict[tuple[str, str], None] = {}  # (prefix, save id) of plans written here, oldest first
-_guard = Guard()
 
 
 @dataclasses.dataclass
@@ -40,7 +38,7 @@ def with_save_id(plans: list[SavePlan], save: RunningSave | None) -> list[SavePl
 
     Of a driven save its driver tells all ranks.
     """
-    if save is None or save.is_driven or len(plans) < 2:
+    if save is None or save.is_driven or not save.save_id or len(plans) < 2:
         return plans
     return [
         dataclasses.replace(plan, storage_data=SavePrefix(plan.storage_data.prefix, save.save_id))
@@ -72,12 +70,11 @@ def _is_new(told: SavePrefix) -> bool:
     A planner that keeps finished plans (`enable_plan_caching`) gives one of an earlier save again.
     """
     key = told.prefix, told.save_id
-    with _guard.held():
-        is_new = key not in _taken
-        _taken.pop(key, None)
-        _taken[key] = None
-        if len(_taken) > _MAX_TAKEN:
-            del _taken[next(iter(_taken))]
+    is_new = key not in _taken
+    _taken.pop(key, None)  # without a lock, which a fork may find held: ranks have own keys
+    _taken[key] = None
+    for oldest in list(_taken)[:-_MAX_TAKEN]:
+        _taken.pop(oldest, None)
     return is_new
 
 

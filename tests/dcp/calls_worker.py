@@ -26,7 +26,14 @@ from ranks import leave_well
 from saves import committed_ids, read_footer, save_ids
 from states import assert_same
 
-from torch_dcpx import DcpxReader, DcpxWriter, StorageError, UnsupportedError, verify
+from torch_dcpx import (
+    DcpxReader,
+    DcpxSavePlanner,
+    DcpxWriter,
+    StorageError,
+    UnsupportedError,
+    verify,
+)
 from torch_dcpx.metadata import decode_save_id
 
 READERS = (DcpxReader, dcp.FileSystemReader)
@@ -142,6 +149,12 @@ def cached_plans(path: Path) -> None:
         assert_holds(path, seed, rows)
         assert_one_save(path, may_be_silent=seed % 2 == 0)
         assert verify(path).ok
+        dist.barrier()
+    planner = DcpxSavePlanner()  # keeps plans as well, and takes each save's id
+    for seed in (5, 6):
+        dcp.save(state_of(seed), storage_writer=writer, planner=planner)
+        assert_holds(path, seed)
+        assert_one_save(path)
         dist.barrier()
 
 
