@@ -195,9 +195,7 @@ class DcpxWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self.__is_coordinator = is_coordinator
         save.save_id = save.save_id if is_coordinator or not self.use_collectives else ""
-        self.__own_files = []
-        self.__hooks_s = 0.0
-        self.last_report = None
+        self.__own_files, self.__hooks_s, self.last_report = [], 0.0, None
         if not save.is_driven:
             self.__pause.begin(planned_entries(sys._getframe(1)))
 
@@ -287,12 +285,13 @@ class DcpxWriter(FileSystemWriter):
         """Writes this rank's files; notes them as soon as nobody else would remove them."""
         transform = transform_by(self.transforms) if self.transforms.extensions else None
         table = WriteTable(planner, plan, transform)
-        path = str(self.path)
         files_per_rank = self.options.files_per_rank if self.single_file_per_rank else None
         split = split_items(plan.items, files_per_rank)
         with (
             self.__opened(self.__directory_path()) as directory,
-            reporting(self.options.progress, path, is_coordinator=self.__is_coordinator) as told,
+            reporting(
+                self.options.progress, str(self.path), is_coordinator=self.__is_coordinator
+            ) as told,
         ):
             report = self.__save.watched(told) if self.__save else told
             planned = list(map(planned_bytes, split.items)) if told is not None else ()
@@ -315,10 +314,8 @@ class DcpxWriter(FileSystemWriter):
         self, directory: Directory, name: str, metadata: Metadata, results: list[list[WriteResult]]
     ) -> list[FileEntry]:
         """Checks, publishes under `name`, removes what it replaced; returns the files of all."""
-        storage_data, files = verify_results(metadata, results)
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = storage_data
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data, files = verify_results(metadata, results)
+        metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
         check_present(directory, self.__own_files)
         commit(
             directory,
@@ -357,11 +354,9 @@ class DcpxWriter(FileSystemWriter):
         return min(max(ahead, self.options.slot_bytes), self.options.resolved_memory_bytes())
 
     def __lock(self, directory: Directory) -> None:
-        save = self.__save or RunningSave(self)
-        if not self.use_collectives and self.rank is not None:
-            self.__locks.take(directory, save, self.rank)
-        elif self.__is_coordinator:
-            self.__locks.take(directory, save)
+        rank = None if self.use_collectives else self.rank
+        if self.__is_coordinator or rank is not None:
+            self.__locks.take(directory, self.__save or RunningSave(self), rank)
 
     def _metadata_exists(self) -> bool:
         """Whether there is a checkpoint to overwrite: one of all ranks takes the place of any."""
