@@ -250,7 +250,9 @@ def test_good_resume_has_no_more_rounds_and_looks_than_without_fallback(
         )
     rounds = CheckpointManager._exchange
     monkeypatch.setattr(
-        CheckpointManager, "_exchange", lambda self, what: calls.append(what) or rounds(self, what)
+        CheckpointManager,
+        "_exchange",
+        lambda self, what, *more: calls.append(what) or rounds(self, what, *more),
     )
     manager_of(root).resume(state={"x": large(0)}, strict=False)
     assert calls == ["resume", "newest"]
