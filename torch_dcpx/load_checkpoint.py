@@ -2,7 +2,7 @@
 
 1. Each rank: state dicts of `Stateful` objects, metadata, what differs, its plan (`load_plan`).
 2. Coordinator: one error of all ranks' differences, or the global plan. No byte was read so far.
-3. Each rank reads. Nobody goes on before all have.
+3. Each rank reads, and its parts check what came (`load_part`). Nobody goes on before all have.
 4. Each rank hands what was read to `Stateful` objects and to the caller's dict.
 
 Ranks agree through the process group's store (`exchange`), never by a collective: a group that has
@@ -24,6 +24,7 @@ from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.load_checks import LoadRules
+from torch_dcpx.load_part import LoadPart
 from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
@@ -185,6 +186,10 @@ class LoadRun:
             plan = own.planner.finish_plan(agreed)
             self._items = len(plan.items)
             own.reader.read_data(plan, own.planner).wait()
+            for key, value in own.loaded().items():
+                part = self._target.get(key)
+                if isinstance(part, LoadPart):
+                    part.check(value)
 
         self._exchange.note_phase("reading")
         self._on_all("read", read_own)
@@ -203,12 +208,13 @@ class LoadRun:
         return (self._apply_own,)
 
     def _apply_own(self) -> None:
-        for key, value in self.own.loaded().items():
-            current = self._target.get(key)
+        loaded, target = self.own.loaded(), self._target
+        for key in sorted(loaded, key=lambda key: _is_last(target.get(key))):
+            value, current = loaded[key], target.get(key)
             if is_stateful(current):
                 current.load_state_dict(value)
             else:
-                self._target[key] = value
+                target[key] = value
 
     def release(self) -> None:
         """Closes the files that were opened for a read that does not come."""
@@ -259,6 +265,10 @@ class LoadRun:
                 self._seconds[phase] += time.perf_counter() - began
 
         return timed
+
+
+def _is_last(value: Any) -> bool:
+    return isinstance(value, LoadPart) and value.is_last
 
 
 def _options_of(options: ReadOptions | None, reader: StorageReader | None) -> ReadOptions:

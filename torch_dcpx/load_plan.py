@@ -25,6 +25,7 @@ from torch_dcpx._compat import flattened_before_2_4
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
 from torch_dcpx.key_rules import KeyRules, keeps_names
 from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_error
+from torch_dcpx.load_part import LoadPart
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.mapped_state import MappedState, map_state, model_part
 from torch_dcpx.planner_hooks import has_stock_hooks
@@ -110,7 +111,8 @@ class RankPlan:
         for key in sorted(target, key=str):  # `state_dict` may be collective: in one order
             value = target[key]
             if is_stateful(value):
-                has_stateful, value = True, value.state_dict()
+                has_stateful |= not isinstance(value, LoadPart) or value.is_applied
+                value = value.state_dict()
             self.state[key] = value
         metadata, is_of_all = _read_metadata(reader, rank)
         reader_args = {"rank": rank, "use_collectives": is_of_all}
@@ -118,6 +120,9 @@ class RankPlan:
             reader_args = {}
         if not metadata.state_dict_metadata:  # a reader that has kept an error says so here
             reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
+        for key, value in target.items():
+            if isinstance(value, LoadPart):
+                self.state[key] = value.fitted(self.state[key], metadata, key)
         planner.set_up_planner(self.state, metadata, is_coordinator)
         reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
         self._stored = metadata.state_dict_metadata

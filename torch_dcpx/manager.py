@@ -310,11 +310,9 @@ class CheckpointManager(ExportingCatalog):
                     options=self._read_options, strict=strict, key_map=wanted.rules,
                 )  # fmt: skip
             except BaseException as error:
-                wanted.leave_fresh()
                 if attempts.passes_over(chosen, error, logs=rank == 0):
                     return None
                 raise
-            wanted.leave_fresh(report.missing)
             if attempts.passed_over and not strict:
                 attempts.check_filled(report.missing, wanted, self._exchange("resume"))
             content = wanted.hand_over(self._read_options)

@@ -21,10 +21,11 @@ from torch_dcpx.load_report import LoadReport
 from torch_dcpx.manager_save import Parts
 from torch_dcpx.manager_translate import TrainingRules
 from torch_dcpx.optimizer_groups import NAMED_GROUPS
+from torch_dcpx.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.per_rank import Merge, PerRank, check_mergeable, merged
 from torch_dcpx.stored_checkpoint import Record
-from torch_dcpx.train_state import ModelPart, OptimizerPart, StatePart, by_name, load_states
+from torch_dcpx.train_state import ModelPart, StatePart, load_states
 from torch_dcpx.user_content import decode_content, with_own
 
 __all__ = ["Chosen", "PassedOver", "ResumeInfo", "Wanted"]
@@ -162,7 +163,6 @@ class Wanted:
                 strict=self._strict,
                 has_named_groups=self._has_named_groups,
                 rules=self.rules,
-                is_target=True,
             )
         if parts.state is not None:
             target["state"] = StatePart(parts.state)
@@ -176,18 +176,6 @@ class Wanted:
             target["dcpx"] = small
         self._target = target
         return target
-
-    def leave_fresh(self, missing: Iterable[str] | None = None) -> None:
-        """Leaves optimizers without state that had none, and got none.
-
-        Args:
-            missing: names that were not loaded. Default None: all, the load failed.
-        """
-        optimizer = self._target.get("optimizer")
-        if optimizer is not None:
-            begin = "optimizer."
-            names = None if missing is None else {one.removeprefix(begin) for one in missing}
-            optimizer.leave_fresh(names)
 
     def hand_over(self, options: ReadOptions | None) -> Any:
         """Gives what is small to whom it belongs; returns the user's content.

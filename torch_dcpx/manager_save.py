@@ -23,6 +23,7 @@ from torch_dcpx.committed import committed_save_id
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager_root import ManagerRoot
 from torch_dcpx.optimizer_groups import NAMED_GROUPS, digest_of_groups
+from torch_dcpx.optimizer_part import OptimizerPart
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.own_directory import OwnDirectory
 from torch_dcpx.per_rank import PerRank
@@ -31,7 +32,6 @@ from torch_dcpx.retention import Retention
 from torch_dcpx.stored_checkpoint import Record
 from torch_dcpx.train_state import (
     ModelPart,
-    OptimizerPart,
     StatePart,
     check_parts,
     flat,

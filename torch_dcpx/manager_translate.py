@@ -40,6 +40,8 @@ class TrainingRules(KeyRules):
         self._prefixes = tuple(prefix + kind for prefix in whole for kind in kinds)
         self._new: dict[str, str | None] = {}  # by stored name; None: left out
         self._reshaped: dict[str, list[str | None]] = {}  # what is made of a stored one
+        # What was asked for, and the answer: parts and planner ask, and functions are called once.
+        self._resolved: tuple[Mapping[str, Sizes | None], dict[str, MappedTensor]] | None = None
 
     def resolve(
         self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False, part: str = ""
@@ -51,6 +53,8 @@ class TrainingRules(KeyRules):
             UnsupportedError: an optimizer that is asked for has states of a tensor that is split,
                 merged or transposed.
         """
+        if self._resolved is not None and self._resolved[0] == stored:
+            return self._resolved[1]
         mapped = self._key_map.resolve(stored, tensors_only=tensors_only, part=MODEL)
         self._note(mapped, stored)
         entries = {MODEL + name: entry for name, entry in mapped.items()}
@@ -63,6 +67,7 @@ class TrainingRules(KeyRules):
                     f"'{entries[new].sources[0]}' and '{name}' both become '{new}'", fqn=name
                 )
             entries[new] = MappedTensor.whole(name, sizes)
+        self._resolved = stored, entries
         return entries
 
     def parameters(self, name: str, own: Set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Model, optimizers and the rest of a training as parts of one state.
+"""The model and the rest of a training as parts of one state; its optimizers: `optimizer_part`.
 
 Each part is a `Stateful` object, which a save or a load asks when the ranks are past the point
 where an error of one is raised on all. Model and optimizers go through DCP's own functions
@@ -8,36 +8,23 @@ is wrapped or sharded. These run on every rank, and with FSDP1 run collectives o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx.errors import OptionError
-from torch_dcpx.manager_translate import TrainingRules
-from torch_dcpx.optimizer_groups import (
-    groups_by_parameter,
-    settings_by_parameter,
-    translated_groups,
-)
 from torch_dcpx.per_rank import PerRank
-from torch_dcpx.plan_fingerprint import STATE_READER
 
 __all__ = [
     "ModelPart",
-    "OptimizerPart",
     "StatePart",
-    "by_name",
     "check_parts",
     "flat",
     "kind_of",
@@ -60,121 +47,6 @@ class ModelPart:
         set_model_state_dict(self._model, state, options=self._options)
 
 
-class OptimizerPart:
-    """One optimizer, several as one (a list), or several by name (a dict), of one model.
-
-    With `has_named_groups` the settings of groups are kept by parameter: where ranks have other
-    parameters in their groups, "group 0" means something else on each of them. With `is_target`
-    it is to be loaded.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: Any,
-        *,
-        strict: bool = True,
-        has_named_groups: bool = False,
-        rules: TrainingRules | None = None,
-        is_target: bool = False,
-    ) -> None:
-        self._model = model
-        self._named = by_name(optimizer)
-        self._is_named = isinstance(optimizer, Mapping)
-        self._options = StateDictOptions(strict=strict)
-        self._has_named_groups = has_named_groups
-        self._rules = rules
-        self._is_target = is_target
-        self._groups: dict[str, list[list[str]]] = {}  # parameters, by optimizer and group
-        # Those that had no state yet, and the names of what DCP made for them.
-        self._fresh: list[tuple[torch.optim.Optimizer, set[str]]] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        states: dict[str, Any] = {}
-        for name, optimizers in self._named.items():
-            each = _each(optimizers)
-            # DCP makes the state of such a one, with step 1 and zeros, so that it can be filled.
-            new = [one for one in each if not one.state]
-            fresh: dict[int, set[str]] = {id(one): set() for one in new}
-            self._fresh += [(one, fresh[id(one)]) for one in new]
-            with _without_gradients(new if self._is_target else ()):
-                own: dict[str, Any] = get_optimizer_state_dict(self._model, each)
-            groups = own["param_groups"]
-            begin = f"{name}.state." if self._is_named else "state."
-            numbered = iter(groups)
-            for one in each:
-                names = _state_names(own, islice(numbered, len(one.param_groups)))
-                fresh.get(id(one), set()).update(begin + key for key in names)
-            self._groups[name] = [list(group["params"]) for group in groups]
-            if self._has_named_groups:
-                own = {**own, "param_groups": settings_by_parameter(groups)}
-            states[name] = own
-        return states if self._is_named else states[""]
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, optimizers in self._named.items():
-            own = state[name] if self._is_named else state
-            groups = own["param_groups"]
-            if self._has_named_groups:
-                groups = groups_by_parameter(groups, self._groups[name])
-            elif self._rules is not None:
-                groups = translated_groups(groups, self._groups[name], self._rules)
-            with _without_empty_groups(_each(optimizers) if self._has_named_groups else ()):
-                set_optimizer_state_dict(
-                    self._model,
-                    _each(optimizers),
-                    optim_state_dict={**own, "param_groups": groups},
-                    options=self._options,
-                )
-
-    def leave_fresh(self, missing: Set[str] | None = None) -> None:
-        """Takes the state that was made to be filled, and was not, from optimizers that had none.
-
-        Args:
-            missing: names of this part that were not loaded. Default None: all of them.
-        """
-        for one, names in self._fresh:
-            if missing is None or names <= missing:
-                one.state.clear()
-
-
-def _state_names(own: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    """Returns the flat names of the states of the parameters in these groups."""
-    names = [name for group in groups for name in group["params"] if name in own["state"]]
-    flat_state: dict[str, Any] = STATE_READER.flatten({n: own["state"][n] for n in names})[0]
-    return flat_state
-
-
-@contextmanager
-def _without_gradients(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Puts gradients aside: where there are any, DCP makes no state that could be filled."""
-    parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    kept = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
-
-
-@contextmanager
-def _without_empty_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Keeps groups without parameters as they are: of these nothing is stored by parameter, and
-    DCP would take their settings away.
-    """
-    before = [one.param_groups for one in optimizers]
-    for one in optimizers:
-        one.param_groups = [group for group in one.param_groups if group["params"]]
-    try:
-        yield
-    finally:
-        for one, groups in zip(optimizers, before, strict=True):
-            new = iter(one.param_groups)
-            one.param_groups = [next(new) if group["params"] else group for group in groups]
-
-
 class StatePart:
     """A user's dict. Its `Stateful` values are asked, the others replaced in it."""
 
@@ -195,15 +67,6 @@ class StatePart:
                 current.load_state_dict(value)
             else:
                 self._state[key] = value
-
-
-def by_name(optimizers: Any) -> Mapping[str, Any]:
-    """Returns optimizers by their names; one, and a list of them, under ""."""
-    return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
-
-
-def _each(optimizers: Any) -> list[torch.optim.Optimizer]:
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, state: Any) -> None:

@@ -84,6 +84,8 @@ def whole(value: Any) -> Any:
 
 def states_of(model: Any, optimizers: dict[str, Any]) -> dict[str, Any]:
     states = {n: get_optimizer_state_dict(model, one) for n, one in optimizers.items()}
+    for one in states.values():  # in an order of their own: a fresh optimizer takes the stored one
+        one["state"] = {name: dict(sorted(own.items())) for name, own in one["state"].items()}
     return {"model": whole(get_model_state_dict(model)), "optimizers": whole(states)}
 
 

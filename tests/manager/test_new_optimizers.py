@@ -11,7 +11,7 @@ from states import assert_same
 from trainings import Training, manager_of
 
 from torch_dcpx import MismatchError, StorageError, load, manager, save
-from torch_dcpx.train_state import OptimizerPart
+from torch_dcpx.optimizer_part import OptimizerPart
 
 
 def adamw(*layers: Any, **kwargs: Any) -> torch.optim.AdamW:
@@ -26,7 +26,7 @@ def test_resume_that_is_refused_leaves_a_new_optimizer_without_state(
     saves = manager_of(tmp_path)
     saves.save(1, model=training.model)
     other, beside = Training(5), Training(5)
-    with pytest.raises(MismatchError, match=r"optimizer\.state"):
+    with pytest.raises(MismatchError, match=r"optimizer\.param_groups"):
         saves.resume(model=other.model, optimizer=other.optimizer)
     assert not other.optimizer.state
 

@@ -1,0 +1,91 @@
+"""A training is bit for bit the same, saved or not, resumed or not, with whatever torch offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch.optim import lr_scheduler
+from unchanged import Case, check_unchanged, optimizers, schedulers, variants
+
+WORKER = Path(__file__).with_name("unchanged_worker.py")
+EVERY = [(name, arguments) for name in optimizers() for arguments in variants(name)]
+QUICK = [
+    (name, arguments)
+    for number, (name, arguments) in enumerate(EVERY)
+    if name != EVERY[number - 1][0] or arguments.keys() & {"fused", "momentum"}
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small layers are slower on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("case", [Case(*one, "StepLR") for one in QUICK], ids=str)
+def test_every_optimizer_trains_as_if_nobody_had_saved_or_resumed(
+    tmp_path: Path, case: Case
+) -> None:
+    check_unchanged(tmp_path, case)
+
+
+@pytest.mark.parametrize("name", schedulers())
+def test_every_scheduler_goes_on_as_if_nobody_had_saved_or_resumed(
+    tmp_path: Path, name: str
+) -> None:
+    check_unchanged(tmp_path, Case("AdamW", {}, name))
+
+
+@pytest.mark.slow  # minutes: all variants, and the pairs
+@pytest.mark.parametrize("optimizer", EVERY, ids=lambda one: str(Case(*one, "")))
+def test_every_pair_trains_as_if_nobody_had_saved_or_resumed(
+    tmp_path: Path, optimizer: tuple[str, dict[str, Any]]
+) -> None:
+    is_paired = optimizer[1].keys() <= {"foreach", "fused"}
+    for name in schedulers() if is_paired else ["StepLR"]:
+        check_unchanged(tmp_path / name, Case(*optimizer, name))
+
+
+def _sparse_step_of_dense_gradients() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    parameter.sum().backward()
+    torch.optim.SparseAdam([parameter]).step()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (_sparse_step_of_dense_gradients, "does not support dense gradients"),
+        (lambda: torch.optim.Muon([torch.nn.Parameter(torch.ones(2))]), "only supports 2D param"),
+        (
+            lambda: torch.optim.LBFGS([{"params": [torch.ones(2)]}, {"params": [torch.ones(1)]}]),
+            "doesn't support per-parameter options",
+        ),
+        (lambda: lr_scheduler.LRScheduler(torch.optim.SGD([torch.ones(2)])), None),
+    ],
+    ids=["SparseAdam", "Muon", "LBFGS", "LRScheduler"],
+)
+def test_what_the_cases_leave_out_torch_itself_cannot_do(
+    make: Callable[[], object], text: str | None
+) -> None:
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError), match=text):
+        make()
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    "amount",
+    ["quick", *(pytest.param(one, marks=pytest.mark.slow) for one in ("schedulers", *"0123"))],
+)
+def test_sharded_training_is_the_same_saved_or_not_resumed_or_not(
+    tmp_path: Path, amount: str
+) -> None:
+    run_ranks(WORKER, 2, amount, str(tmp_path))

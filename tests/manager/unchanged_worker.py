@@ -1,0 +1,80 @@
+"""`unchanged` on two ranks with FSDP2: `test_unchanged.py` starts it.
+
+unchanged_worker.py quick|schedulers|NUMBER ROOT    a number below 4: every fourth optimizer
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from ranks import leave_well
+from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
+
+# What torch cannot step with FSDP2, and what it says: checked below, for it may learn to.
+CANNOT = {
+    "Adafactor": {"": "in-place operations that require placement changes"},
+    "Adagrad": {"fused": "_fused_adagrad_.default does not have a sharding strategy"},
+    "LBFGS": {"": "got mixed torch.Tensor and DTensor"},  # with parameters without gradients
+    "Rprop": {
+        "": "in-place operations that require placement changes",
+        "foreach": "_foreach_copy_.default does not have a sharding strategy",
+    },
+    "SGD": {"fused": "_fused_sgd_.default does not have a sharding strategy"},
+    "SparseAdam": {"": "fsdp::chunk_cat.*SparseCPU"},
+}
+
+
+def shard(model: torch.nn.Module) -> None:
+    for layer in model.children():
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def refusal(name: str, arguments: dict[str, Any]) -> str | None:
+    """Returns what torch says of a combination that it cannot step."""
+    known = CANNOT.get(name, {})
+    true = [key for key, value in arguments.items() if value is True]
+    return next((known[key] for key in (*true, "") if key in known), None)
+
+
+def check(root: Path, name: str, arguments: dict[str, Any], scheduler: str) -> None:
+    case = Case(name, arguments, scheduler)
+    text = refusal(name, arguments)
+    if text is None:
+        check_unchanged(root / str(case), case, shard)
+        return
+    training = Training(case, 0, shard)
+    with pytest.raises((RuntimeError, NotImplementedError), match=text):
+        training.train(0)
+    if name == "LBFGS":
+        check_unchanged(root / str(case), case._replace(is_used_only=True), shard)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    amount, root = sys.argv[1], Path(sys.argv[2])
+    if amount == "quick":
+        check(root, "AdamW", {"fused": True}, "OneCycleLR")
+        check(root, "SGD", {"momentum": 0.9}, "SequentialLR")
+    elif amount == "schedulers":
+        for scheduler in schedulers():
+            check(root, "AdamW", {"foreach": True}, scheduler)
+    else:
+        for name in optimizers()[int(amount) :: 4]:
+            for arguments in variants(name):
+                check(root, name, arguments, "StepLR")
+    leave_well()
+
+
+if __name__ == "__main__":
+    main()
