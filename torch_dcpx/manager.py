@@ -29,7 +29,7 @@ from torch_dcpx.manager_translate import checked_translate
 from torch_dcpx.optimizer_groups import NAMED_GROUPS
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.paths import AnyPath
-from torch_dcpx.per_rank import Merge
+from torch_dcpx.per_rank import Merge, checked_merge
 from torch_dcpx.preemption import Preemption
 from torch_dcpx.retention import KeepRules
 from torch_dcpx.save_checkpoint import async_save as save_in_background
@@ -261,7 +261,10 @@ class CheckpointManager(ExportingCatalog):
         Raises:
             NotCommittedError: nothing whole is there, or not the tag.
             MismatchError: what was asked for was not saved; nothing was changed. Or parameters that
-                are one group now were saved with different settings, which is seen behind the read.
+                are one group now were saved with different settings, or were in no optimizer that
+                was saved, which is seen behind the read.
+            RankError: what is the caller's (`merge`, a `load_state_dict`) raised on a rank: on all.
+            OptionError: parts or a merge that cannot work.
             PlanError: ranks made different calls, or `translate` does not fit what is stored.
             CorruptionError: what is there is damaged, or what was to take its place does not fit.
             UnsupportedError: `translate` splits, merges or transposes a tensor of which the
@@ -286,9 +289,8 @@ class CheckpointManager(ExportingCatalog):
                 parts.check()
                 key_maps.append(checked_translate(translate, parts.model))
                 named = None if attempts.tag is None else tag_of(attempts.tag)
-                merges = sorted(merge) if isinstance(merge, dict) else merge is not None
                 return parts.call(
-                    "resume", None, tag=named, strict=strict, merge=merges,
+                    "resume", None, tag=named, strict=strict, merge=checked_merge(merge),
                     translate=told_rules(key_maps[0]), **attempts.told,
                 )  # fmt: skip
 
@@ -302,8 +304,9 @@ class CheckpointManager(ExportingCatalog):
             if attempts.is_fresh(chosen):
                 return ResumeInfo(skipped=chosen.skipped)
             wanted = Wanted(
-                parts, chosen, rank, world_size, strict=strict, merge=merge, translate=key_maps[0]
-            )
+                parts, chosen, rank, world_size, strict=strict, merge=merge,
+                translate=key_maps[0], options=self._read_options,
+            )  # fmt: skip
             try:
                 report = load(
                     wanted.target(), chosen.path, process_group=self._group, no_dist=self._no_dist,
@@ -315,9 +318,8 @@ class CheckpointManager(ExportingCatalog):
                 raise
             if attempts.passed_over and not strict:
                 attempts.check_filled(report.missing, wanted, self._exchange("resume"))
-            content = wanted.hand_over(self._read_options)
         self._last_step = chosen.step or 0
-        return attempts.resumed(chosen, content, report)
+        return attempts.resumed(chosen, wanted.content, report)
 
     # ---- The end, and what may bring it --------------------------------------------------------
 

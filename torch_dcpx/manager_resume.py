@@ -4,8 +4,10 @@
    readers' lock from here on, so that nobody's retention takes it away. Damage that 3 finds leads
    back here (`manager_fallback`).
 2. What was asked for and is not there, and what was each of other ranks' own, is refused.
-3. `dcpx.load`: checked as a whole, then read, then handed to model, optimizers and state.
-4. What is small is handed to scheduler and data loader, and returned.
+3. `dcpx.load`: checked as a whole, then read. What is small is taken apart, and merged, behind the
+   read: an error of that is raised on all ranks before anything is handed over on any.
+4. Still in the load: model, optimizers and state get what is theirs, then scheduler, data loader
+   and what is each rank's own. An error on one rank is raised on all, and none returns before.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.key_rules import KeyRules
+from torch_dcpx.load_part import LoadPart
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.manager_save import Parts
 from torch_dcpx.manager_translate import TrainingRules
@@ -25,7 +28,7 @@ from torch_dcpx.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.per_rank import Merge, PerRank, check_mergeable, merged
 from torch_dcpx.stored_checkpoint import Record
-from torch_dcpx.train_state import ModelPart, StatePart, load_states
+from torch_dcpx.train_state import ModelPart, StatePart, paired_states
 from torch_dcpx.user_content import decode_content, with_own
 
 __all__ = ["Chosen", "PassedOver", "ResumeInfo", "Wanted"]
@@ -91,6 +94,7 @@ class Wanted:
         strict: bool,
         merge: Merge,
         translate: KeyRules | None = None,
+        options: ReadOptions | None = None,
     ) -> None:
         """Raises MismatchError where it does not have that: the same on every rank."""
         self._parts = parts
@@ -108,7 +112,9 @@ class Wanted:
         self._ranks: Iterable[int] = ()  # whose own is read
         if self._names:
             self._ranks = [rank] if saved_ranks == world_size else range(saved_ranks)
-        self._target: dict[str, Any] = {}
+        self._options = options
+        self._given: dict[str, Any] = {}  # what is small, by part
+        self._own_values: dict[str, Any] = {}  # what is this rank's own, by path
         self._strict = strict
         self._has_named_groups = NAMED_GROUPS in self._stored
         self.rules: TrainingRules | None = None  # that the load goes by
@@ -173,35 +179,53 @@ class Wanted:
         if self._names:
             small["rank"] = {str(rank): b"" for rank in self._ranks}
         if small:
-            target["dcpx"] = small
-        self._target = target
+            target["dcpx"] = _SmallPart(self, small)
         return target
 
-    def hand_over(self, options: ReadOptions | None) -> Any:
-        """Gives what is small to whom it belongs; returns the user's content.
+    @property
+    def content(self) -> Any:
+        """The user's content, when it was loaded."""
+        return self._given.get("user_content")
+
+    @property
+    def has_small(self) -> bool:
+        """Whether something that is small is handed to anybody."""
+        parts = self._parts
+        is_own = any(not name.startswith("user_content") for name in self._names)
+        return is_own or (parts.lr_scheduler is not None and "lr_scheduler" in self._stored)
+
+    def take_apart(self, small: dict[str, Any]) -> None:
+        """Decodes and merges what is small; nobody has any of it yet.
 
         Raises:
             CorruptionError: it is not what a manager saves.
+            OptionError: there are more or fewer schedulers than were saved.
+            What the user's merge raises.
         """
-        small: dict[str, Any] = self._target.get("dcpx", {})
+        path, options = self._chosen.path, self._options
         own = self._own(small, options)
-        parts, path = self._parts, self._chosen.path
-        given: dict[str, Any] = {}
         for name in ("user_content", "lr_scheduler"):
             if name in small:
                 value = decode_content(small[name], f"dcpx.{name}", path, options)
                 try:
-                    given[name] = with_own(value, own)
+                    self._given[name] = with_own(value, own)
                 except (KeyError, TypeError, RecursionError) as error:
                     raise _none_of_ours(f"dcpx.{name}", path, error) from error
-        if "lr_scheduler" in given:
-            load_states(parts.lr_scheduler, given["lr_scheduler"])
+        self._own_values = own
+        if "lr_scheduler" in self._given:
+            paired_states(self._parts.lr_scheduler, self._given["lr_scheduler"])
+
+    def hand_over(self) -> None:
+        """Gives what is small to whom it belongs. REQUIRES: `take_apart`."""
+        parts, own = self._parts, self._own_values
+        if "lr_scheduler" in self._given:
+            for one, state in paired_states(parts.lr_scheduler, self._given["lr_scheduler"]):
+                one.load_state_dict(state)
         if parts.dataloader is not None and "dataloader" in own:
             parts.dataloader.load_state_dict(own["dataloader"])
         for key, value in (parts.state or {}).items():
             if type(value) is PerRank and f"state.{key}" in own:
                 value.value = own[f"state.{key}"]
-        return given.get("user_content")
 
     def _own(self, small: dict[str, Any], options: ReadOptions | None) -> dict[str, Any]:
         """Returns this rank's own by path: what it saved, or what the merge gives."""
@@ -219,6 +243,26 @@ class Wanted:
         if record is not None and record.ranks == self._world_size:
             return {name: stored[0][name] for name in self._names}
         return merged(stored, self._names, self._merge, self._rank, self._world_size)
+
+
+class _SmallPart(LoadPart):
+    """What is small: it is handed over when model, optimizers and state have what is theirs."""
+
+    is_last = True
+
+    def __init__(self, wanted: Wanted, small: dict[str, Any]) -> None:
+        self.is_applied = wanted.has_small
+        self._wanted = wanted
+        self._small = small
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._small
+
+    def check(self, state: dict[str, Any]) -> None:
+        self._wanted.take_apart(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._wanted.hand_over()
 
 
 def _none_of_ours(fqn: str, path: str, why: object) -> CorruptionError:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch_dcpx.errors import MismatchError
+from torch_dcpx.errors import MismatchError, OptionError
 
-__all__ = ["Merge", "PerRank", "check_mergeable", "merged"]
+__all__ = ["Merge", "PerRank", "check_mergeable", "checked_merge", "merged"]
 
 # What this rank gets: from the objects of all ranks that saved, by rank; rank; ranks now.
 MergeFunction: TypeAlias = Callable[[list[Any], int, int], Any]
@@ -30,6 +30,21 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
+
+
+def checked_merge(merge: Any) -> list[str] | bool:
+    """Returns what ranks compare of `resume(merge=)`. Raises OptionError: it cannot be called."""
+    if merge is None or callable(merge):
+        return merge is not None
+    if not isinstance(merge, Mapping) or not all(
+        type(name) is str and callable(function) for name, function in merge.items()
+    ):
+        raise OptionError(
+            f"merge must be a function, or a dict of functions by name, got {merge!r:.80}",
+            option="merge",
+            value=None,
+        )
+    return sorted(merge)
 
 
 def merged(

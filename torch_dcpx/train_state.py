@@ -28,7 +28,7 @@ __all__ = [
     "check_parts",
     "flat",
     "kind_of",
-    "load_states",
+    "paired_states",
     "states_of",
 ]
 
@@ -113,8 +113,9 @@ def states_of(parts: Any) -> Any:
     return parts.state_dict()
 
 
-def load_states(parts: Any, states: Any) -> None:
-    """Hands what `states_of` gave back. Raises OptionError: there are more or fewer of them."""
+def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
+    """Returns each object with what `states_of` gave of it. Raises OptionError: there are more or
+    fewer of them."""
     fits, pairs = True, [(parts, states)]
     if isinstance(parts, Mapping):
         fits = type(states) is dict and states.keys() == parts.keys()
@@ -129,8 +130,7 @@ def load_states(parts: Any, states: Any) -> None:
             option="lr_scheduler",
             value=None,
         )
-    for part, state in pairs:
-        part.load_state_dict(state)
+    return pairs
 
 
 def kind_of(part: Any) -> str:
