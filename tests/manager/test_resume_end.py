@@ -1,0 +1,84 @@
+"""A resume ends on all ranks in the same way, whatever the caller's own code raises in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from trainings import Training, manager_of
+
+from torch_dcpx import OptionError, PerRank
+from torch_dcpx.exchange_base import Exchange
+from torch_dcpx.local_exchange import LocalExchange
+
+WORKER = Path(__file__).with_name("resume_end_worker.py")
+
+
+@pytest.mark.multirank
+def test_what_raises_on_one_rank_raises_on_all_and_the_next_calls_work(tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, str(tmp_path))
+
+
+def test_schedulers_that_were_not_saved_so_are_refused_before_anything_is_handed_over(
+    tmp_path: Path,
+) -> None:
+    training, other = Training(), Training(1)
+    training.train(1)
+    manager_of(tmp_path).save(1, **training.parts)
+    with pytest.raises(OptionError, match="lr_scheduler is a list of 1"):
+        manager_of(tmp_path).resume(**{**other.parts, "lr_scheduler": [other.scheduler]})
+    assert not other.optimizer.state
+
+
+def test_scheduler_takes_its_state_behind_the_optimizer(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class Scheduler:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            order.append("scheduler")
+
+    training, scheduler = Training(), Scheduler()
+    training.optimizer.register_load_state_dict_post_hook(lambda _: order.append("optimizer"))
+    parts = {**training.parts, "lr_scheduler": scheduler}
+    manager_of(tmp_path).save(1, **parts)
+    manager_of(tmp_path).resume(**parts)
+    assert order == ["optimizer", "scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"),
+    [
+        ({}, ["choose", "read"]),  # and "plan", which is no all_reduce
+        ({"state": {"x": 0}}, ["choose", "read", "apply"]),
+        ({"dataloader": True}, ["choose", "read", "apply"]),
+    ],
+    ids="-".join,
+)
+def test_ranks_agree_no_more_often_than_there_is_something_to_apply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], steps: list[str]
+) -> None:
+    class Loader:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    own = {"dataloader": Loader()} if "dataloader" in part else {}
+    manager = manager_of(tmp_path)
+    manager.save(1, state={"x": 1}, dataloader=Loader(), user_content={"a": PerRank(3)})
+    found: list[str] = []
+    plain = LocalExchange.all_reduce
+
+    def counted(self: Exchange, step: str, *args: Any) -> Any:
+        found.append(step)
+        return plain(self, step, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalExchange, "all_reduce", counted)
+    assert manager.resume(**{**part, **own}).user_content == {"a": 3}
+    assert list(dict.fromkeys(found)) == steps
