@@ -32,7 +32,7 @@ from torch_dcpx.optimizer_groups import (
     settings_by_parameter,
     translated_groups,
 )
-from torch_dcpx.optimizer_state import StoredNames, blank_states, with_own_keys
+from torch_dcpx.optimizer_state import StoredNames, blank_states, owner_of, with_own_keys
 
 __all__ = ["OptimizerPart", "by_name"]
 
@@ -93,15 +93,15 @@ class OptimizerPart(LoadPart):
         made = {}
         for name, own in self._own.items():
             prefix = f"{key}.{name}." if self._is_named else f"{key}."
-            names = StoredNames.of(metadata, f"{prefix}{_STATE}.", self._rules)
+            names = StoredNames.of(metadata, prefix, self._rules)
             states = blank_states(
-                names,
+                names.beneath(f"{_STATE}."),
                 self._templates(own),
                 own.present,
                 has_wrappers=self._rules is not None and self._rules.wrappers,
             )
             made[name] = {**(state[name] if self._is_named else state), _STATE: states}
-            self._note_saved(name, StoredNames.of(metadata, prefix + _GROUPS, self._rules))
+            self._note_saved(name, names.beneath(_GROUPS))
         return made if self._is_named else made[""]
 
     def _templates(self, own: _Own) -> dict[str, Any]:
@@ -126,8 +126,8 @@ class OptimizerPart(LoadPart):
         }
         if self._has_named_groups:
             every = set(chain.from_iterable(own.names))
-            starts = tuple(names.sources)
-            self._saved[name] = {p for p in every if any(n.startswith(f".{p}.") for n in starts)}
+            owners = (owner_of(setting.removeprefix("."), every) for setting in names.sources)
+            self._saved[name] = {owner for owner in owners if owner is not None}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raises MismatchError: parameters that are one group now were saved with different
@@ -281,8 +281,8 @@ def _as_given(own: Any, given: Any, cast_to: torch.dtype, key: Any = None) -> An
     if isinstance(own, dict) and isinstance(given, Mapping):
         for name in own.keys() & given.keys():
             own[name] = _as_given(own[name], given[name], cast_to, name)
-    elif isinstance(own, list) and isinstance(given, list) and len(own) == len(given):
-        return [_as_given(a, b, cast_to) for a, b in zip(own, given, strict=True)]
+    elif type(own) in (list, tuple) and type(own) is type(given) and len(own) == len(given):
+        return type(own)(_as_given(a, b, cast_to) for a, b in zip(own, given, strict=True))
     return own
 
 

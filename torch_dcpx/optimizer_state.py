@@ -22,7 +22,7 @@ from torch_dcpx.lazy_metadata import outline_of
 from torch_dcpx.manager_translate import TrainingRules
 from torch_dcpx.mapped_state import sizes_of
 
-__all__ = ["StoredNames", "blank_states", "with_own_keys"]
+__all__ = ["StoredNames", "blank_states", "owner_of", "with_own_keys"]
 
 _MAX_DEPTH = 64
 _Path: TypeAlias = tuple[Any, ...]  # keys of dicts (str) and places in lists (int)
@@ -49,8 +49,16 @@ class StoredNames(NamedTuple):
         else:
             mapped = rules.resolve(sizes_of(stored))
             names = ((name, "".join(entry.sources[:1])) for name, entry in mapped.items())
-        begin = len(prefix)
-        return cls({n[begin:]: source for n, source in names if n.startswith(prefix)}, metadata)
+        return cls(_beneath(prefix, names), metadata)
+
+    def beneath(self, prefix: str) -> StoredNames:
+        """Returns those that begin so, without it."""
+        return StoredNames(_beneath(prefix, self.sources.items()), self.metadata)
+
+
+def _beneath(prefix: str, names: Iterable[tuple[str, str]]) -> dict[str, str]:
+    begin = len(prefix)
+    return {name[begin:]: source for name, source in names if name.startswith(prefix)}
 
 
 def blank_states(
@@ -74,7 +82,7 @@ def blank_states(
     bare = {unwrapped(name): name for name in templates} if has_wrappers else {}
     leaves: dict[str, dict[_Path, Any]] = {}
     for name, source in names.sources.items():
-        stored_owner = _owner(name, templates, bare)
+        stored_owner = owner_of(name, templates, bare)
         if stored_owner is None:
             continue
         owner = stored_owner if stored_owner in templates else bare[stored_owner]
@@ -110,11 +118,7 @@ def with_own_keys(loaded: Any, present: Any) -> Any:
     return made
 
 
-def _is_number(text: str) -> bool:
-    return text.isdecimal() and text.isascii() and (text == "0" or text[0] != "0")
-
-
-def _owner(name: str, *known: Collection[str]) -> str | None:
+def owner_of(name: str, *known: Collection[str]) -> str | None:
     """Returns the parameter that "PARAMETER.KEY" begins with."""
     end = name.find(".")
     while end >= 0:
@@ -122,6 +126,10 @@ def _owner(name: str, *known: Collection[str]) -> str | None:
             return name[:end]
         end = name.find(".", end + 1)
     return None
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and (text == "0" or text[0] != "0")
 
 
 def _path_of(source: str, rest: str, metadata: Metadata) -> _Path:

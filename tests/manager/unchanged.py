@@ -145,15 +145,16 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Training:
-    """One training of a case; `shard` is called with the model before its optimizer is made."""
+    """One training of a case; `shard` makes of the model what is trained."""
 
     def __init__(self, case: Case, seed: int, shard: Callable[[Any], Any] | None = None) -> None:
         self.case = case
         is_sparse = case.optimizer == "SparseAdam"
-        self.model = Net(seed, is_sparse=is_sparse)
+        self.model: Any = Net(seed, is_sparse=is_sparse)
+        net: Any = self.model
         if shard is not None:
-            shard(self.model)
-        layers = [list(layer.parameters()) for layer in self.model.children()]
+            self.model = shard(net)
+        layers = [list(layer.parameters()) for layer in net.children()]
         if case.optimizer == "Muon":
             layers = [[one for one in layer if one.ndim == 2] for layer in layers]
         first, second, expert, head, frozen = layers

@@ -1,6 +1,6 @@
 """`unchanged` on two ranks with FSDP2: `test_unchanged.py` starts it.
 
-unchanged_worker.py quick|schedulers|NUMBER ROOT    a number below 4: every fourth optimizer
+unchanged_worker.py quick|fsdp1|schedulers|NUMBER ROOT    a number below 4: every fourth optimizer
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -33,10 +33,16 @@ CANNOT = {
 }
 
 
-def shard(model: torch.nn.Module) -> None:
+def shard(model: torch.nn.Module) -> torch.nn.Module:
     for layer in model.children():
         fully_shard(layer)
     fully_shard(model)
+    return model
+
+
+def wrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Shards by FSDP1, whose optimizers hold parts of one flat parameter."""
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def refusal(name: str, arguments: dict[str, Any]) -> str | None:
@@ -66,6 +72,12 @@ def main() -> None:
     if amount == "quick":
         check(root, "AdamW", {"fused": True}, "OneCycleLR")
         check(root, "SGD", {"momentum": 0.9}, "SequentialLR")
+    elif amount == "fsdp1":
+        for case in (
+            Case("AdamW", {"foreach": True}, "StepLR"),
+            Case("SGD", {"momentum": 0.9}, "StepLR"),
+        ):
+            check_unchanged(root / str(case), case, wrap)
     elif amount == "schedulers":
         for scheduler in schedulers():
             check(root, "AdamW", {"foreach": True}, scheduler)
