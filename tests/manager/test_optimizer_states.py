@@ -222,9 +222,27 @@ def test_hooks_of_an_optimizers_load_see_the_states_as_they_are_and_stay(tmp_pat
     other.optimizer.register_load_state_dict_post_hook(
         lambda one: seen.append(f"{len(one.state)} behind")
     )
+    hooks = (
+        other.optimizer._optimizer_load_state_dict_pre_hooks,
+        other.optimizer._optimizer_load_state_dict_post_hooks,
+    )
     for _ in range(2):
         manager_of(tmp_path).resume(**other.parts)
     assert seen == ["before", "4 behind"] * 2
+    assert [len(one) for one in hooks] == [1, 1]
+
+
+def test_states_that_are_there_are_filled_in_place(tmp_path: Path) -> None:
+    training = Training()
+    training.train(1)
+    manager_of(tmp_path).save(1, **training.parts)
+    moments = [one["exp_avg"] for one in training.optimizer.state.values()]
+    expected = [one.clone() for one in moments]
+    training.train(2)
+    manager_of(tmp_path).resume(**training.parts)
+    now = [one["exp_avg"] for one in training.optimizer.state.values()]
+    assert all(a is b for a, b in zip(moments, now, strict=True))
+    assert_same(expected, now)
 
 
 def test_groups_find_their_settings_where_they_stand_elsewhere_now(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ranks import leave_well
+from trainings import manager_of
 from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
 
 # What torch cannot step with FSDP2, and what it says: checked below, for it may learn to.
@@ -65,6 +68,33 @@ def check(root: Path, name: str, arguments: dict[str, Any], scheduler: str) -> N
         check_unchanged(root / str(case), case._replace(is_used_only=True), shard)
 
 
+def counters_of_a_sharded_scalar_are_plain_and_its_moments_are_sharded(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def stepped(model: Any, optimizer: Any, times: int) -> None:
+        for _ in range(times):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    def made(value: float) -> tuple[Any, Any]:
+        scale = distribute_tensor(torch.tensor(value), mesh, [Replicate()])
+        model = torch.nn.ParameterDict({"scale": scale})
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+    (model, optimizer), (other, fresh) = made(1.0), made(2.0)
+    stepped(model, optimizer, 2)
+    manager = manager_of(root / "scalar")
+    manager.save(2, model=model, optimizer=optimizer)
+    manager.resume(model=other, optimizer=fresh)
+    kinds = {key: type(value) for key, value in fresh.state[other["scale"]].items()}
+    assert kinds == {key: type(value) for key, value in optimizer.state[model["scale"]].items()}
+    assert (kinds["step"], kinds["exp_avg"]) == (torch.Tensor, DTensor)
+    stepped(model, optimizer, 1)
+    stepped(other, fresh, 1)
+    assert torch.equal(model["scale"].to_local(), other["scale"].to_local())
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -72,6 +102,7 @@ def main() -> None:
     if amount == "quick":
         check(root, "AdamW", {"fused": True}, "OneCycleLR")
         check(root, "SGD", {"momentum": 0.9}, "SequentialLR")
+        counters_of_a_sharded_scalar_are_plain_and_its_moments_are_sharded(root)
     elif amount == "fsdp1":
         for case in (
             Case("AdamW", {"foreach": True}, "StepLR"),
