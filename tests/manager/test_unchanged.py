@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch.optim import lr_scheduler
-from unchanged import Case, check_unchanged, optimizers, schedulers, variants
+from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
 
 WORKER = Path(__file__).with_name("unchanged_worker.py")
 EVERY = [(name, arguments) for name in optimizers() for arguments in variants(name)]
@@ -20,6 +20,11 @@ QUICK = [
     for number, (name, arguments) in enumerate(EVERY)
     if name != EVERY[number - 1][0] or arguments.keys() & {"fused", "momentum"}
 ]
+
+
+# They turn momentum on, and torch's fused SGD cannot step a group of which only some parameters
+# have a buffer: an expert that is routed to late has none.
+MIXED = [Case("SGD", {"fused": True}, name) for name in ("CyclicLR", "OneCycleLR")]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +58,12 @@ def test_every_pair_trains_as_if_nobody_had_saved_or_resumed(
     takes_foreach = "foreach" in inspect.signature(Case(*optimizer, "").kind).parameters
     is_paired = "fused" in optimizer[1] or optimizer[1].get("foreach", not takes_foreach)
     for name in schedulers() if is_paired else ["StepLR"]:
-        check_unchanged(tmp_path / name, Case(*optimizer, name))
+        case = Case(*optimizer, name)
+        if case in MIXED:
+            with pytest.raises(TypeError, match="expected Tensor as element"):
+                Training(case, 0).train_to_the_end()
+            case = case._replace(is_used_only=True)
+        check_unchanged(tmp_path / name, case)
 
 
 def _sparse_step_of_dense_gradients() -> None:

@@ -159,6 +159,8 @@ class Training:
             layers = [[one for one in layer if one.ndim == 2] for layer in layers]
         first, second, expert, head, frozen = layers
         groups = [{"params": first + head}, {"params": second + expert + frozen, "lr": 0.03}]
+        if case.is_used_only:
+            groups = [{"params": first}, {"params": second, "lr": 0.03}]
         arguments = {"lr": 0.05, **case.arguments}
         if case.optimizer == "LBFGS":
             kept = first + second if case.is_used_only else first + head + second + expert + frozen
@@ -190,6 +192,10 @@ class Training:
             self.optimizer.step()
         has_metric = "metrics" in inspect.signature(self.scheduler.step).parameters
         self.scheduler.step(*[loss.item()] * has_metric)
+
+    def train_to_the_end(self, step: int = 0) -> None:
+        for later in range(step, STEPS):
+            self.train(later)
 
     def everything(self) -> dict[str, Any]:
         """Returns weights, states and settings, as they are on this rank."""
@@ -236,6 +242,5 @@ def check_unchanged(
             manager.resume(tag=step, **training.parts)
             where = f"{name} resumed before step {step}"
             assert_same(expected[step], training.everything(), where)
-            for later in range(step, STEPS):
-                training.train(later)
+            training.train_to_the_end(step)
             assert_same(end, training.everything(), f"{where}, at the end")
