@@ -264,7 +264,6 @@ class CheckpointManager(ExportingCatalog):
                 are one group now were saved with different settings, or were in no optimizer that
                 was saved, which is seen behind the read.
             RankError: what is the caller's (`merge`, a `load_state_dict`) raised on a rank: on all.
-            OptionError: parts or a merge that cannot work.
             PlanError: ranks made different calls, or `translate` does not fit what is stored.
             CorruptionError: what is there is damaged, or what was to take its place does not fit.
             UnsupportedError: `translate` splits, merges or transposes a tensor of which the
