@@ -18,6 +18,7 @@ order. Ranks that do not are found out, and meet again:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import pickle
@@ -88,6 +89,7 @@ class StoreExchange(Exchange):
         self.phase = "planning"
         self.keys = self._keys_of(self._number)
         self._name = uuid.uuid4().hex  # of this rank's part
+        self._proposals = itertools.count()
         self._drawn = os.urandom(8)  # the coordinator's becomes the operation's
         self._token = b""  # of the operation, once it is agreed
         self._steps = 0  # begun
@@ -223,10 +225,12 @@ class StoreExchange(Exchange):
         return dataclasses.replace(failure, calls=(self.call.identity,))
 
     def propose(self, name: str, kind: str, failures: list[RankFailure], by: Deadline) -> str:
-        body = f"{name}/b/{self.rank}"
+        # A rank that is interrupted proposes again: what stands already is not to be changed.
+        number = f"{self.rank}.{next(self._proposals)}"
+        body = f"{name}/b/{number}"
         if failures:
             self.keys.set(body, pickle.dumps(failures), by)
-        mine = f"{kind} {self.rank} {self._drawn.hex()}"
+        mine = f"{kind} {number} {self._drawn.hex()}"
         stands = self.keys.claim(f"{name}/a", mine.encode(), by).decode()
         if failures and stands != mine:
             self.keys.post_delete([body])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from simulated_ranks import Client, Store, World
 
-from torch_dcpx import CheckpointManager, export, load, save, store_keys
+from torch_dcpx import store_keys
 from torch_dcpx.ballot import Ballot
 from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.deadline import Deadline
-from torch_dcpx.errors import NotCommittedError, OptionError, PlanError, RankLostError
+from torch_dcpx.errors import NotCommittedError, PlanError, RankLostError
 from torch_dcpx.store_exchange import StoreExchange
 
 TIMEOUT_S = 100.0
@@ -230,6 +230,31 @@ def test_coordinator_that_votes_after_all_have_given_up_commits_nothing() -> Non
     assert job.store.values == {}
 
 
+def test_error_that_stands_is_not_changed_by_who_proposes_again() -> None:
+    """A coordinator may be interrupted behind its claim, and then tells of the interrupt."""
+    job = Job(2)
+
+    def first() -> Any:
+        exchange = job.exchange(0, CallId("save", "a"))
+        propose = exchange.propose
+
+        def interrupted(*args: Any) -> str:
+            propose(*args)
+            exchange.propose = propose  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        exchange.propose = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt), exchange:
+            exchange.all_reduce("plan", lambda: 1, sum)
+
+    def second() -> Any:
+        return job.call(1, "load", "b")
+
+    got = job.run(first, second)
+    assert type(got[1]) is PlanError
+    assert job.store.values == {}
+
+
 def test_value_of_another_operation_is_no_vote() -> None:
     job = Job(2)
 
@@ -344,40 +369,3 @@ def test_call_without_a_target_may_be_any_of_its_name() -> None:
     for other in (CallId("save", "a"), CallId("load"), CallId("load", "a b")):
         assert not ours.is_among([other.identity])
     assert not ours.is_among([])
-
-
-# ---- Processes of a launcher without a process group ---------------------------------------------
-
-
-CALLS: dict[str, Callable[[Path, bool], object]] = {
-    "save": lambda path, alone: save({}, path, no_dist=alone),
-    "load": lambda path, alone: load({}, path, no_dist=alone),
-    "export": lambda path, alone: export({}, path, no_dist=alone),
-    "manager": lambda path, alone: CheckpointManager(path, no_dist=alone).latest(),
-}
-
-
-@pytest.mark.parametrize("name", list(CALLS))
-def test_launched_process_without_a_group_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        OptionError, match=r"WORLD_SIZE=2 .*init_process_group.*no_dist=True"
-    ) as caught:
-        CALLS[name](tmp_path / "a", False)
-    assert caught.value.option == "process_group"
-    assert not list(tmp_path.iterdir())
-
-
-def test_launched_process_that_is_to_be_alone_saves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    save({"x": 1}, tmp_path / "a", no_dist=True)
-    state = {"x": 0}
-    load(state, tmp_path / "a", no_dist=True)
-    assert state == {"x": 1}
-    for alone in ("1", "", "many"):
-        monkeypatch.setenv("WORLD_SIZE", alone)
-        load(state, tmp_path / "a")
