@@ -1,11 +1,19 @@
-"""What is wrong with the chunks of a save, in stock's words."""
+"""What is wrong with the plan of a save: its items before any rank writes, and all ranks' chunks,
+in stock's words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["offence_text"]
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+
+from torch_dcpx._compat import is_saved_dtype
+from torch_dcpx.errors import PlanError, UnsupportedError
+
+__all__ = ["check_plan", "offence_text"]
 
 
 def offence_text(
@@ -33,3 +41,43 @@ def offence_text(
     if offence == "too large":
         return f"key:{fqn} has 2**63 elements or more: tensor-size:{entry.size}"
     return f"key:{fqn} has chunks of other dimensions than tensor-size:{entry.size}"
+
+
+def check_plan(items: Sequence[WriteItem]) -> None:
+    """Vets what a plan says of its items, before any rank writes.
+
+    Raises:
+        PlanError: it names one chunk twice: two writers of one thing.
+        UnsupportedError: an item's dtype or layout cannot be kept.
+    """
+    # As plain tuples: a MetadataIndex is hashed and compared in Python.
+    seen: set[tuple[str, Any]] = set()
+    kept: set[tuple[torch.dtype, torch.layout]] = set()
+    for item in items:
+        index, about = item.index, item.tensor_data
+        chunk = index.fqn, index.offset
+        if chunk in seen:
+            raise PlanError(
+                f"the plan writes '{index.fqn}' at offset {index.offset} twice", fqn=index.fqn
+            )
+        seen.add(chunk)
+        if about is None:
+            continue
+        kind = about.properties.dtype, about.properties.layout
+        if kind not in kept:
+            _check_kind(index.fqn, *kind)
+            kept.add(kind)
+
+
+def _check_kind(fqn: str, dtype: torch.dtype, layout: torch.layout) -> None:
+    """Raises UnsupportedError where tensors of this dtype and layout cannot be kept."""
+    if layout == torch.sparse_coo:
+        raise UnsupportedError(
+            f"'{fqn}' is a sparse COO tensor, into which stock's load puts nothing and says so "
+            "to nobody; save its `indices()` and `values()`"
+        )
+    if not is_saved_dtype(dtype):
+        raise UnsupportedError(
+            f"'{fqn}' is of {dtype}, which torch {torch.__version__} cannot save; save a view "
+            "of another dtype, such as `tensor.view(torch.uint8)`"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_dcpx import _C, device_memory
-from torch_dcpx._compat import dtype_name, is_saved_dtype
+from torch_dcpx._compat import dtype_name
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.item_rows import (
     BYTES,
@@ -49,7 +49,6 @@ from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_pl
 __all__ = [
     "Transform",
     "WriteTable",
-    "check_plan",
     "has_stock_hooks",
     "is_kept_as_it_is",
     "looked_up",
@@ -355,43 +354,3 @@ class WriteTable:
             known = self._known[key] = len(self.types)
             self.types.append(item_type(dtype, properties, is_plain=is_plain))
         return known
-
-
-def check_plan(items: Sequence[WriteItem]) -> None:
-    """Vets what a plan says of its items, before any rank writes.
-
-    Raises:
-        PlanError: it names one chunk twice: two writers of one thing.
-        UnsupportedError: an item's dtype or layout cannot be kept.
-    """
-    # As plain tuples: a MetadataIndex is hashed and compared in Python.
-    seen: set[tuple[str, Any]] = set()
-    kept: set[tuple[torch.dtype, torch.layout]] = set()
-    for item in items:
-        index, about = item.index, item.tensor_data
-        chunk = index.fqn, index.offset
-        if chunk in seen:
-            raise PlanError(
-                f"the plan writes '{index.fqn}' at offset {index.offset} twice", fqn=index.fqn
-            )
-        seen.add(chunk)
-        if about is None:
-            continue
-        kind = about.properties.dtype, about.properties.layout
-        if kind not in kept:
-            _check_kind(index.fqn, *kind)
-            kept.add(kind)
-
-
-def _check_kind(fqn: str, dtype: torch.dtype, layout: torch.layout) -> None:
-    """Raises UnsupportedError where tensors of this dtype and layout cannot be kept."""
-    if layout == torch.sparse_coo:
-        raise UnsupportedError(
-            f"'{fqn}' is a sparse COO tensor, into which stock's load puts nothing and says so "
-            "to nobody; save its `indices()` and `values()`"
-        )
-    if not is_saved_dtype(dtype):
-        raise UnsupportedError(
-            f"'{fqn}' is of {dtype}, which torch {torch.__version__} cannot save; save a view "
-            "of another dtype, such as `tensor.view(torch.uint8)`"
-        )

@@ -43,6 +43,7 @@ from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.overrides import refuse_bypassed, refuse_changed, refuse_other_metadata_file
 from torch_dcpx.paths import AnyPath, PathAnchor, checked_path
+from torch_dcpx.plan_offences import check_plan
 from torch_dcpx.progress import WriteProgress, reporting
 from torch_dcpx.rank_plan import offered
 from torch_dcpx.reports import WriteReport, saved_line
@@ -53,7 +54,7 @@ from torch_dcpx.split import planned_bytes, split_items
 from torch_dcpx.staged_state import note_state_written
 from torch_dcpx.stager import DcpxStager
 from torch_dcpx.write_files import Written, write_files
-from torch_dcpx.write_table import WriteTable, check_plan, transform_by
+from torch_dcpx.write_table import WriteTable, transform_by
 
 __all__ = ["DcpxWriter", "abandon_save"]
 
