@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard
 
@@ -33,11 +32,9 @@ from torch_dcpx.plan_offences import offence_text
 from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.replicas import Replicas, doubtful_names, replicas_of
 from torch_dcpx.row_pieces import cut_names, with_pieces
-from torch_dcpx.value_digests import conflict_text, conflicting_names, shared_digests
+from torch_dcpx.value_digests import report_conflicts, shared_digests
 
 __all__ = ["DcpxSavePlanner"]
-
-logger = logging.getLogger("torch_dcpx")
 
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.
@@ -298,17 +295,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
 
     def _conflicts(self, all_plans: list[SavePlan]) -> set[str]:
         """Returns the names of Python values that differ over the ranks, and says so."""
-        found = conflicting_names(
-            plan.digests if isinstance(plan, RankPlan) else {} for plan in all_plans
-        )
-        if found:
-            text = conflict_text(found)
-            if self.on_conflict == "error":
-                raise PlanError(text, fqn=next(iter(found)))
-            if not self._told.issuperset(found):
-                logger.warning("%s; the lowest rank's is kept", text)
-                self._told.update(found)
-        return set(found)
+        digests = (plan.digests if isinstance(plan, RankPlan) else {} for plan in all_plans)
+        return report_conflicts(digests, self.on_conflict, self._told)
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Returns the plan of each rank, and the metadata.

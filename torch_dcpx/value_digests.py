@@ -16,6 +16,7 @@ import datetime
 import decimal
 import enum
 import hashlib
+import logging
 import pathlib
 import struct
 import sys
@@ -26,7 +27,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["conflict_text", "conflicting_names", "digests_of", "shared_digests"]
+from torch_dcpx.errors import PlanError
+
+__all__ = [
+    "conflicting_names",
+    "digests_of",
+    "report_conflicts",
+    "shared_digests",
+]
+
+logger = logging.getLogger("torch_dcpx")
 
 _MAX_VALUES = 100_000  # looked at in one state: 0.2 s
 _MAX_DEPTH = 100
@@ -250,7 +260,7 @@ def conflicting_names(digests: Iterable[Mapping[str, bytes]]) -> dict[str, list[
     return {name: sorted(own.values()) for name, own in ranks_of.items() if len(own) > 1}
 
 
-def conflict_text(found: Mapping[str, list[int]]) -> str:
+def _conflict_text(found: Mapping[str, list[int]]) -> str:
     """Returns what is said of values that differ, by `conflicting_names`."""
     shown = ", ".join(
         f"'{name}' (ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} of the group)"
@@ -262,3 +272,25 @@ def conflict_text(found: Mapping[str, list[int]]) -> str:
         f"checkpoint keeps one: {shown}{more}; give each rank a name of its own, or the "
         "same value"
     )
+
+
+def report_conflicts(
+    digests: Iterable[Mapping[str, bytes]], on_conflict: str, told: set[str]
+) -> set[str]:
+    """Returns the names of `conflicting_names`, and says so: each once.
+
+    Args:
+        digests: of all ranks, by name.
+        on_conflict: "warn" or "error".
+        told: names that were logged; those that are now are added.
+
+    Raises:
+        PlanError: some differ, with `on_conflict="error"`.
+    """
+    found = conflicting_names(digests)
+    if found and on_conflict == "error":
+        raise PlanError(_conflict_text(found), fqn=next(iter(found)))
+    if not told.issuperset(found):
+        logger.warning("%s; the lowest rank's is kept", _conflict_text(found))
+        told.update(found)
+    return set(found)
