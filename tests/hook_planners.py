@@ -70,21 +70,12 @@ class Halves(DefaultSavePlanner):
         return super().transform_object(write_item, value)
 
 
-class Grows(DefaultSavePlanner):
-    """More rows than planned, strided, and not contiguous."""
+class Strides(DefaultSavePlanner):
+    """Strided tensors, which are not contiguous."""
 
     def transform_object(self, write_item: WriteItem, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim():
-            return torch.stack([value, value], -1).repeat_interleave(2, 0)[..., 1]
-        return super().transform_object(write_item, value)
-
-
-class Flattens(DefaultSavePlanner):
-    """Another number of dimensions than planned."""
-
-    def transform_object(self, write_item: WriteItem, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.reshape(-1, 1)
+            return torch.stack([value, value], -1)[..., 1]
         return super().transform_object(write_item, value)
 
 

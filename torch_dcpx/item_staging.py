@@ -25,7 +25,7 @@ from torch_dcpx.own_chunks import is_plain_tensor
 from torch_dcpx.split import planned_bytes
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import stage_guarded
-from torch_dcpx.write_table import has_stock_hooks, is_kept_as_it_is, vetted
+from torch_dcpx.write_table import check_shapes, has_stock_hooks, is_kept_as_it_is, vetted
 
 __all__ = ["ItemsInWaves", "stage_items", "staged_bytes"]
 
@@ -49,6 +49,7 @@ def stage_items(
 
     Raises:
         AssertionError: the planner gave a wrong type (stock's texts).
+        PlanError: it gave a tensor of another shape than planned.
         UnsupportedError: data that cannot be kept, by name.
         StagingError: no memory for the copies.
     """
@@ -77,7 +78,8 @@ def stage_items(
             whole[index.fqn] = value
         else:
             items.append(item)
-            tensors.append(vetted(item, planner.resolve_data(item))[0].detach())
+            data = planner.resolve_data(item)
+            tensors.append(vetted(item, data, gives_state=is_stock)[0].detach())
     names = [*whole, *(item.index.fqn for item in items)]
     copies = stage([*whole.values(), *tensors], names)
     staged.state_dict.update(zip(whole, copies, strict=False))
@@ -111,7 +113,13 @@ class ItemsInWaves:
         items: of the plan, in the order in which they will be asked for.
         planner: gives the data.
         window_bytes: bound on the copies alive at one time.
+
+        Raises:
+            PlanError: a plain tensor or DTensor of a stock planner has another shape than planned:
+                others would be written before it is asked for.
         """
+        check_shapes(items, planner)
+        self.dcpx_gives_state = has_stock_hooks(planner)
         self._streams = device_memory.streams_in_use()
         self._pool = ArenaPool()
         # Small ones pass through an arena that is none of the window's copies.
@@ -144,7 +152,8 @@ class ItemsInWaves:
         return data
 
     def _tensor_of(self, item: WriteItem) -> torch.Tensor:
-        return vetted(item, self._planner.resolve_data(item))[0].detach()
+        data = self._planner.resolve_data(item)
+        return vetted(item, data, gives_state=self.dcpx_gives_state)[0].detach()
 
     def _copy(self, item: WriteItem, tensor: torch.Tensor) -> torch.Tensor:
         if device_memory.is_host(tensor):

@@ -4,16 +4,19 @@ in stock's words.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torch_dcpx._compat import is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
+from torch_dcpx.own_chunks import Part
 
-__all__ = ["check_plan", "offence_text"]
+__all__ = ["check_plan", "check_shape", "is_folded", "offence_text"]
 
 
 def offence_text(
@@ -67,6 +70,38 @@ def check_plan(items: Sequence[WriteItem]) -> None:
         if kind not in kept:
             _check_kind(index.fqn, *kind)
             kept.add(kind)
+
+
+def check_shape(fqn: str, shape: torch.Size, chunk: ChunkStorageMetadata | Part) -> None:
+    """Checks that what is written of a chunk has its shape: every load takes it to have that.
+
+    Raises:
+        PlanError: it has another one.
+    """
+    # A Size is equal to no list, which a hook of somebody's own may give.
+    if tuple(shape) != tuple(chunk.sizes):
+        raise PlanError(
+            f"'{fqn}': the plan writes a chunk of shape {list(chunk.sizes)} at offsets "
+            f"{list(chunk.offsets)}, but the tensor to write has shape {list(shape)}. A DTensor's "
+            "shards must have the sizes that torch cuts its shape into, as those of "
+            "`distribute_tensor` have, and a planner's hooks must keep the shape",
+            fqn=fqn,
+        )
+
+
+def is_folded(item: WriteItem, tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor was planned, by a hook of its own, as a whole one of fewer
+    dimensions: a matrix as a vector. Loads then narrow nothing, and take all of it.
+    """
+    about = item.tensor_data
+    return (
+        about is not None
+        and item.type is WriteItemType.SHARD
+        and tuple(about.chunk.sizes) == tuple(about.size)
+        and len(about.size) < tensor.dim()
+        and math.prod(about.size) == tensor.numel()
+        and all(planned >= own for planned, own in zip(about.size, tensor.shape, strict=False))
+    )
 
 
 def _check_kind(fqn: str, dtype: torch.dtype, layout: torch.layout) -> None:

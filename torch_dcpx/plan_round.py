@@ -32,6 +32,7 @@ from torch_dcpx.plan_wire import WirePlan
 from torch_dcpx.rank_plan import RankPlan, offered
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.save_rows import SAVE_ROWS
+from torch_dcpx.write_table import check_shapes
 from torch_dcpx.writer import DcpxWriter
 
 __all__ = ["Answer", "Offer", "PlanRound", "default_save_planner", "forget_default_plans"]
@@ -87,6 +88,7 @@ class PlanRound:
         """Makes this rank's offer. REQUIRES: planner and writer are set up.
 
         Raises:
+            PlanError: a tensor has another shape than planned.
             What the planner's and the writer's hooks raise.
         """
         own_hooks = (_is_own(self._writer, name) for name in _WRITER_HOOKS)
@@ -96,6 +98,8 @@ class PlanRound:
             is_default = self._planning.plans is _DEFAULT_PLANS
             self._is_private = is_default and _is_own(self._writer, "finish")
         plan = self._planner.create_local_plan()
+        if not isinstance(self._planner, DcpxSavePlanner):  # which has looked
+            check_shapes(plan.items, self._planner)
         known = self._known = None if self._planning is None else self._planning.known
         agreement = self._offered = known.agreement if known is not None else None
         if agreement is None:

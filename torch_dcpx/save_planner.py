@@ -28,7 +28,7 @@ from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_cache import KnownPlan, Planning
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
-from torch_dcpx.plan_offences import offence_text
+from torch_dcpx.plan_offences import check_shape, offence_text
 from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.replicas import Replicas, doubtful_names, replicas_of
 from torch_dcpx.row_pieces import cut_names, with_pieces
@@ -148,6 +148,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
 
         Raises:
             ValueError: a DTensor with a Partial placement (torch's text).
+            PlanError: a DTensor's shard has another shape than its placement says.
         """
         self._restore_state()
         may_split = self.split_replicas is None or self.split_replicas
@@ -209,12 +210,17 @@ class DcpxSavePlanner(DefaultSavePlanner):
     def _local_items(
         self,
     ) -> tuple[list[Any], frozenset[str], Replicas | None, dict[str, Any]]:
-        """Returns (items, names of what has no rows, what is known of copies, Python values)."""
+        """Returns (items, names of what has no rows, what is known of copies, Python values).
+
+        Raises:
+            PlanError: a DTensor's shard has another shape than its placement says.
+        """
         rows: list[Any] = []
         whole: set[str] = set()
         chunks = ChunkFinder()
         uses_grad = torch.is_grad_enabled()
         objects: dict[str, Any] = {}
+        gives_state = all(map(self._is_own, _LOOKUP_HOOKS))  # else they may give what is planned
         with bounded_pause(len(self.state_dict)):
             for fqn, value in self.state_dict.items():
                 if is_plain_tensor(value):
@@ -226,8 +232,11 @@ class DcpxSavePlanner(DefaultSavePlanner):
                     local = value._local_tensor
                     if part is None:
                         continue
+                    is_odd = local.shape != part.sizes
+                    if is_odd and gives_state:
+                        check_shape(fqn, local.shape, part)
                     if (
-                        local.shape != part.sizes
+                        is_odd
                         or not _has_rows(local)
                         # Terms of a sum, which differ by intent: where torch plans them at all.
                         or any(place.is_partial() for place in value._spec.placements)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ from torch_dcpx.item_rows import (
     type_key,
 )
 from torch_dcpx.own_chunks import is_plain_tensor
+from torch_dcpx.plan_offences import check_shape, is_folded
 from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.staged_items import StagedItems
@@ -49,6 +50,7 @@ from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_pl
 __all__ = [
     "Transform",
     "WriteTable",
+    "check_shapes",
     "has_stock_hooks",
     "is_kept_as_it_is",
     "looked_up",
@@ -118,11 +120,19 @@ def has_stock_hooks(planner: SavePlanner | StagedItems) -> bool:
     )
 
 
-def vetted(item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
+def vetted(
+    item: WriteItem, data: Any, *, gives_state: bool = False
+) -> tuple[torch.Tensor, TensorWriteData]:
     """Returns the tensor to write, waited for, and what the plan says of it.
+
+    Args:
+        item, data: of the plan, and what the planner gave for it.
+        gives_state: the planner has stock's hooks, so that only a tensor's own may have changed its
+            shape. Default False.
 
     Raises:
         AssertionError: it is no tensor (stock's texts).
+        PlanError: its shape is not that of the chunk, as which every load would read it.
         UnsupportedError: it has no data, or not any more.
     """
     if not isinstance(data, torch.Tensor):
@@ -139,6 +149,8 @@ def vetted(item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
         raise UnsupportedError(
             f"'{fqn}' is a meta tensor and has no data to save; materialise it or leave it out"
         )
+    if data.shape != item.tensor_data.chunk.sizes and not (gives_state and is_folded(item, data)):
+        check_shape(fqn, data.shape, item.tensor_data.chunk)
     if (data.is_cpu or data.is_cuda) and has_strides(data) and data.numel():
         check_storage(data, fqn)
     return data, item.tensor_data
@@ -158,6 +170,20 @@ def _saved(tensor: torch.Tensor) -> io.BytesIO:
     return data
 
 
+def check_shapes(items: Sequence[WriteItem], planner: SavePlanner | StagedItems) -> None:
+    """Checks that a planner with stock's hooks has tensors of the shapes that `items` say: plain
+    ones and DTensors. Only those are asked for that C++ finds to differ.
+
+    Raises:
+        PlanError: one has another shape.
+        As `vetted`.
+    """
+    if has_stock_hooks(planner):
+        for number in SAVE_ROWS.strangers(items, planner.state_dict):  # type: ignore[union-attr]
+            if items[number].type is not WriteItemType.BYTE_IO:
+                vetted(items[number], planner.resolve_data(items[number]), gives_state=True)
+
+
 class WriteTable:
     """Makes rows. One per save; collects the types that its rows refer to."""
 
@@ -172,13 +198,13 @@ class WriteTable:
         """
         paths = plan.planner_data
         cut_names = plan.cut_names if isinstance(plan, RankPlan) else frozenset()
-        # The planner that made it would give the rows, and was not told of them: any may be cut.
-        self._is_unfinished = cut_names is None and plan.can_split  # type: ignore[attr-defined]
-        if self._is_unfinished:
+        if cut_names is None and plan.can_split:  # type: ignore[attr-defined]
+            # The planner that made it would give the rows, and was not told of them: any may be.
             cut_names = frozenset(item.index.fqn for item in plan.items)
         self._cut_names = cut_names or frozenset()
         self.types: list[ItemType] = [BYTES_TYPE]
         self.has_stock_hooks = has_stock_hooks(planner)
+        self._gives_state = self.has_stock_hooks or getattr(planner, "dcpx_gives_state", False)
         self.descriptors = transform.descriptors if transform is not None else None
         self._planner = planner
         self._state = planner.state_dict if self.has_stock_hooks else {}  # type: ignore[attr-defined]
@@ -192,7 +218,7 @@ class WriteTable:
         Raises:
             AssertionError: the planner gave a wrong type (stock's texts).
             UnsupportedError: data that cannot be kept, by name.
-            PlanError: it gave another part of a tensor than the rows that this rank is to write.
+            PlanError: it gave a tensor of another shape than planned.
         """
         if item.type is WriteItemType.BYTE_IO and self._transform is None:
             value = self._state.get(item.index.fqn, self)
@@ -214,9 +240,10 @@ class WriteTable:
         Raises:
             AssertionError: the planner gave a wrong type (stock's texts).
             UnsupportedError: data that cannot be kept, by name.
+            PlanError: it gave a tensor of another shape than planned.
         """
         items, files = list(items), list(files)
-        if self._transform is None and not self._is_unfinished:
+        if self._transform is None:
             rows, owners, others = SAVE_ROWS.plain_rows(
                 items, files, self._state, self._paths, self._known, self._type,
                 device_memory.is_host,
@@ -234,15 +261,19 @@ class WriteTable:
         return InPlace(rows, owners)
 
     def _vetted(self, item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
-        tensor, about = vetted(item, data)
-        if item.index.fqn in self._cut_names and tensor.shape != about.chunk.sizes:
+        try:
+            return vetted(item, data, gives_state=self._gives_state)
+        except PlanError as error:
+            fqn = item.index.fqn
+            if fqn not in self._cut_names or item.tensor_data is None:
+                raise
             raise PlanError(
-                f"'{item.index.fqn}': {type(self._planner).__name__} gave {list(tensor.shape)} for "
-                f"rows of {list(about.chunk.sizes)}; a planner around a DcpxSavePlanner must give "
-                "what its finish_plan and resolve_data give, or make it with split_replicas=False",
-                fqn=item.index.fqn,
-            )
-        return tensor, about
+                f"'{fqn}': {type(self._planner).__name__} gave {list(data.shape)} for rows of "
+                f"{list(item.tensor_data.chunk.sizes)}; a planner around a DcpxSavePlanner must "
+                "give what its finish_plan and resolve_data give, or make it with "
+                "split_replicas=False",
+                fqn=fqn,
+            ) from error
 
     def _lookup(self, item: WriteItem) -> Any:
         data = looked_up(item, self._state)

@@ -160,13 +160,15 @@ class SaveRows {
            fields_.is_plain(tensor);
   }
 
-  // Null where the tensor has no memory, not all of it, or other dimensions than the plan says.
+  // Null where the tensor has no memory, not all of it, or another shape than the plan says.
   py::object row_of(const py::handle& file, const py::object& fqn, const py::object& tensor,
                     const py::object& about, const py::dict& paths, const py::dict& types,
                     const py::function& add_type) const {
     const py::object shape = get_attr(tensor, names_.shape);
-    const py::object offsets = get_attr(get_attr(about, names_.chunk), names_.offsets);
-    if (PyTuple_Check(shape.ptr()) == 0 || PyTuple_Check(offsets.ptr()) == 0 ||
+    const py::object chunk = get_attr(about, names_.chunk);
+    const py::object offsets = get_attr(chunk, names_.offsets);
+    if (PyTuple_Check(shape.ptr()) == 0 || !shape.equal(get_attr(chunk, names_.sizes)) ||
+        PyTuple_Check(offsets.ptr()) == 0 ||
         PyTuple_GET_SIZE(shape.ptr()) != PyTuple_GET_SIZE(offsets.ptr())) {
       return {};
     }

@@ -62,8 +62,7 @@ def recorded(cls: type, hooks: tuple[str, ...]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "planner",
-    [hp.Looks, hp.Halves, hp.Grows, hp.Flattens, hp.Resolves, hp.OneBuffer, hp.ForeignSave],
+    "planner", [hp.Looks, hp.Halves, hp.Strides, hp.Resolves, hp.OneBuffer, hp.ForeignSave]
 )
 def test_save_hooks_are_called_and_stored_as_by_stock(tmp_path: Path, planner: type) -> None:
     calls, items = {}, {}
@@ -79,7 +78,7 @@ def test_save_hooks_are_called_and_stored_as_by_stock(tmp_path: Path, planner: t
             assert items["ours"][key].requires_grad == value.requires_grad, key
 
 
-@pytest.mark.parametrize("planner", [hp.Looks, hp.Halves, hp.Grows, hp.Resolves])
+@pytest.mark.parametrize("planner", [hp.Looks, hp.Halves, hp.Strides, hp.Resolves])
 def test_state_saved_through_hooks_loads_as_from_stock(tmp_path: Path, planner: type) -> None:
     targets = []
     for name, writer in WRITERS.items():

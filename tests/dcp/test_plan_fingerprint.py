@@ -194,8 +194,15 @@ PLACEMENTS = {
 }
 
 
+class _GivesOthers(DcpxSavePlanner):
+    """May give what is planned, whatever local shapes the state has."""
+
+    def lookup_object(self, index: Any) -> Any:
+        return super().lookup_object(index)
+
+
 def test_placements_and_meshes_and_global_shapes_make_other_plans() -> None:
-    planner = DcpxSavePlanner()
+    planner = _GivesOthers()
     seen = set()
 
     def note(tensor: torch.Tensor) -> None:

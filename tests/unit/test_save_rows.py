@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.item_rows import WriteRow
 from torch_dcpx.write_table import WriteTable, vetted
 
@@ -85,6 +86,26 @@ def test_tensor_whose_storage_shrank_is_refused() -> None:
     table, items = table_of({"t": freed()})
     with pytest.raises(UnsupportedError, match="'t' needs 400 B of a storage that holds 200 B"):
         table.resolve_in_place(items, [0])
+
+
+def with_sizes(item: Any, sizes: Any) -> Any:
+    """Returns the item with other sizes of its chunk."""
+    about = item.tensor_data
+    chunk = dataclasses.replace(about.chunk, sizes=sizes)
+    return dataclasses.replace(item, tensor_data=dataclasses.replace(about, chunk=chunk))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (6,), (2, 3, 1), ()])
+def test_tensor_of_another_shape_than_planned_is_refused(sizes: tuple[int, ...]) -> None:
+    table, (item,) = table_of({"t": torch.ones(2, 3)})
+    with pytest.raises(PlanError, match=r"'t': .* but the tensor to write has shape \[2, 3\]"):
+        table.resolve_in_place([with_sizes(item, torch.Size(sizes))], [0])
+
+
+def test_sizes_of_a_chunk_may_be_any_sequence() -> None:
+    table, (item,) = table_of({"t": torch.ones(2, 3)})
+    rows = [table.resolve_in_place([each], [0]).rows for each in (item, with_sizes(item, [2, 3]))]
+    assert rows[0] == rows[1]
 
 
 def test_types_are_shared_and_told_apart() -> None:
