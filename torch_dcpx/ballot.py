@@ -4,7 +4,9 @@
 2. The coordinator sees `wake`, reads the votes, and claims the decision `a`: "committing".
 3. A rank that failed, was cancelled, or whose time is up claims `a`: "error". One claim stands, so
    after an error nothing is ever committed.
-4. The coordinator commits (one rename) and sets `outcome`. The others wait for it.
+4. The coordinator commits (one rename) and sets `outcome`. The others wait for it. Where its commit
+   failed, it looks at its storage, and the outcome says whether the rename may have happened all
+   the same: then all keep their files, also those who cannot see that storage.
 
 A rank that waits in vain for the outcome, or loses the store, looks at the storage: if this save is
 there, it was committed; else its outcome is unknown. Keys lie beneath `dcpx/NUMBER/ballot/`.
@@ -33,7 +35,8 @@ logger = logging.getLogger("torch_dcpx")
 _COMMITTING, _ERROR = "committing", "error"
 _VOTES, _COUNT = f"{BALLOT}/v", f"{BALLOT}/n"
 _WAKE, _DECISION, _OUTCOME = f"{BALLOT}/wake", f"{BALLOT}/a", f"{BALLOT}/outcome"
-_COMMITTED, _FAILED = b"+", b"-"  # how an outcome begins
+# How an outcome begins; an unsure one is a failure after which the save may be in the storage.
+_COMMITTED, _FAILED, _UNSURE = b"+", b"-", b"?"
 
 
 class Ballot:
@@ -57,8 +60,9 @@ class Ballot:
         self._own_error: BaseException | None = None
         self._own_failure: RankFailure | None = None
         self._has_voted = False
-        # Whether this rank's files may still be published after an interrupt.
+        # Whether this rank's files may be published, or be still, after an error or an interrupt.
         self.may_be_committed = False
+        self._is_unsure = False  # whether the coordinator's failed commit may be in the storage
         self._has_ended = False
         self._guard = threading.Lock()  # of _has_ended: then the keys may be gone
 
@@ -137,8 +141,8 @@ class Ballot:
         Args:
             commit: called on the coordinator alone, with the payloads by rank, when all ranks have
                 voted. What it returns can be pickled.
-            was_committed: whether this very save is found committed in the storage; asked only
-                where the answer did not come.
+            was_committed: whether this very save is found committed in the storage; raises where
+                that cannot be said. Asked only where the commit failed or the answer did not come.
 
         Returns:
             What `commit` returned; None on a rank that found the save in the storage.
@@ -153,7 +157,7 @@ class Ballot:
         """
         try:
             if self._exchange.is_coordinator:
-                return self._coordinate(commit)
+                return self._coordinate(commit, was_committed)
             result: R | None = self._follow(was_committed)
             # After an error the coordinator may yet come and read it.
             self._keys.post_delete([f"{_VOTES}/{self._exchange.rank}"])
@@ -162,7 +166,7 @@ class Ballot:
             if not isinstance(error, Exception):  # an interrupt: the others need not wait
                 self.fail(error)
             elif not isinstance(error, OutcomeUnknownError):
-                self.may_be_committed = False
+                self.may_be_committed = self._is_unsure
             self._exchange.note_failure(error)
             raise
         finally:
@@ -172,7 +176,7 @@ class Ballot:
 
     # ---- The coordinator -----------------------------------------------------------------------
 
-    def _coordinate(self, commit: Callable[[list[Any]], R]) -> R:
+    def _coordinate(self, commit: Callable[[list[Any]], R], was_committed: Callable[[], bool]) -> R:
         try:
             payloads = self._all_votes()
             standing = self._exchange.propose(BALLOT, _COMMITTING, [], self._deadline)
@@ -188,17 +192,35 @@ class Ballot:
             raise
         if standing.startswith(_ERROR):
             raise self._exchange.error_in(BALLOT, standing, self._own_error)
+        outcome = b""
         try:
             self._exchange.note_phase("committing")
             result = commit(payloads)
+            outcome = _COMMITTED + self._packed(result)
+            self._publish(outcome)
         except BaseException as error:
+            if outcome:  # an interrupt: the others are told all the same
+                self._keys.post(_OUTCOME, outcome)
+                raise
             failure = self._exchange.failure_of(error)
-            self._publish(_FAILED + pickle.dumps([failure]))
+            self._publish_failure(failure, was_committed)
             if self._exchange.world_size == 1 or not isinstance(error, Exception):
                 raise
             raise error_of([failure], error) from error
-        self._publish(_COMMITTED + self._packed(result))
         return result
+
+    def _publish_failure(self, failure: RankFailure, was_committed: Callable[[], bool]) -> None:
+        """Tells that the commit failed, and whether its rename may have happened: an fsync or an
+        interrupt may have come after it, and only the storage says that it did not.
+        """
+        self._is_unsure = True
+        try:
+            self._is_unsure = was_committed()
+        except Exception as error:  # noqa: BLE001 - the commit's own error is on its way
+            logger.warning("whether the save is in the storage cannot be said: %r", error)
+        finally:
+            how = _UNSURE if self._is_unsure else _FAILED
+            self._publish(how + pickle.dumps([failure]))
 
     def _all_votes(self) -> list[Any]:
         """Returns the payloads by rank; raises the error that has ended the vote instead."""
@@ -246,7 +268,8 @@ class Ballot:
         if outcome is None:
             coordinator = "rank 0 decided to commit and gave no answer since"
             return self._looked_up(was_committed, coordinator, None)
-        if outcome.startswith(_FAILED):
+        self._is_unsure = outcome.startswith(_UNSURE)
+        if self._is_unsure or outcome.startswith(_FAILED):
             raise error_of(from_rank(outcome[1:]))
         return from_rank(outcome[1:])
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx.ballot import Ballot
-from torch_dcpx.committed import committed_save_id
+from torch_dcpx.committed import stored_save_id
 from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.plan_round import Answer, Offer, PlanRound
@@ -206,7 +206,7 @@ class SaveRun:
         return Committed(self.save_id, len(results), len(sizes), sum(sizes))
 
     def _was_committed(self) -> bool:
-        return committed_save_id(self._begun[0].directory or self.path) == self.save_id
+        return stored_save_id(self._begun[0].directory or self.path) == self.save_id
 
     def cancel(self) -> bool:
         """Stops the save on all ranks, from any thread; False once it is decided to commit it."""

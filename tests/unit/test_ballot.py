@@ -6,7 +6,7 @@ import errno
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from store_ranks import FULL, Ranks, Storage, assert_no_key_is_left, ballots
@@ -143,6 +143,63 @@ def test_error_of_the_commit_is_raised_on_all(ranks: Ranks) -> None:
     assert_no_key_is_left(ranks)
 
 
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("found", [True, False, FULL], ids=repr)
+def test_files_stay_unless_the_coordinator_says_that_its_failed_commit_is_not_there(
+    ranks: Ranks, error: BaseException, found: Any
+) -> None:
+    def commit(_: list[Any]) -> None:
+        raise error
+
+    def was_committed() -> bool:
+        if found is FULL:
+            raise FULL
+        return bool(found)
+
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        ballot.vote(exchange.rank)
+        with pytest.raises((StorageError, RankError, KeyboardInterrupt)):
+            ballot.settle(commit, was_committed)
+        ballot.fail(ZeroDivisionError())  # as whoever ends the save does
+        return ballot.may_be_committed
+
+    stays = found is not False
+    got = ballots(ranks, body)
+    assert got[1:] == [stays] * 3
+    assert got[0] is stays or isinstance(error, KeyboardInterrupt)
+    assert_no_key_is_left(ranks)
+
+
+def test_coordinator_that_is_interrupted_as_it_looks_leaves_the_files_and_nobody_waiting(
+    ranks: Ranks,
+) -> None:
+    def commit(_: list[Any]) -> None:
+        raise FULL
+
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        ballot.vote(exchange.rank)
+        with pytest.raises(KeyboardInterrupt if exchange.is_coordinator else StorageError):
+            ballot.settle(commit, raise_interrupt)
+        return ballot.may_be_committed
+
+    assert ballots(ranks, body) == [True] * 4
+
+
+def test_coordinator_that_is_interrupted_as_it_tells_of_its_commit_has_told_it(
+    ranks: Ranks, storage: Storage
+) -> None:
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        ballot.vote(exchange.rank)
+        if not exchange.is_coordinator:
+            return ballot.settle(storage.commit, storage.was_committed)
+        ballot._publish = lambda _: raise_interrupt()  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            ballot.settle(storage.commit, storage.was_committed)
+        return ballot.may_be_committed
+
+    assert ballots(ranks, body) == [True, "result", "result", "result"]
+
+
 def test_commit_that_worked_is_no_failure_where_its_result_cannot_be_sent(ranks: Ranks) -> None:
     lock = threading.Lock()
 
@@ -273,7 +330,7 @@ def test_rank_that_is_interrupted_while_the_coordinator_commits_may_be_published
     assert ballots(ranks, body) == ["result", "result", True, "result"]
 
 
-def raise_interrupt() -> None:
+def raise_interrupt() -> NoReturn:
     raise KeyboardInterrupt
 
 

@@ -26,6 +26,7 @@ def run_with_fates(world_size: int, random_seed: int) -> None:
     fates = [(chance.choice(FATES), chance.choice(PHASES)) for _ in range(world_size)]
     storage = Storage()
     ranks = Ranks(HashStore(), world_size)
+    kept: dict[int, bool] = {}  # of ranks that got an error: whether they leave their files
 
     def one(rank: int) -> Any:
         fate, fatal_phase = fates[rank]
@@ -79,6 +80,8 @@ def run_with_fates(world_size: int, random_seed: int) -> None:
             ranks.clients[rank].close()
             raise
         except BaseException as error:
+            ballot.fail(error)
+            kept[rank] = ballot.may_be_committed
             exchange.fail(error)
             exchange.close()
             raise
@@ -91,6 +94,8 @@ def run_with_fates(world_size: int, random_seed: int) -> None:
         assert fates[0][0] == "killed" and fates[0][1] in ("commit", "committed"), described
         assert storage.committed == [], described
         return
+    if storage.committed:
+        assert all(kept.values()), described
     is_success = {not isinstance(outcome, BaseException) for outcome in survivors}
     assert len(is_success) <= 1, described
     if is_success == {True}:
