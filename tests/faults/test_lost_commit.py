@@ -66,7 +66,8 @@ def raise_(error: BaseException) -> None:
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, root: Path, where: str, fail: Fail) -> None:
     """Makes the coordinator's next commit fail: "rename" before it, "renamed" in it, but after it
-    happened, "sync" in the fsync after it.
+    happened, "sync" in the fsync after it, "unreadable" as well, and nothing can be read from then
+    on.
     """
     rename, sync = Directory.rename, Directory.sync
     has_renamed = False
@@ -84,7 +85,9 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, root: Path, where: str, fail: Fail)
             fail()
 
     def failing_sync(self: Directory) -> None:
-        if where == "sync" and has_renamed and self.path == node(root, 0):
+        if where in ("sync", "unreadable") and has_renamed and self.path == node(root, 0):
+            if where == "unreadable":
+                monkeypatch.setattr(Directory, "open_small", lambda *_: raise_(EIO))
             fail()
         sync(self)
 
@@ -111,7 +114,7 @@ def assert_loads(root: Path, metadata: bytes, seed: int) -> None:
 
 
 @pytest.mark.parametrize("error", [EIO, KeyboardInterrupt(), SystemExit(3)], ids=repr)
-@pytest.mark.parametrize("where", ["rename", "renamed", "sync"])
+@pytest.mark.parametrize("where", ["rename", "renamed", "sync", "unreadable"])
 def test_commit_that_fails_leaves_the_checkpoint_that_the_coordinator_has(
     tmp_path: Path, ranks: Ranks, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
