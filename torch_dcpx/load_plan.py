@@ -28,7 +28,8 @@ from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_err
 from torch_dcpx.load_part import LoadPart
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.mapped_state import MappedState, map_state, model_part
-from torch_dcpx.planner_hooks import has_stock_hooks
+from torch_dcpx.planner_hooks import PLAN_HOOKS, has_stock_hooks
+from torch_dcpx.read_coverage import check_shards
 from torch_dcpx.reader import DcpxReader
 
 __all__ = ["Answer", "Offer", "RankPlan", "agree", "is_stateful"]
@@ -197,6 +198,8 @@ class RankPlan:
                 return False
         with _partial_load_allowed(planner):
             self.plan = planner.create_local_plan()
+        if has_stock_hooks(planner, PLAN_HOOKS) and not isinstance(planner, DcpxLoadPlanner):
+            check_shards(_state_of(planner), stored)  # ours has looked
         if not is_stock:
             sources: dict[str, dict[str, None]] = {}
             for item in self.plan.items:

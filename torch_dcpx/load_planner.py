@@ -45,7 +45,7 @@ from torch_dcpx.load_targets import flattened_target, whole_rows
 from torch_dcpx.mapped_state import MappedState, MappedTarget
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_classes import MAKER
-from torch_dcpx.planner_hooks import plans_as_stock
+from torch_dcpx.planner_hooks import has_stock_hooks, plans_as_stock
 from torch_dcpx.read_coverage import WAY_OUT
 
 __all__ = ["DcpxLoadPlanner"]
@@ -117,6 +117,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
                 `allow_partial_load`.
             ValueError: a tensor's size is not the stored one's (stock's texts), or a tensor is
                 stored where something else is wanted.
+            PlanError: a DTensor's shard has another shape than its placement says.
             CorruptionError: the stored chunks do not hold each wanted element exactly once; `fqn`
                 is the first such tensor. `DefaultLoadPlanner` with `FileSystemReader` loads what
                 there is.
@@ -195,6 +196,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         outline, chunks_of = outline_of(stored), chunks_in(stored)
         rows, others = whole_rows(self.state_dict, stored)
         chunks = ChunkFinder()
+        fills_state = has_stock_hooks(self)  # else what is filled may be another tensor
         for at, fqn in others:
             target, entry = self.state_dict[fqn], outline(fqn)
             row: Any = []  # nothing to read
@@ -211,7 +213,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             elif is_plain_dtensor(target):
                 if entry.size != target.shape:
                     raise _size_error(entry.size, target.shape, fqn)
-                part = chunks.part_of(target)
+                part = chunks.target_part_of(fqn, target) if fills_state else chunks.part_of(target)
                 if part is not None:
                     wanted = [ChunkStorageMetadata(*part)]
                     row = (fqn, wanted, chunks_of(fqn), entry.size)

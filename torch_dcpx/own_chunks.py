@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, stock_chunks
+from torch_dcpx.errors import PlanError
 
 __all__ = ["HOOKS", "ChunkFinder", "Part", "is_plain_dtensor", "is_plain_tensor", "plain_part"]
 
@@ -101,6 +102,26 @@ class ChunkFinder:
                 (chunk,) = stock_chunks(tensor)
                 part = Part(chunk.offsets, chunk.sizes)
             self._known[key] = part
+        return part
+
+    def target_part_of(self, fqn: str, tensor: DTensor) -> Part | None:
+        """Returns `part_of` a DTensor that a load is to fill.
+
+        Raises:
+            PlanError: its shard has another shape, so that a part of it would keep what it holds,
+                or there is no room for what is read.
+            ValueError: as `part_of`.
+        """
+        part = self.part_of(tensor)
+        local = tensor._local_tensor.shape
+        if part is not None and local != part.sizes:
+            raise PlanError(
+                f"'{fqn}': the load reads a chunk of shape {list(part.sizes)} at offsets "
+                f"{list(part.offsets)} into this rank's shard, which has shape {list(local)}; "
+                "nothing was read. A DTensor's shards must have the sizes that torch cuts its "
+                "shape into, as those of `distribute_tensor` have",
+                fqn=fqn,
+            )
         return part
 
     def found(self) -> Iterator[tuple[Any, Sequence[Placement], Part]]:

@@ -10,7 +10,7 @@ may want a part, or fill the rest its own way.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import add
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ from torch_dcpx import _C
 from torch_dcpx._compat import wanted_chunks
 from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
 from torch_dcpx.lazy_metadata import outline_of
+from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor
 from torch_dcpx.planner_hooks import PLAN_HOOKS, has_stock_hooks
 
-__all__ = ["WAY_OUT", "check_coverage", "meeting_targets"]
+__all__ = ["WAY_OUT", "check_coverage", "check_shards", "meeting_targets"]
 
 WAY_OUT = "torch's DefaultLoadPlanner with FileSystemReader loads what there is"
 
@@ -53,7 +54,8 @@ def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -
     Raises:
         CorruptionError: the stored chunks leave a hole, or two hold the same element; no tensor was
             touched.
-        PlanError: an item reaches outside of its target.
+        PlanError: an item reaches outside of its target, or the shape of a DTensor's shard is not
+            what its placement says.
     """
     if not has_stock_hooks(planner, PLAN_HOOKS):
         return False
@@ -61,6 +63,7 @@ def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -
     if take_covered is not None and take_covered(items):
         return True
     state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
+    check_shards(state, planner.metadata.state_dict_metadata)  # type: ignore[attr-defined]
     outline = outline_of(planner.metadata.state_dict_metadata)  # type: ignore[attr-defined]
     last = {item.dest_index.fqn: item for item in items}
     all_of: dict[str, list[ReadItem]] = {}
@@ -90,6 +93,22 @@ def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -
     for row in _offences(exact):
         raise _error(exact[row[0]], *row[1:], path=path)
     return True
+
+
+def check_shards(state: Mapping[str, Any], stored: Container[str]) -> None:
+    """Checks that the shards of a state's DTensors have the shapes that stock's planner plans for.
+
+    Args:
+        state: of the planner, by names.
+        stored: what is read.
+
+    Raises:
+        PlanError: one has another shape.
+    """
+    chunks = ChunkFinder()
+    for fqn, target in state.items():
+        if type(target) is DTensor and is_plain_dtensor(target) and fqn in stored:
+            chunks.target_part_of(fqn, target)
 
 
 def meeting_targets(items: Iterable[ReadItem]) -> frozenset[MetadataIndex]:
