@@ -77,7 +77,9 @@ class ItemMaker:
         to_lowest_rank: bool,
         lowest_names: set[str],
         whole_names: set[str],
+        unlike: list[tuple[str, int, int]] | None = None,
     ) -> list[list[Any]]: ...
+    def unlike_items(self, plans: list[list[Any]]) -> list[tuple[str, int, int]]: ...
     def global_plan(
         self, plans: list[list[Any]], kept: list[bool] = ...
     ) -> tuple[

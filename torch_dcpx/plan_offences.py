@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from torch_dcpx._compat import is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.own_chunks import Part
 
-__all__ = ["check_plan", "check_shape", "is_folded", "offence_text"]
+__all__ = ["check_plan", "check_shape", "is_folded", "offence_text", "refuse_unlike"]
+
+_MAX_SHOWN = 5
 
 
 def offence_text(
@@ -87,6 +89,32 @@ def check_shape(fqn: str, shape: torch.Size, chunk: ChunkStorageMetadata | Part)
             "`distribute_tensor` have, and a planner's hooks must keep the shape",
             fqn=fqn,
         )
+
+
+def refuse_unlike(plans: Sequence[SavePlan], unlike: Sequence[tuple[str, int, int]]) -> None:
+    """Raises PlanError where a name is not one tensor, or one object, on all ranks.
+
+    Args:
+        plans: of all ranks.
+        unlike: (fqn, rank, other rank), as `ItemMaker.unlike_items` finds them.
+    """
+    if not unlike:
+        return
+
+    def told(fqn: str, rank: int) -> str:
+        own = next(item for item in plans[rank].items if item.index.fqn == fqn)
+        about = own.tensor_data
+        if about is None:
+            return f"a Python value on rank {rank}"
+        return f"{about.properties.dtype} of shape {list(about.size)} on rank {rank}"
+
+    texts = [f"'{fqn}' is {told(fqn, a)} and {told(fqn, b)}" for fqn, a, b in unlike[:_MAX_SHOWN]]
+    more = f"; and {len(unlike) - len(texts)} more names" if len(unlike) > len(texts) else ""
+    raise PlanError(
+        f"ranks of the group have different things under one name: {'; '.join(texts)}{more}. A "
+        "checkpoint keeps one; give each rank a name of its own",
+        fqn=unlike[0][0],
+    )
 
 
 def is_folded(item: WriteItem, tensor: torch.Tensor) -> bool:

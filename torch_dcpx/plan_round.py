@@ -25,9 +25,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from torch_dcpx import plan_cache
+from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.plan_classes import MAKER
+from torch_dcpx.plan_offences import refuse_unlike
 from torch_dcpx.plan_wire import WirePlan
 from torch_dcpx.rank_plan import RankPlan, offered
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
@@ -132,7 +134,10 @@ class PlanRound:
             return [Answer(save_id)] * len(offers)
         if any(offer.plan is None for offer in offers):
             return [Answer(save_id, is_again=True)] * len(offers)
-        plans, self.metadata = self._planner.create_global_plan([offer.plan for offer in offers])
+        plans = [offer.plan for offer in offers if offer.plan is not None]
+        if not isinstance(self._planner, DcpxSavePlanner) and HAS_KNOWN_ITEMS:  # ours looks
+            refuse_unlike(plans, MAKER.unlike_items([list(plan.items) for plan in plans]))
+        plans, self.metadata = self._planner.create_global_plan(plans)
         plans = self._writer.prepare_global_plan(plans)
         compared = self._compared(offers)
         if compared is None:

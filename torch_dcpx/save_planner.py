@@ -28,7 +28,7 @@ from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_cache import KnownPlan, Planning
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
-from torch_dcpx.plan_offences import check_shape, offence_text
+from torch_dcpx.plan_offences import check_shape, offence_text, refuse_unlike
 from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.replicas import Replicas, doubtful_names, replicas_of
 from torch_dcpx.row_pieces import cut_names, with_pieces
@@ -288,8 +288,9 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """Returns the plans with each chunk in one of them only, or rows of it in several.
 
         Raises:
-            PlanError: Python values differ over the ranks, with `on_conflict="error"`.
+            PlanError: a name is of other kinds, or with `on_conflict="error"` values, on some rank.
         """
+        unlike: list[tuple[str, int, int]] = []
         cut = [plan for plan in all_plans if isinstance(plan, RankPlan) and plan.can_split]
         conflicts = self._conflicts(all_plans)
         self.dcpx_planning.has_conflicts = bool(conflicts)
@@ -299,7 +300,9 @@ class DcpxSavePlanner(DefaultSavePlanner):
             self.dedup_save_to_lowest_rank,
             conflicts,
             doubtful_names(cut).union(*(plan.whole_names for plan in cut)),
+            unlike,
         )
+        refuse_unlike(all_plans, unlike)
         return [_with_items(plan, its) for plan, its in zip(all_plans, items, strict=True)]
 
     def _conflicts(self, all_plans: list[SavePlan]) -> set[str]:

@@ -17,7 +17,12 @@ void bind_plan_items(py::module_& module) {
       .def("write_items", &make_write_items, py::arg("rows"), "The items of a rank's save plan.")
       .def("dedup_items", &dedup_items, py::arg("plans"), py::arg("can_split"),
            py::arg("to_lowest_rank"), py::arg("lowest_names"), py::arg("whole_names"),
-           "The items of each rank, so that each chunk is written once.")
+           py::arg("unlike") = py::none(),
+           "The items of each rank, so that each chunk is written once; as they were where "
+           "`unlike`, "
+           "a list, was given what `unlike_items` finds.")
+      .def("unlike_items", &unlike_items, py::arg("plans"),
+           "(fqn, rank, other rank) of the names that are not one object or tensor on all ranks.")
       .def("global_plan", &make_global_plan, py::arg("plans"), py::arg("kept") = py::list(),
            "(items of each rank, metadata's entries, offences) of a save.")
       .def("copied_entries", &copy_entries, py::arg("entries"),

@@ -55,6 +55,13 @@ class Order {
   bool is_doubtful_ = false;
 };
 
+// What the first item of a name says of all of its tensor.
+struct About {
+  std::uint32_t rank;
+  py::object size;  // null of an object
+  py::object properties;
+};
+
 // What the plans of all ranks hold. Throws ValueError where a plan is no list.
 class Entries {
  public:
@@ -78,6 +85,7 @@ class Entries {
         entry.ndim = offset.is_none() ? -1 : static_cast<int>(append_ints(offset, &numbers_));
         if (entry.name == orders_.size()) orders_.emplace_back();
         orders_[entry.name].add(numbers_.data() + entry.first, entry.ndim);
+        if (plans_.size() > 1) note(maker, entry, item_at(rank, place));
         entries_.push_back(entry);
       }
     }
@@ -113,6 +121,10 @@ class Entries {
     if (item == nullptr) throw py::error_already_set();
     return py::reinterpret_borrow<py::object>(item);
   }
+  // (fqn, rank, other rank) of the names that are an object on one rank and a tensor on another, or
+  // tensors of other sizes or another dtype; each once.
+  const py::list& unlike() const { return unlike_; }
+
   py::object item_of(const Entry& entry) const { return item_at(entry.rank, entry.place); }
   bool are_same(const Entry& a, const Entry& b) const { return compare(a, b) == 0; }
 
@@ -126,6 +138,33 @@ class Entries {
       if (left != right) return left < right ? -1 : 1;
     }
     return 0;
+  }
+
+  void note(const ItemMaker& maker, const Entry& entry, const py::object& item) {
+    About about{entry.rank, py::object(), py::object()};
+    const py::object data = get_attr(item, maker.names.tensor_data);
+    if (!data.is_none()) {
+      about.size = get_attr(data, maker.names.size);
+      about.properties = get_attr(data, maker.names.properties);
+    }
+    if (entry.name == abouts_.size()) {
+      abouts_.push_back(std::move(about));
+      return;
+    }
+    const About& first = abouts_[entry.name];
+    if (is_like(maker, first, about)) return;
+    const py::object fqn = get_attr(get_attr(item, maker.names.index), maker.names.fqn);
+    if (told_.contains(fqn)) return;
+    told_.add(fqn);
+    unlike_.append(py::make_tuple(fqn, first.rank, about.rank));
+  }
+
+  // Chunks of one plan, and of plans that came from another process, share what is equal.
+  static bool is_like(const ItemMaker& maker, const About& a, const About& b) {
+    if (!a.size || !b.size) return !a.size && !b.size;
+    if (!a.size.is(b.size) && !a.size.equal(b.size)) return false;
+    return a.properties.is(b.properties) ||
+           get_attr(a.properties, maker.names.dtype).is(get_attr(b.properties, maker.names.dtype));
   }
 
   std::uint32_t number_of(const py::object& name) {
@@ -144,6 +183,9 @@ class Entries {
   std::vector<Order> orders_;   // by name
   Numbers numbers_;
   py::dict names_;
+  std::vector<About> abouts_;  // by name
+  py::list unlike_;
+  py::set told_;
 };
 
 // A chunk's bytes, and the dimension along which it may be cut.
@@ -215,6 +257,8 @@ class Dedup {
     for (const py::handle& flag : can_split) can_split_.push_back(flag.cast<bool>());
     if (can_split_.size() != plans.size()) throw py::value_error("a flag a plan is wanted");
   }
+
+  const py::list& unlike() const { return all_.unlike(); }
 
   // `lowest_names` go to the lowest rank that has them, `whole_names` are not cut.
   py::list plans(bool to_lowest_rank, const py::set& lowest_names, const py::set& whole_names) {
@@ -327,8 +371,18 @@ class Dedup {
 }  // namespace
 
 py::list dedup_items(ItemMaker& maker, const py::list& plans, const py::list& can_split,
-                     bool to_lowest_rank, const py::set& lowest_names, const py::set& whole_names) {
-  return Dedup(maker, plans, can_split).plans(to_lowest_rank, lowest_names, whole_names);
+                     bool to_lowest_rank, const py::set& lowest_names, const py::set& whole_names,
+                     const py::object& unlike) {
+  Dedup dedup(maker, plans, can_split);
+  if (!unlike.is_none()) {
+    unlike.attr("extend")(dedup.unlike());
+    if (py::len(dedup.unlike()) > 0) return py::list(plans);
+  }
+  return dedup.plans(to_lowest_rank, lowest_names, whole_names);
+}
+
+py::list unlike_items(ItemMaker& maker, const py::list& plans) {
+  return Entries(maker, plans).unlike();
 }
 
 }  // namespace dcpx

@@ -131,7 +131,9 @@ pybind11::tuple make_read_items(ItemMaker& maker, const pybind11::list& rows,
 pybind11::list make_write_items(ItemMaker& maker, const pybind11::list& rows);
 pybind11::list dedup_items(ItemMaker& maker, const pybind11::list& plans,
                            const pybind11::list& can_split, bool to_lowest_rank,
-                           const pybind11::set& lowest_names, const pybind11::set& whole_names);
+                           const pybind11::set& lowest_names, const pybind11::set& whole_names,
+                           const pybind11::object& unlike);
+pybind11::list unlike_items(ItemMaker& maker, const pybind11::list& plans);
 // `kept`: by plan, whether its items are planned with again, so that the entries get copies.
 pybind11::tuple make_global_plan(ItemMaker& maker, const pybind11::list& plans,
                                  const pybind11::list& kept);

@@ -77,9 +77,9 @@ def test_writer_of_one_file_a_name_keeps_all_rows() -> None:
         lambda rank: LARGE.to((torch.bfloat16, torch.float16)[rank % 2]),
     ],
 )
-def test_tensors_of_several_dtypes_are_never_cut(make: Callable[[int], torch.Tensor]) -> None:
-    _, metadata, _ = plan_all(cutters(3), lambda rank: {"w": make(rank)})
-    assert len(metadata.state_dict_metadata["w"].chunks) == 1
+def test_tensors_of_several_dtypes_are_refused(make: Callable[[int], torch.Tensor]) -> None:
+    with pytest.raises(PlanError, match=r"'w' is torch.\w+ of shape .* on rank 0 and .* on rank 1"):
+        plan_all(cutters(3), lambda rank: {"w": make(rank)})
 
 
 def test_partial_sums_are_never_cut() -> None:
