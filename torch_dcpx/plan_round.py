@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from torch_dcpx import plan_cache
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
@@ -31,10 +31,12 @@ from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.plan_offences import refuse_unlike
 from torch_dcpx.plan_wire import WirePlan
+from torch_dcpx.rank_errors import from_rank
 from torch_dcpx.rank_plan import RankPlan, offered
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.save_rows import SAVE_ROWS
-from torch_dcpx.write_table import check_shapes
+from torch_dcpx.value_digests import digests_of, report_conflicts
+from torch_dcpx.write_table import check_shapes, has_stock_hooks
 from torch_dcpx.writer import DcpxWriter
 
 __all__ = ["Answer", "Offer", "PlanRound", "default_save_planner", "forget_default_plans"]
@@ -46,7 +48,7 @@ class Offer(NamedTuple):
     plan: SavePlan | None  # None: `agreement` holds
     objects: tuple[str, ...] | None = None  # names of Python values; None: nothing is to be kept
     agreement: str = ""
-    values: bytes = b""
+    values: bytes = b""  # beside an agreement one digest, beside a plan without digests all of them
 
 
 class Answer(NamedTuple):
@@ -100,19 +102,33 @@ class PlanRound:
             is_default = self._planning.plans is _DEFAULT_PLANS
             self._is_private = is_default and _is_own(self._writer, "finish")
         plan = self._planner.create_local_plan()
+        values = b""
         if not isinstance(self._planner, DcpxSavePlanner):  # which has looked
             check_shapes(plan.items, self._planner)
+            values = self._digests(plan)
         known = self._known = None if self._planning is None else self._planning.known
         agreement = self._offered = known.agreement if known is not None else None
         if agreement is None:
             self._full = self._writer.prepare_local_plan(plan)
-            return Offer(self._full, known.objects if known is not None else None)
+            objects = known.objects if known is not None else None
+            return Offer(self._full, objects, values=values)
         # Its items were looked at when they were new.
         prepared = self._writer.prepare_local_plan(dataclasses.replace(plan, items=[]))
         self._full = dataclasses.replace(prepared, items=plan.items)
         has_others = self._group[1] > 1
         values = values_digest(plan.digests, agreement.compared) if has_others else b""
         return Offer(None, None, agreement.name, values)
+
+    def _digests(self, plan: SavePlan) -> bytes:
+        """Returns the digests of the Python values that a planner of stock's hooks plans, pickled;
+        b"" where there are none, or nobody to compare them with.
+        """
+        if self._group[1] == 1 or not has_stock_hooks(self._planner):
+            return b""
+        names = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
+        state = self._planner.state_dict
+        digests = digests_of({name: state[name] for name in names if name in state})
+        return pickle.dumps(digests) if digests else b""
 
     def offer_again(self) -> Offer:
         """Makes the offer that never is an agreement."""
@@ -137,6 +153,8 @@ class PlanRound:
         plans = [offer.plan for offer in offers if offer.plan is not None]
         if not isinstance(self._planner, DcpxSavePlanner) and HAS_KNOWN_ITEMS:  # ours looks
             refuse_unlike(plans, MAKER.unlike_items([list(plan.items) for plan in plans]))
+            digests = (from_rank(offer.values) if offer.values else {} for offer in offers)
+            report_conflicts(digests, "warn", _DEFAULT._told)
         plans, self.metadata = self._planner.create_global_plan(plans)
         plans = self._writer.prepare_global_plan(plans)
         compared = self._compared(offers)

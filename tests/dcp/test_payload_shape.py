@@ -175,13 +175,20 @@ def test_piece_of_a_kept_plan_that_the_tensor_has_outgrown_is_refused(
         assert_refused(lambda: _save({"w": odd(0, 1)}, tmp_path, planner), tmp_path, "[10, 3]")
 
 
-def test_tensor_resized_after_it_was_planned_is_refused(way: Way, tmp_path: Path) -> None:
+def test_tensor_resized_after_it_was_planned_is_refused_before_a_file_is_made(
+    way: Way, tmp_path: Path, files_made: list[object]
+) -> None:
     class Late(DcpxSavePlanner):
         def finish_plan(self, new_plan: Any) -> Any:
             self.state_dict["w"] = WHOLE[:4]
             return super().finish_plan(new_plan)
 
-    assert_refused(lambda: way({"w": WHOLE}, tmp_path, Late()), tmp_path, "[4, 3]")
+    def save() -> None:
+        files_made.clear()
+        way({"w": WHOLE}, tmp_path, Late())
+
+    assert_refused(save, tmp_path, "[4, 3]")
+    assert not files_made
 
 
 def test_tensor_that_a_planner_casts_is_stored_and_loads_as_from_stock(

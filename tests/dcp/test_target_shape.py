@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxLoadPlanner, DcpxReader, PlanError
+from torch_dcpx.load_checks import LoadRules
+from torch_dcpx.load_plan import RankPlan
 
 WHOLE = torch.arange(11 * 3, dtype=torch.float32).reshape(11, 3)
 
@@ -72,6 +74,16 @@ def test_shards_cut_unlike_torch_are_refused_on_each_rank_while_it_plans(
     errors = load(states, saved, reader=reader)
     assert [type(error) for error in errors] == [PlanError] * 2
     assert all((state["w"].to_local() == -1).all() for state in states)
+
+
+@pytest.mark.parametrize("planner", [DcpxLoadPlanner, DefaultLoadPlanner])
+def test_odd_shard_is_refused_while_the_ranks_of_a_load_agree(
+    saved: Path, planner: type[DefaultLoadPlanner]
+) -> None:
+    with as_rank(1, 2):
+        own = RankPlan(DcpxReader(saved), planner(), LoadRules.of(True, (), "error"))
+        with pytest.raises(PlanError, match=r"\[5, 3\] at offsets \[6, 0\] into .* shape \[6, 3\]"):
+            own.prepare({"w": shard_of(6, 2)}, 1, is_coordinator=False)
 
 
 def test_planner_that_fills_other_tensors_takes_any_shard(saved: Path) -> None:

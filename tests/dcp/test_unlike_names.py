@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plan_states import as_rank, mesh_of, plan_all
+from plan_states import MakeState, as_rank, mesh_of, plan_all
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
-from torch_dcpx.plan_round import PlanRound
+from torch_dcpx.plan_round import Offer, PlanRound
 
 
 def shard(rows: int, dtype: torch.dtype = torch.float32) -> DTensor:
@@ -21,6 +23,20 @@ def shard(rows: int, dtype: torch.dtype = torch.float32) -> DTensor:
     return DTensor.from_local(
         local, mesh_of((3,)), [Shard(0)], run_check=False, shape=whole, stride=(3, 1)
     )
+
+
+def offered(planner: Any, state: MakeState, path: Path) -> tuple[PlanRound, list[Offer]]:
+    """Returns the coordinator's part of `dcpx.save` of three ranks, and what all offer."""
+    rounds, offers = [], []
+    for rank in range(3):
+        with as_rank(rank, 3):
+            own = planner()
+            own.set_up_planner(state(rank), None, rank == 0)
+            writer = DcpxWriter(path)
+            writer.set_up_storage_writer(rank == 0)
+            rounds.append(PlanRound(own, writer, rank, 3))
+            offers.append(pickle.loads(pickle.dumps(rounds[-1].offer())))
+    return rounds[0], offers
 
 
 CASES: dict[str, tuple[Any, Any, str]] = {
@@ -45,17 +61,9 @@ def test_name_that_is_another_thing_on_a_rank_is_refused_with_both(
     def state(rank: int) -> dict[str, Any]:
         return {"same": torch.ones(2), "x": (other if rank == 2 else one)(), f"own{rank}": rank}
 
-    rounds, offers = [], []
-    for rank in range(3):
-        with as_rank(rank, 3):
-            own = planner()
-            own.set_up_planner(state(rank), None, rank == 0)
-            writer = DcpxWriter(tmp_path)
-            writer.set_up_storage_writer(rank == 0)
-            rounds.append(PlanRound(own, writer, rank, 3))
-            offers.append(rounds[-1].offer())
+    coordinator, offers = offered(planner, state, tmp_path)
     with pytest.raises(PlanError, match=r"'x' is .* on rank 0 and .* on rank 2") as caught:
-        rounds[0].answer("id", offers)
+        coordinator.answer("id", offers)
     assert text in str(caught.value) and caught.value.fqn == "x"
     assert "'same'" not in str(caught.value) and "'own" not in str(caught.value)
 
@@ -78,3 +86,19 @@ def test_ranks_may_have_names_that_others_lack_and_more_strides(tmp_path: Path) 
 
     _, metadata, _ = plan_all([DcpxSavePlanner() for _ in range(3)], state)
     assert len(metadata.state_dict_metadata) == 5
+
+
+@pytest.mark.parametrize("planner", [DcpxSavePlanner, DefaultSavePlanner])
+def test_values_that_differ_are_one_warning_with_any_planner(
+    planner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"lr of {planner.__name__}"
+
+    def state(rank: int) -> dict[str, Any]:
+        return {name: 0.1 if rank < 2 else 0.2, "step": 7, "w": torch.ones(2)}
+
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        coordinator, offers = offered(planner, state, tmp_path)
+        coordinator.answer("id", offers)
+    assert len(caplog.records) == 1
+    assert f"'{name}' (ranks 0, 2 of the group)" in caplog.text and "step" not in caplog.text
