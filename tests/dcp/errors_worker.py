@@ -25,7 +25,7 @@ SAMPLES: dict[str, Any] = {
     "offset": 1 << 40, "nbytes": 4096, "touched": ("a", "b.c"), "expected": "x", "found": "y",
     "global_name": "os.system", "owner": "host 1",
     "missing": ("a",), "shapes": {"b": ((1,), (2,))}, "dtypes": {"c": ("x", "y")},
-    "kinds": {"d": "e"}, "nearest": {"a": "aa"}, "candidates": ("x",),
+    "kinds": {"d": "e"}, "nearest": {"a": "aa"}, "candidates": ("x",), "assumptions": ("y",),
     "ranks": (1, 2), "waited_s": 2.5,
     "phases": ("writing", "planning"),
     "rank": 1, "host": "node1", "phase": "writing", "original": "builtins.KeyError",
