@@ -112,15 +112,35 @@ class Ballot:
             Whether it came in time: then `settle` raises on every rank, a RankError whose cause is
             a concurrent.futures.CancelledError. False, too, where the store does not answer.
         """
-        cancelled = CancelledError(f"cancelled by rank {self._exchange.rank}")
         with self._guard:
-            if self._has_ended:
-                return False
+            return self._cancel(f"cancelled by rank {self._exchange.rank}", self._deadline)
+
+    def leave(self, deadline: Deadline) -> None:
+        """Cancels as this process ends, unless the others can do without it: its files are durable,
+        and another rank commits.
+
+        Args:
+            deadline: until when the store is waited for, and a bit longer.
+        """
+        exchange = self._exchange
+        if self._has_voted and not exchange.is_coordinator:
+            return
+        if self._guard.acquire(timeout=deadline.remaining_s):  # held where the store is silent
             try:
-                return self._abort(self._exchange.failure_of(cancelled)).startswith(_ERROR)
-            except StoreLostError as lost:
-                logger.warning("%s; the save is not cancelled", lost)
-                return False
+                self._cancel(f"the process of rank {exchange.rank} ends", deadline)
+            finally:
+                self._guard.release()
+
+    def _cancel(self, why: str, by: Deadline) -> bool:
+        """Returns whether it came in time. REQUIRES: _guard."""
+        if self._has_ended:
+            return False
+        try:
+            failure = self._exchange.failure_of(CancelledError(why))
+            return self._abort(failure, by).startswith(_ERROR)
+        except StoreLostError as lost:
+            logger.warning("%s; the save is not cancelled", lost)
+            return False
 
     def check(self) -> None:
         """Raises the error that has ended the vote, if any: a long write looks now and then.
@@ -307,8 +327,8 @@ class Ballot:
         found = self._keys.get(_DECISION, by)
         return None if found is None else found.decode()
 
-    def _abort(self, failure: RankFailure) -> str:
+    def _abort(self, failure: RankFailure, by: Deadline | None = None) -> str:
         """Claims the decision for an error; returns the one that stands."""
-        standing = self._exchange.propose(BALLOT, _ERROR, [failure], self._deadline)
-        self._keys.set(_WAKE, b"fail", self._deadline)
+        standing = self._exchange.propose(BALLOT, _ERROR, [failure], by or self._deadline)
+        self._keys.set(_WAKE, b"fail", by or self._deadline)
         return standing

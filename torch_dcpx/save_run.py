@@ -216,6 +216,17 @@ class SaveRun:
             save.stop()
         return True
 
+    def leave(self, deadline: Deadline) -> None:
+        """Stops the save as this process ends: on all ranks, unless they can do without this one.
+
+        Args:
+            deadline: until when the other ranks are told.
+        """
+        for save in self._begun:
+            save.stop()
+        if self._ballot is not None:
+            self._ballot.leave(deadline)
+
     def end(self, error: BaseException | None = None) -> None:
         """Ends the save on this rank.
 
