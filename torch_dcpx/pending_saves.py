@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch_dcpx import last_jobs
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import OptionError
 from torch_dcpx.guard import Guard
@@ -123,15 +124,19 @@ def wait(timeout_s: float | None = None) -> None:
     """
     late = _drain(timeout_s)
     if late:
-        raise TimeoutError(f"after {timeout_s} s still saving to {', '.join(late)}")
+        raise TimeoutError(f"after {timeout_s} s still saving to {', '.join(map(_place, late))}")
     raise_uncollected()
 
 
-def _drain(timeout_s: float | None) -> list[str]:
-    """Waits for all; returns where the late ones save to."""
-    futures = {handle.durable: handle for handle in _under_way()}
-    late = concurrent.futures.wait(futures, timeout_s).not_done
-    return [f"'{futures[future].checkpoint_id}'" for future in late]  # type: ignore[index]
+def _drain(timeout_s: float | None) -> list[SaveHandle]:
+    """Waits for all; returns the late ones."""
+    handles = _under_way()
+    late = concurrent.futures.wait([handle.durable for handle in handles], timeout_s).not_done
+    return [handle for handle in handles if handle.durable in late]
+
+
+def _place(handle: SaveHandle) -> str:
+    return f"'{handle.checkpoint_id}'"
 
 
 def exit_timeout_s() -> float:
@@ -171,17 +176,29 @@ def _at_exit() -> None:
     deadline = Deadline(timeout_s)
     if count():
         logger.info("waiting up to %s s for saves under way", timeout_s)
-    for path in _drain(timeout_s):
+    late = _drain(timeout_s)
+    for handle in late:
         logger.error(
             "the process ends after %s s (%s) while it still saves to %s: the previous checkpoint "
             "stays, unless the new one was just being committed",
             timeout_s,
             _EXIT_VARIABLE,
-            path,
+            _place(handle),
         )
     for follower in _followers:
         follower(deadline)
+    _give_up(late)
     _log_uncollected()
+    last_jobs.stop()
+
+
+def _give_up(late: list[SaveHandle]) -> None:
+    """Stops saves, which remove their files; one that sits in a system call does not."""
+    deadline = Deadline(last_jobs.LAST_WAIT_S)
+    for handle in late:
+        handle.durable.is_collected = True  # it was said
+        handle.leave(deadline)
+    concurrent.futures.wait([handle.durable for handle in late], deadline.remaining_s)
 
 
 def _log_uncollected() -> None:
@@ -213,8 +230,8 @@ def drain_on_sigterm() -> Callable[[], None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         logger.warning("SIGTERM: waiting up to %s s for saves under way", timeout_s)
-        for path in _drain(timeout_s):
-            logger.error("SIGTERM: after %s s still saving to %s", timeout_s, path)
+        for late in _drain(timeout_s):
+            logger.error("SIGTERM: after %s s still saving to %s", timeout_s, _place(late))
         if callable(before):
             before(number, frame)
         elif before != signal.SIG_IGN:

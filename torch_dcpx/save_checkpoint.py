@@ -139,7 +139,7 @@ def async_save(
         "async_save", state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist,
         options,
     )  # fmt: skip
-    handle = SaveHandle(run.path, run.cancel)
+    handle = SaveHandle(run.path, run.cancel, run.leave)
     background: BackgroundSave | None = None
     try:
         if not _is_admitted(run):

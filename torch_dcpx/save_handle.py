@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from torch_dcpx.copy_guard import CopyGuard
+from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.save_report import SaveReport
 
@@ -73,8 +74,11 @@ class SaveHandle:
             a save that was skipped (`on_busy="skip"`). Or what failed, on any rank.
     """
 
-    def __init__(self, checkpoint_id: str, cancel: Callable[[], bool]) -> None:
+    def __init__(
+        self, checkpoint_id: str, cancel: Callable[[], bool], leave: Callable[[Deadline], None]
+    ) -> None:
         self.checkpoint_id = checkpoint_id
+        self.leave = leave  # called as the interpreter ends, with a deadline
         self.staged: Future[None] = Future()
         self.staged.set_running_or_notify_cancel()  # nobody but the save ends it
         self.guard = CopyGuard()

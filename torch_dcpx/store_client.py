@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch_dcpx._compat import group_store, process_groups
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import StoreLostError, UnsupportedError
+from torch_dcpx.last_jobs import STORE_THREAD
 
 __all__ = ["Client", "StoreClient", "client_of"]
 
@@ -179,7 +180,7 @@ class StoreClient:
                 self._thread = threading.Thread(
                     target=_serve,
                     args=(self._calls, self._open_store),
-                    name="dcpx-store",
+                    name=STORE_THREAD,
                     daemon=True,  # a store that is stopped must not hold the interpreter's end
                 )
                 self._thread.start()

@@ -7,8 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "common/worker_group.h"
-
 namespace dcpx {
 
 void bind_errors();
@@ -18,6 +16,7 @@ void bind_unpickle(pybind11::module_& m);
 void bind_columns(pybind11::module_& m);
 void bind_plain(pybind11::module_& m);
 void bind_io(pybind11::module_& m);
+void bind_gil(pybind11::module_& m);  // for the end of the interpreter
 void bind_plan(pybind11::module_& m);
 void bind_save_rows(pybind11::module_& m);
 void bind_plan_items(pybind11::module_& m);
@@ -29,10 +28,6 @@ void bind_verify(pybind11::module_& m);
 void bind_range(pybind11::module_& m);
 void bind_stage(pybind11::module_& m);
 void bind_device(pybind11::module_& m);
-
-// For the thread that waits while workers run without the GIL: lets Python see its signals, and
-// throws what a handler raised (KeyboardInterrupt). REQUIRES: the GIL is not held.
-PollFunction signal_poll();
 
 // UTF-8 of a str; lone surrogates, which a key may hold, pass as they do in a pickle.
 std::string to_string(const pybind11::handle& value);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/gil.h"
 #include "bind/kept_objects.h"
 #include "device/copy_stream.h"
 #include "device/counters.h"
@@ -21,7 +22,7 @@ namespace py = pybind11;
 py::dict device_driver() {
   std::string failure;
   {
-    const py::gil_scoped_release release;  // a driver that starts takes a second
+    const ReleasedGil release;  // a driver that starts takes a second
     failure = device::driver_failure();
   }
   const device::Driver* const driver = failure.empty() ? &device::Driver::get() : nullptr;
@@ -49,14 +50,14 @@ std::vector<py::object>& kept_objects() {
 }
 
 bool has_given_up() {
-  const py::gil_scoped_release release;
+  const ReleasedGil release;
   return device::driver_failure().empty() && device::Driver::get().has_given_up();
 }
 
 std::unique_ptr<device::SourceEvents> source_events(
     const std::vector<device::CallerStream>& streams) {
   forget_copied();
-  const py::gil_scoped_release release;
+  const ReleasedGil release;
   return std::make_unique<device::SourceEvents>(streams);
 }
 

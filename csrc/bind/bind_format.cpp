@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/gil.h"
 #include "common/error.h"
 #include "format/crc32.h"
 #include "format/pickle_scan.h"
@@ -55,7 +56,7 @@ py::bytes to_bytes(const std::vector<std::byte>& bytes) {
 
 std::uint32_t py_crc32(const py::object& buffer, std::uint32_t crc) {
   const Bytes bytes(buffer);
-  const py::gil_scoped_release unlocked;
+  const ReleasedGil unlocked;
   return crc32(crc, bytes.data(), bytes.size());
 }
 
@@ -71,7 +72,7 @@ std::uint32_t py_crc32_with(const std::string& name, const py::object& buffer, s
   const Bytes bytes(buffer);
   for (const Crc32Implementation implementation : crc32_implementations()) {
     if (crc32_implementation_name(implementation) == name) {
-      const py::gil_scoped_release unlocked;
+      const ReleasedGil unlocked;
       return crc32_with(implementation, crc, bytes.data(), bytes.size());
     }
   }
@@ -101,7 +102,7 @@ py::object py_parse_zip_item(const py::object& buffer) {
   ParsedTensor tensor;
   ZipShape shape;
   {
-    const py::gil_scoped_release unlocked;
+    const ReleasedGil unlocked;
     BytesReader reader(bytes);
     shape = parse_zip_item(reader, bytes.size(), &tensor);
   }
@@ -127,7 +128,7 @@ py::list zip_records(const py::object& buffer) {
   const Bytes bytes(buffer);
   std::vector<ZipRecord> records;
   {
-    const py::gil_scoped_release unlocked;
+    const ReleasedGil unlocked;
     BytesReader reader(bytes);
     records = list_zip_records(reader, bytes.size());
   }
@@ -148,7 +149,7 @@ std::uint64_t py_scan_pickle(const py::object& buffer, bool allow_persid, std::u
   limits.max_depth = max_depth;
   limits.max_ops = max_ops;
   limits.max_bytes = max_bytes;
-  const py::gil_scoped_release unlocked;
+  const ReleasedGil unlocked;
   return scan_pickle(bytes.data(), bytes.size(), limits).stop_bytes;
 }
 
@@ -158,7 +159,7 @@ py::tuple py_scan_keys(const py::object& buffer, bool allow_persid) {
   limits.allow_persid = allow_persid;
   PickleScan found;
   {
-    const py::gil_scoped_release unlocked;
+    const ReleasedGil unlocked;
     found = scan_pickle(bytes.data(), bytes.size(), limits);
   }
   return py::make_tuple(found.stop_bytes, found.compound_keys);

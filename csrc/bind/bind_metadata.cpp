@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/gil.h"
 #include "format/metadata_pickle.h"
 
 namespace dcpx {
@@ -101,7 +102,7 @@ py::memoryview py_pickle_metadata(const py::dict& columns, bool has_planner,
   rest.version = to_optional(version);
   Pickled pickle;
   {
-    const py::gil_scoped_release unlocked;
+    const ReleasedGil unlocked;
     pickle.bytes = pickle_metadata(found, rest);
   }
   return py::memoryview(py::cast(std::move(pickle)));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/gil.h"
 #include "bind/plan_items.h"
 #include "plan/coverage.h"
 #include "plan/overlap.h"
@@ -67,7 +68,7 @@ py::list check_coverage(const py::object& ndims, const py::object& sizes,
   }
   std::vector<plan::CoverageError> errors;
   {
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     errors = plan::check_coverage({ndim.data(), size.data(), box_count.data(), offset.data(),
                                    length.data(), ndim.count(), size.count(), offset.count()});
   }
@@ -115,7 +116,7 @@ py::tuple find_overlaps(const py::object& ndims, const py::object& wanted_counts
                                      boxes_of(stored_offset, stored_size)};
   plan::OverlapTable table;
   {
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     table = plan::find_all_overlaps(
         columns, is_swept ? plan::OverlapOrder::kSwept : plan::OverlapOrder::kNested);
   }

@@ -6,6 +6,7 @@
 
 #include "bind/bind.h"
 #include "bind/fields.h"
+#include "bind/gil.h"
 #include "engine/range_job.h"
 
 namespace dcpx {
@@ -67,7 +68,7 @@ void bind_range(py::module_& m) {
           "add_file",
           [](RangeJob& job, const std::string& name, std::uint64_t file_bytes, bool is_new) {
             const PollFunction poll = signal_poll();
-            const py::gil_scoped_release no_gil;
+            const ReleasedGil no_gil;
             return job.add_file(name, file_bytes, is_new, poll);
           },
           py::arg("name"), py::arg("file_bytes"), py::arg("is_new"))
@@ -79,13 +80,12 @@ void bind_range(py::module_& m) {
             rows.reserve(given.size());
             for (const py::handle& row : py::tuple(given)) rows.push_back(to_row(row, buffers));
             const PollFunction poll = signal_poll();
-            const py::gil_scoped_release no_gil;
+            const ReleasedGil no_gil;
             job.write(rows, poll);
           },
           py::arg("rows"))
       .def("crc_shares", &RangeJob::crc_shares)
-      .def("finish", &RangeJob::finish, py::arg("is_whole"),
-           py::call_guard<py::gil_scoped_release>())
+      .def("finish", &RangeJob::finish, py::arg("is_whole"), py::call_guard<ReleasedGil>())
       .def("abandon", &RangeJob::abandon)
       .def("report", [](const RangeJob& job) {
         const engine::RangeReport report = job.report();

@@ -7,6 +7,7 @@
 
 #include "bind/bind.h"
 #include "bind/fields.h"
+#include "bind/gil.h"
 #include "common/bytes.h"
 #include "engine/read_job.h"
 
@@ -152,7 +153,7 @@ void bind_read(py::module_& m) {
             for (const py::handle& row : py::tuple(wanted_rows)) wanted.push_back(to_wanted(row));
             std::vector<LocatedItem> located;
             {
-              const py::gil_scoped_release no_gil;
+              const ReleasedGil no_gil;
               located = job.locate(files, wanted, signal_poll());
             }
             py::list out(located.size());
@@ -173,7 +174,7 @@ void bind_read(py::module_& m) {
             regions.reserve(rows.size());
             for (const py::handle& row : py::tuple(rows))
               regions.push_back(to_region(row, buffers));
-            const py::gil_scoped_release no_gil;
+            const ReleasedGil no_gil;
             job.read(regions, signal_poll(), after);
           },
           py::arg("rows"), py::arg("after") = py::none())

@@ -12,6 +12,7 @@
 #include "bind/bind.h"
 #include "bind/dlpack.h"
 #include "bind/fields.h"
+#include "bind/gil.h"
 #include "bind/kept_objects.h"
 #include "common/arena.h"
 #include "common/bytes.h"
@@ -244,7 +245,7 @@ class StagedCopies {
     }
     bool has_ended = false;
     {
-      const py::gil_scoped_release no_gil;
+      const ReleasedGil no_gil;
       has_ended = copies_->drain();
     }
     const std::shared_ptr<void> lent(arena_.get(), [arena = arena_](void*) { arena->give_back(); });
@@ -261,17 +262,17 @@ class StagedCopies {
   }
   bool is_done() {
     engine::DeviceCopies& mine = copies();
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     return mine.is_done();
   }
   void wait(double timeout_s) {
     engine::DeviceCopies& mine = copies();
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     mine.wait(signal_poll(), timeout_s);
   }
   void hold_back(const std::vector<device::CallerStream>& streams) {
     engine::DeviceCopies& mine = copies();
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     mine.hold_back(streams, signal_poll());
   }
 
@@ -293,7 +294,7 @@ std::unique_ptr<StagedCopies> snapshot(const ArenaHandle& handle, const py::obje
   auto staged = std::make_unique<StagedCopies>(handle, table, rows, after);
   {
     const std::shared_ptr<Arena> arena = handle.arena;
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     engine::take_snapshot(rows.rows(), arena->data(), workers, signal_poll(), &staged->copies());
     if (!overlap) staged->copies().wait(signal_poll());
   }
@@ -337,7 +338,7 @@ void bind_stage(py::module_& m) {
           [](const ArenaHandle& self, unsigned workers) {
             const std::shared_ptr<Arena> arena = self.arena;
             Arena& memory = self.get();
-            const py::gil_scoped_release no_gil;
+            const ReleasedGil no_gil;
             memory.prefault(workers, signal_poll());
           },
           py::arg("workers"))

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "bind/gil.h"
 #include "bind/objects.h"
 #include "common/error.h"
 #include "format/metadata_unpickle.h"
@@ -128,7 +129,7 @@ py::object py_unpickle_metadata(const py::bytes& data, const py::bytes& hash_key
   UnpickledColumns columns;
   bool is_known = false;
   {
-    const py::gil_scoped_release unlocked;  // bytes do not change, and the caller holds them
+    const ReleasedGil unlocked;  // bytes do not change, and the caller holds them
     is_known = unpickle_metadata(reinterpret_cast<const std::byte*>(bytes.data()), bytes.size(),
                                  key, &columns);
   }

@@ -9,6 +9,7 @@
 
 #include "bind/bind.h"
 #include "bind/fields.h"
+#include "bind/gil.h"
 #include "engine/verify_job.h"
 
 namespace dcpx {
@@ -98,7 +99,7 @@ py::tuple add_file(VerifyJob& job, const std::string& path) {
   std::uint64_t file_bytes = 0;
   std::vector<Finding> findings;
   {
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     facts = job.add_file(path, &file_bytes, findings);
   }
   py::object rows = py::none();
@@ -120,7 +121,7 @@ py::tuple add_foreign(VerifyJob& job, const std::string& path, const py::list& i
   std::uint64_t file_bytes = 0;
   std::vector<Finding> findings;
   {
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     job.add_foreign(path, items, &file_bytes, findings);
   }
   return py::make_tuple(file_bytes, to_rows(findings));
@@ -132,12 +133,12 @@ py::list sum(VerifyJob& job, const py::object& progress) {
   const PollFunction poll = [&] {
     signals();
     if (!has_progress) return;
-    const py::gil_scoped_acquire gil;
-    progress(job.done_bytes(), job.total_bytes());
+    const HeldGil gil;
+    call_hook(progress, py::make_tuple(job.done_bytes(), job.total_bytes()));
   };
   std::vector<Finding> findings;
   {
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     findings = job.sum(poll);
   }
   return to_rows(findings);
@@ -155,8 +156,7 @@ void bind_verify(py::module_& m) {
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
            py::arg("slot_bytes"), py::arg("use_direct"))
-      .def("has_footer", &VerifyJob::has_footer, py::arg("path"),
-           py::call_guard<py::gil_scoped_release>())
+      .def("has_footer", &VerifyJob::has_footer, py::arg("path"), py::call_guard<ReleasedGil>())
       .def("add_file", &add_file, py::arg("path"))
       .def("add_foreign", &add_foreign, py::arg("path"), py::arg("items"))
       .def("sum", &sum, py::arg("progress") = py::none())

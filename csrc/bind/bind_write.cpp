@@ -4,6 +4,7 @@
 
 #include "bind/bind.h"
 #include "bind/fields.h"
+#include "bind/gil.h"
 #include "bind/write_rows.h"
 #include "common/error.h"
 #include "engine/write_job.h"
@@ -28,8 +29,8 @@ PollFunction poll_with(const WriteJob& job, const py::object& progress) {
   return [&job, &progress, poll = signal_poll()] {
     poll();
     const std::uint64_t done_bytes = job.report().done_bytes;
-    const py::gil_scoped_acquire gil;
-    progress(done_bytes);
+    const HeldGil gil;
+    call_hook(progress, py::make_tuple(done_bytes));
   };
 }
 
@@ -40,7 +41,7 @@ py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool
   std::vector<engine::WriteItem>& items = decoded.items;
   {
     const PollFunction poll = poll_with(job, progress);
-    const py::gil_scoped_release no_gil;
+    const ReleasedGil no_gil;
     job.write(items, is_final, poll, after);
   }
   py::list offsets(items.size());

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/gil.h"
 #include "bind/plan_items.h"
 #include "plan/coverage.h"
 
@@ -77,7 +78,7 @@ class GlobalPlan {
   py::list offences() const {
     std::vector<plan::CoverageError> errors;
     {
-      const py::gil_scoped_release no_gil;
+      const ReleasedGil no_gil;
       errors = coverage_errors();
     }
     py::list found;

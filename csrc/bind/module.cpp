@@ -5,13 +5,6 @@
 
 namespace dcpx {
 
-PollFunction signal_poll() {
-  return [] {
-    const pybind11::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
-  };
-}
-
 std::string to_string(const pybind11::handle& value) {
   Py_ssize_t nbytes = 0;
   const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &nbytes);
@@ -69,6 +62,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_columns(m);
   dcpx::bind_plain(m);
   dcpx::bind_io(m);
+  dcpx::bind_gil(m);
   dcpx::bind_plan(m);
   dcpx::bind_save_rows(m);
   dcpx::bind_write(m);

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bind/gil.h"
 #include "bind/plan_items.h"
 #include "bind/stored_columns.h"
 #include "common/error.h"
@@ -90,7 +91,7 @@ class ReadPlanner {
     if (doubts_.stored.size() < kManyBoxes) {
       errors = coverage_errors();
     } else {  // a metadata file can make this long
-      const py::gil_scoped_release no_gil;
+      const ReleasedGil no_gil;
       errors = coverage_errors();
     }
     for (const plan::CoverageError& error : errors) {

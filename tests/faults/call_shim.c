@@ -1,5 +1,5 @@
-// In front of libc (LD_PRELOAD): the n-th call on a directory tree is killed, failed, cut short or
-// left out, or the power goes before it. It sees the calls of C++ and of Python alike, and counts
+// In front of libc (LD_PRELOAD): the n-th call on a directory tree is killed, failed, cut short, held
+// or left out, or the power goes before it. It sees the calls of C++ and of Python alike, and counts
 // only those on paths and descriptors beneath the tree that shim_watch() named.
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -22,7 +22,7 @@
 #include <unistd.h>
 
 // What happens to the call that is due. call_shim.py has the same numbers.
-enum { COUNT, KILL, HALF_KILL, FAIL, SHORT, POWER, DROP };
+enum { COUNT, KILL, HALF_KILL, FAIL, SHORT, POWER, DROP, HOLD };
 enum { CHANGES = 1, READS = 2, DIR_FSYNC = 4, FILE_FSYNC = 8, WRITES = 16, MOVES = 32 };
 enum { MOST = 100000 };
 
@@ -95,6 +95,7 @@ static int verdict(const char* name, int kind, int is_watched) {
   const int is_left_out = (kind & dropped_kinds) && atomic_fetch_sub(&left_to_drop, 1) == 0;
   if (due > 0 || (due < 0 && !is_lasting)) return is_left_out ? DROP : COUNT;
   if (action == KILL) kill(getpid(), SIGKILL);
+  while (action == HOLD) pause();
   if (action == POWER) {  // FS_IOC_SHUTDOWN: 1 flushes the journal first, 2 does not
     const int fd = (int)syscall(SYS_openat, AT_FDCWD, tree, O_RDONLY | O_DIRECTORY, 0);
     unsigned flag = (unsigned)argument;

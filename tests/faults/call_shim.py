@@ -24,6 +24,7 @@ class Action(enum.IntEnum):
     SHORT = 4  # it moves half of its bytes
     POWER = 5  # the file system of the tree is shut down before it, then SIGKILL
     DROP = 6  # it says that it succeeded, and was not made
+    HOLD = 7  # it never returns
 
 
 class Kind(enum.IntFlag):

@@ -45,6 +45,7 @@ MODULES_WITH_EXTENSION = {
     "metadata",
     "metadata_encode",
     "metadata_parts",
+    "last_jobs",
     "lazy_metadata",
     "locate",
     "open_columns",
@@ -183,6 +184,12 @@ def test_quoted_includes_name_files_from_the_root_of_csrc(path: Path) -> None:
 def test_csrc_neither_prints_nor_ends_the_process(path: Path) -> None:
     found = [match[0] for match in ENDS_THE_PROCESS.finditer(code_of(path.read_text()))]
     assert found == []
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_only_gil_h_takes_the_gil(path: Path) -> None:
+    found = re.findall(r"gil_scoped_\w+|PyGILState_\w+|PyEval_\w+Thread", code_of(path.read_text()))
+    assert found == [] or path.stem == "gil"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+// The GIL, released and taken again by threads that the interpreter may end before.
+//
+// Python < 3.14 ends a daemon thread that takes the GIL once the interpreter finalizes, by
+// pthread_exit: a forced unwind. C++ frames must not see it. A destructor or a `catch (...)` makes
+// an abort of it, and the workers still use what lies on the stack. So whoever takes the GIL here
+// and cannot have it sleeps until the process ends, and so does who is in C++ when that is near.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#if defined(__GLIBCXX__)
+#include <cxxabi.h>
+#endif
+
+#include "common/worker_group.h"
+
+namespace dcpx {
+
+#if defined(__GLIBCXX__)
+using ForcedUnwind = abi::__forced_unwind;
+#else
+struct ForcedUnwind {};  // never thrown: pthread_exit ends a thread without unwinding it
+#endif
+
+// What becomes of a thread that has outlived the interpreter.
+[[noreturn]] void sleep_for_ever();
+
+// Returns what `call` does, which calls Python alone and keeps nothing of C++: Python code may
+// release the GIL, and the interpreter end before it has it again.
+template <typename Call>
+auto in_python(const Call& call) {
+  try {
+    return call();
+  } catch (const ForcedUnwind&) {
+    sleep_for_ever();
+  }
+}
+
+// The GIL is released while this lives. REQUIRES: the GIL is held, and this ends on its thread.
+class ReleasedGil {
+ public:
+  ReleasedGil();
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+  ~ReleasedGil();  // Blocks; for ever as the interpreter ends.
+
+ private:
+  PyThreadState* state_;
+  unsigned begun_at_;
+};
+
+// The GIL is held while this lives. REQUIRES: the thread has released it by a ReleasedGil.
+class HeldGil {
+ public:
+  HeldGil();  // Blocks, as ~ReleasedGil.
+  HeldGil(const HeldGil&) = delete;
+  HeldGil& operator=(const HeldGil&) = delete;
+  ~HeldGil();
+};
+
+// For the thread that waits while workers run without the GIL: lets Python see its signals, and
+// throws what a handler raised (KeyboardInterrupt), or Error(kStorage) as the interpreter ends.
+// REQUIRES: the thread has released the GIL by a ReleasedGil.
+PollFunction signal_poll();
+
+// Calls what a user gave; throws what it raises. REQUIRES: the GIL.
+void call_hook(const pybind11::object& hook, const pybind11::tuple& arguments);
+
+}  // namespace dcpx

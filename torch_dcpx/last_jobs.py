@@ -1,0 +1,51 @@
+"""What other threads do in here when the interpreter ends: it is stopped where C++ begins or ends.
+
+Python ends a daemon thread when it next takes the GIL, by a forced unwind (before 3.14). In a frame
+of C++, torch's as well as ours, that aborts the process. So the threads sleep before it comes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import FrameType
+
+from torch_dcpx import _C
+from torch_dcpx.deadline import Deadline
+
+__all__ = ["LAST_WAIT_S", "STORE_THREAD", "stop"]
+
+LAST_WAIT_S = 2.0  # for what is given up: only a system call or a user's hook takes longer
+STORE_THREAD = "dcpx-store"  # is always in here, and waits for calls
+
+_LOOK_S = 0.002
+_has_stopped = False
+
+
+def stop() -> None:
+    """Stops it, once. Called by an exit hook of the extension, unless somebody has before."""
+    global _has_stopped
+    if _has_stopped:
+        return
+    _has_stopped = True
+    _C.stop_jobs(LAST_WAIT_S)
+    deadline = Deadline(LAST_WAIT_S)
+    while _is_any_inside() and not deadline.has_passed:
+        time.sleep(_LOOK_S)
+    _C.let_jobs_begin()  # hooks of the end that come after this one may save
+
+
+def _is_any_inside() -> bool:
+    """Returns whether another thread still runs code of ours, or what that has called."""
+    left_out = {threading.get_ident(), *_C.stopped_threads()}
+    left_out |= {
+        thread.ident or 0 for thread in threading.enumerate() if thread.name == STORE_THREAD
+    }
+    for ident, top in sys._current_frames().items():
+        frame: FrameType | None = None if ident in left_out else top
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith("torch_dcpx."):
+                return True
+            frame = frame.f_back
+    return False
