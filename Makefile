@@ -63,11 +63,11 @@ demo: build
 	$(PY) examples/train_resume.py
 
 test: build $(FAKE_CUDA)
-	$(PYTEST) --session-timeout=900 $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: build $(FAKE_CUDA) test-cpp
 	$(DISK_TOOLS)
-	DCPX_STRICT=1 $(PYTEST) --everything --session-timeout=2400 $(PYTEST_ARGS)
+	DCPX_STRICT=1 $(PYTEST) --everything $(PYTEST_ARGS)
 
 bench: build $(S)/bench
 	$(PY) tests/bench/save.py --quick --json build/bench/quick.json $(BENCH_ARGS)
