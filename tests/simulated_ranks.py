@@ -12,7 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch_dcpx.call_id import CallId
 from torch_dcpx.deadline import Deadline
+from torch_dcpx.store_exchange import StoreExchange
+
+TIMEOUT_S = 100.0
 
 
 class Store:
@@ -180,3 +184,38 @@ class Client:
 
     def post(self, function: Callable[[Any], object]) -> None:
         function(self.store)
+
+
+class Job:
+    """Some ranks, each with the calls that it makes one after the other."""
+
+    def __init__(self, ranks: int) -> None:
+        self.world, self.store = World(0), Store()
+        self.clients = [Client(self.world, self.store) for _ in range(ranks)]
+
+    def exchange(self, rank: int, call: CallId) -> StoreExchange:
+        client, ranks = self.clients[rank], len(self.clients)
+        exchange = StoreExchange(client, rank, ranks, TIMEOUT_S, call.name, call, self.world)
+        return exchange.entered()
+
+    def call(
+        self, rank: int, name: str, target: str, local: Callable[[], Any] | None = None
+    ) -> Any:
+        """Makes a call of one step; returns what it returns, or its error."""
+        try:
+            with self.exchange(rank, CallId(name, target)) as exchange:
+                return exchange.all_reduce("plan", local or (lambda: rank), sum)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return error
+
+    def run(self, *bodies: Callable[[], Any]) -> list[Any]:
+        """Runs the rank's bodies to their end; returns what each returned."""
+        results: list[Any] = [None] * len(bodies)
+
+        def one(rank: int) -> None:
+            results[rank] = bodies[rank]()
+
+        for rank in range(len(bodies)):
+            self.world.start(lambda rank=rank: one(rank))  # type: ignore[misc]
+        self.world.run()
+        return results

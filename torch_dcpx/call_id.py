@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CallId", "last_component"]
+__all__ = ["CallId", "last_component", "path_name"]
 
 _DIGEST_BYTES = 8
 
@@ -28,12 +28,14 @@ class CallId:
         options: those that must be equal on all ranks, "on_busy='skip'".
         is_target_compared: whether the target must be equal, too: not where ranks look themselves
             whether they mean one directory (same_directory).
+        is_write: whether ranks that are at two calls of one name would mix what they write.
     """
 
     name: str
     target: str | None = None
     options: str = ""
     is_target_compared: bool = True
+    is_write: bool = False
 
     @property
     def identity(self) -> str:
@@ -75,12 +77,16 @@ def last_component(path: Any) -> str | None:
     if not isinstance(path, (str, bytes, os.PathLike)):
         return None
     try:
-        plain = Path(os.fsdecode(path))
-        return (plain.resolve() if plain.is_symlink() else plain).name
-    except (
-        TypeError,
-        ValueError,
-        OSError,
-        RuntimeError,
-    ):  # no text; links in a circle
+        plain = Path(os.fsdecode(path)).absolute()
+        # Of what ends in "..", too.
+        return (plain.resolve() if plain.is_symlink() or plain.name == ".." else plain).name
+    except Exception:  # noqa: BLE001 - no text, links in a circle, whatever an __fspath__ raises
+        return None
+
+
+def path_name(storage: Any) -> str | None:
+    """Returns the last component of the path of a writer or reader; None where it has none."""
+    try:
+        return last_component(getattr(storage, "path", None))
+    except Exception:  # noqa: BLE001 - of somebody's property: told by whoever uses it
         return None

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_dcpx.call_id import CallId, last_component
+from torch_dcpx.call_id import CallId, last_component, path_name
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.key_rules import KeyRules, checked_map
@@ -104,8 +104,7 @@ def load(
         own_planner = planner if planner is not None else DcpxLoadPlanner()
         return RankPlan(reader, own_planner, rules, checked_map(key_map))
 
-    own_path = getattr(storage_reader, "path", None)
-    call = CallId("load", last_component(checkpoint_id) or last_component(own_path))
+    call = CallId("load", last_component(checkpoint_id) or path_name(storage_reader))
     timeout_s = ReadOptions.load_timeout_s
     with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
         own_options = _options_of(options, storage_reader)
@@ -114,7 +113,7 @@ def load(
         if own_options.node_local:
             exchange.leave_out_target()
         run = LoadRun(exchange, state_dict, began)
-        with being_read(checkpoint_id or own_path):
+        with being_read(checkpoint_id or getattr(storage_reader, "path", None)):
             error = run.run(prepared)
     return run.ended(error)
 

@@ -217,7 +217,7 @@ class CheckpointCatalog:
 
     def _exchange(self, what: str, tag: Any = None, timeout_s: float | None = None) -> Exchange:
         name = self.root.name if tag is None else tag_or_none(tag)
-        call = CallId(f"CheckpointManager.{what}", name)
+        call = CallId(f"CheckpointManager.{what}", name, is_write=what in ("save", "export"))
         seconds = self._read_options.load_timeout_s if timeout_s is None else timeout_s
         return exchange_for(self._group, self._no_dist, seconds, what, call)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_dcpx.errors import DcpxError, RankError, RankLostError
 
-__all__ = ["RankFailure", "error_of", "from_rank", "lost_error"]
+__all__ = ["RankFailure", "error_of", "from_rank", "lost_error", "lost_ranks"]
 
 _MAX_NAMED = 8  # ranks in one message
 _MAX_FRAMES = 3  # of the place where a foreign error was raised
@@ -55,6 +55,12 @@ class RankFailure:
     @property
     def where(self) -> str:
         return f"rank {self.rank} ({self.host}), {self.phase}: "
+
+
+def lost_ranks(failure: RankFailure) -> tuple[int, ...]:
+    """Returns the ranks that a failure is the loss of; none where it is another one."""
+    error = _original(failure)
+    return (error.ranks or ()) if isinstance(error, RankLostError) else ()
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -24,7 +24,7 @@ from torch_dcpx import pending_saves
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx.arena import process_pool
 from torch_dcpx.background_save import BackgroundSave, report_of
-from torch_dcpx.call_id import CallId, last_component
+from torch_dcpx.call_id import CallId, last_component, path_name
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     OptionError,
@@ -221,8 +221,8 @@ def _begin(
     options: WriteOptions | None,
 ) -> SaveRun:
     """Begins a save with all ranks: whatever fails from here on they are told, or tell."""
-    target = last_component(checkpoint_id) or last_component(getattr(storage_writer, "path", None))
-    call = CallId(name, target, is_target_compared=False)
+    target = last_component(checkpoint_id) or path_name(storage_writer)
+    call = CallId(name, target, is_target_compared=False, is_write=True)
     exchange = exchange_for(process_group, no_dist, WriteOptions.save_timeout_s, call=call)
     try:
         writer = _writer(storage_writer, checkpoint_id, options)

@@ -9,8 +9,9 @@ order. Ranks that do not are found out, and meet again:
 
 1. The values of the first step carry a digest of the call; where they differ, all ranks raise
    PlanError. The coordinator's answer carries a random token, and what follows carries that.
-2. A rank that finds an operation to have failed for another call than its own goes on to the next
-   number: it has missed that call, or those ranks have missed its own.
+2. A rank that enters an operation which had failed before (a failure adds `FAILED` to `e`) goes on
+   to the next number where that was another call, or was given up for want of this very rank. To
+   which of two saves of one name it comes nobody can tell: that is a PlanError for all, once.
 3. A rank that waits looks around. Where one that is missing has gone on to the next number, and so
    has left this operation without a word, the first step is void: all go on to the next number.
 """
@@ -32,11 +33,11 @@ from torch_dcpx.deadline import Clock, Deadline
 from torch_dcpx.errors import PlanError, RankLostError, StoreLostError
 from torch_dcpx.exchange_base import BALLOT, Exchange, check_pieces, host_name
 from torch_dcpx.long_wait import wait_looking
-from torch_dcpx.rank_errors import RankFailure, error_of, from_rank, lost_error
+from torch_dcpx.rank_errors import RankFailure, error_of, from_rank, lost_error, lost_ranks
 from torch_dcpx.store_client import Client
 from torch_dcpx.store_keys import StoreKeys
-from torch_dcpx.store_presence import UNKNOWN, Presence, presence_of
-from torch_dcpx.store_step import ERROR, FIRST, OK, VOID, Own, Step
+from torch_dcpx.store_presence import UNKNOWN, Presence, differing, missed, presence_of
+from torch_dcpx.store_step import ERROR, FAILED, FIRST, OK, VOID, Own, Step, left_keys
 
 __all__ = ["StoreExchange"]
 
@@ -92,6 +93,8 @@ class StoreExchange(Exchange):
         self._proposals = itertools.count()
         self._drawn = os.urandom(8)  # the coordinator's becomes the operation's
         self._token = b""  # of the operation, once it is agreed
+        self._is_late = False  # it had failed when this rank entered
+        self._has_missed = False  # a call of the same name
         self._steps = 0  # begun
         self._is_in_step = False
         self._has_contributed = False
@@ -125,6 +128,7 @@ class StoreExchange(Exchange):
                 "this operation already: left by an earlier group of the same name; the next "
                 "operation works"
             )
+        self._is_late = self.keys.add("e", 1, self.deadline) >= FAILED
 
     def _go_on(self) -> None:
         """Leaves this operation to the others, for the next number."""
@@ -236,17 +240,24 @@ class StoreExchange(Exchange):
             self.keys.post_delete([body])
         if kind in (ERROR, VOID) and name != BALLOT:  # also for who comes when all have left
             self.keys.set(f"{name}/wake", b"fail", by)
+            if name == FIRST:
+                self.keys.add("e", FAILED, by)
         return stands
 
     def error_in(self, name: str, answer: str, own: BaseException | None) -> BaseException:
         failures = self._proposed(name, answer)
+        if name == FIRST:  # those of this rank's call, if there are any
+            error = own or differing(failures[0], self.rank, self.presence())
+            failures = self._of_own_call(failures) or [self.failure_of(error)]
         is_own = min(failure.rank for failure in failures) == self.rank
         return error_of(failures, own if is_own else None)
 
     def _proposed(self, name: str, answer: str) -> list[RankFailure]:
-        """Returns the failures that an answer names; of a first step, those of this rank's call."""
         failures: list[RankFailure] = from_rank(self._read(f"{name}/b/{answer.split()[1]}"))
-        return [one for one in failures if name != FIRST or self.call.is_among(one.calls)]
+        return failures
+
+    def _of_own_call(self, failures: list[RankFailure]) -> list[RankFailure]:
+        return [one for one in failures if self.call.is_among(one.calls)]
 
     def lost_error(self, ranks: Iterable[int], waited_s: float, step: str) -> RankFailure:
         lost: list[tuple[int, str, str]] = []
@@ -308,10 +319,12 @@ class StoreExchange(Exchange):
         try:
             own = Own(local, is_sent=not self.is_coordinator)  # which keeps its own
             standing, result = self._answered(name, step, own, answer)
-            while name == FIRST and self._is_of_others(standing):
+            while name == FIRST and self._is_to_pass(standing):
                 self._steps, self._is_in_step = 0, False  # should it be interrupted meanwhile
                 self._go_on()
                 self.enter()
+                if self._has_missed and self.call.is_write:
+                    own.refuse(missed(self.call))
                 self._steps, self._is_in_step, self._has_contributed = 1, True, False
                 standing, result = self._answered(name, step, own, answer)
             if standing.startswith(ERROR):
@@ -326,11 +339,20 @@ class StoreExchange(Exchange):
         finally:
             self._is_in_step = False
 
-    def _is_of_others(self, standing: str) -> bool:
+    def _is_to_pass(self, standing: str) -> bool:
         """Returns whether the first step has ended for other calls than this rank's."""
         if not standing.startswith(ERROR):
             return standing.startswith(VOID)
-        return not self._proposed(FIRST, standing)
+        _, number, token = standing.split()
+        if number.split(".")[0] == str(self.rank) and token != self._drawn.hex():
+            return True  # left by this very rank, in an earlier group of the same name
+        if not self._is_late:
+            return False
+        own = self._of_own_call(self._proposed(FIRST, standing))
+        if own and all(self.rank in lost_ranks(failure) for failure in own):
+            self._has_missed = True
+            return True
+        return not own
 
     def _answered(
         self, name: str, title: str, own: Own[T], answer: Callable[[list[T]], R]
@@ -374,18 +396,4 @@ class StoreExchange(Exchange):
 
     def _delete_all(self, by: Deadline) -> None:
         """Removes what is left when all ranks are out."""
-        names = [*map(str, range(self._steps + 1)), BALLOT]
-        keys = ["out"]
-        for name in names:
-            keys += [f"{name}/{key}" for key in ("n", "wake", "a", "v/0", "b/0", "outcome")]
-        has_failed = self._error is not None or not self.keys.absent([f"{self._steps}/wake"], by)
-        if has_failed:  # who has failed, or was told of it, did not clean up behind itself
-            values = [f"{name}/{kind}" for name in names for kind in "vs"]
-            keys += [f"{value}/{rank}" for value in values for rank in range(self.world_size)]
-        for name in names if has_failed else ():
-            standing = self.keys.get(f"{name}/a", by)
-            if standing is not None:
-                keys.append(f"{name}/b/{standing.decode().split()[1]}")
-            told = Step(self, name, by=by).failures()
-            keys += [f"{name}/f/{i}" for i in range(1, len(told) + 1)]
-        self.keys.delete(keys, by)
+        self.keys.delete(left_keys(self, self._steps, self._error is not None, by), by)

@@ -9,9 +9,20 @@ from typing import NamedTuple
 from torch_dcpx.call_id import CallId
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import PlanError
+from torch_dcpx.rank_errors import RankFailure
 from torch_dcpx.store_keys import StoreKeys
 
-__all__ = ["ABSENT", "UNKNOWN", "Presence", "calls_of", "gone_on", "presence_of", "refuse"]
+__all__ = [
+    "ABSENT",
+    "UNKNOWN",
+    "Presence",
+    "calls_of",
+    "differing",
+    "gone_on",
+    "missed",
+    "presence_of",
+    "refuse",
+]
 
 _MAX_SHOWN = 8  # ranks in one message
 
@@ -80,4 +91,21 @@ def refuse(others: Sequence[tuple[int, Presence]], rank: int, own: Presence) -> 
     return PlanError(
         f"{'; '.join(texts)}{more}: every rank must make the same calls in the same order; this "
         "call has done nothing"
+    )
+
+
+def differing(failure: RankFailure, rank: int, own: Presence) -> PlanError:
+    """Returns the error of a rank whose call meets the failure of another call."""
+    return PlanError(
+        f"rank {failure.rank} is at {' or '.join(failure.calls)} and fails there; rank {rank} is "
+        f"at call {own.number}, {own.call}: every rank must make the same calls in the same order"
+    )
+
+
+def missed(call: CallId) -> PlanError:
+    """Returns the error of a rank that has missed a call that had the same name."""
+    return PlanError(
+        f"{call}: the other ranks have given up a call of the same name for want of this rank, and "
+        "nothing tells whether this is that call or a later one: nothing is written, on any rank; "
+        "call it again, and give each save a path of its own"
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import StoreLostError
+from torch_dcpx.exchange_base import BALLOT
 from torch_dcpx.long_wait import wait_looking
 from torch_dcpx.rank_errors import RankFailure, from_rank
 from torch_dcpx.store_presence import calls_of, gone_on, presence_of, refuse
@@ -24,7 +25,7 @@ from torch_dcpx.store_presence import calls_of, gone_on, presence_of, refuse
 if TYPE_CHECKING:
     from torch_dcpx.store_exchange import StoreExchange
 
-__all__ = ["ERROR", "FAILED", "FIRST", "OK", "VOID", "Own", "Step"]
+__all__ = ["ERROR", "FAILED", "FIRST", "OK", "VOID", "Own", "Step", "left_keys"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,6 +53,10 @@ class Own(Generic[T]):
                 self.packed = pickle.dumps(self.value)
         except Exception as error:  # noqa: BLE001 - raised by the exchange, on all ranks
             self.error = error
+
+    def refuse(self, error: Exception) -> None:
+        """Makes it an error, whatever it was."""
+        self.packed, self.error = b"", error
 
 
 class Step:
@@ -87,6 +92,8 @@ class Step:
         """Tells the others that a rank fails here."""
         index = self._keys.add(self._key("n"), FAILED, self._deadline) // FAILED
         self._keys.set(self._key(f"f/{index}"), pickle.dumps(failure), self._deadline)
+        if self._name == FIRST:  # for who enters later
+            self._keys.add("e", FAILED, self._deadline)
         self._keys.set(self._key("wake"), b"fail", self._deadline)
 
     def count(self) -> None:
@@ -226,3 +233,22 @@ class Step:
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{name}"
+
+
+def left_keys(exchange: StoreExchange, steps: int, has_failed: bool, by: Deadline) -> list[str]:
+    """Returns the keys that an operation of so many steps may have left."""
+    keys, names = ["e", "out"], [*map(str, range(steps + 1)), BALLOT]
+    for name in names:
+        keys += [f"{name}/{key}" for key in ("n", "wake", "a", "v/0", "b/0", "outcome")]
+    if not has_failed and exchange.keys.absent([f"{steps}/wake"], by):
+        return keys
+    # Who has failed, or was told of it, did not clean up behind itself.
+    values = [f"{name}/{kind}" for name in names for kind in "vs"]
+    keys += [f"{value}/{rank}" for value in values for rank in range(exchange.world_size)]
+    for name in names:
+        standing = exchange.keys.get(f"{name}/a", by)
+        if standing is not None:
+            keys.append(f"{name}/b/{standing.decode().split()[1]}")
+        told = Step(exchange, name, by=by).failures()
+        keys += [f"{name}/f/{i}" for i in range(1, len(told) + 1)]
+    return keys

@@ -8,51 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_ranks import Client, Store, World
+from simulated_ranks import TIMEOUT_S, Job
 
 from torch_dcpx import store_keys
 from torch_dcpx.ballot import Ballot
 from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import NotCommittedError, PlanError, RankLostError
-from torch_dcpx.store_exchange import StoreExchange
-
-TIMEOUT_S = 100.0
-
-
-class Job:
-    """Some ranks, each with the calls that it makes one after the other."""
-
-    def __init__(self, ranks: int) -> None:
-        self.world, self.store = World(0), Store()
-        self.clients = [Client(self.world, self.store) for _ in range(ranks)]
-
-    def exchange(self, rank: int, call: CallId) -> StoreExchange:
-        client, ranks = self.clients[rank], len(self.clients)
-        exchange = StoreExchange(client, rank, ranks, TIMEOUT_S, call.name, call, self.world)
-        return exchange.entered()
-
-    def call(
-        self, rank: int, name: str, target: str, local: Callable[[], Any] | None = None
-    ) -> Any:
-        """Makes a call of one step; returns what it returns, or its error."""
-        try:
-            with self.exchange(rank, CallId(name, target)) as exchange:
-                return exchange.all_reduce("plan", local or (lambda: rank), sum)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            return error
-
-    def run(self, *bodies: Callable[[], Any]) -> list[Any]:
-        """Runs the rank's bodies to their end; returns what each returned."""
-        results: list[Any] = [None] * len(bodies)
-
-        def one(rank: int) -> None:
-            results[rank] = bodies[rank]()
-
-        for rank in range(len(bodies)):
-            self.world.start(lambda rank=rank: one(rank))  # type: ignore[misc]
-        self.world.run()
-        return results
 
 
 @pytest.fixture(autouse=True)
@@ -143,12 +105,23 @@ def test_failure_of_another_call_at_the_same_moment_is_not_ones_own() -> None:
             job.world.sleep(0.01)
         raise NotCommittedError("load of 'none'")
 
-    def first() -> list[Any]:
-        return [job.call(0, "load", "none", wait_and_fail), job.call(0, "save", "a")]
+    def enter() -> int:
+        both_are_in.append(1)
+        return 1
 
-    got = job.run(first, lambda: job.call(1, "save", "a", lambda: both_are_in.append(1) or 1))
-    assert type(got[0][0]) is NotCommittedError
-    assert (got[0][1], got[1]) == (1, 1)
+    def first() -> list[Any]:
+        return [job.call(0, "load", "none", wait_and_fail), job.call(0, "load", "b")]
+
+    def second() -> list[Any]:
+        return [job.call(1, "save", "a", enter), job.call(1, "load", "b")]
+
+    got = job.run(first, second)
+    assert [type(rank[0]) for rank in got] == [NotCommittedError, PlanError]
+    assert "rank 0 is at load 'none' and fails there; rank 1 is at call 1, save of 'a'" in str(
+        got[1][0]
+    )
+    assert [rank[1] for rank in got] == [1, 1]
+    assert job.world.now < 10 < TIMEOUT_S
 
 
 def test_local_part_is_made_once_however_often_it_is_told() -> None:
@@ -196,13 +169,12 @@ def test_rank_that_goes_on_between_steps_fails_the_others_at_once() -> None:
     assert job.world.now < 10 < TIMEOUT_S
 
 
-def test_coordinator_that_comes_after_all_have_given_up_raises_what_they_did() -> None:
+def test_coordinator_that_is_done_after_all_have_given_up_raises_what_they_did() -> None:
     """Their values may be gone by then: to read them would block."""
     job = Job(3)
 
     def late() -> Any:
-        job.world.sleep(TIMEOUT_S + 1)
-        return job.call(0, "save", "a")
+        return job.call(0, "save", "a", lambda: job.world.sleep(TIMEOUT_S + 1))
 
     got = job.run(late, lambda: job.call(1, "save", "a"), lambda: job.call(2, "save", "a"))
     assert [type(one) for one in got] == [RankLostError] * 3
@@ -333,14 +305,14 @@ def test_round_trips_of_a_save_are_these() -> None:
             ballot.settle(lambda _: 1, lambda: True)
 
     job.run(lambda: body(0), lambda: body(1))
-    by_the_last = {"set '0/wake'", "set 'ballot/wake'", "check '1/wake'", "delete 'out'"}
+    by_the_last = {"set '0/wake'", "set 'ballot/wake'", "check '1/wake'", "delete 'e'"}
     assert [[what for what in rank if what not in by_the_last] for rank in seen] == [
-        ["claim 'p/0'", "set '0/v/0'", "count '0/n'", "get '0/wake'", "get '0/v/1'", "set '0/s/1'",
-         "claim '0/a'", "set 'ballot/v/0'", "count 'ballot/n'", "get 'ballot/wake'",
+        ["claim 'p/0'", "count 'e'", "set '0/v/0'", "count '0/n'", "get '0/wake'", "get '0/v/1'",
+         "set '0/s/1'", "claim '0/a'", "set 'ballot/v/0'", "count 'ballot/n'", "get 'ballot/wake'",
          "get 'ballot/a'", "get 'ballot/v/1'", "claim 'ballot/a'", "post", "set 'ballot/outcome'",
          "delete 'p/0'", "count 'out'"],
-        ["claim 'p/1'", "set '0/v/1'", "count '0/n'", "get '0/wake'", "get '0/a'", "post",
-         "get '0/s/1'", "post", "set 'ballot/v/1'", "count 'ballot/n'", "get 'ballot/a'",
+        ["claim 'p/1'", "count 'e'", "set '0/v/1'", "count '0/n'", "get '0/wake'", "get '0/a'",
+         "post", "get '0/s/1'", "post", "set 'ballot/v/1'", "count 'ballot/n'", "get 'ballot/a'",
          "get 'ballot/outcome'", "post", "delete 'p/1'", "count 'out'"],
     ]  # fmt: skip
     assert job.store.values == {}

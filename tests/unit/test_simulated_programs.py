@@ -59,6 +59,7 @@ class Rank:
         self.client = Client(world, store)
         self.rank, self.ranks = rank, ranks
         self.pending: list[Task] = []
+        self.meetings = 0
         self.seen: list[str] = []  # what it did, for a failure
         self.saved: set[str] = set()  # paths whose saves returned
 
@@ -203,7 +204,14 @@ def run_program(number: int) -> None:
     world, store, storage = World(number), Store(), Storage()
     members = [Rank(world, store, storage, rank, ranks) for rank in range(ranks)]
     wrong: list[BaseException] = []
-    arrived: list[int] = []
+    met: dict[int, int] = {}  # how many are at a barrier
+
+    def meet(member: Rank) -> None:
+        member.meetings += 1
+        number = member.meetings
+        met[number] = met.get(number, 0) + 1
+        while met[number] < ranks and not wrong:
+            world.sleep(0.05)
 
     def one(member: Rank) -> None:
         try:
@@ -211,14 +219,17 @@ def run_program(number: int) -> None:
                 member.do(step[member.rank])
             while member.pending:
                 world.join(member.pending.pop())
-            arrived.append(member.rank)
-            while len(arrived) < ranks:  # a barrier
-                world.sleep(0.05)
+            meet(member)
+            # A call of a name that was called before: each of its two operations may meet once what
+            # is left of an earlier one.
+            for _ in range(3):
+                member.do(Step(98, "manager.resume", "first", "calls"))
+                meet(member)
+            assert member.seen[-1] == "98 manager.resume first calls: done"
             member.call(Step(99, "save", "final", "calls"))
             member.call(Step(99, "load", "final", "calls"))
         except BaseException as error:  # noqa: BLE001 - told below
             wrong.append(error)
-            arrived.append(member.rank)
 
     for member in members:
         world.start(lambda member=member: one(member))  # type: ignore[misc]
