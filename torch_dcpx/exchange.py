@@ -100,7 +100,7 @@ def _refuse_launched(what: str) -> None:
         raise OptionError(
             f"{what} in one of WORLD_SIZE={world_size} processes without a process group: call "
             "torch.distributed.init_process_group() first, or say no_dist=True where this process "
-            f"is to {what} by itself",
+            "works by itself",
             option="process_group",
             value=None,
         )

@@ -21,6 +21,7 @@ from torch_dcpx import _C
 from torch_dcpx.call_agreement import Call, has_functions
 from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.directory import Directory
+from torch_dcpx.errors import PlanError
 from torch_dcpx.exchange import Exchange, exchange_for
 from torch_dcpx.export_arguments import (
     ExportArguments,
@@ -170,8 +171,14 @@ def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
     """
     check_same_export([own.call for own in of_ranks])
     check_same_generation([LoadPlan([], storage_data=own.generation) for own in of_ranks])
-    parts = sorted({own.part for own in of_ranks})
-    return united(own.entries for own in of_ranks), parts[-1]
+    parts = {own.part: rank for rank, own in enumerate(of_ranks) if own.entries}
+    if len(parts) > 1:
+        (first, rank), (other, another) = sorted(parts.items())[:2]
+        raise PlanError(
+            f"export: tensors of rank {another} lie under {other!r}, those of rank {rank} under "
+            f"{first or 'no part'!r}: give states of one form on all ranks; nothing was written"
+        )
+    return united(own.entries for own in of_ranks), max(parts, default="")
 
 
 class _Order(NamedTuple):

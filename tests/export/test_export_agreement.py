@@ -178,6 +178,18 @@ def test_order_of_names_and_names_of_one_rank_alone_are_no_difference(
     assert_artifact(tmp_path / "out", WHOLE | both)
 
 
+def test_states_of_two_forms_are_refused_and_a_rank_without_names_is_not(
+    tmp_path: Path, exports: Exports
+) -> None:
+    with_part, without = {"model": {"a": torch.ones(2)}}, {"b": torch.ones(2)}
+    paths = [tmp_path / "x"] * 2
+    results = exports([with_part, without], paths, {}, {})
+    assert_refused(results, "rank 0 lie under", "rank 1 under 'no part'")
+    assert not list(tmp_path.iterdir())
+    results = exports([with_part, {}], paths, {}, {})
+    assert [one.tensors for one in results] == [1, 1]
+
+
 def swapped(name: str) -> str | None:
     return {"a": "b", "b": "a"}.get(name, name)
 
