@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch_dcpx.call_id import CallId
-from torch_dcpx.errors import OptionError
+from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.exchange_base import Exchange, Keys
 from torch_dcpx.local_exchange import LocalExchange
 from torch_dcpx.store_client import client_of
 from torch_dcpx.store_exchange import StoreExchange
 from torch_dcpx.store_keys import StoreKeys
 
-__all__ = ["Exchange", "LocalExchange", "StoreExchange", "exchange_for", "keys_for"]
+__all__ = ["Exchange", "LocalExchange", "StoreExchange", "exchange_for", "keys_for", "told_to_next"]
+
+logger = logging.getLogger("torch_dcpx")
 
 
 def exchange_for(
@@ -50,6 +55,40 @@ def exchange_for(
         return LocalExchange(timeout_s, what, call)
     exchange = StoreExchange(client_of(group), rank, world_size, timeout_s, what, call)
     return exchange.entered()
+
+
+@contextmanager
+def told_to_next(
+    process_group: Any, no_dist: bool, timeout_s: float, what: str, call: CallId
+) -> Iterator[None]:
+    """Raises on all ranks what is raised in the block, which comes before an operation.
+
+    The others are in that operation already, or will be: its first step fails. So it does where
+    all ranks raise.
+
+    Args:
+        process_group, no_dist, timeout_s, what, call: of the operation that comes next, as
+            `exchange_for`.
+
+    Raises:
+        DcpxError, RankError: what was raised, as `Exchange.all_reduce`; an interrupt as it is.
+    """
+    try:
+        yield
+    except BaseException as error:  # Ctrl-C as well
+        raised = error
+
+        def raise_again() -> None:
+            raise raised
+
+        try:
+            exchange = exchange_for(process_group, no_dist, timeout_s, what, call)
+        except DcpxError as lost:
+            logger.warning("%s; the other ranks are not told of: %r", lost, error)
+            raise error from None
+        with exchange:
+            exchange.all_reduce("plan", raise_again, lambda _: None)
+        raise
 
 
 def keys_for(process_group: Any, no_dist: bool, what: str, name: str) -> tuple[Keys, int, int]:

@@ -16,17 +16,23 @@ from types import TracebackType
 from typing import Any
 
 from torch_dcpx.call_agreement import Call, check_same_call, told_rules
-from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
-from torch_dcpx.errors import OptionError
-from torch_dcpx.exchange import keys_for
+from torch_dcpx.call_id import CallId, last_component
+from torch_dcpx.checkpoint_tags import tag_of
+from torch_dcpx.exchange import keys_for, told_to_next
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.load_checkpoint import load
 from torch_dcpx.manager_export import ExportingCatalog
 from torch_dcpx.manager_fallback import Attempts
 from torch_dcpx.manager_resume import Chosen, ResumeInfo, Wanted
-from torch_dcpx.manager_save import ManagedWriter, Parts, Small, checked_metrics, state_of
+from torch_dcpx.manager_save import (
+    ManagedWriter,
+    Parts,
+    Small,
+    checked_metrics,
+    state_of,
+    step_of,
+)
 from torch_dcpx.manager_translate import checked_translate
-from torch_dcpx.optimizer_groups import NAMED_GROUPS
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.per_rank import Merge, checked_merge
@@ -148,35 +154,18 @@ class CheckpointManager(ExportingCatalog):
             self._check_usable()
             tag = tag_of(tag_or_step)
             parts.check()
-            if step is not None:
-                check_step(step)
-                if type(tag_or_step) is int and step != tag_or_step:
-                    raise OptionError(
-                        f"save step {tag_or_step} with step={step}: give one of them, or a name "
-                        "and its step",
-                        option="step",
-                        value=step,
-                    )
-            small.append(parts.small())
-            number = tag_or_step if type(tag_or_step) is int else step
-            number = step_of_name(tag) if number is None else number
+            number = step_of(tag_or_step, step)
             number = self._last_step if number is None else number
+            small.append(parts.small())
             call = parts.call("save", small[0], tag=tag, step=number, is_async=self._is_async)
             note = checked_metrics(metrics), parts.groups()
             return Call(call.name, call.arguments, call.digests, note)
 
         def reduce(calls: list[Call]) -> Record:
-            first = check_same_call(calls)
-            arguments = first.arguments
-            names = sorted(parts.given)
-            if len({call.note[1] for call in calls}) > 1:
-                names.append(NAMED_GROUPS)
-            self._retention.reserve(arguments["tag"])
-            reserved.append(arguments["tag"])
-            return Record(
-                arguments["tag"], arguments["step"], self._root.take_order(), len(calls),
-                first.note[0], tuple(names), tuple(arguments["per_rank"]),
-            )  # fmt: skip
+            tag = check_same_call(calls).arguments["tag"]
+            self._retention.reserve(tag)
+            reserved.append(tag)
+            return parts.record(calls, self._root.take_order())
 
         try:
             with self._exchange("save", tag_or_step, self._options.save_timeout_s) as exchange:
@@ -186,14 +175,20 @@ class CheckpointManager(ExportingCatalog):
             for tag in reserved:
                 self._retention.free(tag)
             raise
-        self._last_step = record.step
-        return self._write(record, state_of(parts, small[0], record, rank))
+        return self._write(record, lambda: state_of(parts, small[0], record, rank))
 
-    def _write(self, record: Record, state: dict[str, Any]) -> SaveHandle | SaveReport:
+    def _write(
+        self, record: Record, make_state: Callable[[], dict[str, Any]]
+    ) -> SaveHandle | SaveReport:
         path, group, no_dist = self.root / record.tag, self._group, self._no_dist
+        name = "async_save" if self._is_async else "save"
+        call = CallId(name, last_component(path), is_target_compared=False)
         try:
-            self._collect()
-            writer = ManagedWriter(path, self._options, record, self._root, self._retention)
+            with told_to_next(group, no_dist, self._options.save_timeout_s, "save", call):
+                self._last_step = record.step
+                state = make_state()
+                self._collect()
+                writer = ManagedWriter(path, self._options, record, self._root, self._retention)
             if not self._is_async:
                 report = save_now(
                     state, path, storage_writer=writer, process_group=group, no_dist=no_dist
@@ -302,14 +297,18 @@ class CheckpointManager(ExportingCatalog):
                 chosen = exchange.all_reduce("choose", local, reduce)
             if attempts.is_fresh(chosen):
                 return ResumeInfo(skipped=chosen.skipped)
-            wanted = Wanted(
-                parts, chosen, rank, world_size, strict=strict, merge=merge,
-                translate=key_maps[0], options=self._read_options,
-            )  # fmt: skip
+            group, no_dist, options = self._group, self._no_dist, self._read_options
+            call = CallId("load", last_component(chosen.path))
+            with told_to_next(group, no_dist, options.load_timeout_s, "load", call):
+                wanted = Wanted(
+                    parts, chosen, rank, world_size, strict=strict, merge=merge,
+                    translate=key_maps[0], options=options,
+                )  # fmt: skip
+                target = wanted.target()
             try:
                 report = load(
-                    wanted.target(), chosen.path, process_group=self._group, no_dist=self._no_dist,
-                    options=self._read_options, strict=strict, key_map=wanted.rules,
+                    target, chosen.path, process_group=group, no_dist=no_dist, options=options,
+                    strict=strict, key_map=wanted.rules,
                 )  # fmt: skip
             except BaseException as error:
                 if attempts.passes_over(chosen, error, logs=rank == 0):

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx.call_agreement import Call
+from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
 from torch_dcpx.committed import committed_save_id
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager_root import ManagerRoot
@@ -42,7 +43,7 @@ from torch_dcpx.user_content import encode_content, split_content
 from torch_dcpx.value_digests import digests_of
 from torch_dcpx.writer import DcpxWriter
 
-__all__ = ["ManagedWriter", "Parts", "Small", "checked_metrics", "state_of"]
+__all__ = ["ManagedWriter", "Parts", "Small", "checked_metrics", "state_of", "step_of"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -111,6 +112,22 @@ class Parts(NamedTuple):
         digests = {} if small is None else small.digests
         return Call(name, {**arguments, **kinds, "per_rank": per_rank}, digests)
 
+    def record(self, calls: list[Call], order: int) -> Record:
+        """Returns what is kept of a save beside its parts.
+
+        Args:
+            calls: of all ranks, the same; each notes its metrics and its groups.
+            order: number of the commit.
+        """
+        arguments, metrics = calls[0].arguments, calls[0].note[0]
+        names = sorted(self.given)
+        if len({call.note[1] for call in calls}) > 1:
+            names.append(NAMED_GROUPS)
+        return Record(
+            arguments["tag"], arguments["step"], order, len(calls), metrics, tuple(names),
+            tuple(arguments["per_rank"]),
+        )  # fmt: skip
+
 
 class Small(NamedTuple):
     """What goes into byte items of one rank."""
@@ -139,6 +156,25 @@ def state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str,
         items["rank"] = {str(rank): small.own}
     state["dcpx"] = items
     return state
+
+
+def step_of(tag_or_step: str | int, step: int | None) -> int | None:
+    """Returns the step of a save; None where neither of its arguments says one.
+
+    Raises:
+        OptionError: what is no step, or two different ones.
+    """
+    if step is not None:
+        check_step(step)
+        if type(tag_or_step) is int and step != tag_or_step:
+            raise OptionError(
+                f"save step {tag_or_step} with step={step}: give one of them, or a name and its "
+                "step",
+                option="step",
+                value=step,
+            )
+    number = tag_or_step if type(tag_or_step) is int else step
+    return step_of_name(tag_of(tag_or_step)) if number is None else number
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
