@@ -182,7 +182,7 @@ class CheckpointManager(ExportingCatalog):
     ) -> SaveHandle | SaveReport:
         path, group, no_dist = self.root / record.tag, self._group, self._no_dist
         name = "async_save" if self._is_async else "save"
-        call = CallId(name, last_component(path), is_target_compared=False)
+        call = CallId(name, last_component(path), is_target_compared=False, is_write=True)
         try:
             with told_to_next(group, no_dist, self._options.save_timeout_s, "save", call):
                 self._last_step = record.step
@@ -290,6 +290,7 @@ class CheckpointManager(ExportingCatalog):
 
             def reduce(calls: list[Call]) -> Chosen:
                 tag = check_same_call(calls).arguments["tag"]
+                attempts.tell_damaged()
                 return self._choose(tag, stack, attempts, allow_fresh=self._allow_fresh)
 
             with self._exchange("resume", attempts.tag) as exchange:

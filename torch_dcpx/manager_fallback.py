@@ -88,6 +88,11 @@ class Attempts:
             if found is not None:
                 return found
 
+    def tell_damaged(self) -> None:
+        """Writes down what was passed over so far; asked of the coordinator, in an exchange."""
+        if self._damages:
+            self._root.tell_damaged()
+
     def is_fresh(self, chosen: Chosen) -> bool:
         """Returns whether there is nothing to load; notes what was skipped on the way.
 

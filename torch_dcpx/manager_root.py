@@ -114,6 +114,24 @@ class ManagerRoot:
             if known is not None:  # on the coordinator
                 self._damaged.add(known[1].save_id)
 
+    def tell_damaged(self) -> None:
+        """Writes down for later jobs what is damaged, unless the pointer says so already.
+
+        It names the newest as before, and none where there was no pointer: this may be a job that
+        only reads, beside one that saves. What fails is logged: they will find it out again.
+        """
+        with self._guard:
+            try:
+                found = read_pointer(self.path) or Pointer(None, None, None, 0)
+                damaged = tuple(sorted(self._damaged))
+                if damaged != found.damaged:
+                    pointer = found._replace(damaged=damaged)
+                    write_pointer(self.path, pointer, is_durable=self.is_durable, is_alone=False)
+            except DcpxError as error:
+                logger.warning(
+                    "later jobs are not told what is damaged beneath '%s': %s", self.path, error
+                )
+
     @property
     def damaged(self) -> frozenset[str]:
         """Ids of the saves of which a resume has found wrong bytes, and which are still there."""

@@ -89,8 +89,14 @@ def read_pointer(root: Path) -> Pointer | None:
     return pointer
 
 
-def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool) -> None:
+def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool, is_alone: bool = True) -> None:
     """Replaces the pointer: written under another name, fsynced, renamed, directory fsynced.
+
+    Args:
+        root: of the checkpoints; made where it is missing.
+        pointer: what to write.
+        is_durable: whether to fsync.
+        is_alone: whether no other job writes at this moment: what killed ones left is removed.
 
     Raises:
         StorageError: it could not be written; the one before is still there.
@@ -101,8 +107,8 @@ def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool) -> None:
         del fields["damaged"]
     content = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
     with Directory(root) as directory:
-        for name in directory.names():
-            if _TEMPORARY.fullmatch(name):  # of a job that was killed: this one writes alone
+        for name in directory.names() if is_alone else ():
+            if _TEMPORARY.fullmatch(name):  # of a job that was killed
                 directory.unlink(name)
         temporary = f"{POINTER_NAME}.{uuid.uuid4().hex[:12]}.tmp"
         try:

@@ -314,6 +314,69 @@ def test_last_good_one_is_not_deleted_for_a_damaged_one(tmp_path: Path) -> None:
     assert manager.tags() == ["step-1"]
 
 
+def test_damage_that_a_resume_has_passed_over_is_known_to_the_next_process(tmp_path: Path) -> None:
+    save_large(manager_of(tmp_path), 1, 2)
+    damage(tmp_path / "step-2")
+    before = json.loads((tmp_path / "newest").read_bytes())
+    with manager_of(tmp_path) as manager:
+        assert manager.resume(state={"x": large(0)}).tag == "step-1"
+    noted = json.loads((tmp_path / "newest").read_bytes())
+    assert noted.pop("damaged") and noted == before
+    with pytest.raises(UnsupportedError, match=r"the last whole checkpoint .* not damaged"):
+        manager_of(tmp_path).delete(1)
+
+
+def test_damage_is_written_down_once_and_with_no_pointer_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_large(manager_of(tmp_path), 1, 2)
+    damage(tmp_path / "step-2")
+    (tmp_path / "newest").unlink()
+    written: list[Any] = []
+    real = manager_root.write_pointer
+    monkeypatch.setattr(
+        manager_root,
+        "write_pointer",
+        lambda *args, **kwargs: written.append(args) or real(*args, **kwargs),
+    )
+    for _ in range(2):
+        assert manager_of(tmp_path).resume(state={"x": large(0)}).tag == "step-1"
+    assert len(written) == 1
+    assert json.loads((tmp_path / "newest").read_bytes())["tag"] is None  # it is looked for
+    assert manager_of(tmp_path).latest() == "step-2"
+
+
+def test_damage_that_cannot_be_written_down_is_logged(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(root / "step-160")
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise StorageError("write the pointer", errno=30, path=str(root))
+
+    monkeypatch.setattr(manager_root, "write_pointer", fails)
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        assert manager_of(root).resume(state={"x": large(0)}).tag == "step-150"
+    assert any("not told what is damaged" in message for message in caplog.messages)
+
+
+def test_note_of_damage_takes_nothing_of_who_commits_meanwhile(tmp_path: Path) -> None:
+    """A job that only reads may fall back while the training saves."""
+    training = manager_of(tmp_path)
+    save_large(training, 1, 2)
+    damage(tmp_path / "step-2")
+    reader = manager_of(tmp_path)
+    assert reader.latest() == "step-2"
+    save_large(training, 3)
+    temporary = tmp_path / f"newest.{'0' * 12}.tmp"
+    temporary.write_bytes(b"")  # that the training is about to rename
+    reader._root.note_damaged("step-2")
+    reader._root.tell_damaged()
+    assert temporary.exists()
+    found = json.loads((tmp_path / "newest").read_bytes())
+    assert (found["tag"], len(found["damaged"])) == ("step-3", 1)
+
+
 @pytest.mark.multirank
 def test_ranks_fall_back_together_whichever_has_read_the_damage(tmp_path: Path) -> None:
     run_ranks(WORKER, 2, str(tmp_path))
