@@ -23,8 +23,8 @@ from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
 from torch_dcpx.committed import committed_save_id
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager_root import ManagerRoot
-from torch_dcpx.optimizer_groups import NAMED_GROUPS, digest_of_groups
-from torch_dcpx.optimizer_part import OptimizerPart
+from torch_dcpx.optimizer_groups import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
+from torch_dcpx.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.own_directory import OwnDirectory
 from torch_dcpx.per_rank import PerRank
@@ -150,6 +150,9 @@ def state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str,
     if parts.state is not None:
         state["state"] = StatePart(parts.state)
     items: dict[str, Any] = {"manager": record.encoded()}
+    if parts.optimizer is not None:
+        named = by_name(parts.optimizer)
+        items[CLASSES] = {name: classes_of(flat(one)) for name, one in named.items()}
     if rank == 0:  # one of them is kept: the same one each time
         items |= small.shared
     if small.own:

@@ -7,7 +7,7 @@ under the same numbers: then each rank's settings are kept under the names of it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from torch_dcpx.errors import MismatchError
 from torch_dcpx.manager_translate import TrainingRules
 
 __all__ = [
+    "CLASSES",
     "NAMED_GROUPS",
+    "check_classes",
+    "classes_of",
     "digest_of_groups",
     "groups_by_parameter",
     "settings_by_parameter",
@@ -24,8 +27,17 @@ __all__ = [
 ]
 
 NAMED_GROUPS = "optimizer.groups by parameter"  # in a manager's record
+CLASSES = "optimizer_classes"  # beneath a manager's own items
 
 _PARAMS = "params"
+_OF_SCHEDULERS = (
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+)  # what these begin with, they and wrappers add to groups
 
 
 def digest_of_groups(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
@@ -37,6 +49,52 @@ def digest_of_groups(model: torch.nn.Module, optimizers: Sequence[torch.optim.Op
         for group in optimizer.param_groups
     ]
     return hashlib.blake2b(repr(groups).encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def classes_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """Returns the names of classes, as keys: items of several ranks with one name become one."""
+    return {type(one).__name__: "" for one in optimizers}
+
+
+def check_classes(
+    name: str,
+    optimizers: Sequence[torch.optim.Optimizer],
+    stored: Iterable[str],
+    settings: Iterable[str],
+) -> None:
+    """Refuses what another class of optimizer saved.
+
+    A class of another name may go on where it has every setting that was saved: AdamW from Adam, a
+    subclass, a wrapper. Where no class was saved, nothing is refused.
+
+    Args:
+        name: of the optimizer, for the message.
+        optimizers: those that are kept as one.
+        stored: names of all items of the checkpoint.
+        settings: names of settings that the checkpoint holds for their groups.
+
+    Raises:
+        MismatchError: the class is another one, and so are the settings.
+    """
+    prefix = f"dcpx.{CLASSES}.{name}."
+    saved = {item[len(prefix) :] for item in stored if item.startswith(prefix)}
+    saved = {one for one in saved if "." not in one}  # else of another, whose name begins so
+    own = set(classes_of(optimizers))
+    if not saved or own <= saved:
+        return
+    known = {key for one in optimizers for group in one.param_groups for key in group}
+    strange = {key for key in settings if not key.startswith(_OF_SCHEDULERS)} - known
+    if strange:
+        which = f"the optimizer '{name}'" if name else "the optimizer"
+        raise MismatchError(
+            f"{which} is {_listed(own)}, and {_listed(saved)} was saved, which has the settings "
+            f"{_listed(strange)} besides; load_optimizer=False or strict=False leaves it",
+            fqn=name or "optimizer",
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def settings_by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -28,6 +28,7 @@ from torch_dcpx.errors import MismatchError
 from torch_dcpx.load_part import LoadPart
 from torch_dcpx.manager_translate import TrainingRules
 from torch_dcpx.optimizer_groups import (
+    check_classes,
     groups_by_parameter,
     settings_by_parameter,
     translated_groups,
@@ -89,7 +90,7 @@ class OptimizerPart(LoadPart):
         return states if self._is_named else states[""]
 
     def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
-        """Raises: as `TrainingRules.resolve`."""
+        """Raises: as `TrainingRules.resolve`, and, if strict, as `check_classes`."""
         made = {}
         for name, own in self._own.items():
             prefix = f"{key}.{name}." if self._is_named else f"{key}."
@@ -102,6 +103,9 @@ class OptimizerPart(LoadPart):
             )
             made[name] = {**(state[name] if self._is_named else state), _STATE: states}
             self._note_saved(name, names.beneath(_GROUPS))
+            if self._is_strict:
+                settings = self._settings(own, names.beneath(f"{_GROUPS}."))
+                check_classes(name, own.optimizers, metadata.state_dict_metadata, settings)
         return made if self._is_named else made[""]
 
     def _templates(self, own: _Own) -> dict[str, Any]:
@@ -114,6 +118,16 @@ class OptimizerPart(LoadPart):
             for group, names in zip(groups, own.names, strict=True)
             for name, parameter in zip(names, group[_PARAMS], strict=True)
         }
+
+    def _settings(self, own: _Own, names: StoredNames) -> set[str]:
+        """Returns the names of settings that the checkpoint holds for its groups."""
+        every = set(chain.from_iterable(own.names))
+        found = set()
+        for name in names.sources:
+            owner = owner_of(name, every) if self._has_named_groups else name.partition(".")[0]
+            if owner is not None:
+                found.add(name[len(owner) + 1 :].partition(".")[0])
+        return found - {""}
 
     def _note_saved(self, name: str, names: StoredNames) -> None:
         """Notes of which groups and parameters the checkpoint holds settings."""

@@ -1,0 +1,84 @@
+"""What was another optimizer's, or of other groups, is refused before anything is applied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from states import assert_same
+from trainings import Training, manager_of
+
+from torch_dcpx import MismatchError
+
+optim = torch.optim
+
+
+def saved_with(root: Path, kind: Any, **kwargs: Any) -> Any:
+    """A manager with a checkpoint of a training by an optimizer of that class."""
+    training, manager = Training(), manager_of(root)
+    training.optimizer = kind(training.model.parameters(), lr=0.1, **kwargs)
+    training.gradients(1)
+    training.optimizer.step()
+    manager.save(1, model=training.model, optimizer=training.optimizer)
+    return manager
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (optim.Adam, optim.Adamax),
+        (optim.AdamW, optim.Adamax),
+        (optim.NAdam, optim.Adamax),
+        (optim.RAdam, optim.Adamax),
+        (optim.Adam, optim.RAdam),
+    ],
+)
+def test_state_of_another_class_of_optimizer_is_refused_and_nothing_applied(
+    tmp_path: Path, saved: Any, now: Any
+) -> None:
+    manager, other = saved_with(tmp_path, saved), Training(1)
+    before = {name: value.clone() for name, value in other.model.state_dict().items()}
+    optimizer = now(other.model.parameters(), lr=0.3)
+    with pytest.raises(MismatchError, match=f"is {now.__name__}, and {saved.__name__} was saved"):
+        manager.resume(model=other.model, optimizer=optimizer)
+    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.3
+    assert_same(before, other.model.state_dict())
+    manager.resume(model=other.model, optimizer=optimizer, load_optimizer=False)
+    manager.resume(model=other.model, optimizer=optimizer, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_of_several_optimizers_by_name_the_one_of_another_class_is_named(tmp_path: Path) -> None:
+    training, manager = Training(), manager_of(tmp_path)
+    first, second = (list(layer.parameters()) for layer in training.model)
+    own = {"a": optim.SGD(first, lr=0.1), "a.b": optim.Adam(second, lr=0.1)}
+    manager.save(1, model=training.model, optimizer=own)
+    manager.resume(model=training.model, optimizer=own)
+    own["a.b"] = optim.Adamax(second, lr=0.1)
+    with pytest.raises(MismatchError, match=r"'a\.b' is Adamax, and Adam was saved"):
+        manager.resume(model=training.model, optimizer=own)
+
+
+def test_class_of_another_name_goes_on_where_it_has_all_settings(tmp_path: Path) -> None:
+    class Own(optim.AdamW):
+        pass
+
+    manager, other = saved_with(tmp_path / "a", optim.Adam, amsgrad=True), Training(1)
+    for kind in (optim.AdamW, Own):
+        optimizer = kind(other.model.parameters())
+        manager.resume(model=other.model, optimizer=optimizer)
+        assert len(optimizer.state) == 4
+    manager = saved_with(tmp_path / "m", optim.SGD, momentum=0.9)
+    optimizer = optim.SGD(other.model.parameters())
+    manager.resume(model=other.model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+
+
+def test_settings_that_an_optimizer_adds_as_it_steps_do_not_make_it_another(tmp_path: Path) -> None:
+    training, manager = Training(), manager_of(tmp_path)
+    training.optimizer.param_groups[0]["step"] = 3
+    manager.save(1, model=training.model, optimizer=training.optimizer)
+    optimizer = optim.AdamW(training.model.parameters())
+    manager.resume(model=training.model, optimizer=optimizer)
