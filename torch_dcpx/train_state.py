@@ -79,6 +79,8 @@ def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, 
         for one in flat(optimizer):
             if not isinstance(one, torch.optim.Optimizer):
                 _refuse("optimizer", one, "an Optimizer, or a list or dict of them")
+        if isinstance(optimizer, (list, tuple)):
+            _check_unshared(model, optimizer)
     for one in flat(lr_scheduler):
         if not isinstance(one, Stateful):
             _refuse("lr_scheduler", one, "Stateful (state_dict, load_state_dict), or a list or "
@@ -87,6 +89,23 @@ def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, 
         _refuse("dataloader", dataloader, "Stateful (state_dict, load_state_dict)")
     if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
         _refuse("state", state, "a dict with str as keys")
+
+
+def _check_unshared(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises OptionError: one parameter is in several optimizers, which are kept as one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, int] = {}
+    for at, one in enumerate(optimizers):
+        for parameter in (each for group in one.param_groups for each in group["params"]):
+            first = owners.setdefault(id(parameter), at)
+            if first != at:
+                name = names.get(id(parameter), "one that is not the model's")
+                raise OptionError(
+                    f"optimizers {first} and {at} of the list share the parameter '{name}', and "
+                    "one of their states would be lost: give them as a dict by name",
+                    option="optimizer",
+                    value=None,
+                )
 
 
 def _refuse(name: str, value: Any, wanted: str) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from states import assert_same
-from trainings import Training, manager_of
+from trainings import Training, manager_of, on_disk
 
-from torch_dcpx import MismatchError
+from torch_dcpx import MismatchError, OptionError
 
 optim = torch.optim
 
@@ -82,3 +82,24 @@ def test_settings_that_an_optimizer_adds_as_it_steps_do_not_make_it_another(tmp_
     manager.save(1, model=training.model, optimizer=training.optimizer)
     optimizer = optim.AdamW(training.model.parameters())
     manager.resume(model=training.model, optimizer=optimizer)
+
+
+def test_list_of_optimizers_that_share_a_parameter_is_refused_and_a_dict_is_not(
+    tmp_path: Path,
+) -> None:
+    training, manager = Training(), manager_of(tmp_path)
+    every, last = training.model.parameters(), list(training.model[1].parameters())
+    several = [optim.AdamW(every, lr=0.1), optim.SGD(last, lr=0.2, momentum=0.9)]
+    refused = r"0 and 1 .*'1\.weight'.* as a dict by name"
+    with pytest.raises(OptionError, match=refused):
+        manager.save(1, model=training.model, optimizer=several)
+    assert not on_disk(tmp_path)
+    own = dict(zip("ab", several, strict=True))
+    manager.save(1, model=training.model, optimizer=own)
+    for one in several:
+        one.param_groups[0]["lr"] = 0.7
+    with pytest.raises(OptionError, match=refused):
+        manager.resume(model=training.model, optimizer=several)
+    manager.resume(model=training.model, optimizer=several, load_optimizer=False)
+    manager.resume(model=training.model, optimizer=own)
+    assert [one.param_groups[0]["lr"] for one in several] == [0.1, 0.2]
