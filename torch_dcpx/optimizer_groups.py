@@ -19,6 +19,7 @@ __all__ = [
     "CLASSES",
     "NAMED_GROUPS",
     "check_classes",
+    "check_sources",
     "classes_of",
     "digest_of_groups",
     "groups_by_parameter",
@@ -133,6 +134,36 @@ def groups_by_parameter(
                 )
         groups.append({**first, _PARAMS: list(names)})
     return groups
+
+
+def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
+    """Looks at settings that several of the stored groups of one group's parameters have.
+
+    Raises:
+        MismatchError: what is one group now was saved with different settings.
+    """
+    owners = {name: group for group in groups for name in group[_PARAMS]}
+    for at, names in enumerate(own):
+        known = [name for name in names if name in owners]
+        for name in known:
+            first, other = owners[known[0]], owners[name]
+            both = [key for key in first if key in other and key not in (_PARAMS, "param_names")]
+            for key in both if first is not other else ():
+                if not _is_same(first[key], other[key]):
+                    raise MismatchError(
+                        f"parameters '{known[0]}' and '{name}' are one group of the optimizer "
+                        f"({at}), and were saved with {key}={first[key]!r:.80} and "
+                        f"{key}={other[key]!r:.80}; strict=False takes those of the last group",
+                        fqn=name,
+                    )
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return a is b or bool(a == b)
 
 
 def translated_groups(

@@ -29,11 +29,18 @@ from torch_dcpx.load_part import LoadPart
 from torch_dcpx.manager_translate import TrainingRules
 from torch_dcpx.optimizer_groups import (
     check_classes,
+    check_sources,
     groups_by_parameter,
     settings_by_parameter,
     translated_groups,
 )
-from torch_dcpx.optimizer_state import StoredNames, blank_states, owner_of, with_own_keys
+from torch_dcpx.optimizer_state import (
+    StoredNames,
+    blank_groups,
+    blank_states,
+    owner_of,
+    with_own_keys,
+)
 
 __all__ = ["OptimizerPart", "by_name"]
 
@@ -101,11 +108,16 @@ class OptimizerPart(LoadPart):
                 own.present,
                 has_wrappers=self._rules is not None and self._rules.wrappers,
             )
-            made[name] = {**(state[name] if self._is_named else state), _STATE: states}
+            kept = state[name] if self._is_named else state
+            made[name] = {**kept, _STATE: states}
             self._note_saved(name, names.beneath(_GROUPS))
             if self._is_strict:
-                settings = self._settings(own, names.beneath(f"{_GROUPS}."))
+                stored = names.beneath(f"{_GROUPS}.")
+                settings = self._settings(own, stored)
                 check_classes(name, own.optimizers, metadata.state_dict_metadata, settings)
+                if not self._has_named_groups:  # where parameters may have been: `check_sources`
+                    more = blank_groups(stored, len(own.names))
+                    made[name][_GROUPS] = [*kept[_GROUPS], *more]
         return made if self._is_named else made[""]
 
     def _templates(self, own: _Own) -> dict[str, Any]:
@@ -157,8 +169,12 @@ class OptimizerPart(LoadPart):
                 if self._rules is not None:
                     groups = translated_groups(groups, own.names, self._rules)
                 unsaved = self._unsaved_groups[name]
-                kept = (g[_PARAMS] for at, g in enumerate(groups) if at not in unsaved)
-                saved = set(chain.from_iterable(kept))
+                ends = len(own.names)
+                groups = [g for at, g in enumerate(groups) if at < ends or g[_PARAMS]]
+                kept = [g for at, g in enumerate(groups) if at not in unsaved]
+                saved = set(chain.from_iterable(g[_PARAMS] for g in kept))
+                if self._is_strict:
+                    check_sources(kept, own.names)
             self._new[name] = groups, self._new_states(own, loaded[_STATE], saved)
 
     def _new_states(
@@ -223,7 +239,7 @@ def _load(own: _Own, groups: Sequence[Mapping[str, Any]], states: Mapping[str, A
         for group in one.param_groups:
             names = next(names_of_all)
             sources = {owners[name] for name in names if name in owners}
-            if not names and len(groups) == len(own.names) and not groups[place][_PARAMS]:
+            if not names and len(groups) >= len(own.names) and not groups[place][_PARAMS]:
                 sources = {place}
             made = dict(group)
             for source in sorted(sources):

@@ -22,7 +22,7 @@ from torch_dcpx.lazy_metadata import outline_of
 from torch_dcpx.manager_translate import TrainingRules
 from torch_dcpx.mapped_state import sizes_of
 
-__all__ = ["StoredNames", "blank_states", "owner_of", "with_own_keys"]
+__all__ = ["StoredNames", "blank_groups", "blank_states", "owner_of", "with_own_keys"]
 
 _MAX_DEPTH = 64
 _Path: TypeAlias = tuple[Any, ...]  # keys of dicts (str) and places in lists (int)
@@ -94,6 +94,28 @@ def blank_states(
             leaf = now if is_there else _blank(templates[owner], entry, is_step=path[-1] == "step")
         leaves.setdefault(owner, {})[path] = leaf
     return {owner: _nested(own) for owner, own in leaves.items()}
+
+
+def blank_groups(names: StoredNames, begin: int) -> list[dict[str, Any]]:
+    """Returns what a load fills of the groups from a number on.
+
+    Args:
+        names: "NUMBER.SETTING" of what is stored.
+        begin: how many groups the optimizer has itself.
+    """
+    outline = outline_of(names.metadata.state_dict_metadata)
+    leaves: dict[int, dict[_Path, Any]] = {}
+    for name, source in names.sources.items():
+        number, _, rest = name.partition(".")
+        if rest and _is_number(number) and int(number) >= begin:
+            entry, leaf = outline(source), None
+            if isinstance(entry, TensorStorageMetadata):
+                leaf = torch.empty(entry.size, dtype=entry.properties.dtype)
+            leaves.setdefault(int(number), {})[_path_of(source, rest, names.metadata)] = leaf
+    groups: list[dict[str, Any]] = []
+    while ("params",) in leaves.get(begin + len(groups), ()):
+        groups.append(_nested(leaves[begin + len(groups)]))
+    return groups
 
 
 def with_own_keys(loaded: Any, present: Any) -> Any:

@@ -103,3 +103,47 @@ def test_list_of_optimizers_that_share_a_parameter_is_refused_and_a_dict_is_not(
     manager.resume(model=training.model, optimizer=several, load_optimizer=False)
     manager.resume(model=training.model, optimizer=own)
     assert [one.param_groups[0]["lr"] for one in several] == [0.1, 0.2]
+
+
+def of_layers(training: Training, first: float, second: float) -> Any:
+    groups = zip(training.model, (first, second), strict=True)
+    return optim.AdamW([{"params": layer.parameters(), "lr": rate} for layer, rate in groups])
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["fewer groups", "moved"])
+def test_parameters_of_one_group_that_were_saved_with_different_settings_are_refused(
+    tmp_path: Path, count: int
+) -> None:
+    training, other, manager = Training(), Training(1), manager_of(tmp_path)
+    manager.save(1, model=training.model, optimizer=of_layers(training, 0.1, 0.01))
+    first, *rest = other.model.parameters()
+    groups = [{"params": [first]}, {"params": rest}] if count == 2 else [{"params": [first, *rest]}]
+    optimizer = optim.AdamW(groups, lr=0.5)
+    refused = rf"'1\.weight' are one group of the optimizer \({count - 1}\).*lr=0\.1 and lr=0\.01"
+    with pytest.raises(MismatchError, match=refused):
+        manager.resume(model=other.model, optimizer=optimizer)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+    manager.resume(model=other.model, optimizer=optimizer, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_parameters_of_several_groups_with_the_same_settings_become_one_group(
+    tmp_path: Path,
+) -> None:
+    training, other, manager = Training(), Training(1), manager_of(tmp_path)
+    optimizer = of_layers(training, 0.1, 0.1)
+    optimizer.param_groups[1]["extra"] = {"a": torch.ones(2), "b": [1]}
+    manager.save(1, model=training.model, optimizer=optimizer)
+    optimizer = optim.AdamW(other.model.parameters(), lr=0.5)
+    manager.resume(model=other.model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_parameters_whose_group_stood_behind_those_that_are_left_find_its_settings(
+    tmp_path: Path,
+) -> None:
+    training, other, manager = Training(), Training(1), manager_of(tmp_path)
+    manager.save(1, model=training.model, optimizer=of_layers(training, 0.1, 0.01))
+    optimizer = optim.AdamW(other.model[1].parameters(), lr=0.5)
+    manager.resume(model=other.model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.01
