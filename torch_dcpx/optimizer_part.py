@@ -249,7 +249,10 @@ def _load(own: _Own, groups: Sequence[Mapping[str, Any]], states: Mapping[str, A
             pairs = zip(own_numbers, names, strict=True)
             new_states |= {number: states[name] for number, name in pairs if name in states}
             place += 1
-        one.load_state_dict({_STATE: new_states, _GROUPS: new_groups})
+        given = {_STATE: new_states, _GROUPS: new_groups}
+        one.load_state_dict(given)
+        if not _has_hooks(one):
+            _put_back(one, given)
 
 
 class _Initialised(defaultdict[Any, Any]):
@@ -262,35 +265,61 @@ class _Initialised(defaultdict[Any, Any]):
 @contextmanager
 def _unstepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """Keeps DCP's functions from stepping optimizers that have no state."""
-    before = [(one, one.state, _Initialised(dict)) for one in optimizers if not one.state]
+    with ExitStack() as stack:
+        for one in optimizers:
+            if not one.state:
+                stack.enter_context(_taken_for_stepped(one))
+        yield
+
+
+@contextmanager
+def _taken_for_stepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    before, initialised = optimizer.state, _Initialised(dict)
     try:
-        for one, _, initialised in before:
-            one.state = initialised
+        optimizer.state = initialised
+    except AttributeError:  # a wrapper that only shows the state of another one
+        with _with_a_gradient(optimizer):
+            yield
+        return
+    try:
         yield
     finally:
-        for one, state, initialised in before:
-            if one.state is initialised:  # else it was loaded
-                one.state = state
+        if optimizer.state is initialised:  # else it was loaded
+            optimizer.state = before
+
+
+@contextmanager
+def _with_a_gradient(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """DCP's functions step no optimizer whose parameters have a gradient."""
+    parameters = [one for group in optimizer.param_groups for one in group[_PARAMS]]
+    if not parameters or any(one.grad is not None for one in parameters):
+        yield
+        return
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
 
 
 @contextmanager
 def _dtypes_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keeps dtypes of states that `load_state_dict` would make those of their parameters.
 
-    It does so behind an optimizer's own `__setstate__` and before other hooks of its loads.
+    It does so behind an optimizer's own `__setstate__` and before other hooks of its loads. Of a
+    wrapper without hooks `_load` does it.
     """
+    if not _has_hooks(optimizer):
+        yield
+        return
     given: dict[str, Any] = {}
 
     def note(_: Any, state: dict[str, Any]) -> None:
         given.update(state)
 
     def put_back(one: torch.optim.Optimizer) -> None:
-        numbers = chain.from_iterable(group[_PARAMS] for group in given[_GROUPS])
-        parameters = chain.from_iterable(group[_PARAMS] for group in one.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            state, own = given[_STATE].get(number), one.state.get(parameter)
-            if state and own:
-                one.state[parameter] = _as_given(own, state, parameter.dtype)
+        _put_back(one, given)
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(note),
@@ -301,6 +330,20 @@ def _dtypes_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether it has what `Optimizer.__init__` makes, which a wrapper may not call."""
+    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
+
+
+def _put_back(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    numbers = chain.from_iterable(group[_PARAMS] for group in given[_GROUPS])
+    parameters = chain.from_iterable(group[_PARAMS] for group in one.param_groups)
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state, own = given[_STATE].get(number), one.state.get(parameter)
+        if state and own:
+            one.state[parameter] = _as_given(own, state, parameter.dtype)
 
 
 def _as_given(own: Any, given: Any, cast_to: torch.dtype, key: Any = None) -> Any:

@@ -147,3 +147,50 @@ def test_parameters_whose_group_stood_behind_those_that_are_left_find_its_settin
     optimizer = optim.AdamW(other.model[1].parameters(), lr=0.5)
     manager.resume(model=other.model, optimizer=optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+class Wrapper(optim.Optimizer):
+    """Shows what is another's, and makes nothing of its own, as wrappers of frameworks do."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_wrapper_that_only_shows_another_optimizers_state_is_saved_and_resumed(
+    tmp_path: Path, steps: int
+) -> None:
+    training, other, manager = Training(), Training(1), manager_of(tmp_path)
+    training.model.bfloat16()
+    training.optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    called: list[int] = []
+    for _ in range(steps):
+        for parameter in training.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    for state in training.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-6
+    manager.save(1, model=training.model, optimizer=Wrapper(training.optimizer))
+    assert len(called) == steps
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    other.model.bfloat16()
+    manager.resume(model=other.model, optimizer=Wrapper(other.optimizer))
+    assert_same(training.optimizer.state_dict(), other.optimizer.state_dict())
