@@ -89,7 +89,8 @@ def check_classes(
         which = f"the optimizer '{name}'" if name else "the optimizer"
         raise MismatchError(
             f"{which} is {_listed(own)}, and {_listed(saved)} was saved, which has the settings "
-            f"{_listed(strange)} besides; load_optimizer=False or strict=False leaves it",
+            f"{_listed(strange)} besides; load_optimizer=False leaves it as it is, strict=False "
+            "takes what there is",
             fqn=name or "optimizer",
         )
 

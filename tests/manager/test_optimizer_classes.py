@@ -59,6 +59,9 @@ def test_of_several_optimizers_by_name_the_one_of_another_class_is_named(tmp_pat
     own["a.b"] = optim.Adamax(second, lr=0.1)
     with pytest.raises(MismatchError, match=r"'a\.b' is Adamax, and Adam was saved"):
         manager.resume(model=training.model, optimizer=own)
+    own["a"] = optim.Adam(first, lr=0.1)
+    with pytest.raises(MismatchError, match=r"'a' is Adam, and SGD was saved"):
+        manager.resume(model=training.model, optimizer=own)
 
 
 def test_class_of_another_name_goes_on_where_it_has_all_settings(tmp_path: Path) -> None:
