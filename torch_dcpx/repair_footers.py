@@ -113,6 +113,9 @@ def one_generation(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) ->
         if found[3] is not None and found[3] != one.tail.file_id.hex()[:12]:
             why = f"'{one.name}' holds file {one.tail.file_id.hex()}: it was renamed"
             _refuse(path, why, [one.name])
+        if one.tail.rank != int(found[1]) and not is_chosen:
+            why = f"'{one.name}' was written by rank {one.tail.rank}: it was renamed"
+            _refuse(path, f"{why}; {_WAY_OUT}", [one.name])
         by_place.setdefault((int(found[1]), int(found[2])), []).append(one.name)
         (plain if found[3] is None else own).append(one.name)
     for (rank, number), names in sorted(by_place.items()):

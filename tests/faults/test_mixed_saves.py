@@ -70,6 +70,13 @@ def test_files_of_two_killed_saves_make_no_checkpoint(tmp_path: Path) -> None:
     refused(tmp_path / "a", "do not hold all of")
 
 
+def test_file_that_was_renamed_to_another_ranks_is_refused(tmp_path: Path) -> None:
+    """Its names hold no hole then, and it alone is half of a save."""
+    killed(tmp_path, 1.0, ranks=2)
+    (tmp_path / "__1_0.distcp").replace(tmp_path / "__0_0.distcp")
+    refused(tmp_path, "'__0_0.distcp' was written by rank 1")
+
+
 def test_killed_save_is_repaired_where_the_caller_says_that_it_had_ended(tmp_path: Path) -> None:
     save_id = killed(tmp_path, 1.0)
     before = files_in(tmp_path)
