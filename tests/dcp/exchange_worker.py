@@ -127,6 +127,7 @@ def check_interrupt(rank: int) -> None:
                 exchange.keys.wait_for("0/wake", exchange.deadline)
             exchange.all_reduce("plan", lambda: 1, sum)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
     dist.barrier()
     expected = KeyboardInterrupt if rank == 1 else RankError
     with pytest.raises(expected) as caught:
