@@ -136,7 +136,8 @@ def export(
             all; what was at `path` is there as it was.
     """
     began = time.perf_counter()
-    call = CallId("export", last_component(path), is_write=True)
+    # The whole path is compared with the names: it may have several names.
+    call = CallId("export", last_component(path), is_target_compared=False, is_write=True)
     timeout_s = WriteOptions.save_timeout_s
     with exchange_for(process_group, no_dist, timeout_s, "export", call) as exchange:
         own_options = options if options is not None else WriteOptions()
