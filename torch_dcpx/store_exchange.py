@@ -36,7 +36,7 @@ from torch_dcpx.long_wait import wait_looking
 from torch_dcpx.rank_errors import RankFailure, error_of, from_rank, lost_error, lost_ranks
 from torch_dcpx.store_client import Client
 from torch_dcpx.store_keys import StoreKeys
-from torch_dcpx.store_presence import UNKNOWN, Presence, differing, missed, presence_of
+from torch_dcpx.store_presence import UNKNOWN, Presence, differing, missed, of_call, presence_of
 from torch_dcpx.store_step import ERROR, FAILED, FIRST, OK, VOID, Own, Step, left_keys
 
 __all__ = ["StoreExchange"]
@@ -248,16 +248,16 @@ class StoreExchange(Exchange):
         failures = self._proposed(name, answer)
         if name == FIRST:  # those of this rank's call, if there are any
             error = own or differing(failures[0], self.rank, self.presence())
-            failures = self._of_own_call(failures) or [self.failure_of(error)]
+            call = self.call
+            if not call.is_target_compared:  # who is in together may name it otherwise
+                call = dataclasses.replace(call, target=None)
+            failures = of_call(call, failures) or [self.failure_of(error)]
         is_own = min(failure.rank for failure in failures) == self.rank
         return error_of(failures, own if is_own else None)
 
     def _proposed(self, name: str, answer: str) -> list[RankFailure]:
         failures: list[RankFailure] = from_rank(self._read(f"{name}/b/{answer.split()[1]}"))
         return failures
-
-    def _of_own_call(self, failures: list[RankFailure]) -> list[RankFailure]:
-        return [one for one in failures if self.call.is_among(one.calls)]
 
     def lost_error(self, ranks: Iterable[int], waited_s: float, step: str) -> RankFailure:
         lost: list[tuple[int, str, str]] = []
@@ -348,7 +348,7 @@ class StoreExchange(Exchange):
             return True  # left by this very rank, in an earlier group of the same name
         if not self._is_late:
             return False
-        own = self._of_own_call(self._proposed(FIRST, standing))
+        own = of_call(self.call, self._proposed(FIRST, standing))
         if own and all(self.rank in lost_ranks(failure) for failure in own):
             self._has_missed = True
             return True

@@ -20,6 +20,7 @@ __all__ = [
     "differing",
     "gone_on",
     "missed",
+    "of_call",
     "presence_of",
     "refuse",
 ]
@@ -92,6 +93,11 @@ def refuse(others: Sequence[tuple[int, Presence]], rank: int, own: Presence) -> 
         f"{'; '.join(texts)}{more}: every rank must make the same calls in the same order; this "
         "call has done nothing"
     )
+
+
+def of_call(call: CallId, failures: Iterable[RankFailure]) -> list[RankFailure]:
+    """Returns the failures that end this call; one of no call ends all."""
+    return [one for one in failures if not one.calls or call.is_among(one.calls)]
 
 
 def differing(failure: RankFailure, rank: int, own: Presence) -> PlanError:

@@ -134,7 +134,8 @@ class Step:
             raise
         except Exception as error:  # noqa: BLE001 - raised by the exchange, on all ranks
             own.error = error
-            return self._propose(ERROR, [self._exchange.failure_of(error)]), None
+            failure = self._exchange.failure_of(error)  # of all: they have agreed on the call
+            return self._propose(ERROR, [dataclasses.replace(failure, calls=())]), None
         return self._propose(OK, []), result
 
     def follow(self) -> str:
