@@ -142,7 +142,9 @@ def try_save(table: Table, path: Path, way: str, ending: str, at: int) -> None:
         if not was_interrupted and which(path, OLD, NEW) != "new":
             return "returned, and is not there"
         # DCP's thread, and ours, go on when who waits for them is interrupted: until then the lock
-        # is rightly theirs.
+        # is rightly theirs. DCP's ends with its executor, which the error's frames hold when the
+        # interrupt came before DCP asked for its shutdown.
+        gc.collect()
         for thread in set(threading.enumerate()) - {threading.current_thread()}:
             if not thread.daemon or thread.name == "dcpx-save":
                 thread.join(60)
