@@ -60,9 +60,9 @@ def work():
     job = _C.WriteJob(dir_fd=fd, dir_path=path, workers=2, segment_bytes=256 << 10,
                       use_direct=False, is_durable=False)
     job.add_file(["f"], bytes(16), 0)
-    # Gathered element by element, so that it takes long.
-    sizes, strides = (1 << 20, 384), (1, 0)
-    row = (0, 0, 0, ctypes.addressof(data), 384 << 20, sizes, strides, False,
+    # Gathered element by element: much longer than the first poll lets wait for it, 0.1 s.
+    sizes, strides = (1 << 20, 2048), (1, 0)
+    row = (0, 0, 0, ctypes.addressof(data), 2048 << 20, sizes, strides, False,
            "w", sizes, (0, 0), None, -1)
     types = [("torch", "ByteStorage", "uint8", 1, 0, 0, "uint8", "uint8", "strided")]
     job.write([row], types, is_final=True, progress=hook)
