@@ -19,15 +19,6 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .checkpoint import (
-        async_save,
-        close,
-        drain_on_sigterm,
-        load,
-        prewarm,
-        save,
-        wait,
-    )
     from .copy_guard import CopyGuard, guard_optimizer
     from .errors import (
         ConcurrentSaveError,
@@ -49,18 +40,22 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from .export_artifact import ExportReport, export
-    from .key_map import KeyMap, Merge, Split, Transpose
+    from .key_map import KeyMap
+    from .key_rules import Merge, Split, Transpose
+    from .load_checkpoint import load
     from .load_planner import DcpxLoadPlanner
     from .load_report import LoadReport
     from .manager import CheckpointManager
     from .manager_resume import ResumeInfo
     from .options import ReadOptions, WriteOptions
+    from .pending_saves import drain_on_sigterm, wait
     from .per_rank import PerRank
     from .preemption import Preemption
     from .pretrained import load_pretrained
     from .reader import DcpxReader
     from .repair_checkpoint import repair
     from .repair_report import RepairReport
+    from .save_checkpoint import async_save, close, prewarm, save
     from .save_handle import SaveHandle
     from .save_planner import DcpxSavePlanner
     from .save_report import SaveReport
@@ -134,6 +129,7 @@ _MODULE_OF = {
     "DcpxStager": "stager",
     "DcpxWriter": "writer",
     "Finding": "verify_report",
+    "KeyMap": "key_map",
     "LoadReport": "load_report",
     "PerRank": "per_rank",
     "Preemption": "preemption",
@@ -145,15 +141,14 @@ _MODULE_OF = {
     "VerifyReport": "verify_report",
     "WriteOptions": "options",
     "guard_optimizer": "copy_guard",
+    "load": "load_checkpoint",
     "repair": "repair_checkpoint",
     "verify": "verify_checkpoint",
     **dict.fromkeys(("ExportReport", "export"), "export_artifact"),
     "load_pretrained": "pretrained",
-    **dict.fromkeys(("KeyMap", "Merge", "Split", "Transpose"), "key_map"),
-    **dict.fromkeys(
-        ("async_save", "close", "drain_on_sigterm", "load", "prewarm", "save", "wait"),
-        "checkpoint",
-    ),
+    **dict.fromkeys(("Merge", "Split", "Transpose"), "key_rules"),
+    **dict.fromkeys(("drain_on_sigterm", "wait"), "pending_saves"),
+    **dict.fromkeys(("async_save", "close", "prewarm", "save"), "save_checkpoint"),
 }
 _EXTENSION = f"{__name__}._C"
 

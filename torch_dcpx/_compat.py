@@ -37,46 +37,6 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "CHUNK_ATTRIBUTES",
-    "DTYPES",
-    "HAS_KNOWN_ITEMS",
-    "HAS_KNOWN_RESULTS",
-    "HAS_STRIDES",
-    "IS_SWEPT",
-    "LAYOUTS",
-    "PROPERTIES_COUNTS",
-    "TORCH_VERSION",
-    "AnyProperties",
-    "all_strides",
-    "common_properties",
-    "dlpack_dtypes",
-    "dtype_by_name",
-    "dtype_name",
-    "flatten_before_2_4",
-    "flattened_before_2_4",
-    "framing_of",
-    "from_dlpack",
-    "group_store",
-    "increment_version",
-    "is_load",
-    "is_rocm",
-    "is_saved_dtype",
-    "loaded_through",
-    "planned_entries",
-    "process_groups",
-    "saved_through",
-    "set_strides",
-    "stock_chunks",
-    "stock_write_items",
-    "storage_dtypes",
-    "to_dlpack",
-    "torch_lacks",
-    "wanted_chunks",
-    "wanted_sizes",
-    "with_local_tensor",
-]
-
 _T = TypeVar("_T")
 
 TORCH_VERSION = str(torch.__version__)

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 
 from torch_dcpx.guard import Guard
 
-__all__ = ["PlanningPause", "bounded_pause", "paused_gc", "paused_gc_of_many"]
-
 _MANY_ITEMS = 2000  # from here on collections cost a plan more than the timer does, 0.1 ms
 _MAX_PAUSE_S = 10.0  # where DCP does not come back
 _KEPT_PLAN_S = 1.0  # after the save, where somebody keeps its plan

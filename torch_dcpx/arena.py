@@ -15,11 +15,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx.errors import StagingError, StorageError
 from torch_dcpx.host_memory import available_memory
-
-__all__ = ["ArenaPool", "attach", "has_arenas", "make_ready", "note_written", "process_pool"]
 
 _POLL_S = 0.0002
 _MAX_POLL_S = 0.02

@@ -18,8 +18,6 @@ from torch_dcpx.save_report import SaveReport
 from torch_dcpx.save_run import Committed, SaveRun
 from torch_dcpx.staged_items import StagedItems
 
-__all__ = ["BackgroundSave", "report_of"]
-
 logger = logging.getLogger("torch_dcpx")
 
 

@@ -26,8 +26,6 @@ from torch_dcpx.errors import OutcomeUnknownError, StoreLostError
 from torch_dcpx.exchange_base import BALLOT, Exchange
 from torch_dcpx.rank_errors import RankFailure, error_of, from_rank
 
-__all__ = ["Ballot"]
-
 R = TypeVar("R")
 
 logger = logging.getLogger("torch_dcpx")

@@ -13,8 +13,6 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.key_rules import KeyRules, Rule
 from torch_dcpx.value_digests import conflicting_names
 
-__all__ = ["Call", "check_same_call", "has_functions", "told_globs", "told_rules"]
-
 logger = logging.getLogger("torch_dcpx")
 
 _MAX_SHOWN = 5

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CallId", "last_component", "path_name"]
-
 _DIGEST_BYTES = 8
 
 

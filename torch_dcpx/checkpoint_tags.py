@@ -8,8 +8,6 @@ from typing import Any
 
 from torch_dcpx.errors import OptionError
 
-__all__ = ["check_step", "is_tag", "step_of_name", "tag_of", "tag_or_none"]
-
 _MAX_TAG_BYTES = 249  # a name may have 255
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _MAX_STEP = 10**18 - 1

@@ -11,8 +11,6 @@ import bisect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Claim", "disjoint_groups"]
-
 
 class Claim(NamedTuple):
     """Memory that a read goes to."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["main"]
-
 _MISSING = "dcpx needs {name}, which is not installed: pip install 'torch-dcpx[cli]'\n"
 
 

@@ -9,8 +9,6 @@ import click
 from torch_dcpx._version import __version__
 from torch_dcpx.cli_output import command
 
-__all__ = ["app"]
-
 _PATH = click.Path(path_type=Path)
 
 

@@ -25,8 +25,6 @@ from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import OptionError
 from torch_dcpx.layout import is_data_file_name, is_metadata_name, is_temporary_name
 
-__all__ = ["Check", "examine"]
-
 _FEW_FILES = 1024
 _BLOCK = 4096
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -85,7 +83,7 @@ def _torch() -> Check:
 
 def _extension() -> Iterator[Check]:
     try:
-        from torch_dcpx import _C
+        from torch_dcpx._native import _C
     except ImportError as error:
         yield Check("C++ extension", "failure", str(error))
         return

@@ -19,8 +19,6 @@ from torch_dcpx.layout import METADATA_NAME, is_data_file_name, is_metadata_name
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.reader_lock import being_read
 
-__all__ = ["Described", "described", "show"]
-
 
 class Chunk(NamedTuple):
     """A stored piece of a tensor, or a Python object."""

@@ -19,8 +19,6 @@ from torch_dcpx.directory import Directory
 from torch_dcpx.errors import DcpxError, NotCommittedError
 from torch_dcpx.layout import is_data_file_name, is_metadata_name, is_temporary_name
 
-__all__ = ["show"]
-
 
 class Listed(NamedTuple):
     """One directory."""

@@ -38,19 +38,6 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.plain_text import printable
 
-__all__ = [
-    "CANNOT",
-    "FINE",
-    "UNSOUND",
-    "command",
-    "human_bytes",
-    "is_of_checkpoint",
-    "put_json",
-    "put_lines",
-    "put_table",
-    "showing_progress",
-]
-
 FINE, UNSOUND, CANNOT = 0, 1, 2
 
 _Args = ParamSpec("_Args")

@@ -10,8 +10,6 @@ from torch_dcpx.directory import Directory
 from torch_dcpx.repair_checkpoint import repair
 from torch_dcpx.verify_checkpoint import verify
 
-__all__ = ["run_repair", "run_verify"]
-
 
 def _look_at(path: Path) -> None:
     """Raises StorageError where there is no directory: that says nothing of a checkpoint."""

@@ -14,10 +14,8 @@ from itertools import accumulate
 from operator import le
 from typing import Any
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError
-
-__all__ = ["I64_MAX", "ColumnReader", "StringPool", "encode_body", "padded"]
 
 I64_MAX = (1 << 63) - 1
 

@@ -35,21 +35,6 @@ from torch_dcpx.layout import (
 from torch_dcpx.metadata import decode_file_names, encode_pieces
 from torch_dcpx.plan_wire import pack_results, unpack_results
 
-__all__ = [
-    "Leftovers",
-    "WriteResults",
-    "check_present",
-    "commit",
-    "publish",
-    "referenced_files",
-    "refuse_beside_global",
-    "remove_leftovers",
-    "remove_replaced",
-    "remove_unpublished",
-    "take_over_rank_local",
-    "verify_results",
-]
-
 logger = logging.getLogger("torch_dcpx")
 
 Leftovers: TypeAlias = int | Literal["everybody", "nobody"]  # a rank's

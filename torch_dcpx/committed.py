@@ -11,8 +11,6 @@ from torch_dcpx.errors import DcpxError
 from torch_dcpx.layout import METADATA_NAME
 from torch_dcpx.metadata import decode_save_id
 
-__all__ = ["committed_save_id", "stored_save_id"]
-
 logger = logging.getLogger("torch_dcpx")
 
 

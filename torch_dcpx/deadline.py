@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "Deadline"]
-
 
 class Clock(Protocol):
     """What time it is, and waiting: the module `time`, or what a test has in its place."""

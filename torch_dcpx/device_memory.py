@@ -18,19 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from torch_dcpx import _C
 from torch_dcpx._compat import is_rocm
-
-__all__ = [
-    "current_stream",
-    "empty",
-    "is_host",
-    "keep_while_copied",
-    "log_warning",
-    "ordinal_of",
-    "source_events",
-    "streams_in_use",
-]
+from torch_dcpx._native import _C
 
 logger = logging.getLogger("torch_dcpx")
 

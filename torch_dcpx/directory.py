@@ -19,8 +19,6 @@ from typing import TypeAlias, TypeVar
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.system_calls import close_read, close_written, moved, uninterrupted
 
-__all__ = ["Directory", "SmallFile", "look_into", "make_directory"]
-
 _Asked = TypeVar("_Asked")
 _Found = TypeVar("_Found")
 

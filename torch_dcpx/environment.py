@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from torch_dcpx.errors import OptionError
 
-__all__ = ["options_from_environment", "usable_cores", "variable_of"]
-
 _Options = TypeVar("_Options")
 _Parser = Callable[[str, str], Any]
 

@@ -27,26 +27,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "ConcurrentSaveError",
-    "CorruptionError",
-    "DcpxError",
-    "MismatchError",
-    "NotCommittedError",
-    "OptionError",
-    "OutcomeUnknownError",
-    "PlanError",
-    "RankError",
-    "RankLostError",
-    "RepairError",
-    "ShortReadError",
-    "StagingError",
-    "StorageError",
-    "StoreLostError",
-    "UnsafePickleError",
-    "UnsupportedError",
-]
-
 
 def _rebuild(cls: type[DcpxError], message: str, fields: dict[str, Any]) -> DcpxError:
     return cls(message, **fields)

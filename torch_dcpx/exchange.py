@@ -16,8 +16,6 @@ from torch_dcpx.store_client import client_of
 from torch_dcpx.store_exchange import StoreExchange
 from torch_dcpx.store_keys import StoreKeys
 
-__all__ = ["Exchange", "LocalExchange", "StoreExchange", "exchange_for", "keys_for", "told_to_next"]
-
 logger = logging.getLogger("torch_dcpx")
 
 

@@ -15,8 +15,6 @@ from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import PlanError
 from torch_dcpx.rank_errors import RankFailure
 
-__all__ = ["BALLOT", "Exchange", "Keys", "check_pieces", "host_name"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -18,8 +18,6 @@ from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.paths import absolute, checked_path
 
-__all__ = ["ExportArguments", "check_same_export", "checked_arguments", "source_of", "told_source"]
-
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
     "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,

@@ -17,12 +17,13 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx.call_agreement import Call, has_functions
 from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import PlanError
-from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.exchange import exchange_for
+from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.export_arguments import (
     ExportArguments,
     check_same_export,
@@ -51,8 +52,6 @@ from torch_dcpx.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.reader_lock import being_read
 from torch_dcpx.torch_archive import check_objects, torch_layout, torch_patches
-
-__all__ = ["ExportReport", "export"]
 
 
 @dataclass(frozen=True)

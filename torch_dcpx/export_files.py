@@ -23,14 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx.directory import Directory, make_directory
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, StorageError
 from torch_dcpx.export_layout import Layout
 from torch_dcpx.lock import UNKNOWN_BOOT, boot_id
 from torch_dcpx.options import WriteOptions
-
-__all__ = ["ArtifactFiles", "open_job", "temporary_name"]
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -25,18 +25,6 @@ from torch_dcpx.safetensors_header import (
     encode_header,
 )
 
-__all__ = [
-    "ExportTensor",
-    "Layout",
-    "OutputPlan",
-    "Payload",
-    "file_view",
-    "index_of",
-    "is_held",
-    "is_name",
-    "safetensors_layout",
-]
-
 
 class ExportTensor(NamedTuple):
     """A tensor of the artifact."""

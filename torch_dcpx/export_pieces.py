@@ -16,8 +16,6 @@ import torch
 
 from torch_dcpx.export_rows import ExportRows, Target
 
-__all__ = ["BackgroundRows", "PieceMemory"]
-
 _SIZES = 32  # of pieces: what a copy wastes is an eighth at most
 
 

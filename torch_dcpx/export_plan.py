@@ -8,14 +8,12 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
 from torch_dcpx.export_layout import ExportTensor, is_held, is_name
 from torch_dcpx.export_source import Box, Entry, Offer
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import MappedTensor
-
-__all__ = ["RankPart", "assigned", "check_same_tensors", "tensors_of", "tied", "united"]
 
 _MAX_SHOWN = 10
 

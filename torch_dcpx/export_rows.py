@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from torch_dcpx import _C, device_memory
+from torch_dcpx import device_memory
+from torch_dcpx._native import _C
 from torch_dcpx.tensor_memory import check_storage, is_plain
-
-__all__ = ["ExportRow", "ExportRows", "slabs"]
 
 _MOST_ROWS = 20_000  # that wait for one call
 _MOST_PIECE_BYTES = 16 << 20

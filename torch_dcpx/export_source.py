@@ -26,8 +26,6 @@ from torch_dcpx.load_plan import is_stateful
 from torch_dcpx.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.tensor_memory import has_strides
 
-__all__ = ["Box", "Entry", "LiveSource", "Offer", "Source", "narrowed", "selected"]
-
 Box = tuple[Sizes, Sizes]  # offsets and lengths, in elements
 
 

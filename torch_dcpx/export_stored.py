@@ -33,8 +33,6 @@ from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.planner_hooks import takes_in_any_order
 from torch_dcpx.pretrained_reader import PretrainedReader
 
-__all__ = ["StoredSource"]
-
 _LEAST_SLOT_BYTES = 256 << 10
 _SLOT_UNIT = 64 << 10
 _MOST_PIECE_BYTES = 8 << 20

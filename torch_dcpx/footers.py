@@ -10,19 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from torch_dcpx import _C
-
-__all__ = [
-    "BYTES",
-    "TENSOR",
-    "TORCH_TENSOR",
-    "FileFacts",
-    "FooterRow",
-    "RawFinding",
-    "Tail",
-    "add_file",
-    "key_path",
-]
+    from torch_dcpx._native import _C
 
 TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
 

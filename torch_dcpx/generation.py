@@ -10,8 +10,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx.errors import StorageError
 
-__all__ = ["Generation", "check_same_generation"]
-
 
 class Generation(NamedTuple):
     """What a rank notes in its plan: the same on all ranks that load from one directory."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Guard"]
-
 
 class Guard:
     """A re-entrant lock of threads: a signal handler may take it while its thread holds it.

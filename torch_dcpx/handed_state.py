@@ -23,8 +23,6 @@ from torch.nn.parameter import is_lazy
 
 from torch_dcpx.errors import UnsupportedError
 
-__all__ = ["EXTRA_STATE", "HandedState"]
-
 EXTRA_STATE = "_extra_state"
 _MAX_SHOWN = 5
 

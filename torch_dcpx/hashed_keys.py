@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, ClassVar
 
-__all__ = ["MAX_COMPOUND_KEYS", "KeyCheckedUnpickler", "check_keys"]
-
 MAX_SAME_HASH = 64  # honest keys: two, -1 and -2
 MAX_COMPOUND_KEYS = 512  # numbers of 64 bits and tuples that may be keys without a look at each
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Available", "available_memory"]
-
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 

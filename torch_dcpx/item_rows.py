@@ -9,8 +9,6 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from torch_dcpx._compat import dtype_name, framing_of
 
-__all__ = ["InPlace", "ItemType", "Resolved", "WriteRow", "item_type", "type_key"]
-
 TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
 PICKLE = 3  # stored as BYTES: C++ puts the archive around it that torch.save would make
 

@@ -27,8 +27,6 @@ from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import stage_guarded
 from torch_dcpx.write_table import check_shapes, has_stock_hooks, is_kept_as_it_is, vetted
 
-__all__ = ["ItemsInWaves", "stage_items", "staged_bytes"]
-
 _ARENA_BYTES = 2 << 20  # the least of an arena
 _MAX_GROUP_BYTES = 32 << 20  # of small tensors that leave a device together
 _MAX_LOOKED_AT = 8192  # items, to find them

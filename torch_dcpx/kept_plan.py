@@ -19,8 +19,6 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.planner_hooks import has_stock_hooks
 from torch_dcpx.reader import DcpxReader
 
-__all__ = ["KeptPlan", "is_kept"]
-
 _HOOKS = ("create_local_plan", "create_global_plan", "finish_plan")
 _READER_HOOKS = ("prepare_local_plan", "prepare_global_plan")
 

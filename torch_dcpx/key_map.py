@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from torch_dcpx.key_rules import KeyRules, Merge, Split, Transpose
+from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import Sizes
 from torch_dcpx.pretrained_reader import stored_sizes
-
-__all__ = ["DryRun", "KeyMap", "Merge", "Split", "Transpose"]
 
 
 class DryRun(NamedTuple):

@@ -14,17 +14,6 @@ from typing import NamedTuple, TypeAlias, cast
 from torch_dcpx.errors import OptionError, PlanError
 from torch_dcpx.mapped_tensor import MappedTensor, Sizes
 
-__all__ = [
-    "WRAPPERS",
-    "KeyRules",
-    "Merge",
-    "Split",
-    "Transpose",
-    "checked_map",
-    "keeps_names",
-    "unwrapped",
-]
-
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 
 Entries: TypeAlias = dict[str, MappedTensor]

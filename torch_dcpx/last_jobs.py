@@ -11,10 +11,8 @@ import threading
 import time
 from types import FrameType
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx.deadline import Deadline
-
-__all__ = ["LAST_WAIT_S", "STORE_THREAD", "stop"]
 
 LAST_WAIT_S = 2.0  # for what is given up: only a system call or a user's hook takes longer
 STORE_THREAD = "dcpx-store"  # is always in here, and waits for calls

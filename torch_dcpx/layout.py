@@ -10,21 +10,6 @@ import re
 import uuid
 from typing import NamedTuple
 
-__all__ = [
-    "LOCK_NAME",
-    "METADATA_NAME",
-    "TOMBSTONE_NAME",
-    "FileEntry",
-    "data_file_names",
-    "id_bytes",
-    "is_data_file_name",
-    "is_metadata_name",
-    "is_rank_lock",
-    "is_temporary_name",
-    "metadata_name",
-    "temporary_name",
-]
-
 METADATA_NAME = ".metadata"
 LOCK_NAME = ".dcpx.lock"
 TOMBSTONE_NAME = ".dcpx.deleted"  # what `.metadata` becomes when its checkpoint is deleted

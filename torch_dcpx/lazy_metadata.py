@@ -19,21 +19,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from torch_dcpx._gc import paused_gc
 
 if TYPE_CHECKING:
-    from torch_dcpx import _C
-
-__all__ = [
-    "StoredEntries",
-    "StoredPaths",
-    "StoredPlaces",
-    "chunks_in",
-    "outline_of",
-    "plain_metadata",
-]
+    from torch_dcpx._native import _C
 
 
 class _Filled(dict[Any, Any]):
@@ -258,3 +253,13 @@ def plain_metadata(metadata: Metadata) -> Metadata:
         name: dict(value) for name, value in vars(metadata).items() if isinstance(value, _Filled)
     }
     return dataclasses.replace(metadata, **found) if found else metadata  # type: ignore[arg-type]
+
+
+def sizes_of(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """Returns the sizes of the tensors in a Metadata's entries, None for objects."""
+    outline = outline_of(stored)
+    entries = {name: outline(name) for name in stored}
+    return {
+        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for name, entry in entries.items()
+    }

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_dcpx.call_id import CallId, last_component, path_name
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
-from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.exchange import exchange_for
+from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.load_checks import LoadRules
 from torch_dcpx.load_part import LoadPart
@@ -32,8 +33,6 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.reader import DcpxReader
 from torch_dcpx.reader_lock import being_read
-
-__all__ = ["LoadRun", "load"]
 
 _T = TypeVar("_T")
 

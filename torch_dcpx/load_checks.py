@@ -22,8 +22,6 @@ from torch_dcpx.load_targets import unlike_names
 from torch_dcpx.mapped_state import MappedState, MappedTarget
 from torch_dcpx.near_names import NearNames
 
-__all__ = ["Differences", "LoadRules", "compare", "mismatch_error"]
-
 _T = TypeVar("_T")
 
 _MAX_SHOWN = 10  # of each list, in the message

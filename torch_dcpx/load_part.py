@@ -14,8 +14,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["LoadPart"]
-
 
 class LoadPart:
     """The base of such parts. One belongs to one save or load; not thread-safe.

@@ -32,8 +32,6 @@ from torch_dcpx.planner_hooks import PLAN_HOOKS, has_stock_hooks
 from torch_dcpx.read_coverage import check_shards
 from torch_dcpx.reader import DcpxReader
 
-__all__ = ["Answer", "Offer", "RankPlan", "agree", "is_stateful"]
-
 
 class Offer(NamedTuple):
     """What a rank brings."""

@@ -48,8 +48,6 @@ from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.planner_hooks import has_stock_hooks, plans_as_stock
 from torch_dcpx.read_coverage import WAY_OUT
 
-__all__ = ["DcpxLoadPlanner"]
-
 # (name, wanted: its sizes for a whole tensor, else its chunks; stored chunks, or the entry's number
 # in the columns of the metadata; sizes of the tensor)
 _Row = tuple[str, torch.Size | list[ChunkStorageMetadata], Any, torch.Size]

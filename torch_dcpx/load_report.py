@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch_dcpx.reports import ReadReport
 
-__all__ = ["LoadReport"]
-
 
 @dataclass(frozen=True)
 class LoadReport:

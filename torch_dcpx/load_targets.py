@@ -12,8 +12,6 @@ from typing import Any
 from torch_dcpx.lazy_metadata import StoredEntries
 from torch_dcpx.plan_fingerprint import STATE_READER
 
-__all__ = ["flattened_target", "unlike_names", "whole_rows"]
-
 
 def flattened_target(
     state: Mapping[str, Any], *, has_flat_shards: bool

@@ -11,8 +11,6 @@ from torch_dcpx.deadline import Deadline
 from torch_dcpx.exchange_base import BALLOT, Exchange, Keys, check_pieces, host_name
 from torch_dcpx.rank_errors import RankFailure, error_of, lost_error
 
-__all__ = ["LocalExchange"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -20,9 +20,7 @@ from torch_dcpx.layout import FileEntry
 from torch_dcpx.lazy_metadata import StoredPlaces
 
 if TYPE_CHECKING:
-    from torch_dcpx import _C
-
-__all__ = ["Form", "Found", "Located", "RawPlace", "locate_items"]
+    from torch_dcpx._native import _C
 
 
 class Form:

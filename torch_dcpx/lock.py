@@ -27,8 +27,6 @@ from torch_dcpx.guard import Guard
 from torch_dcpx.running_save import RunningSave
 from torch_dcpx.system_calls import close_read, moved
 
-__all__ = ["UNKNOWN_BOOT", "SaveLock", "boot_id"]
-
 logger = logging.getLogger("torch_dcpx")
 
 # EPERM: of a container's filter of system calls.

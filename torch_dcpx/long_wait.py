@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from torch_dcpx.deadline import Deadline
 from torch_dcpx.exchange_base import Keys
 
-__all__ = ["wait_looking"]
-
 logger = logging.getLogger("torch_dcpx")
 
 _FIRST_LOOK_S = 1.0

@@ -44,8 +44,6 @@ from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_report import SaveReport
 from torch_dcpx.stored_checkpoint import Record
 
-__all__ = ["CheckpointManager"]
-
 logger = logging.getLogger("torch_dcpx")
 
 

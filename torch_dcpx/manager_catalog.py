@@ -20,7 +20,8 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.exchange import Exchange, exchange_for
+from torch_dcpx.exchange import exchange_for
+from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.manager_fallback import Attempts
 from torch_dcpx.manager_resume import Chosen
 from torch_dcpx.manager_root import ManagerRoot
@@ -31,8 +32,6 @@ from torch_dcpx.reader_lock import being_read, make_readers_file
 from torch_dcpx.removal import PIN_NAME, remove_checkpoint
 from torch_dcpx.retention import KeepRules, Retention
 from torch_dcpx.stored_checkpoint import identity_of
-
-__all__ = ["CheckpointCatalog"]
 
 _T = TypeVar("_T")
 _WAY_OUT = "a CheckpointManager's root is a directory of a mounted file system"

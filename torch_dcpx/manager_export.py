@@ -27,8 +27,6 @@ from torch_dcpx.options import WriteOptions
 from torch_dcpx.pretrained_reader import stored_sizes
 from torch_dcpx.train_state import ModelPart
 
-__all__ = ["ExportingCatalog"]
-
 
 class ExportingCatalog(CheckpointCatalog):
     """A root whose checkpoints, and live models, are exported. Belongs to one process."""

@@ -31,8 +31,6 @@ from torch_dcpx.stored_checkpoint import Record
 from torch_dcpx.train_state import ModelPart, StatePart, paired_states
 from torch_dcpx.user_content import decode_content, with_own
 
-__all__ = ["Chosen", "PassedOver", "ResumeInfo", "Wanted"]
-
 
 class PassedOver(NamedTuple):
     """A newer checkpoint that was whole, as far as sizes tell, and damaged."""

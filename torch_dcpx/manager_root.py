@@ -26,8 +26,6 @@ from torch_dcpx.newest_pointer import Pointer, is_own_name, read_pointer, write_
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.stored_checkpoint import Stored, examine, identity_of
 
-__all__ = ["TRASH_PREFIX", "ManagerRoot", "Newest"]
-
 logger = logging.getLogger("torch_dcpx")
 
 TRASH_PREFIX = ".dcpx.trash."  # of directories on their way out

@@ -43,8 +43,6 @@ from torch_dcpx.user_content import encode_content, split_content
 from torch_dcpx.value_digests import digests_of
 from torch_dcpx.writer import DcpxWriter
 
-__all__ = ["ManagedWriter", "Parts", "Small", "checked_metrics", "state_of", "step_of"]
-
 logger = logging.getLogger("torch_dcpx")
 
 

@@ -15,8 +15,6 @@ from torch_dcpx.key_map import KeyMap
 from torch_dcpx.key_rules import KeyRules, unwrapped
 from torch_dcpx.mapped_tensor import MappedTensor, Sizes
 
-__all__ = ["MODEL", "TrainingRules", "checked_translate"]
-
 MODEL = "model."
 
 

@@ -14,17 +14,14 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import wanted_chunks, wanted_sizes
 from torch_dcpx.errors import PlanError
 from torch_dcpx.key_rules import KeyRules, unwrapped
-from torch_dcpx.lazy_metadata import outline_of
+from torch_dcpx.lazy_metadata import sizes_of
 from torch_dcpx.mapped_tensor import MappedTensor, StoredPart
-
-__all__ = ["MappedState", "MappedTarget", "map_state", "model_part", "sizes_of"]
 
 
 class MappedTarget:
@@ -71,16 +68,6 @@ class MappedState(NamedTuple):
     missing: list[str]  # names of the state of which nothing is stored
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name of the state, stored, wanted
     kinds: list[tuple[str, str, str]]
-
-
-def sizes_of(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """Returns the sizes of the tensors in a Metadata's entries, None for objects."""
-    outline = outline_of(stored)
-    entries = {name: outline(name) for name in stored}
-    return {
-        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in entries.items()
-    }
 
 
 def model_part(metadata: Metadata) -> str:

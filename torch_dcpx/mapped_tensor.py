@@ -14,8 +14,6 @@ import torch
 
 from torch_dcpx.errors import PlanError
 
-__all__ = ["MappedTensor", "Piece", "StoredPart"]
-
 Sizes = tuple[int, ...]
 
 

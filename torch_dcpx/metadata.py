@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from torch_dcpx import _C
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, TORCH_VERSION
 from torch_dcpx._gc import paused_gc
+from torch_dcpx._native import _C
 from torch_dcpx._version import __version__
 from torch_dcpx.columns import ColumnReader, encode_body
 from torch_dcpx.directory import SmallFile
@@ -48,16 +48,6 @@ from torch_dcpx.open_columns import open_columns, open_planner
 from torch_dcpx.stock_columns import open_stock_metadata
 from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.stock_pickle import pickle_any
-
-__all__ = [
-    "CheckpointMetadata",
-    "decode_columns",
-    "decode_file_names",
-    "decode_metadata",
-    "decode_save_id",
-    "encode_metadata",
-    "encode_pieces",
-]
 
 
 class CheckpointMetadata(NamedTuple):

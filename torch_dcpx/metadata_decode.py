@@ -28,17 +28,6 @@ from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.layout import FileEntry, id_bytes
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 
-__all__ = [
-    "decode_descriptors",
-    "decode_entries",
-    "decode_files",
-    "decode_planner",
-    "decode_storage",
-    "decode_storage_meta",
-    "optional_str",
-    "unknown_constant",
-]
-
 
 def _texts(columns: ColumnReader, name: str, count: int | None, strings: list[str]) -> list[str]:
     """The strings that a column of string numbers names."""

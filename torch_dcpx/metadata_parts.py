@@ -11,26 +11,12 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx._version import __version__
 from torch_dcpx.columns import ColumnReader
 from torch_dcpx.directory import SmallFile
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.unpickle import malformed_is_corruption
-
-__all__ = [
-    "MAGIC",
-    "TAIL",
-    "VERSION",
-    "Content",
-    "MetadataParts",
-    "check_crc",
-    "check_layout",
-    "check_tail",
-    "decode_parts",
-    "has_tail",
-    "scan_stock",
-]
 
 MAGIC = b"DCPXMETA"
 VERSION = 1

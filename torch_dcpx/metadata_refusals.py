@@ -21,8 +21,6 @@ from torch_dcpx.columns import I64_MAX
 from torch_dcpx.errors import PlanError
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 
-__all__ = ["NOT_STOCK", "find_refusal", "is_list_of_str"]
-
 # What len, array and iteration say about an object that is not stock's.
 NOT_STOCK = (TypeError, ValueError, KeyError, OverflowError, AttributeError)
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from torch_dcpx.key_rules import WRAPPERS
 
-__all__ = ["NearNames"]
-
 _MAX_LENGTH = 300  # of names that are compared letter by letter
 _MAX_COMPARED = 1000  # names, for one that is missing
 _MAX_NEAREST = 3

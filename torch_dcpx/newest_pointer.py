@@ -19,8 +19,6 @@ from torch_dcpx.checkpoint_tags import is_tag
 from torch_dcpx.directory import Directory, make_directory
 from torch_dcpx.errors import CorruptionError, StorageError
 
-__all__ = ["POINTER_NAME", "Pointer", "is_own_name", "read_pointer", "write_pointer"]
-
 POINTER_NAME = "newest"
 _FORMAT = 1
 _MAX_BYTES = 1 << 20

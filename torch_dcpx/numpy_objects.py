@@ -22,8 +22,6 @@ try:
 except ImportError:  # optional: torch runs without it
     np = None  # type: ignore[assignment]
 
-__all__ = ["NUMPY"]
-
 KIND = re.compile(r"([biufcSUV?])([0-9]{0,9})\Z|([mM])8?\Z")  # no O: that one holds pickles
 UNIT = re.compile(rb"(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic)\Z")
 SWAPPED = ">" if sys.byteorder == "little" else "<"

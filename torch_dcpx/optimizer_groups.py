@@ -15,18 +15,6 @@ import torch
 from torch_dcpx.errors import MismatchError
 from torch_dcpx.manager_translate import TrainingRules
 
-__all__ = [
-    "CLASSES",
-    "NAMED_GROUPS",
-    "check_classes",
-    "check_sources",
-    "classes_of",
-    "digest_of_groups",
-    "groups_by_parameter",
-    "settings_by_parameter",
-    "translated_groups",
-]
-
 NAMED_GROUPS = "optimizer.groups by parameter"  # in a manager's record
 CLASSES = "optimizer_classes"  # beneath a manager's own items
 

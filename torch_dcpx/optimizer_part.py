@@ -42,8 +42,6 @@ from torch_dcpx.optimizer_state import (
     with_own_keys,
 )
 
-__all__ = ["OptimizerPart", "by_name"]
-
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
 

@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch_dcpx.environment import options_from_environment, usable_cores
 from torch_dcpx.errors import OptionError
 
-__all__ = ["ReadOptions", "WriteOptions", "merge_write_options"]
+ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -144,7 +144,7 @@ class WriteOptions:
     slot_bytes: int = 2 * MIB
     direct_io: bool = True
     files_per_rank: int = 1
-    progress: bool | Callable[[int, int], object] = False
+    progress: bool | ProgressFunction = False
     in_place: Literal["auto", "always", "never"] = "auto"
     save_timeout_s: float = 1800.0
     max_in_flight: int = 1

@@ -9,7 +9,6 @@ docs/options.md, "Subclasses", is the table of this.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
@@ -21,16 +20,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 
 from torch_dcpx.errors import OptionError, UnsupportedError
-from torch_dcpx.layout import metadata_name
 from torch_dcpx.options import WriteOptions
-
-__all__ = [
-    "has_own_hooks",
-    "metadata_file",
-    "refuse_bypassed",
-    "refuse_changed",
-    "refuse_other_metadata_file",
-]
 
 Plugin = FileSystemWriter | FileSystemReader
 
@@ -121,34 +111,4 @@ def refuse_changed(writer: FileSystemWriter, options: WriteOptions) -> None:
             f"{options.files_per_rank}; give one of them",
             option="files_per_rank",
             value=options.files_per_rank,
-        )
-
-
-def metadata_file(reader: FileSystemReader, rank: int | None) -> str:
-    """Returns the name of the metadata file, relative to the checkpoint's directory.
-
-    Raises:
-        UnsupportedError: an overridden `_get_metadata_path` leads outside of it.
-    """
-    given, directory = Path(reader._get_metadata_path(rank)), Path(reader.path)
-    if given.is_relative_to(directory):
-        name = given.relative_to(directory)
-        if name.parts and ".." not in name.parts:
-            return str(name)
-    raise UnsupportedError(
-        f"{type(reader).__name__} overrides `_get_metadata_path` with '{given}', which is not "
-        f"beneath '{directory}'"
-    )
-
-
-def refuse_other_metadata_file(writer: FileSystemWriter, rank: int | None) -> None:
-    """Raises UnsupportedError when `_get_metadata_path` is overridden to give another name.
-
-    By the names of metadata files a save knows which data files it may remove.
-    """
-    given, stock = Path(writer._get_metadata_path(rank)), Path(writer.path) / metadata_name(rank)
-    if given != stock:
-        raise UnsupportedError(
-            f"{type(writer).__name__} overrides `_get_metadata_path` with '{given}'; DcpxWriter "
-            f"commits by '{stock.name}' alone"
         )

@@ -16,8 +16,6 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, stock_chunks
 from torch_dcpx.errors import PlanError
 
-__all__ = ["HOOKS", "ChunkFinder", "Part", "is_plain_dtensor", "is_plain_tensor", "plain_part"]
-
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 # What DCP looks for on a tensor before it takes it for a whole one.
 HOOKS = frozenset(

@@ -14,8 +14,6 @@ from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.system_calls import uninterrupted
 
-__all__ = ["OwnDirectory", "lies_there"]
-
 _NO_LINK = frozenset({errno.EINVAL, errno.ENOENT, errno.ENOTDIR})
 _LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_DIRECTORY
 

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.layout import metadata_name
 
-__all__ = ["AnyPath", "PathAnchor", "absolute", "checked_path"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
@@ -33,6 +35,36 @@ def checked_path(path: AnyPath, way_out: str) -> str:
     if "\0" in text:
         raise OptionError(f"{text!r} holds a NUL: no path can", option="path", value=text)
     return text
+
+
+def metadata_file(reader: FileSystemReader, rank: int | None) -> str:
+    """Returns the name of the metadata file, relative to the checkpoint's directory.
+
+    Raises:
+        UnsupportedError: an overridden `_get_metadata_path` leads outside of it.
+    """
+    given, directory = Path(reader._get_metadata_path(rank)), Path(reader.path)
+    if given.is_relative_to(directory):
+        name = given.relative_to(directory)
+        if name.parts and ".." not in name.parts:
+            return str(name)
+    raise UnsupportedError(
+        f"{type(reader).__name__} overrides `_get_metadata_path` with '{given}', which is not "
+        f"beneath '{directory}'"
+    )
+
+
+def refuse_other_metadata_file(writer: FileSystemWriter, rank: int | None) -> None:
+    """Raises UnsupportedError when `_get_metadata_path` is overridden to give another name.
+
+    By the names of metadata files a save knows which data files it may remove.
+    """
+    given, stock = Path(writer._get_metadata_path(rank)), Path(writer.path) / metadata_name(rank)
+    if given != stock:
+        raise UnsupportedError(
+            f"{type(writer).__name__} overrides `_get_metadata_path` with '{given}'; DcpxWriter "
+            f"commits by '{stock.name}' alone"
+        )
 
 
 def _caller() -> tuple[int, int]:

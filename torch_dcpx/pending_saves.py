@@ -22,17 +22,6 @@ from torch_dcpx.errors import OptionError
 from torch_dcpx.guard import Guard
 from torch_dcpx.save_handle import SaveHandle
 
-__all__ = [
-    "add",
-    "call_behind",
-    "count",
-    "drain_on_sigterm",
-    "raise_uncollected",
-    "set_own",
-    "wait",
-    "wait_for_room",
-]
-
 logger = logging.getLogger("torch_dcpx")
 
 _EXIT_VARIABLE = "DCPX_EXIT_TIMEOUT_S"

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 
 from torch_dcpx.errors import MismatchError, OptionError
 
-__all__ = ["Merge", "PerRank", "check_mergeable", "checked_merge", "merged"]
-
 # What this rank gets: from the objects of all ranks that saved, by rank; rank; ranks now.
 MergeFunction: TypeAlias = Callable[[list[Any], int, int], Any]
 Merge: TypeAlias = MergeFunction | Mapping[str, MergeFunction] | None

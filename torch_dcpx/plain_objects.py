@@ -38,8 +38,6 @@ from torch_dcpx.settle import (
 )
 from torch_dcpx.unpickle import EMPTY, GlobalTable, StandIn, brief, stand_in, with_python2_names
 
-__all__ = ["PLAIN", "encode_latin1", "path_text"]
-
 FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
 PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 SCALARS = (type(None), bool, int, float, str)

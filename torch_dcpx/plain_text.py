@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["printable"]
-
 
 def printable(value: object) -> str:
     """Returns `str(value)` with what would move the cursor, colour the terminal, begin a new line

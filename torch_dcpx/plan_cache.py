@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx.replicas import Replicas
 
-__all__ = ["Agreement", "KnownPlan", "PlanCache", "Planning", "values_digest"]
-
 MAX_PLANS = 4
 MAX_ITEMS = 1_000_000  # of all plans, and chunks of their metadata: about 1 KiB each
 

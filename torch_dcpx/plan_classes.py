@@ -20,10 +20,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx import _C
 from torch_dcpx._compat import HAS_STRIDES
-
-__all__ = ["MAKER"]
+from torch_dcpx._native import _C
 
 MAKER = _C.ItemMaker(
     {

@@ -18,11 +18,9 @@ from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from torch_dcpx import _C
 from torch_dcpx._compat import HAS_STRIDES
+from torch_dcpx._native import _C
 from torch_dcpx.own_chunks import HOOKS
-
-__all__ = ["STATE_READER", "fingerprint_of", "flattened"]
 
 _PLACEMENTS = Placement.__module__
 _LEAF, _MAPPING, _LIST, _TENSOR, _SHARDED = range(5)

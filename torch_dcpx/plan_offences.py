@@ -16,8 +16,6 @@ from torch_dcpx._compat import is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.own_chunks import Part
 
-__all__ = ["check_plan", "check_shape", "is_folded", "offence_text", "refuse_unlike"]
-
 _MAX_SHOWN = 5
 
 

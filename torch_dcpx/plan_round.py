@@ -39,8 +39,6 @@ from torch_dcpx.value_digests import digests_of, report_conflicts
 from torch_dcpx.write_table import check_shapes, has_stock_hooks
 from torch_dcpx.writer import DcpxWriter
 
-__all__ = ["Answer", "Offer", "PlanRound", "default_save_planner", "forget_default_plans"]
-
 
 class Offer(NamedTuple):
     """What a rank brings."""

@@ -21,8 +21,6 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_classes import MAKER
 
-__all__ = ["WirePlan", "pack_results", "packed_fields", "travelling", "unpack_results"]
-
 _Plan = TypeVar("_Plan", bound="WirePlan")
 
 _MIN_DEFLATED = 512  # bytes of a message that is worth a compressor's setup

@@ -11,16 +11,6 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-__all__ = [
-    "PLAN_HOOKS",
-    "TAKING_HOOKS",
-    "has_plain_state",
-    "has_stock_hooks",
-    "is_any_order",
-    "plans_as_stock",
-    "takes_in_any_order",
-]
-
 _Planner = TypeVar("_Planner", bound=DefaultLoadPlanner)
 _AnyPlanner = TypeVar("_AnyPlanner", bound=LoadPlanner)
 

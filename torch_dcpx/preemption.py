@@ -26,8 +26,6 @@ from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import OptionError, RankLostError
 from torch_dcpx.exchange_base import Keys
 
-__all__ = ["Preemption"]
-
 logger = logging.getLogger("torch_dcpx")
 
 

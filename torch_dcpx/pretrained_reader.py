@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch_dcpx._compat import dtype_by_name
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.generation import Generation
+from torch_dcpx.lazy_metadata import sizes_of
 from torch_dcpx.locate import Form, RawPlace
-from torch_dcpx.mapped_state import sizes_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader import DcpxReader
 from torch_dcpx.safetensors_files import (
@@ -35,8 +35,6 @@ from torch_dcpx.safetensors_files import (
     find_safetensors,
     read_safetensors,
 )
-
-__all__ = ["PretrainedReader", "stored_sizes"]
 
 
 class PretrainedReader(DcpxReader):

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-__all__ = ["ProgressFunction", "WriteProgress", "reporting"]
+from torch_dcpx.options import ProgressFunction
 
 logger = logging.getLogger("torch_dcpx")
-
-ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
 
 
 class WriteProgress:

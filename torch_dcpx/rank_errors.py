@@ -14,8 +14,6 @@ from typing import Any
 
 from torch_dcpx.errors import DcpxError, RankError, RankLostError
 
-__all__ = ["RankFailure", "error_of", "from_rank", "lost_error", "lost_ranks"]
-
 _MAX_NAMED = 8  # ranks in one message
 _MAX_FRAMES = 3  # of the place where a foreign error was raised
 

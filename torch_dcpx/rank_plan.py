@@ -10,8 +10,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_dcpx.plan_wire import WirePlan, packed_fields, travelling
 
-__all__ = ["RankPlan", "names_hash", "offered"]
-
 _DIGEST_BYTES = 8
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from torch_dcpx import _C, device_memory
+from torch_dcpx import device_memory
 from torch_dcpx._compat import increment_version
 from torch_dcpx._gc import bounded_pause
+from torch_dcpx._native import _C
 from torch_dcpx.claims import Claim, disjoint_groups
 from torch_dcpx.errors import CorruptionError, StagingError, StorageError
 from torch_dcpx.locate import Found, Located
@@ -41,9 +42,8 @@ from torch_dcpx.read_table import (
     plan_tensor_read,
     stored_dtype,
 )
+from torch_dcpx.reports import ReadReport
 from torch_dcpx.tensor_memory import has_strides
-
-__all__ = ["ReadCounts", "read_items"]
 
 _DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for what is converted there at one time
 
@@ -55,6 +55,47 @@ class ReadCounts(NamedTuple):
     torch_items: int  # tensor items that went through torch's own loader
     engine_s: float  # inside of ReadJob.read
     finish_s: float  # decoding, copies of what was staged, the planner's hooks
+
+    def report(
+        self, counters: Mapping[str, int], *, metadata_s: float, total_s: float
+    ) -> ReadReport:
+        """Returns the report of a load that is done.
+
+        Args:
+            counters: of `ReadJob.report`: bytes; `read_ns`, `verify_ns` and `copy_ns`, summed over
+                the workers.
+            metadata_s: in `read_metadata`.
+            total_s: in all hooks of the reader.
+        """
+        needed, in_place = counters["needed_bytes"], counters["in_place_bytes"]
+        read_s, verify_s, copy_s = _engine_phases(self.engine_s, counters)
+        return ReadReport(
+            self.items,
+            self.torch_items,
+            needed,
+            counters["read_bytes"],
+            counters["verified_bytes"],
+            in_place,
+            needed - in_place,
+            counters["foreign_bytes"],
+            counters["direct_bytes"],
+            counters["slot_bytes"],
+            metadata_s=metadata_s,
+            prepare_s=total_s - metadata_s - self.engine_s - self.finish_s,
+            read_s=read_s,
+            verify_s=verify_s,
+            copy_s=copy_s,
+            finish_s=self.finish_s,
+            total_s=total_s,
+        )
+
+
+def _engine_phases(engine_s: float, counters: Mapping[str, int]) -> tuple[float, float, float]:
+    """Returns (read, verify, copy): the wall time in proportion of what the workers did."""
+    read_ns, verify_ns, copy_ns = (counters[name] for name in ("read_ns", "verify_ns", "copy_ns"))
+    busy_ns = max(1, read_ns + verify_ns + copy_ns)
+    verify_s, copy_s = engine_s * verify_ns / busy_ns, engine_s * copy_ns / busy_ns
+    return engine_s - verify_s - copy_s, verify_s, copy_s
 
 
 class _Read(NamedTuple):

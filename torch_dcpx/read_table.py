@@ -19,16 +19,6 @@ from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.locate import Located
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_disjoint, is_plain
 
-__all__ = [
-    "ON_HOST",
-    "ReadRow",
-    "TensorRead",
-    "finish_tensor_read",
-    "place_of",
-    "plan_tensor_read",
-    "stored_dtype",
-]
-
 
 class ReadRow(NamedTuple):
     """One region as `ReadJob.read` takes it. Strides in bytes."""

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from torch_dcpx import _C
 from torch_dcpx._compat import is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
+from torch_dcpx._native import _C
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import (
     DcpxError,
@@ -44,14 +44,12 @@ from torch_dcpx.layout import METADATA_NAME, FileEntry, is_data_file_name, is_me
 from torch_dcpx.locate import Found, locate_items
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.overrides import has_own_hooks, metadata_file, refuse_bypassed
-from torch_dcpx.paths import AnyPath, checked_path
+from torch_dcpx.overrides import has_own_hooks, refuse_bypassed
+from torch_dcpx.paths import AnyPath, checked_path, metadata_file
 from torch_dcpx.read_coverage import check_coverage, meeting_targets
 from torch_dcpx.read_files import read_items
 from torch_dcpx.reader_lock import ReadersHold
 from torch_dcpx.reports import ReadReport, loaded_line
-
-__all__ = ["DcpxReader", "fitting_workers"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -221,8 +219,7 @@ class DcpxReader(FileSystemReader):
                 if found is not None:
                     found.job.close()  # a traceback may keep the job alive, and with it its files
                 self.__hold.release()
-        self.last_report = ReadReport.of_read(
-            counts,
+        self.last_report = counts.report(
             found.job.report(),
             metadata_s=self.__metadata_s,
             total_s=self.__metadata_s + self.__hooks_s,

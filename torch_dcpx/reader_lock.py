@@ -22,8 +22,6 @@ from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.system_calls import close_read
 
-__all__ = ["READERS_NAME", "ReadersHold", "being_deleted", "being_read", "make_readers_file"]
-
 logger = logging.getLogger("torch_dcpx")
 
 READERS_NAME = ".dcpx.readers"

@@ -37,8 +37,6 @@ from torch_dcpx.own_directory import OwnDirectory
 from torch_dcpx.reader_lock import READERS_NAME, being_deleted
 from torch_dcpx.running_save import RunningSave, driven
 
-__all__ = ["PIN_NAME", "remove_checkpoint", "resume_removals"]
-
 logger = logging.getLogger("torch_dcpx")
 
 PIN_NAME = ".dcpx.pin"

@@ -52,8 +52,6 @@ from torch_dcpx.verify_files import look_at_file, look_at_named
 from torch_dcpx.verify_metadata import StoredCheckpoint, items_by_file
 from torch_dcpx.verify_report import Finding
 
-__all__ = ["repair"]
-
 _ZIP = b"PK\x03\x04"
 
 

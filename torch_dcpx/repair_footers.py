@@ -29,15 +29,6 @@ from torch_dcpx.footers import BYTES, TORCH_TENSOR, FileFacts, FooterRow, key_pa
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
 from torch_dcpx.verify_metadata import coverage_offences
 
-__all__ = [
-    "check_ranks",
-    "data_file_rank",
-    "metadata_of",
-    "names_its_file",
-    "one_generation",
-    "one_save",
-]
-
 _NAME = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
 
 _WAY_OUT = (

@@ -7,8 +7,6 @@ from typing import Literal
 
 from torch_dcpx.plain_text import printable
 
-__all__ = ["RepairReport", "RepairedMetadata", "Source"]
-
 Source = Literal["columns", "pickle", "footers"]
 
 

@@ -19,8 +19,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.rank_plan import RankPlan, names_hash
 
-__all__ = ["Replicas", "doubtful_names", "replicas_of"]
-
 _MIN_BYTES = 64 << 10  # kMinSplitBytes of csrc/plan/balance.h: what is smaller is never cut
 _MAX_ITEM_BYTES = 16  # of an element: complex128
 

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from torch_dcpx.layout import FileEntry
-
-if TYPE_CHECKING:
-    from torch_dcpx.read_files import ReadCounts
-    from torch_dcpx.write_files import Written
-
-__all__ = ["ReadReport", "WriteReport", "loaded_line", "saved_line"]
 
 
 @dataclass(frozen=True)
@@ -57,38 +47,6 @@ class WriteReport:
     commit_s: float
     total_s: float
 
-    @classmethod
-    def of_write(cls, written: Written, workers: int, total_s: float) -> WriteReport:
-        """Returns the report of a save that is written, and not committed.
-
-        Args:
-            written: with the counters of `WriteJob.report`: bytes; `copy_ns`, `write_ns` and
-                `fsync_ns`, summed over the workers; `engine_ns` of wall time.
-            workers: threads that wrote.
-            total_s: time in the writer's hooks so far.
-        """
-        counters, files = written.counters, written.files
-        engine_s = counters["engine_ns"] / 1e9
-        fsync_s = min(engine_s, counters["fsync_ns"] / 1e9 / max(1, min(workers, len(files))))
-        busy_ns = counters["copy_ns"] + counters["write_ns"]
-        copy_s = (engine_s - fsync_s) * counters["copy_ns"] / max(1, busy_ns)
-        return cls(
-            len(written.results),
-            len(files),
-            sum(file.nbytes for file in files),
-            written.payload_bytes,
-            counters["direct_bytes"],
-            counters["buffered_bytes"],
-            counters["in_place_bytes"],
-            counters["slot_bytes"],
-            prepare_s=total_s - engine_s,
-            copy_s=copy_s,
-            write_s=engine_s - fsync_s - copy_s,
-            fsync_s=fsync_s,
-            commit_s=0.0,
-            total_s=total_s,
-        )
-
     def committed(self, total_s: float) -> WriteReport:
         """Returns the report of the same save with its commit, `total_s` being the time by now."""
         return replace(self, commit_s=total_s - self.total_s, total_s=total_s)
@@ -108,16 +66,15 @@ class WriteReport:
         )
 
 
-def saved_line(report: WriteReport, path: str, ranks: int, files: Sequence[FileEntry]) -> str:
+def saved_line(report: WriteReport, path: str, ranks: int, file_bytes: int) -> str:
     """Returns what the log says of a committed save.
 
     Args:
         report: of the rank that committed it.
         path: of the checkpoint.
         ranks: that wrote it; what they wrote together is said where there are several.
-        files: of all of them.
+        file_bytes: of all of them.
     """
-    file_bytes = sum(file.nbytes for file in files)
     all_ranks = f"{_decimal(file_bytes)} by {ranks} ranks; " if ranks > 1 else ""
     return f"saved '{path}': {all_ranks}{report.summary()}"
 
@@ -179,46 +136,6 @@ class ReadReport:
     finish_s: float
     total_s: float
 
-    @classmethod
-    def of_read(
-        cls,
-        counts: ReadCounts,
-        counters: Mapping[str, int],
-        *,
-        metadata_s: float,
-        total_s: float,
-    ) -> ReadReport:
-        """Returns the report of a load that is done.
-
-        Args:
-            counts: what Python counted.
-            counters: of `ReadJob.report`: bytes; `read_ns`, `verify_ns` and `copy_ns`, summed over
-                the workers.
-            metadata_s: in `read_metadata`.
-            total_s: in all hooks of the reader.
-        """
-        needed, in_place = counters["needed_bytes"], counters["in_place_bytes"]
-        read_s, verify_s, copy_s = _engine_phases(counts.engine_s, counters)
-        return cls(
-            counts.items,
-            counts.torch_items,
-            needed,
-            counters["read_bytes"],
-            counters["verified_bytes"],
-            in_place,
-            needed - in_place,
-            counters["foreign_bytes"],
-            counters["direct_bytes"],
-            counters["slot_bytes"],
-            metadata_s=metadata_s,
-            prepare_s=total_s - metadata_s - counts.engine_s - counts.finish_s,
-            read_s=read_s,
-            verify_s=verify_s,
-            copy_s=copy_s,
-            finish_s=counts.finish_s,
-            total_s=total_s,
-        )
-
     @property
     def gb_per_s(self) -> float:
         """Needed bytes over `total_s`, in 10^9 bytes a second."""
@@ -233,14 +150,6 @@ class ReadReport:
             f"finish {self.finish_s:.3f} s; "
             f"{_counted(self.items, 'item')}, {_decimal(self.read_bytes)} read on this rank"
         )
-
-
-def _engine_phases(engine_s: float, counters: Mapping[str, int]) -> tuple[float, float, float]:
-    """Returns (read, verify, copy): the wall time in proportion of what the workers did."""
-    read_ns, verify_ns, copy_ns = (counters[name] for name in ("read_ns", "verify_ns", "copy_ns"))
-    busy_ns = max(1, read_ns + verify_ns + copy_ns)
-    verify_s, copy_s = engine_s * verify_ns / busy_ns, engine_s * copy_ns / busy_ns
-    return engine_s - verify_s - copy_s, verify_s, copy_s
 
 
 def loaded_line(report: ReadReport, path: str) -> str:

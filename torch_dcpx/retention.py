@@ -25,8 +25,6 @@ from torch_dcpx.own_directory import lies_there
 from torch_dcpx.removal import PIN_NAME, remove_checkpoint, resume_removals, suppress_and_log
 from torch_dcpx.stored_checkpoint import Stored
 
-__all__ = ["KeepRules", "Retention"]
-
 logger = logging.getLogger("torch_dcpx")
 
 _LAST_WAIT_S = 5.0  # of the interpreter, for one removal to end

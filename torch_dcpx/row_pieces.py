@@ -19,8 +19,6 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.own_chunks import ChunkFinder, Part, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.save_rows import SAVE_ROWS
 
-__all__ = ["RowPieces", "cut_names", "with_pieces"]
-
 
 class RowPieces(torch.Tensor):
     """A tensor of which rows are asked for. Of no use but to be saved."""

@@ -23,9 +23,7 @@ from typing import Any
 from torch_dcpx._compat import saved_through
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.guard import Guard
-from torch_dcpx.progress import ProgressFunction
-
-__all__ = ["RunningSave", "WriterUse", "driven"]
+from torch_dcpx.options import ProgressFunction
 
 _MAX_LOOKS = 1000
 _CHECK_S = 1.0

@@ -22,16 +22,6 @@ from torch_dcpx.safetensors_header import (
     parse_header,
 )
 
-__all__ = [
-    "INDEX_NAME",
-    "SINGLE_NAME",
-    "Safetensors",
-    "StoredTensor",
-    "check_not_replaced",
-    "find_safetensors",
-    "read_safetensors",
-]
-
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = re.compile(

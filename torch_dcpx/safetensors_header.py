@@ -17,18 +17,6 @@ from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 
-__all__ = [
-    "DTYPE_CODES",
-    "LENGTH_BYTES",
-    "MAX_FILE_TENSORS",
-    "MAX_HEADER_BYTES",
-    "NOTES_NAME",
-    "HeaderEntry",
-    "encode_header",
-    "header_bytes",
-    "parse_header",
-]
-
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 # Ten times what the largest published models have in all their files. A tensor takes a kilobyte of

@@ -26,8 +26,6 @@ from torch_dcpx.errors import DcpxError, PlanError
 from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.layout import LOCK_NAME, METADATA_NAME, temporary_name
 
-__all__ = ["Place", "SameDirectory"]
-
 logger = logging.getLogger("torch_dcpx")
 
 _STEP = "directories"

@@ -45,8 +45,6 @@ from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import StagePlan, stage_guarded, staging_workers
 from torch_dcpx.writer import DcpxWriter
 
-__all__ = ["async_save", "close", "prewarm", "save"]
-
 logger = logging.getLogger("torch_dcpx")
 
 _NOTED_WAIT_S = 0.001  # a shorter one is nobody's loss

@@ -16,8 +16,6 @@ from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.save_report import SaveReport
 
-__all__ = ["SaveHandle", "WatchedFuture"]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.layout import FileEntry, id_bytes
 from torch_dcpx.running_save import RunningSave
 
-__all__ = ["SavePrefix", "save_of", "with_save_id", "written_id"]
-
 _MAX_TAKEN = 1024
 
 _taken: dict[tuple[str, str], None] = {}  # (prefix, save id) of plans written here, oldest first

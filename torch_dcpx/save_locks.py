@@ -12,8 +12,6 @@ from torch_dcpx.layout import LOCK_NAME
 from torch_dcpx.lock import SaveLock
 from torch_dcpx.running_save import RunningSave
 
-__all__ = ["SaveLocks"]
-
 
 class SaveLocks:
     """None to begin with; taken once a save, released in the end. Not thread-safe."""

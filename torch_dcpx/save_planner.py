@@ -34,8 +34,6 @@ from torch_dcpx.replicas import Replicas, doubtful_names, replicas_of
 from torch_dcpx.row_pieces import cut_names, with_pieces
 from torch_dcpx.value_digests import report_conflicts, shared_digests
 
-__all__ = ["DcpxSavePlanner"]
-
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.
 _LOOKUP_HOOKS = ("resolve_data", "lookup_object", "transform_object")

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch_dcpx.reports import WriteReport
 
-__all__ = ["SaveReport"]
-
 
 @dataclass(frozen=True)
 class SaveReport:

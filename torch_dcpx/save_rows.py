@@ -10,12 +10,10 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from torch_dcpx import _C
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
+from torch_dcpx._native import _C
 from torch_dcpx.item_rows import WriteRow
 from torch_dcpx.own_chunks import HOOKS
-
-__all__ = ["SAVE_ROWS", "write_results"]
 
 SAVE_ROWS = _C.SaveRows(
     {

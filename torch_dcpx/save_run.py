@@ -33,8 +33,6 @@ from torch_dcpx.running_save import RunningSave, driven
 from torch_dcpx.same_directory import Place, SameDirectory
 from torch_dcpx.writer import DcpxWriter, abandon_save
 
-__all__ = ["Committed", "SaveRun", "asked"]
-
 
 def _is_stateful(value: Any) -> bool:
     """Returns what `isinstance(value, Stateful)` does, which takes 8 us for what is not."""

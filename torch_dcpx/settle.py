@@ -20,16 +20,6 @@ from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.hashed_keys import check_keys
 from torch_dcpx.unpickle import EMPTY, StandIn, StandInType
 
-__all__ = [
-    "Settler",
-    "build_enum_member",
-    "build_user_object",
-    "check_attributes",
-    "never_called",
-    "no_more_than",
-    "refuse",
-]
-
 MAX_DEPTH = 500  # stock torch.save reaches 496 nested lists at Python's default recursion limit
 
 # 40 times "a pair of the last one, twice" is a tuple that takes 2^40 steps to hash. The scan sees

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-__all__ = ["Split", "planned_bytes", "split_items"]
-
 _FRAMING_BYTES = 1024  # about what an item takes in its file besides the payload
 
 

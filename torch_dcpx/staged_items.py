@@ -7,8 +7,6 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["StagedItems"]
-
 
 class StagedItems:
     """The data of a plan's items. `state_dict` has those of whole entries by their names."""

@@ -14,8 +14,6 @@ from torch_dcpx.errors import StagingError
 from torch_dcpx.staged_state import StagedState, StateWalk, stage_state
 from torch_dcpx.staging import StagePlan, staging_workers
 
-__all__ = ["DcpxStager"]
-
 
 class DcpxStager(AsyncStager):
     """Copies a state to host memory for `dcp.async_save(..., async_stager=DcpxStager())`.

@@ -29,24 +29,6 @@ from torch_dcpx.settle import Settler, no_more_than, refuse
 from torch_dcpx.torch_objects import DTYPES, MAX_INT64, build_layout, dims
 from torch_dcpx.unpickle import GlobalTable, StandIn, StateStandIn, brief, stand_in
 
-__all__ = [
-    "BYTES",
-    "INDEX",
-    "METADATA",
-    "METADATA_ROOT",
-    "STORAGE_INFO",
-    "STORAGE_META",
-    "TENSOR",
-    "build_bytes",
-    "build_index",
-    "build_storage_info",
-    "build_storage_meta",
-    "build_tensor",
-    "fields",
-    "optional_text",
-    "text",
-]
-
 MEMORY_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 

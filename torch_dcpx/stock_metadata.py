@@ -43,8 +43,6 @@ from torch_dcpx.unpickle import (
     user_globals,
 )
 
-__all__ = ["METADATA", "load_stock_metadata"]
-
 DICT = METADATA["builtins", "dict"]
 
 

@@ -26,8 +26,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx._compat import common_properties
 
-__all__ = ["MEMORY_FORMATS", "pickle_any"]
-
 # By the codes of stock's _MEM_FORMAT_ENCODING.
 MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 

@@ -22,8 +22,6 @@ from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import StoreLostError, UnsupportedError
 from torch_dcpx.last_jobs import STORE_THREAD
 
-__all__ = ["Client", "StoreClient", "client_of"]
-
 T = TypeVar("T")
 
 _ANSWER_S = 5.0  # what a store may take for one call, also when the caller's time is up

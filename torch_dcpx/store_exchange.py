@@ -39,8 +39,6 @@ from torch_dcpx.store_keys import StoreKeys
 from torch_dcpx.store_presence import UNKNOWN, Presence, differing, missed, of_call, presence_of
 from torch_dcpx.store_step import ERROR, FAILED, FIRST, OK, VOID, Own, Step, left_keys
 
-__all__ = ["StoreExchange"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

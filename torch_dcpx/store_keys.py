@@ -14,8 +14,6 @@ from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import StoreLostError
 from torch_dcpx.store_client import Client
 
-__all__ = ["StoreKeys"]
-
 T = TypeVar("T")
 
 # TCPStore drops the connection at a value of more than 8 MiB.

@@ -12,19 +12,6 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.rank_errors import RankFailure
 from torch_dcpx.store_keys import StoreKeys
 
-__all__ = [
-    "ABSENT",
-    "UNKNOWN",
-    "Presence",
-    "calls_of",
-    "differing",
-    "gone_on",
-    "missed",
-    "of_call",
-    "presence_of",
-    "refuse",
-]
-
 _MAX_SHOWN = 8  # ranks in one message
 
 

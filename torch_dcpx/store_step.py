@@ -25,8 +25,6 @@ from torch_dcpx.store_presence import calls_of, gone_on, presence_of, refuse
 if TYPE_CHECKING:
     from torch_dcpx.store_exchange import StoreExchange
 
-__all__ = ["ERROR", "FAILED", "FIRST", "OK", "VOID", "Own", "Step", "left_keys"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -24,8 +24,6 @@ from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.verify_checkpoint import open_checkpoint
 
-__all__ = ["Record", "Stored", "examine", "identity_of"]
-
 _RECORD_ITEM = "dcpx.manager"
 _FORMAT = 1
 _MAX_RECORD_BYTES = 1 << 20

@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["close_read", "close_written", "moved", "uninterrupted"]
-
 logger = logging.getLogger("torch_dcpx")
 
 _P = ParamSpec("_P")

@@ -6,8 +6,6 @@ import torch
 
 from torch_dcpx.errors import UnsupportedError
 
-__all__ = ["check_storage", "has_strides", "is_dense", "is_disjoint", "is_plain"]
-
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Returns whether the elements fill one run of memory, in any order, without overlap."""

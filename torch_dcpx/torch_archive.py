@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_dcpx import _C
 from torch_dcpx._compat import dtype_by_name, framing_of
+from torch_dcpx._native import _C
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.export_layout import ExportTensor, Layout, OutputPlan, Payload
-
-__all__ = ["check_objects", "torch_layout", "torch_patches"]
 
 _ROOT = "archive"
 _ALIGNMENT = 64  # of payloads, as torch.save's

@@ -26,7 +26,7 @@ import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.hashed_keys import MAX_COMPOUND_KEYS
 from torch_dcpx.options import ReadOptions
@@ -38,8 +38,6 @@ from torch_dcpx.unpickle import (
     malformed_is_corruption,
     stand_in,
 )
-
-__all__ = ["load_by_torch"]
 
 INFLATED_BASE_BYTES = 64 << 20
 INFLATED_PER_BYTE = 16  # of the tensor; a sparse one keeps 8 B of each index beside a value

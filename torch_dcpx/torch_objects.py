@@ -16,17 +16,6 @@ import torch
 from torch_dcpx.settle import Settler, check_attributes, never_called, no_more_than, refuse
 from torch_dcpx.unpickle import GlobalTable, StandIn, StandInType, brief, stand_in
 
-__all__ = [
-    "DTYPES",
-    "MAX_INT64",
-    "TORCH",
-    "StorageKind",
-    "StorageRef",
-    "build_layout",
-    "dims",
-    "storage_ref",
-]
-
 MAX_INT64 = 2**63 - 1
 STORAGES = {
     "BFloat16Storage": torch.bfloat16,

@@ -22,16 +22,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch_dcpx.errors import OptionError
 from torch_dcpx.per_rank import PerRank
 
-__all__ = [
-    "ModelPart",
-    "StatePart",
-    "check_parts",
-    "flat",
-    "kind_of",
-    "paired_states",
-    "states_of",
-]
-
 
 class ModelPart:
     """The parameters and buffers of a module. Belongs to one save or load."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from torch_dcpx import _C
 from torch_dcpx._gc import paused_gc
+from torch_dcpx._native import _C
 from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.numpy_objects import NUMPY
 from torch_dcpx.plain_objects import PLAIN
@@ -34,8 +34,6 @@ from torch_dcpx.unpickle import (
     malformed_is_corruption,
     user_globals,
 )
-
-__all__ = ["OBJECTS", "decode_byte_item", "reencode_byte_item"]
 
 OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY}
 DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")

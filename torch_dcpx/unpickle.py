@@ -14,30 +14,13 @@ import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from torch_dcpx import _C
 from torch_dcpx._compat import TORCH_VERSION, torch_lacks
 from torch_dcpx._gc import paused_gc
+from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, OptionError, UnsafePickleError
 from torch_dcpx.hashed_keys import MAX_COMPOUND_KEYS, KeyCheckedUnpickler
-
-if TYPE_CHECKING:
-    from torch_dcpx.settle import Settler
-
-__all__ = [
-    "EMPTY",
-    "GlobalTable",
-    "RestrictedUnpickler",
-    "StandIn",
-    "StandInType",
-    "StateStandIn",
-    "brief",
-    "malformed_is_corruption",
-    "stand_in",
-    "user_globals",
-    "with_python2_names",
-]
 
 GlobalTable = Mapping[tuple[str, str], Any]  # (module, name) as written in the pickle -> object
 
@@ -103,7 +86,7 @@ class StandIn(metaclass=StandInType):
     __slots__ = ("args", "elements", "is_called", "kwargs", "pairs", "state")
 
     global_name: ClassVar[str] = ""
-    build: ClassVar[Callable[[StandIn, Settler], Any]]  # makes the real object
+    build: ClassVar[Callable[[StandIn, Any], Any]]  # makes the real object
     value: ClassVar[Any] = EMPTY  # what the bare name means as a value; EMPTY: refused
 
     args: tuple[Any, ...]
@@ -154,7 +137,7 @@ class StateStandIn(list[Any], metaclass=StandInType):
     __slots__ = ()
 
     global_name: ClassVar[str] = ""
-    build: ClassVar[Callable[[StateStandIn, Settler], Any]]
+    build: ClassVar[Callable[[StateStandIn, Any], Any]]
     value: ClassVar[Any] = EMPTY
 
     __setstate__ = list.append
@@ -165,7 +148,7 @@ class StateStandIn(list[Any], metaclass=StandInType):
 
 def stand_in(
     global_name: str,
-    build: Callable[[Any, Settler], Any],
+    build: Callable[[Any, Any], Any],
     value: Any = EMPTY,
     base: StandInType = StandIn,
 ) -> StandInType:
@@ -203,7 +186,7 @@ def with_python2_names(table: GlobalTable) -> dict[tuple[str, str], Any]:
 
 
 def user_globals(
-    safe_globals: Iterable[Any], build: Callable[[StandIn, Settler], Any]
+    safe_globals: Iterable[Any], build: Callable[[StandIn, Any], Any]
 ) -> dict[tuple[str, str], Any]:
     """Make the table of `ReadOptions(safe_globals=[...])`: exact names, for this read only.
 

@@ -25,8 +25,6 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.per_rank import PerRank
 from torch_dcpx.trust import decode_byte_item
 
-__all__ = ["decode_content", "encode_content", "split_content", "with_own"]
-
 _MAX_DEPTH = 64
 _MARK = "__dcpx_per_rank__"  # key of the dict that stands where a PerRank was
 _LEAVES = frozenset(

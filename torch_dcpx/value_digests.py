@@ -29,13 +29,6 @@ import torch
 
 from torch_dcpx.errors import PlanError
 
-__all__ = [
-    "conflicting_names",
-    "digests_of",
-    "report_conflicts",
-    "shared_digests",
-]
-
 logger = logging.getLogger("torch_dcpx")
 
 _MAX_VALUES = 100_000  # looked at in one state: 0.2 s

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch_dcpx import _C
+from torch_dcpx._native import _C
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import NotCommittedError, StorageError
 from torch_dcpx.footers import RawFinding
@@ -36,8 +36,6 @@ from torch_dcpx.verify_files import LookedAt, look_at_file, look_at_named
 from torch_dcpx.verify_findings import file_finding, of_raw
 from torch_dcpx.verify_metadata import StoredCheckpoint, read_checkpoint
 from torch_dcpx.verify_report import Finding, VerifyReport
-
-__all__ = ["open_checkpoint", "verify", "verify_job"]
 
 logger = logging.getLogger("torch_dcpx")
 

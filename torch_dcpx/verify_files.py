@@ -17,9 +17,7 @@ from torch_dcpx.verify_metadata import Item, StoredCheckpoint
 from torch_dcpx.verify_report import Finding
 
 if TYPE_CHECKING:
-    from torch_dcpx import _C
-
-__all__ = ["LookedAt", "look_at_file", "look_at_named"]
+    from torch_dcpx._native import _C
 
 
 class LookedAt(NamedTuple):

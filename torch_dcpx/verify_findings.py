@@ -11,8 +11,6 @@ from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.footers import RawFinding
 from torch_dcpx.verify_report import Finding
 
-__all__ = ["ItemRanges", "file_finding", "of_error", "of_raw"]
-
 
 class ItemRanges:
     """Which items of a file a range of its bytes belongs to."""

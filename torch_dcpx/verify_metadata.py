@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torch_dcpx import _C
 from torch_dcpx._compat import common_properties
+from torch_dcpx._native import _C
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.layout import METADATA_NAME, FileEntry
@@ -24,15 +24,6 @@ from torch_dcpx.plan_offences import offence_text
 from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.verify_findings import file_finding, of_error
 from torch_dcpx.verify_report import Finding
-
-__all__ = [
-    "Item",
-    "StoredCheckpoint",
-    "coverage_offences",
-    "disagreements",
-    "items_by_file",
-    "read_checkpoint",
-]
 
 
 class Item(NamedTuple):

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch_dcpx.plain_text import printable
 
-__all__ = ["Finding", "VerifyReport"]
-
 _MAX_NAMES = 3  # in a line of text
 _MAX_LINES = 100
 

@@ -19,19 +19,19 @@ from typing import NamedTuple, TypeAlias
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx import _C, device_memory
+from torch_dcpx import device_memory
 from torch_dcpx._gc import paused_gc
+from torch_dcpx._native import _C
 from torch_dcpx.directory import Directory
 from torch_dcpx.errors import StorageError
 from torch_dcpx.item_rows import PICKLE, WriteRow
 from torch_dcpx.layout import FileEntry, data_file_names
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.progress import WriteProgress
+from torch_dcpx.reports import WriteReport
 from torch_dcpx.save_rows import write_results
 from torch_dcpx.split import Split, planned_bytes
 from torch_dcpx.write_table import WriteTable
-
-__all__ = ["Written", "write_files"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -43,6 +43,38 @@ class Written(NamedTuple):
     files: list[FileEntry]
     counters: dict[str, int]
     payload_bytes: int
+
+    def report(self, workers: int, total_s: float) -> WriteReport:
+        """Returns the report of a save that is written, and not committed.
+
+        `counters` are those of `WriteJob.report`: bytes; `copy_ns`, `write_ns` and `fsync_ns`,
+        summed over the workers; `engine_ns` of wall time.
+
+        Args:
+            workers: threads that wrote.
+            total_s: time in the writer's hooks so far.
+        """
+        counters, files = self.counters, self.files
+        engine_s = counters["engine_ns"] / 1e9
+        fsync_s = min(engine_s, counters["fsync_ns"] / 1e9 / max(1, min(workers, len(files))))
+        busy_ns = counters["copy_ns"] + counters["write_ns"]
+        copy_s = (engine_s - fsync_s) * counters["copy_ns"] / max(1, busy_ns)
+        return WriteReport(
+            len(self.results),
+            len(files),
+            sum(file.nbytes for file in files),
+            self.payload_bytes,
+            counters["direct_bytes"],
+            counters["buffered_bytes"],
+            counters["in_place_bytes"],
+            counters["slot_bytes"],
+            prepare_s=total_s - engine_s,
+            copy_s=copy_s,
+            write_s=engine_s - fsync_s - copy_s,
+            fsync_s=fsync_s,
+            commit_s=0.0,
+            total_s=total_s,
+        )
 
 
 def write_files(

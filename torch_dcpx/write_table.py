@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_dcpx import _C, device_memory
+from torch_dcpx import device_memory
 from torch_dcpx._compat import dtype_name
+from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.item_rows import (
     BYTES,
@@ -46,17 +47,6 @@ from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
-
-__all__ = [
-    "Transform",
-    "WriteTable",
-    "check_shapes",
-    "has_stock_hooks",
-    "is_kept_as_it_is",
-    "looked_up",
-    "transform_by",
-    "vetted",
-]
 
 
 class Transform(NamedTuple):

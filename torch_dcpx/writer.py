@@ -41,8 +41,8 @@ from torch_dcpx.directory import Directory, look_into, make_directory
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
-from torch_dcpx.overrides import refuse_bypassed, refuse_changed, refuse_other_metadata_file
-from torch_dcpx.paths import AnyPath, PathAnchor, checked_path
+from torch_dcpx.overrides import refuse_bypassed, refuse_changed
+from torch_dcpx.paths import AnyPath, PathAnchor, checked_path, refuse_other_metadata_file
 from torch_dcpx.plan_offences import check_plan
 from torch_dcpx.progress import WriteProgress, reporting
 from torch_dcpx.rank_plan import offered
@@ -55,8 +55,6 @@ from torch_dcpx.staged_state import note_state_written
 from torch_dcpx.stager import DcpxStager
 from torch_dcpx.write_files import Written, write_files
 from torch_dcpx.write_table import WriteTable, transform_by
-
-__all__ = ["DcpxWriter", "abandon_save"]
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -253,7 +251,7 @@ class DcpxWriter(FileSystemWriter):
                 raise
         note_state_written(getattr(planner, "state_dict", None))
         workers = self.options.resolved_workers()
-        self.last_report = WriteReport.of_write(written, workers, self.__hooks_s)
+        self.last_report = written.report(workers, self.__hooks_s)
         if not self.__is_coordinator and self.use_collectives:
             self.__release()  # a follower hears nothing more of this save
         future: Future[list[WriteResult]] = Future()
@@ -277,7 +275,8 @@ class DcpxWriter(FileSystemWriter):
                 raise
         report = self.last_report and self.last_report.committed(self.__hooks_s)
         self.last_report = metadata.dcpx_report = report  # type: ignore[attr-defined]
-        line = saved_line(report, str(self.path), len(results), files) if report else ""
+        nbytes = sum(file.nbytes for file in files)
+        line = saved_line(report, str(self.path), len(results), nbytes) if report else ""
         self.__release(has_ended_well=True)  # the next save may begin in another thread
         if line:
             logger.info(line)

@@ -89,7 +89,7 @@ COUNTERS = {
 
 def of_read(**counters: int) -> ReadReport:
     counts = ReadCounts(32, 1, engine_s=0.5, finish_s=0.25)
-    return ReadReport.of_read(counts, {**COUNTERS, **counters}, metadata_s=0.125, total_s=1.0)
+    return counts.report({**COUNTERS, **counters}, metadata_s=0.125, total_s=1.0)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_engine_time_is_shared_out_by_what_workers_did(
     written = written_of(
         files, copy_ns=2 * 10**9, write_ns=6 * 10**9, fsync_ns=10**9, engine_ns=4 * 10**9
     )
-    report = WriteReport.of_write(written, workers, 4.5)
+    report = written.report(workers, 4.5)
     assert (report.copy_s, report.write_s, report.fsync_s) == expected
     assert (report.prepare_s, report.commit_s, report.total_s) == (0.5, 0.0, 4.5)
     done = report.committed(4.75)
@@ -143,7 +143,7 @@ def test_engine_time_is_shared_out_by_what_workers_did(
 
 def test_an_engine_that_did_nothing_is_no_division_by_zero() -> None:
     written = written_of(0, copy_ns=0, write_ns=0, fsync_ns=0, engine_ns=0)
-    report = WriteReport.of_write(written, 4, 0.0)
+    report = written.report(4, 0.0)
     assert (report.gb_per_s, report.total_s) == (0.0, 0.0)
 
 
@@ -152,12 +152,12 @@ def test_line_says_bytes_rate_phases_and_files() -> None:
         32, 1, 2_150_000_000, 2_147_483_648, 0, 0, 0, 0, 0.01, 0.3, 0.58, 0.018, 0.002, 0.91
     )
     entry = FileEntry("__0_0.distcp", bytes(16), report.file_bytes, 0)
-    assert saved_line(report, "ckpt/step-100", 1, [entry]) == (
+    assert saved_line(report, "ckpt/step-100", 1, entry.nbytes) == (
         "saved 'ckpt/step-100': 2.15 GB in 0.91 s (2.36 GB/s): prepare 0.010, copy 0.300, write "
         "0.580, fsync 0.018, commit 0.002 s; 32 items, 1 file on this rank"
     )
     few = dataclasses.replace(report, items=1, files=2, file_bytes=999)
-    line = saved_line(few, "x", 3, [entry] * 3)
+    line = saved_line(few, "x", 3, 3 * entry.nbytes)
     assert line.startswith("saved 'x': 6.45 GB by 3 ranks; 999 B in 0.91 s")
     assert line.endswith("; 1 item, 2 files on this rank")
 

@@ -29,47 +29,6 @@ ROOMS: dict[str, set[str]] = {
     "bind": {"common", "format", "plan", "io", "device", "engine"},
 }
 
-# The modules of torch_dcpx that may import the extension: the door's Python side.
-MODULES_WITH_EXTENSION = {
-    "__init__",
-    "arena",
-    "cli_doctor",
-    "columns",
-    "copy_guard",
-    "device_memory",
-    "footers",
-    "export_artifact",
-    "export_files",
-    "export_plan",
-    "export_rows",
-    "metadata",
-    "metadata_encode",
-    "metadata_parts",
-    "last_jobs",
-    "lazy_metadata",
-    "locate",
-    "open_columns",
-    "plan_classes",
-    "plan_fingerprint",
-    "read_files",
-    "read_bytes",
-    "read_coverage",
-    "reader",
-    "save_rows",
-    "staged_state",
-    "staging",
-    "stock_columns",
-    "torch_archive",
-    "torch_loader",
-    "trust",
-    "unpickle",
-    "verify_checkpoint",
-    "verify_files",
-    "verify_metadata",
-    "write_files",
-    "write_table",
-}
-
 # Modules that work, and start at once, without torch.
 MODULES_WITHOUT_TORCH = {
     "__init__",
@@ -237,9 +196,9 @@ def test_the_print_rule_itself(code: str, is_found: bool) -> None:
 
 
 @pytest.mark.parametrize("path", python_modules(), ids=lambda path: path.stem)
-def test_only_the_doors_own_modules_import_the_extension(path: Path) -> None:
-    if uses(imports(ast.parse(path.read_text())), "torch_dcpx._C"):
-        assert path.stem in MODULES_WITH_EXTENSION
+def test_only_the_gate_imports_the_extension(path: Path) -> None:
+    is_used = uses(imports(ast.parse(path.read_text())), "torch_dcpx._C")
+    assert is_used is (path.stem == "_native")
 
 
 @pytest.mark.parametrize("name", sorted(MODULES_WITHOUT_TORCH))
