@@ -37,7 +37,7 @@ endif
 CSRC := $(shell find csrc -type f -not -name '.*')
 CPP_LINT := $(shell find csrc tests/cpp tests/fake_cuda -name '*.cpp' -o -name '*.h')
 HEADERS := $(filter %.h,$(CSRC))
-PACKAGE_FILES := $(wildcard torch_dcpx/*.py torch_dcpx/*.pyi torch_dcpx/py.typed)
+PACKAGE_FILES := $(shell find torch_dcpx -name '*.py' -o -name '*.pyi' -o -name py.typed)
 FLAGS := werror=$(DCPX_WERROR) sanitize=$(DCPX_SANITIZE) cuda=$(DCPX_CUDA)
 
 # A sanitized module needs its runtime loaded before Python.

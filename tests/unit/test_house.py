@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import torch_dcpx
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "torch_dcpx"
@@ -28,6 +30,32 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"common", "format", "plan", "io", "device"},
     "bind": {"common", "format", "plan", "io", "device", "engine"},
 }
+
+# Room of torch_dcpx -> rooms that its modules may import, beside their own and the ground: the
+# files of torch_dcpx/ itself, which import no room.
+PACKAGE_ROOMS: dict[str, set[str]] = {
+    "storage": set(),
+    "tensors": set(),
+    "ranks": {"tensors"},
+    "unpickle": set(),
+    "metadata": {"storage", "unpickle"},
+    "staging": {"tensors"},
+    "reader": {"storage", "tensors", "unpickle", "metadata"},
+    "keys": {"metadata", "reader"},
+    "writer": {"storage", "tensors", "ranks", "metadata", "staging"},
+    "planners": {"tensors", "ranks", "metadata", "reader", "keys", "writer"},
+    "checkpoint": {
+        "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
+        "writer", "planners",
+    },
+    "integrity": {"storage", "tensors", "metadata", "reader", "writer"},
+    "artifacts": {"storage", "tensors", "ranks", "reader", "keys", "planners", "checkpoint"},
+    "manager": {
+        "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
+        "writer", "planners", "checkpoint", "integrity", "artifacts",
+    },
+    "cli": {"storage", "metadata", "integrity"},
+}  # fmt: skip
 
 # Modules that work, and start at once, without torch.
 MODULES_WITHOUT_TORCH = {
@@ -56,7 +84,17 @@ def cpp_files() -> list[Path]:
 
 
 def python_modules() -> list[Path]:
-    return sorted(PACKAGE.glob("*.py"))
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """Returns the room of a module of torch_dcpx; "" for the ground."""
+    return "/".join(path.relative_to(PACKAGE).parts[:-1])
+
+
+def dotted(path: Path) -> str:
+    """Returns a module's name beneath torch_dcpx: "storage.names"; a room's own is the room's."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def code_of(source: str) -> str:
@@ -92,7 +130,7 @@ def imports(tree: ast.AST) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
-            if node.level:
+            if node.level:  # at the front door only
                 base = f"torch_dcpx.{base}".rstrip(".")
             names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
     return names
@@ -195,26 +233,58 @@ def test_the_print_rule_itself(code: str, is_found: bool) -> None:
 # ---- torch_dcpx ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", python_modules(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", python_modules(), ids=dotted)
 def test_only_the_gate_imports_the_extension(path: Path) -> None:
     is_used = uses(imports(ast.parse(path.read_text())), "torch_dcpx._C")
-    assert is_used is (path.stem == "_native")
+    assert is_used is (dotted(path) == "_native")
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Returns the rooms whose modules a module imports; "" is the ground."""
+    modules = {dotted(module) for module in python_modules()}
+    own = {name.removeprefix("torch_dcpx.") for name in imports(ast.parse(path.read_text()))}
+    return {name.split(".")[0] if "." in name else "" for name in own & modules}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in python_modules() if path != PACKAGE / "__init__.py"], ids=dotted
+)
+def test_imports_between_rooms_point_one_way(path: Path) -> None:
+    room = room_of(path)
+    allowed = PACKAGE_ROOMS[room] | {room} if room else set()
+    assert rooms_imported(path) <= allowed | {""}
+
+
+def test_every_folder_is_a_room_of_the_table_and_none_hides_a_public_name() -> None:
+    rooms = {room_of(path) for path in python_modules()} - {""}
+    assert rooms <= set(PACKAGE_ROOMS)
+    assert not set(PACKAGE_ROOMS) & set(torch_dcpx.__all__)
+    order = list(PACKAGE_ROOMS)
+    for room, below in PACKAGE_ROOMS.items():
+        assert all(order.index(other) < order.index(room) for other in below), room
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in python_modules() if path.name == "__init__.py"], ids=dotted
+)
+def test_a_rooms_own_file_only_says_what_it_holds(path: Path) -> None:
+    body = ast.parse(path.read_text()).body
+    assert room_of(path) in ("", "cli") or [type(node) for node in body] == [ast.Expr]
 
 
 @pytest.mark.parametrize("name", sorted(MODULES_WITHOUT_TORCH))
 def test_light_modules_import_neither_torch_nor_a_module_that_does(name: str) -> None:
-    path = PACKAGE / f"{name}.py"
-    names = runtime_imports(path)
+    names = runtime_imports(PACKAGE / f"{name.replace('.', '/')}.py")
     assert not uses(names, "torch")
-    own = {n.split(".")[1] for n in names if n.startswith("torch_dcpx.")}
-    modules = {module.stem for module in python_modules()}
+    own = {each.removeprefix("torch_dcpx.") for each in names}
+    modules = {dotted(module) for module in python_modules()} - set(PACKAGE_ROOMS)
     assert own & modules <= MODULES_WITHOUT_TORCH
 
 
 def test_the_packages_imports_form_no_cycle() -> None:
-    modules = {path.stem: path for path in python_modules() if path.stem != "__init__"}
+    modules = {dotted(path): path for path in python_modules() if path.name != "__init__.py"}
     below = {
-        name: {n.split(".")[1] for n in runtime_imports(path) if n.startswith("torch_dcpx.")}
+        name: {each.removeprefix("torch_dcpx.") for each in runtime_imports(path)}
         & (set(modules) - {name})
         for name, path in modules.items()
     }
@@ -246,7 +316,7 @@ def version_questions(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", python_modules(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", python_modules(), ids=dotted)
 def test_only_compat_asks_which_torch_runs(path: Path) -> None:
     if path.stem != "_compat":
         assert version_questions(path.read_text()) == []
