@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.call_id import CallId
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.store_exchange import StoreExchange
 
 TIMEOUT_S = 100.0

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.ballot import Ballot
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import StorageError
 from torch_dcpx.store_client import StoreClient
 from torch_dcpx.store_exchange import StoreExchange

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
-from torch_dcpx.deadline import Deadline
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import OutcomeUnknownError, StoreLostError
 from torch_dcpx.exchange_base import BALLOT, Exchange
 from torch_dcpx.rank_errors import RankFailure, error_of, from_rank

@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from torch_dcpx._text import printable
 from torch_dcpx.errors import (
     CorruptionError,
     DcpxError,
@@ -36,7 +37,6 @@ from torch_dcpx.errors import (
     RepairError,
     ShortReadError,
 )
-from torch_dcpx.plain_text import printable
 
 FINE, UNSOUND, CANNOT = 0, 1, 2
 

@@ -10,8 +10,8 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.call_id import CallId
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import PlanError
 from torch_dcpx.rank_errors import RankFailure
 

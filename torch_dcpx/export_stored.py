@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from torch_dcpx._compat import dtype_name
+from torch_dcpx._hooks import takes_in_any_order
 from torch_dcpx.errors import PlanError
 from torch_dcpx.export_layout import ExportTensor, file_view
 from torch_dcpx.export_pieces import BackgroundRows
@@ -30,7 +31,6 @@ from torch_dcpx.load_checkpoint import load
 from torch_dcpx.mapped_state import model_part
 from torch_dcpx.mapped_tensor import MappedTensor
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.planner_hooks import takes_in_any_order
 from torch_dcpx.pretrained_reader import PretrainedReader
 
 _LEAST_SLOT_BYTES = 256 << 10

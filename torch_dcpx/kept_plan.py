@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from torch_dcpx._hooks import has_stock_hooks
 from torch_dcpx.errors import PlanError
-from torch_dcpx.planner_hooks import has_stock_hooks
 from torch_dcpx.reader import DcpxReader
 
 _HOOKS = ("create_local_plan", "create_global_plan", "finish_plan")

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from torch_dcpx.deadline import Deadline
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.exchange_base import Keys
 
 logger = logging.getLogger("torch_dcpx")

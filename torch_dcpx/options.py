@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from torch_dcpx.environment import options_from_environment, usable_cores
+from torch_dcpx._environment import options_from_environment, usable_cores
 from torch_dcpx.errors import OptionError
 
 ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from torch_dcpx import last_jobs
-from torch_dcpx.deadline import Deadline
+from torch_dcpx import _last_jobs as last_jobs
+from torch_dcpx._guard import Guard
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import OptionError
-from torch_dcpx.guard import Guard
 from torch_dcpx.save_handle import SaveHandle
 
 logger = logging.getLogger("torch_dcpx")

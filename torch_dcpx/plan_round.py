@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from torch_dcpx import plan_cache
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
+from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
-from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.plan_offences import refuse_unlike
 from torch_dcpx.plan_wire import WirePlan
 from torch_dcpx.rank_errors import from_rank

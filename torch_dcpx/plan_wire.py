@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, HAS_KNOWN_RESULTS
 from torch_dcpx._gc import paused_gc
+from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
-from torch_dcpx.plan_classes import MAKER
 
 _Plan = TypeVar("_Plan", bound="WirePlan")
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint_tags import check_step
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import OptionError, RankLostError
 from torch_dcpx.exchange_base import Keys
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from torch_dcpx._hooks import has_stock_hooks
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.planner_hooks import has_stock_hooks
 from torch_dcpx.torch_loader import load_by_torch
 from torch_dcpx.trust import decode_byte_item, reencode_byte_item
 from torch_dcpx.unpickle import MAX_MESSAGE

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from torch.distributed.tensor import DTensor
 
 from torch_dcpx._compat import wanted_chunks
+from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
 from torch_dcpx.lazy_metadata import outline_of
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor
-from torch_dcpx.planner_hooks import PLAN_HOOKS, has_stock_hooks
 
 WAY_OUT = "torch's DefaultLoadPlanner with FileSystemReader loads what there is"
 

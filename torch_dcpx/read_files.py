@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from torch_dcpx import device_memory
 from torch_dcpx._compat import increment_version
 from torch_dcpx._gc import bounded_pause
+from torch_dcpx._hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks, is_any_order
 from torch_dcpx._native import _C
 from torch_dcpx.claims import Claim, disjoint_groups
 from torch_dcpx.errors import CorruptionError, StagingError, StorageError
 from torch_dcpx.locate import Found, Located
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.planner_hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks, is_any_order
 from torch_dcpx.read_bytes import BytesFinisher, BytesRead
 from torch_dcpx.read_table import (
     ON_HOST,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_dcpx.plain_text import printable
+from torch_dcpx._text import printable
 
 Source = Literal["columns", "pickle", "footers"]
 

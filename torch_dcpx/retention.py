@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch_dcpx import pending_saves
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint_tags import check_step
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.manager_root import ManagerRoot
 from torch_dcpx.own_directory import lies_there

@@ -21,8 +21,8 @@ from types import FrameType
 from typing import Any
 
 from torch_dcpx._compat import saved_through
+from torch_dcpx._guard import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
-from torch_dcpx.guard import Guard
 from torch_dcpx.options import ProgressFunction
 
 _MAX_LOOKS = 1000

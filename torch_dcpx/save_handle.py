@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
 
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.copy_guard import CopyGuard
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.save_report import SaveReport
 

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
 from torch_dcpx._gc import bounded_pause, paused_gc
+from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import OptionError, PlanError
 from torch_dcpx.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.plan_cache import KnownPlan, Planning
-from torch_dcpx.plan_classes import MAKER
 from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
 from torch_dcpx.plan_offences import check_shape, offence_text, refuse_unlike
 from torch_dcpx.rank_plan import RankPlan

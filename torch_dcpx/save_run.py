@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc_of_many
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.ballot import Ballot
 from torch_dcpx.committed import stored_save_id
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.paths import AnyPath
 from torch_dcpx.plan_round import Answer, Offer, PlanRound

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch_dcpx._compat import group_store, process_groups
-from torch_dcpx.deadline import Deadline
+from torch_dcpx._last_jobs import STORE_THREAD
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError, UnsupportedError
-from torch_dcpx.last_jobs import STORE_THREAD
 
 T = TypeVar("T")
 

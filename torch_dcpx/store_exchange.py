@@ -28,8 +28,8 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from torch_dcpx._waiting import Clock, Deadline
 from torch_dcpx.call_id import CallId
-from torch_dcpx.deadline import Clock, Deadline
 from torch_dcpx.errors import PlanError, RankLostError, StoreLostError
 from torch_dcpx.exchange_base import BALLOT, Exchange, check_pieces, host_name
 from torch_dcpx.long_wait import wait_looking

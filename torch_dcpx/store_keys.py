@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from torch_dcpx.deadline import Deadline
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
 from torch_dcpx.store_client import Client
 

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.call_id import CallId
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import PlanError
 from torch_dcpx.rank_errors import RankFailure
 from torch_dcpx.store_keys import StoreKeys

@@ -15,7 +15,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from torch_dcpx.deadline import Deadline
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
 from torch_dcpx.exchange_base import BALLOT
 from torch_dcpx.long_wait import wait_looking

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_dcpx.plain_text import printable
+from torch_dcpx._text import printable
 
 _MAX_NAMES = 3  # in a line of text
 _MAX_LINES = 100

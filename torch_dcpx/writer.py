@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
+from torch_dcpx._overrides import refuse_bypassed, refuse_changed
 from torch_dcpx.commit import (
     WriteResults,
     check_present,
@@ -41,7 +42,6 @@ from torch_dcpx.directory import Directory, look_into, make_directory
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
-from torch_dcpx.overrides import refuse_bypassed, refuse_changed
 from torch_dcpx.paths import AnyPath, PathAnchor, checked_path, refuse_other_metadata_file
 from torch_dcpx.plan_offences import check_plan
 from torch_dcpx.progress import WriteProgress, reporting

@@ -126,7 +126,7 @@ void bind_gil(py::module_& m) {
   });
   // For whoever has imported nothing that calls it before.
   py::module_::import("atexit").attr("register")(
-      py::cpp_function([] { py::module_::import("torch_dcpx.last_jobs").attr("stop")(); }));
+      py::cpp_function([] { py::module_::import("torch_dcpx._last_jobs").attr("stop")(); }));
   py::module_::import("os").attr("register_at_fork")(  // a child has none of the other threads
       py::arg("after_in_child") = py::cpp_function([] { released.store(0); }));
 }

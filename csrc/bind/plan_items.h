@@ -31,7 +31,7 @@ struct FieldNames {
 // The classes, and what is made of them. Not thread-safe beyond the GIL.
 class ItemMaker {
  public:
-  // `classes`: by name, as `torch_dcpx/plan_classes.py` lists them.
+  // `classes`: by name, as `torch_dcpx/_plan_classes.py` lists them.
   explicit ItemMaker(const pybind11::dict& classes);
 
   pybind11::object size_of(const std::int64_t* values, std::size_t count) const;

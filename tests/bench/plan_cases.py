@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx.plan_classes import MAKER
+from torch_dcpx._plan_classes import MAKER
 
 REPLICAS = 4
 CASES = ("tall", "wide", "moe", "hsdp")

@@ -20,15 +20,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from zip_samples import saved
 
-from torch_dcpx import (
-    _C,
-    DcpxReader,
-    ReadOptions,
-    UnsafePickleError,
-    planner_hooks,
-    read_bytes,
-    write_table,
-)
+from torch_dcpx import _C, DcpxReader, ReadOptions, UnsafePickleError, read_bytes, write_table
+from torch_dcpx import _hooks as planner_hooks
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.trust import decode_byte_item
 

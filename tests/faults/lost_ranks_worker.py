@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from torch_dcpx import store_client
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.ballot import Ballot
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.exchange import exchange_for
 from torch_dcpx.store_client import client_of
 

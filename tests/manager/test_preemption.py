@@ -15,7 +15,7 @@ from store_ranks import Ranks
 from trainings import manager_of, save_steps
 
 from torch_dcpx import OptionError, Preemption, RankLostError
-from torch_dcpx.deadline import Deadline
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.store_keys import StoreKeys
 
 

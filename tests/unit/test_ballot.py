@@ -12,8 +12,8 @@ import pytest
 from store_ranks import FULL, Ranks, Storage, assert_no_key_is_left, ballots
 from torch.distributed import HashStore, PrefixStore
 
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.ballot import Ballot
-from torch_dcpx.deadline import Deadline
 from torch_dcpx.errors import RankError, StorageError
 from torch_dcpx.exchange import Exchange, LocalExchange
 from torch_dcpx.store_exchange import StoreExchange

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torch_dcpx import DcpxReader, DcpxWriter, OptionError, ReadOptions, WriteOptions
-from torch_dcpx.environment import variable_of
+from torch_dcpx._environment import variable_of
 
 MIB = 1 << 20
 

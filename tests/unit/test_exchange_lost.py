@@ -10,7 +10,7 @@ import pytest
 from store_ranks import Killed, Ranks, assert_no_key_is_left, values_of
 from torch.distributed import HashStore, PrefixStore
 
-from torch_dcpx.deadline import Deadline
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import RankError, RankLostError, StoreLostError
 from torch_dcpx.store_client import StoreClient
 from torch_dcpx.store_step import FIRST, Own, Step

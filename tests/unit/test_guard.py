@@ -13,8 +13,8 @@ import pytest
 
 import torch_dcpx
 from torch_dcpx import _gc
+from torch_dcpx._guard import Guard
 from torch_dcpx.directory import Directory
-from torch_dcpx.guard import Guard
 from torch_dcpx.lock import SaveLock
 from torch_dcpx.running_save import RunningSave
 

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx import DcpxLoadPlanner, PlanError
+from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.kept_plan import KeptPlan
-from torch_dcpx.plan_classes import MAKER
 
 
 def kept_plan() -> KeptPlan:

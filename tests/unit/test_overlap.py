@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torch_dcpx import _C
 from torch_dcpx._compat import IS_SWEPT
+from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
-from torch_dcpx.plan_classes import MAKER
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 Tensor = tuple[int, list[Box], list[Box]]  # dimensions, wanted, stored

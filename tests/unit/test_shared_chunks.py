@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_dcpx.plan_classes import MAKER
+from torch_dcpx._plan_classes import MAKER
 
 CASES = 40
 

@@ -12,7 +12,7 @@ import time
 from types import FrameType
 
 from torch_dcpx._native import _C
-from torch_dcpx.deadline import Deadline
+from torch_dcpx._waiting import Deadline
 
 LAST_WAIT_S = 2.0  # for what is given up: only a system call or a user's hook takes longer
 STORE_THREAD = "dcpx-store"  # is always in here, and waits for calls
