@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.storage.names import FileEntry
 
 BIG = [2**31, 2**32, 2**40, 10**18, 2**62, 2**63 - 1]
 PARAMETER = hp.name("torch._utils", "_rebuild_parameter")

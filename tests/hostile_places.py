@@ -12,8 +12,8 @@ from pathlib import Path
 from hostile_corpus import Case, ours, stock
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.storage.names import FileEntry
 
 DATA = "__0_0.distcp"
 NAMES = [

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.metadata import encode_metadata
+from torch_dcpx.storage.names import FileEntry
 
 PATH = "ckpt/.metadata"
 TAIL = struct.Struct("<8sIIQQQI16sI")

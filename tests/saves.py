@@ -16,8 +16,8 @@ from states import assert_same, blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import DcpxReader, DcpxWriter
-from torch_dcpx.layout import is_metadata_name
 from torch_dcpx.metadata import decode_save_id
+from torch_dcpx.storage.names import is_metadata_name
 
 WRITERS: dict[str, Callable[..., Any]] = {"ours": DcpxWriter, "stock": dcp.FileSystemWriter}
 READERS: dict[str, Callable[..., Any]] = {"ours": DcpxReader, "stock": dcp.FileSystemReader}

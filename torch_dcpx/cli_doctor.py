@@ -21,9 +21,9 @@ from typing import Literal, NamedTuple
 
 from torch_dcpx._version import __version__
 from torch_dcpx.cli_output import CANNOT, FINE, human_bytes, put_json, put_table
-from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import OptionError
-from torch_dcpx.layout import is_data_file_name, is_metadata_name, is_temporary_name
+from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_temporary_name
 
 _FEW_FILES = 1024
 _BLOCK = 4096

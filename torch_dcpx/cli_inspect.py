@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from torch_dcpx.cli_output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import NotCommittedError
-from torch_dcpx.layout import METADATA_NAME, is_data_file_name, is_metadata_name
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
-from torch_dcpx.reader_lock import being_read
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.reader_lock import being_read
 
 
 class Chunk(NamedTuple):

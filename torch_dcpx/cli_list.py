@@ -15,9 +15,9 @@ from torch_dcpx.cli_output import (
     put_json,
     put_table,
 )
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import DcpxError, NotCommittedError
-from torch_dcpx.layout import is_data_file_name, is_metadata_name, is_temporary_name
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_temporary_name
 
 
 class Listed(NamedTuple):

@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import DcpxError, PlanError, StorageError, UnsupportedError
-from torch_dcpx.layout import (
+from torch_dcpx.metadata import decode_file_names, encode_pieces
+from torch_dcpx.plan_wire import pack_results, unpack_results
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import (
     METADATA_NAME,
     FileEntry,
     is_data_file_name,
@@ -32,8 +34,6 @@ from torch_dcpx.layout import (
     is_temporary_name,
     temporary_name,
 )
-from torch_dcpx.metadata import decode_file_names, encode_pieces
-from torch_dcpx.plan_wire import pack_results, unpack_results
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -6,10 +6,10 @@ import logging
 import os
 from pathlib import Path
 
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import DcpxError
-from torch_dcpx.layout import METADATA_NAME
 from torch_dcpx.metadata import decode_save_id
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import METADATA_NAME
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -16,7 +16,7 @@ from torch_dcpx.export_source import LiveSource
 from torch_dcpx.export_stored import StoredSource
 from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.paths import absolute, checked_path
+from torch_dcpx.storage.paths import absolute, checked_path
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,

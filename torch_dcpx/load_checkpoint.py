@@ -30,9 +30,9 @@ from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.paths import AnyPath
 from torch_dcpx.reader import DcpxReader
-from torch_dcpx.reader_lock import being_read
+from torch_dcpx.storage.paths import AnyPath
+from torch_dcpx.storage.reader_lock import being_read
 
 _T = TypeVar("_T")
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_dcpx._compat import dtype_by_name, storage_dtypes
 from torch_dcpx.errors import CorruptionError, StorageError
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.lazy_metadata import StoredPlaces
+from torch_dcpx.storage.names import FileEntry
 
 if TYPE_CHECKING:
     from torch_dcpx._native import _C

@@ -34,7 +34,6 @@ from torch_dcpx.manager_save import (
 )
 from torch_dcpx.manager_translate import checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.paths import AnyPath
 from torch_dcpx.per_rank import Merge, checked_merge
 from torch_dcpx.preemption import Preemption
 from torch_dcpx.retention import KeepRules
@@ -42,6 +41,7 @@ from torch_dcpx.save_checkpoint import async_save as save_in_background
 from torch_dcpx.save_checkpoint import save as save_now
 from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_report import SaveReport
+from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.stored_checkpoint import Record
 
 logger = logging.getLogger("torch_dcpx")

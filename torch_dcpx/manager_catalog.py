@@ -27,10 +27,10 @@ from torch_dcpx.manager_resume import Chosen
 from torch_dcpx.manager_root import ManagerRoot
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.own_directory import OwnDirectory, lies_there
-from torch_dcpx.paths import AnyPath, checked_path
-from torch_dcpx.reader_lock import being_read, make_readers_file
 from torch_dcpx.removal import PIN_NAME, remove_checkpoint
 from torch_dcpx.retention import KeepRules, Retention
+from torch_dcpx.storage.paths import AnyPath, checked_path
+from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 from torch_dcpx.stored_checkpoint import identity_of
 
 _T = TypeVar("_T")

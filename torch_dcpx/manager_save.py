@@ -28,8 +28,8 @@ from torch_dcpx.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.own_directory import OwnDirectory
 from torch_dcpx.per_rank import PerRank
-from torch_dcpx.reader_lock import make_readers_file
 from torch_dcpx.retention import Retention
+from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.stored_checkpoint import Record
 from torch_dcpx.train_state import (
     ModelPart,

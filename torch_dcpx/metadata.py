@@ -22,9 +22,7 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx._version import __version__
 from torch_dcpx.columns import ColumnReader, encode_body
-from torch_dcpx.directory import SmallFile
 from torch_dcpx.errors import CorruptionError, PlanError
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.lazy_metadata import plain_metadata
 from torch_dcpx.metadata_decode import (
     decode_entries,
@@ -48,6 +46,8 @@ from torch_dcpx.open_columns import open_columns, open_planner
 from torch_dcpx.stock_columns import open_stock_metadata
 from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.stock_pickle import pickle_any
+from torch_dcpx.storage.directory import SmallFile
+from torch_dcpx.storage.names import FileEntry
 
 
 class CheckpointMetadata(NamedTuple):

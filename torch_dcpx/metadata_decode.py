@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION, set_strides
 from torch_dcpx.columns import I64_MAX, ColumnReader
 from torch_dcpx.errors import DcpxError, UnsupportedError
-from torch_dcpx.layout import FileEntry, id_bytes
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.storage.names import FileEntry, id_bytes
 
 
 def _texts(columns: ColumnReader, name: str, count: int | None, strings: list[str]) -> list[str]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch_dcpx.checkpoint_tags import is_tag
-from torch_dcpx.directory import Directory, make_directory
 from torch_dcpx.errors import CorruptionError, StorageError
+from torch_dcpx.storage.directory import Directory, make_directory
 
 POINTER_NAME = "newest"
 _FORMAT = 1

@@ -10,9 +10,9 @@ import errno
 import os
 from pathlib import Path
 
-from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import StorageError, UnsupportedError
-from torch_dcpx.system_calls import uninterrupted
+from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.system_calls import uninterrupted
 
 _NO_LINK = frozenset({errno.EINVAL, errno.ENOENT, errno.ENOTDIR})
 _LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_DIRECTORY

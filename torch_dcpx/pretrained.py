@@ -31,7 +31,7 @@ from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.pretrained_reader import PretrainedReader
-from torch_dcpx.reader_lock import being_read
+from torch_dcpx.storage.reader_lock import being_read
 
 
 def load_pretrained(

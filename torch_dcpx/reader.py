@@ -34,22 +34,22 @@ from torch_dcpx._compat import is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx._overrides import has_own_hooks, refuse_bypassed
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import (
     DcpxError,
     NotCommittedError,
     StorageError,
 )
 from torch_dcpx.generation import Generation, check_same_generation
-from torch_dcpx.layout import METADATA_NAME, FileEntry, is_data_file_name, is_metadata_name
 from torch_dcpx.locate import Found, locate_items
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.paths import AnyPath, checked_path, metadata_file
 from torch_dcpx.read_coverage import check_coverage, meeting_targets
 from torch_dcpx.read_files import read_items
-from torch_dcpx.reader_lock import ReadersHold
 from torch_dcpx.reports import ReadReport, loaded_line
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import METADATA_NAME, FileEntry, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.paths import AnyPath, checked_path, metadata_file
+from torch_dcpx.storage.reader_lock import ReadersHold
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -21,9 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch_dcpx.commit import referenced_files, remove_replaced
-from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError, UnsupportedError
-from torch_dcpx.layout import (
+from torch_dcpx.manager_root import TRASH_PREFIX, ManagerRoot
+from torch_dcpx.own_directory import OwnDirectory
+from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
     TOMBSTONE_NAME,
@@ -31,11 +33,9 @@ from torch_dcpx.layout import (
     is_metadata_name,
     is_temporary_name,
 )
-from torch_dcpx.lock import SaveLock
-from torch_dcpx.manager_root import TRASH_PREFIX, ManagerRoot
-from torch_dcpx.own_directory import OwnDirectory
-from torch_dcpx.reader_lock import READERS_NAME, being_deleted
-from torch_dcpx.running_save import RunningSave, driven
+from torch_dcpx.storage.reader_lock import READERS_NAME, being_deleted
+from torch_dcpx.storage.running_save import RunningSave, driven
+from torch_dcpx.storage.save_lock import SaveLock
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -20,18 +20,8 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx.commit import publish
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafePickleError
 from torch_dcpx.footers import TENSOR, FileFacts
-from torch_dcpx.layout import (
-    METADATA_NAME,
-    TOMBSTONE_NAME,
-    FileEntry,
-    is_data_file_name,
-    is_metadata_name,
-    is_rank_lock,
-    metadata_name,
-)
 from torch_dcpx.metadata import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata_parts import decode_parts
 from torch_dcpx.options import ReadOptions
@@ -44,9 +34,19 @@ from torch_dcpx.repair_footers import (
     one_save,
 )
 from torch_dcpx.repair_report import RepairedMetadata, RepairReport, Source
-from torch_dcpx.running_save import RunningSave
 from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import (
+    METADATA_NAME,
+    TOMBSTONE_NAME,
+    FileEntry,
+    is_data_file_name,
+    is_metadata_name,
+    is_rank_lock,
+    metadata_name,
+)
+from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.verify_checkpoint import open_checkpoint, verify_job
 from torch_dcpx.verify_files import look_at_file, look_at_named
 from torch_dcpx.verify_metadata import StoredCheckpoint, items_by_file

@@ -11,9 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
-from torch_dcpx.layout import METADATA_NAME
 from torch_dcpx.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -21,6 +19,8 @@ from torch_dcpx.safetensors_header import (
     header_bytes,
     parse_header,
 )
+from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.names import METADATA_NAME
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import DcpxError, PlanError
 from torch_dcpx.exchange_base import Exchange
-from torch_dcpx.layout import LOCK_NAME, METADATA_NAME, temporary_name
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import LOCK_NAME, METADATA_NAME, temporary_name
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -34,7 +34,6 @@ from torch_dcpx.errors import (
 from torch_dcpx.exchange import exchange_for
 from torch_dcpx.item_staging import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.paths import AnyPath
 from torch_dcpx.plan_round import default_save_planner, forget_default_plans
 from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_planner import DcpxSavePlanner
@@ -43,6 +42,7 @@ from torch_dcpx.save_run import SaveRun, asked
 from torch_dcpx.split import planned_bytes, split_items
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging import StagePlan, stage_guarded, staging_workers
+from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")

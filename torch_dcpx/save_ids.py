@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx.errors import PlanError
-from torch_dcpx.layout import FileEntry, id_bytes
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx.storage.names import FileEntry, id_bytes
+from torch_dcpx.storage.running_save import RunningSave
 
 _MAX_TAKEN = 1024
 

@@ -7,10 +7,10 @@ one shared, and one of its own. Followers hold none.
 from __future__ import annotations
 
 from torch_dcpx.commit import Leftovers, remove_leftovers
-from torch_dcpx.directory import Directory
-from torch_dcpx.layout import LOCK_NAME
-from torch_dcpx.lock import SaveLock
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import LOCK_NAME
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.save_lock import SaveLock
 
 
 class SaveLocks:

@@ -26,11 +26,11 @@ from torch_dcpx._waiting import Deadline
 from torch_dcpx.ballot import Ballot
 from torch_dcpx.committed import stored_save_id
 from torch_dcpx.exchange_base import Exchange
-from torch_dcpx.paths import AnyPath
 from torch_dcpx.plan_round import Answer, Offer, PlanRound
 from torch_dcpx.reports import WriteReport
-from torch_dcpx.running_save import RunningSave, driven
 from torch_dcpx.same_directory import Place, SameDirectory
+from torch_dcpx.storage.paths import AnyPath
+from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.writer import DcpxWriter, abandon_save
 
 

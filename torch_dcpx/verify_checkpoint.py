@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcpx._native import _C
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import NotCommittedError, StorageError
 from torch_dcpx.footers import RawFinding
-from torch_dcpx.layout import (
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader import fitting_workers
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import (
     METADATA_NAME,
     is_data_file_name,
     is_metadata_name,
     is_temporary_name,
 )
-from torch_dcpx.options import ReadOptions
-from torch_dcpx.reader import fitting_workers
-from torch_dcpx.reader_lock import being_read
+from torch_dcpx.storage.reader_lock import being_read
 from torch_dcpx.verify_files import LookedAt, look_at_file, look_at_named
 from torch_dcpx.verify_findings import file_finding, of_raw
 from torch_dcpx.verify_metadata import StoredCheckpoint, read_checkpoint

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_dcpx._compat import dtype_name
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.footers import BYTES, TENSOR, FileFacts, FooterRow, RawFinding, add_file
-from torch_dcpx.layout import FileEntry
+from torch_dcpx.storage.names import FileEntry
 from torch_dcpx.verify_findings import ItemRanges, file_finding, of_error, of_raw
 from torch_dcpx.verify_metadata import Item, StoredCheckpoint
 from torch_dcpx.verify_report import Finding

@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx import device_memory
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
-from torch_dcpx.directory import Directory
 from torch_dcpx.errors import StorageError
 from torch_dcpx.item_rows import PICKLE, WriteRow
-from torch_dcpx.layout import FileEntry, data_file_names
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.progress import WriteProgress
 from torch_dcpx.reports import WriteReport
 from torch_dcpx.save_rows import write_results
 from torch_dcpx.split import Split, planned_bytes
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import FileEntry, data_file_names
 from torch_dcpx.write_table import WriteTable
 
 logger = logging.getLogger("torch_dcpx")

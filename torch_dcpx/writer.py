@@ -38,21 +38,21 @@ from torch_dcpx.commit import (
     remove_unpublished,
     verify_results,
 )
-from torch_dcpx.directory import Directory, look_into, make_directory
 from torch_dcpx.errors import DcpxError, UnsupportedError
-from torch_dcpx.layout import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.options import WriteOptions, merge_write_options
-from torch_dcpx.paths import AnyPath, PathAnchor, checked_path, refuse_other_metadata_file
 from torch_dcpx.plan_offences import check_plan
 from torch_dcpx.progress import WriteProgress, reporting
 from torch_dcpx.rank_plan import offered
 from torch_dcpx.reports import WriteReport, saved_line
-from torch_dcpx.running_save import RunningSave, WriterUse
 from torch_dcpx.save_ids import save_of, with_save_id, written_id
 from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.split import planned_bytes, split_items
 from torch_dcpx.staged_state import note_state_written
 from torch_dcpx.stager import DcpxStager
+from torch_dcpx.storage.directory import Directory, look_into, make_directory
+from torch_dcpx.storage.names import FileEntry, is_metadata_name, metadata_name
+from torch_dcpx.storage.paths import AnyPath, PathAnchor, checked_path, refuse_other_metadata_file
+from torch_dcpx.storage.running_save import RunningSave, WriterUse
 from torch_dcpx.write_files import Written, write_files
 from torch_dcpx.write_table import WriteTable, transform_by
 

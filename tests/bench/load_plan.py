@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_dcpx as dcpx
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.metadata import encode_pieces
+from torch_dcpx.storage.names import FileEntry
 
 ROW = 8  # elements
 SIDES = {

@@ -19,8 +19,8 @@ from states import mixed_state
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from torch_dcpx import DcpxWriter, WriteOptions
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.reports import WriteReport, saved_line
+from torch_dcpx.storage.names import FileEntry
 from torch_dcpx.write_files import Written
 
 WORKER = Path(__file__).with_name("report_worker.py")

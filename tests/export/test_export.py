@@ -20,7 +20,7 @@ from torch import nn
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C, KeyMap, Merge, Split, Transpose, WriteOptions
-from torch_dcpx.directory import Directory
+from torch_dcpx.storage.directory import Directory
 
 SMALL = WriteOptions(host_memory_bytes=1 << 20, slot_bytes=256 << 10)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_dcpx as dcpx
 from torch_dcpx import export_files, pretrained_reader
-from torch_dcpx.directory import Directory
+from torch_dcpx.storage.directory import Directory
 from torch_dcpx.torch_archive import check_objects
 
 TWO = {"a": torch.ones(9), "b": torch.ones(5)}

@@ -35,8 +35,8 @@ from torch_dcpx import (
     WriteOptions,
 )
 from torch_dcpx import reader as reader_module
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.storage.names import FileEntry
 
 NUMEL = 100_000
 MIB = 1 << 20

@@ -27,8 +27,8 @@ from saves import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from torch_dcpx import DcpxWriter, PlanError, StorageError
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.metadata import encode_metadata
+from torch_dcpx.storage.names import FileEntry
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def test_without_locks_the_replaced_files_go_and_leftovers_stay(
         if operation != fcntl.LOCK_UN:
             raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("torch_dcpx.lock.fcntl.flock", refuse)
+    monkeypatch.setattr("torch_dcpx.storage.save_lock.fcntl.flock", refuse)
     save(state_of(), tmp_path)
     replaced = referenced(tmp_path)
     (tmp_path / "__3_0.distcp").write_text("of a save that may be running")

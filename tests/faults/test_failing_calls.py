@@ -26,7 +26,8 @@ from slow_states import CopyingPlanner
 from states import assert_same, blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_dcpx import _C, DcpxError, DcpxReader, DcpxWriter, StorageError, WriteOptions, directory
+from torch_dcpx import _C, DcpxError, DcpxReader, DcpxWriter, StorageError, WriteOptions
+from torch_dcpx.storage import directory
 
 ROOM = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG]  # may be cured by room
 HARD = [*ROOM, errno.EMFILE, errno.EACCES, errno.EROFS]

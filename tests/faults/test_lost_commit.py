@@ -20,8 +20,8 @@ from store_ranks import Ranks
 from torch.distributed import HashStore
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, StorageError, WriteOptions
-from torch_dcpx.directory import Directory
 from torch_dcpx.save_run import SaveRun
+from torch_dcpx.storage.directory import Directory
 
 FIELDS = {field.name for field in dataclasses.fields(WriteOptions)}
 OPTIONS = WriteOptions(**({"node_local": True} if "node_local" in FIELDS else {}))

@@ -37,11 +37,11 @@ from torch_dcpx import (
     RepairReport,
     WriteOptions,
 )
-from torch_dcpx.directory import Directory
-from torch_dcpx.lock import SaveLock
 from torch_dcpx.metadata_parts import TAIL
-from torch_dcpx.running_save import RunningSave
 from torch_dcpx.save_locks import SaveLocks
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.save_lock import SaveLock
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_file_system_without_fsync_of_directories_is_warned_about_not_failed(
         real(fd)
 
     monkeypatch.setattr(os, "fsync", files_only)
-    monkeypatch.setattr("torch_dcpx.directory._warned", set())
+    monkeypatch.setattr("torch_dcpx.storage.directory._warned", set())
     save(state_of(0), tmp_path / "new" / "ckpt")
     save(state_of(1), tmp_path / "new" / "ckpt")
     assert_whole(state_of(1), tmp_path / "new" / "ckpt")

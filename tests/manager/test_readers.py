@@ -18,7 +18,7 @@ from trainings import manager_of, on_disk, save_steps
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxReader, cli_inspect
-from torch_dcpx.reader_lock import READERS_NAME, ReadersHold, being_deleted
+from torch_dcpx.storage.reader_lock import READERS_NAME, ReadersHold, being_deleted
 
 
 class Planner(dcpx.DcpxLoadPlanner):

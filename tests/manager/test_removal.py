@@ -12,8 +12,8 @@ import pytest
 from trainings import manager_of, on_disk, save_steps
 
 from torch_dcpx import ConcurrentSaveError, UnsupportedError, WriteOptions, removal, retention
-from torch_dcpx.directory import Directory
-from torch_dcpx.reader_lock import being_deleted, being_read
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.reader_lock import being_deleted, being_read
 
 
 def test_data_go_behind_their_metadata_durably(

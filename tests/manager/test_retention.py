@@ -21,7 +21,7 @@ from torch_dcpx import (
     async_save,
     load,
 )
-from torch_dcpx.reader_lock import being_read
+from torch_dcpx.storage.reader_lock import being_read
 
 
 def kept(root: Path, *steps: int, metrics: Any = None, **rules: Any) -> list[str]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from torch_dcpx import CorruptionError, StorageError, directory, system_calls
-from torch_dcpx.directory import Directory, make_directory
+from torch_dcpx import CorruptionError, StorageError
+from torch_dcpx.storage import directory, system_calls
+from torch_dcpx.storage.directory import Directory, make_directory
 
 
 class FailingOs:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx import ConcurrentSaveError, DcpxWriter, StorageError
 from torch_dcpx.committed import committed_save_id
-from torch_dcpx.running_save import RunningSave, driven
+from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.writer import abandon_save
 
 STATE = {"w": torch.arange(100.0)}
@@ -89,7 +89,7 @@ def test_save_that_another_rank_has_ended_fails_while_it_writes(
     def ended() -> None:
         raise StorageError("rank 1 (here), writing: no room")
 
-    monkeypatch.setattr("torch_dcpx.running_save._CHECK_S", 0.0)
+    monkeypatch.setattr("torch_dcpx.storage.running_save._CHECK_S", 0.0)
     writer = DcpxWriter(tmp_path)
     save, plan, planner = begin(writer)
     save.check = ended

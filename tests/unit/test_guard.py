@@ -14,9 +14,9 @@ import pytest
 import torch_dcpx
 from torch_dcpx import _gc
 from torch_dcpx._guard import Guard
-from torch_dcpx.directory import Directory
-from torch_dcpx.lock import SaveLock
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.save_lock import SaveLock
 
 FILES = (str(Path(torch_dcpx.__file__).parent), __file__)
 

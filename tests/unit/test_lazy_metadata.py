@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx import metadata as metadata_module
 from torch_dcpx import metadata_parts
-from torch_dcpx.directory import Directory, SmallFile
 from torch_dcpx.errors import CorruptionError, DcpxError
 from torch_dcpx.lazy_metadata import StoredEntries, StoredPaths, StoredPlaces
 from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.storage.directory import Directory, SmallFile
 
 FIELDS = ("state_dict_metadata", "storage_data", "planner_data")
 

@@ -17,19 +17,20 @@ import pytest
 from conftest import RunPython
 from warm import WarmProcess, warm_parent
 
-from torch_dcpx import ConcurrentSaveError, StorageError, lock
-from torch_dcpx.directory import Directory
-from torch_dcpx.lock import SaveLock
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx import ConcurrentSaveError, StorageError
+from torch_dcpx.storage import save_lock as lock
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.save_lock import SaveLock
 
 NAME = ".dcpx.lock"
 
 HOLDER = """
 import signal, sys
 from pathlib import Path
-from torch_dcpx.directory import Directory
-from torch_dcpx.lock import SaveLock
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.running_save import RunningSave
 held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", RunningSave(SaveLock),
                 is_shared=len(sys.argv) > 2)
 print("held", flush=True)
@@ -196,9 +197,9 @@ def test_child_that_was_forked_neither_keeps_nor_gives_away_the_lock(
     code = """
 import os, signal, sys
 from pathlib import Path
-from torch_dcpx.directory import Directory
-from torch_dcpx.lock import SaveLock
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx import ConcurrentSaveError
 directory = Directory(Path(sys.argv[1]))
 held = SaveLock(directory, ".dcpx.lock", RunningSave(SaveLock))
@@ -360,9 +361,9 @@ def test_child_that_outlives_its_parent_does_not_keep_the_lock(
     code = """
 import os, signal, sys
 from pathlib import Path
-from torch_dcpx.directory import Directory
-from torch_dcpx.lock import SaveLock
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.running_save import RunningSave
 held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", RunningSave(SaveLock))
 read_end, write_end = os.pipe()
 child = os.fork()

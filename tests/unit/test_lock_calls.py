@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from conftest import RunPython
 
-from torch_dcpx import StorageError, lock
-from torch_dcpx.directory import Directory
-from torch_dcpx.lock import SaveLock
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx import StorageError
+from torch_dcpx.storage import save_lock as lock
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.save_lock import SaveLock
 
 NAME = ".dcpx.lock"
 
@@ -153,9 +154,9 @@ def test_record_is_emptied_while_its_file_is_open(
 FORKED = """
 import fcntl, os, sys, threading, time
 from pathlib import Path
-from torch_dcpx import lock
-from torch_dcpx.directory import Directory
-from torch_dcpx.running_save import RunningSave
+from torch_dcpx.storage import save_lock as lock
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.running_save import RunningSave
 real, held = fcntl.flock, []
 taken, go_on = threading.Event(), threading.Event()
 def flock(fd, operation):

@@ -45,13 +45,13 @@ from torch_dcpx import _compat
 from torch_dcpx import metadata as metadata_module
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError
-from torch_dcpx.layout import FileEntry
 from torch_dcpx.metadata import (
     CheckpointMetadata,
     decode_metadata,
     encode_metadata,
     encode_pieces,
 )
+from torch_dcpx.storage.names import FileEntry
 
 # ---- There and back -----------------------------------------------------------------------------
 

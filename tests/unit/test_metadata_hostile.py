@@ -14,9 +14,9 @@ from hypothesis import given
 from metadata_samples import I64, PATH, TAIL, canonical, encode_small, forge, seal, small
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_dcpx.directory import Directory, SmallFile
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
+from torch_dcpx.storage.directory import Directory, SmallFile
 
 # ---- Damage -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
-from torch_dcpx.system_calls import close_read, close_written, moved, uninterrupted
+from torch_dcpx.storage.system_calls import close_read, close_written, moved, uninterrupted
 
 _Asked = TypeVar("_Asked")
 _Found = TypeVar("_Found")

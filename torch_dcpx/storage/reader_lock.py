@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch_dcpx.directory import storage_error
 from torch_dcpx.errors import ConcurrentSaveError
-from torch_dcpx.paths import AnyPath
-from torch_dcpx.system_calls import close_read
+from torch_dcpx.storage.directory import storage_error
+from torch_dcpx.storage.paths import AnyPath
+from torch_dcpx.storage.system_calls import close_read
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Literal
 
 from torch_dcpx._guard import Guard
-from torch_dcpx.directory import Directory, storage_error
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
-from torch_dcpx.running_save import RunningSave
-from torch_dcpx.system_calls import close_read, moved
+from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.system_calls import close_read, moved
 
 logger = logging.getLogger("torch_dcpx")
 

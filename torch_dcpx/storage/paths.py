@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch_dcpx.errors import OptionError, UnsupportedError
-from torch_dcpx.layout import metadata_name
+from torch_dcpx.storage.names import metadata_name
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
