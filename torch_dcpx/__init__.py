@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .copy_guard import CopyGuard, guard_optimizer
     from .errors import (
         ConcurrentSaveError,
         CorruptionError,
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from .save_planner import DcpxSavePlanner
     from .save_report import SaveReport
     from .stager import DcpxStager
+    from .tensors.copy_guard import CopyGuard, guard_optimizer
     from .verify_checkpoint import verify
     from .verify_report import Finding, VerifyReport
     from .writer import DcpxWriter
@@ -122,7 +122,7 @@ __all__ = [
 
 _MODULE_OF = {
     "CheckpointManager": "manager",
-    "CopyGuard": "copy_guard",
+    "CopyGuard": "tensors.copy_guard",
     "DcpxLoadPlanner": "load_planner",
     "DcpxReader": "reader",
     "DcpxSavePlanner": "save_planner",
@@ -140,7 +140,7 @@ _MODULE_OF = {
     "SaveReport": "save_report",
     "VerifyReport": "verify_report",
     "WriteOptions": "options",
-    "guard_optimizer": "copy_guard",
+    "guard_optimizer": "tensors.copy_guard",
     "load": "load_checkpoint",
     "repair": "repair_checkpoint",
     "verify": "verify_checkpoint",

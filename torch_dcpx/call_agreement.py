@@ -11,7 +11,7 @@ from typing import Any
 
 from torch_dcpx.errors import PlanError
 from torch_dcpx.key_rules import KeyRules, Rule
-from torch_dcpx.value_digests import conflicting_names
+from torch_dcpx.tensors.digests import conflicting_names
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from torch_dcpx import device_memory
 from torch_dcpx._native import _C
-from torch_dcpx.tensor_memory import check_storage, is_plain
+from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.tensors.memory import check_storage, is_plain
 
 _MOST_ROWS = 20_000  # that wait for one call
 _MOST_PIECE_BYTES = 16 << 20

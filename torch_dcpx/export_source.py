@@ -24,7 +24,7 @@ from torch_dcpx.export_rows import ExportRows, Target
 from torch_dcpx.generation import Generation
 from torch_dcpx.load_plan import is_stateful
 from torch_dcpx.mapped_tensor import MappedTensor, Sizes
-from torch_dcpx.tensor_memory import has_strides
+from torch_dcpx.tensors.memory import has_strides
 
 Box = tuple[Sizes, Sizes]  # offsets and lengths, in elements
 

@@ -31,6 +31,7 @@ from torch_dcpx.per_rank import PerRank
 from torch_dcpx.retention import Retention
 from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.stored_checkpoint import Record
+from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.train_state import (
     ModelPart,
     StatePart,
@@ -40,7 +41,6 @@ from torch_dcpx.train_state import (
     states_of,
 )
 from torch_dcpx.user_content import encode_content, split_content
-from torch_dcpx.value_digests import digests_of
 from torch_dcpx.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx._native import _C
-from torch_dcpx.own_chunks import HOOKS
+from torch_dcpx.tensors.own_chunks import HOOKS
 
 _PLACEMENTS = Placement.__module__
 _LEAF, _MAPPING, _LIST, _TENSOR, _SHARDED = range(5)

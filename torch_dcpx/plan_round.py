@@ -29,13 +29,13 @@ from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
-from torch_dcpx.plan_offences import refuse_unlike
 from torch_dcpx.plan_wire import WirePlan
 from torch_dcpx.rank_errors import from_rank
 from torch_dcpx.rank_plan import RankPlan, offered
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.save_rows import SAVE_ROWS
-from torch_dcpx.value_digests import digests_of, report_conflicts
+from torch_dcpx.tensors.digests import digests_of, report_conflicts
+from torch_dcpx.tensors.offences import refuse_unlike
 from torch_dcpx.write_table import check_shapes, has_stock_hooks
 from torch_dcpx.writer import DcpxWriter
 

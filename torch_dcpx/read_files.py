@@ -23,7 +23,6 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from torch_dcpx import device_memory
 from torch_dcpx._compat import increment_version
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx._hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks, is_any_order
@@ -43,7 +42,8 @@ from torch_dcpx.read_table import (
     stored_dtype,
 )
 from torch_dcpx.reports import ReadReport
-from torch_dcpx.tensor_memory import has_strides
+from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.tensors.memory import has_strides
 
 _DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for what is converted there at one time
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from torch_dcpx import device_memory
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.locate import Located
-from torch_dcpx.tensor_memory import check_storage, has_strides, is_disjoint, is_plain
+from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.tensors.memory import check_storage, has_strides, is_disjoint, is_plain
 
 
 class ReadRow(NamedTuple):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._native import _C
 from torch_dcpx.item_rows import WriteRow
-from torch_dcpx.own_chunks import HOOKS
+from torch_dcpx.tensors.own_chunks import HOOKS
 
 SAVE_ROWS = _C.SaveRows(
     {

@@ -27,14 +27,14 @@ from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from torch_dcpx import device_memory
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, from_dlpack, with_local_tensor
 from torch_dcpx._native import _C
 from torch_dcpx.arena import ArenaPool, attach, has_arenas, note_written
-from torch_dcpx.copy_guard import CopyGuard
 from torch_dcpx.errors import StagingError, UnsupportedError
 from torch_dcpx.staging import StagePlan
-from torch_dcpx.tensor_memory import is_plain
+from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.tensors.copy_guard import CopyGuard
+from torch_dcpx.tensors.memory import is_plain
 
 _PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor))
 _ATOMIC_CLASSES = frozenset((int, float, bool, complex, str, bytes, type(None)))

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from torch_dcpx import device_memory
 from torch_dcpx._compat import dlpack_dtypes, from_dlpack, to_dlpack
 from torch_dcpx._environment import usable_cores
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx._native import _C
 from torch_dcpx.arena import ArenaPool, make_ready, process_pool
-from torch_dcpx.copy_guard import CopyGuard
 from torch_dcpx.errors import UnsupportedError
-from torch_dcpx.tensor_memory import check_storage, has_strides
+from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.tensors.copy_guard import CopyGuard
+from torch_dcpx.tensors.memory import check_storage, has_strides
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 

@@ -18,10 +18,10 @@ from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.lazy_metadata import plain_metadata
 from torch_dcpx.metadata import decode_metadata, encode_pieces
 from torch_dcpx.metadata_parts import decode_parts
-from torch_dcpx.plan_offences import offence_text
 from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
+from torch_dcpx.tensors.offences import offence_text
 from torch_dcpx.verify_findings import file_finding, of_error
 from torch_dcpx.verify_report import Finding
 

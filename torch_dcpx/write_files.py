@@ -19,7 +19,6 @@ from typing import NamedTuple, TypeAlias
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx import device_memory
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx.errors import StorageError
@@ -31,6 +30,7 @@ from torch_dcpx.save_rows import write_results
 from torch_dcpx.split import Split, planned_bytes
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import FileEntry, data_file_names
+from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.write_table import WriteTable
 
 logger = logging.getLogger("torch_dcpx")

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from torch_dcpx import device_memory
 from torch_dcpx._compat import dtype_name
 from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
@@ -41,12 +40,13 @@ from torch_dcpx.item_rows import (
     item_type,
     type_key,
 )
-from torch_dcpx.own_chunks import is_plain_tensor
-from torch_dcpx.plan_offences import check_shape, is_folded
 from torch_dcpx.rank_plan import RankPlan
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.staged_items import StagedItems
-from torch_dcpx.tensor_memory import check_storage, has_strides, is_dense, is_plain
+from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.tensors.memory import check_storage, has_strides, is_dense, is_plain
+from torch_dcpx.tensors.offences import check_shape, is_folded
+from torch_dcpx.tensors.own_chunks import is_plain_tensor
 
 
 class Transform(NamedTuple):

@@ -40,7 +40,6 @@ from torch_dcpx.commit import (
 )
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.options import WriteOptions, merge_write_options
-from torch_dcpx.plan_offences import check_plan
 from torch_dcpx.progress import WriteProgress, reporting
 from torch_dcpx.rank_plan import offered
 from torch_dcpx.reports import WriteReport, saved_line
@@ -53,6 +52,7 @@ from torch_dcpx.storage.directory import Directory, look_into, make_directory
 from torch_dcpx.storage.names import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.storage.paths import AnyPath, PathAnchor, checked_path, refuse_other_metadata_file
 from torch_dcpx.storage.running_save import RunningSave, WriterUse
+from torch_dcpx.tensors.offences import check_plan
 from torch_dcpx.write_files import Written, write_files
 from torch_dcpx.write_table import WriteTable, transform_by
 

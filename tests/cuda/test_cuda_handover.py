@@ -6,9 +6,10 @@ import pytest
 import torch
 from cuda_states import assert_same, busy, on_host, ordinals, state_on
 
-from torch_dcpx import _C, StagingError, device_memory
+from torch_dcpx import _C, StagingError
 from torch_dcpx.arena import process_pool
 from torch_dcpx.staging import stage_tensors
+from torch_dcpx.tensors import device as device_memory
 
 pytestmark = pytest.mark.cuda
 

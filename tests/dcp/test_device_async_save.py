@@ -21,12 +21,12 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
     async_save,
-    device_memory,
     guard_optimizer,
     prewarm,
 )
 from torch_dcpx.arena import process_pool
 from torch_dcpx.staging import stage_guarded
+from torch_dcpx.tensors import device as device_memory
 
 __all__ = ["no_save_is_left"]
 

@@ -18,10 +18,12 @@ from saves import assert_loads, save
 from states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_dcpx import _C, DcpxReader, ReadOptions, WriteOptions, copy_guard, device_memory
+from torch_dcpx import _C, DcpxReader, ReadOptions, WriteOptions
 from torch_dcpx.arena import process_pool
 from torch_dcpx.errors import StagingError
 from torch_dcpx.staging import stage_guarded, stage_tensors
+from torch_dcpx.tensors import copy_guard
+from torch_dcpx.tensors import device as device_memory
 
 KIB = 1 << 10
 SAVING = WriteOptions(workers=2, slot_bytes=256 * KIB, durability="none")

@@ -28,7 +28,8 @@ from states import random_bytes
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import torch_dcpx
-from torch_dcpx import _C, DcpxWriter, WriteOptions, device_memory
+from torch_dcpx import _C, DcpxWriter, WriteOptions
+from torch_dcpx.tensors import device as device_memory
 
 KIB = 1 << 10
 SLOT_BYTES = 256 * KIB

@@ -106,7 +106,7 @@ def host_copies(device: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return tensor.is_cpu and device.ordinal_of(tensor) < 0
 
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    monkeypatch.setattr("torch_dcpx.device_memory.is_host", is_host)
+    monkeypatch.setattr("torch_dcpx.tensors.device.is_host", is_host)
     return copied
 
 

@@ -70,7 +70,7 @@ def fake_device_memory(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> 
     from torch_dcpx import _C
 
     for name, answer in seam.answers(fake_cuda).items():
-        monkeypatch.setattr(f"torch_dcpx.device_memory.{name}", answer)
+        monkeypatch.setattr(f"torch_dcpx.tensors.device.{name}", answer)
     seam.load_driver()
     yield fake_cuda
     fake_cuda.clear_failures()

@@ -1,4 +1,4 @@
-"""The fake in the place of torch.cuda: what torch_dcpx.device_memory asks, answered by the fake.
+"""The fake in the place of torch.cuda: what torch_dcpx.tensors.device asks, answered by the fake.
 
 The fixture `fake_device_memory` does this for a test; `install` does it in a fresh process:
 
@@ -17,7 +17,7 @@ from fake_cuda.fake import IMAGE, FakeCuda, build
 
 
 def answers(fake: FakeCuda) -> dict[str, Callable[..., Any]]:
-    """Returns the functions of `torch_dcpx.device_memory` that ask torch, for the fake's tensors.
+    """Returns the functions of `torch_dcpx.tensors.device` that ask torch, for the fake's tensors.
 
     The current stream of a device is `fake.current_streams[device]`, 0 where it has none.
     """
@@ -53,7 +53,7 @@ def load_driver() -> None:
 
 def install(seed: int = 0) -> FakeCuda:
     """Puts the fake in the place of torch.cuda for the rest of the process, and returns it."""
-    from torch_dcpx import device_memory
+    from torch_dcpx.tensors import device as device_memory
 
     fake = FakeCuda(build())
     os.environ["DCPX_CUDA_DRIVER"] = str(fake.path)

@@ -33,7 +33,7 @@ from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError, PlanError, StorageError
 from torch_dcpx.locate import Located
 from torch_dcpx.read_table import ReadRow
-from torch_dcpx.tensor_memory import is_dense
+from torch_dcpx.tensors.memory import is_dense
 
 BLOCK_BYTES = 64 << 10
 CANARY = 0xA5

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_dcpx.value_digests import conflicting_names, digests_of
+from torch_dcpx.tensors.digests import conflicting_names, digests_of
 
 
 def digest_of(value: Any) -> bytes:

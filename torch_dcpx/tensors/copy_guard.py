@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torch_dcpx import device_memory
 from torch_dcpx._native import _C
 from torch_dcpx.errors import StagingError, UnsupportedError
+from torch_dcpx.tensors import device as device_memory
 
 _TIMEOUT_S = 1800.0
 _MAX_PAUSE_S = 0.001
