@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.call_id import CallId
-from torch_dcpx.store_exchange import StoreExchange
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.store import StoreExchange
 
 TIMEOUT_S = 100.0
 

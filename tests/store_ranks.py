@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.ballot import Ballot
 from torch_dcpx.errors import StorageError
-from torch_dcpx.store_client import StoreClient
-from torch_dcpx.store_exchange import StoreExchange
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.store import StoreExchange
+from torch_dcpx.ranks.store_client import StoreClient
 
 FULL = StorageError("pwrite 8 B of 'c/__2_0.distcp'", errno=errno.ENOSPC, path="c", nbytes=8)
 

@@ -19,10 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx._native import _C
 from torch_dcpx.call_agreement import Call, has_functions
-from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.errors import PlanError
-from torch_dcpx.exchange import exchange_for
-from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.export_arguments import (
     ExportArguments,
     check_same_export,
@@ -49,6 +46,9 @@ from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.ranks.call_id import CallId, last_component
+from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.reader_lock import being_read
 from torch_dcpx.torch_archive import check_objects, torch_layout, torch_patches

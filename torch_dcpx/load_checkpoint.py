@@ -19,10 +19,7 @@ from typing import Any, Literal, TypeVar
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_dcpx.call_id import CallId, last_component, path_name
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
-from torch_dcpx.exchange import exchange_for
-from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.load_checks import LoadRules
 from torch_dcpx.load_part import LoadPart
@@ -30,6 +27,9 @@ from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.ranks.call_id import CallId, last_component, path_name
+from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader import DcpxReader
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.reader_lock import being_read

@@ -16,9 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from torch_dcpx.call_agreement import Call, check_same_call, told_rules
-from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.checkpoint_tags import tag_of
-from torch_dcpx.exchange import keys_for, told_to_next
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.load_checkpoint import load
 from torch_dcpx.manager_export import ExportingCatalog
@@ -36,6 +34,8 @@ from torch_dcpx.manager_translate import checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.per_rank import Merge, checked_merge
 from torch_dcpx.preemption import Preemption
+from torch_dcpx.ranks.call_id import CallId, last_component
+from torch_dcpx.ranks.members import keys_for, told_to_next
 from torch_dcpx.retention import KeepRules
 from torch_dcpx.save_checkpoint import async_save as save_in_background
 from torch_dcpx.save_checkpoint import save as save_now

@@ -29,9 +29,9 @@ from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
 from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
-from torch_dcpx.plan_wire import WirePlan
-from torch_dcpx.rank_errors import from_rank
-from torch_dcpx.rank_plan import RankPlan, offered
+from torch_dcpx.ranks.failures import from_rank
+from torch_dcpx.ranks.plan_wire import WirePlan
+from torch_dcpx.ranks.rank_plan import RankPlan, offered
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.tensors.digests import digests_of, report_conflicts

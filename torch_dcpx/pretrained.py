@@ -18,10 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.errors import OptionError, UnsupportedError
-from torch_dcpx.exchange import exchange_for
-from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.handed_state import EXTRA_STATE, HandedState
 from torch_dcpx.key_rules import KeyRules, checked_map
 from torch_dcpx.load_checkpoint import LoadRun
@@ -31,6 +28,9 @@ from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.pretrained_reader import PretrainedReader
+from torch_dcpx.ranks.call_id import CallId, last_component
+from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.storage.reader_lock import being_read
 
 

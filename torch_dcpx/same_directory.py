@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch_dcpx.errors import DcpxError, PlanError
-from torch_dcpx.exchange_base import Exchange
+from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import LOCK_NAME, METADATA_NAME, temporary_name
 

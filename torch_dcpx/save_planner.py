@@ -27,7 +27,7 @@ from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import OptionError, PlanError
 from torch_dcpx.plan_cache import KnownPlan, Planning
 from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
-from torch_dcpx.rank_plan import RankPlan
+from torch_dcpx.ranks.rank_plan import RankPlan
 from torch_dcpx.replicas import Replicas, doubtful_names, replicas_of
 from torch_dcpx.row_pieces import cut_names, with_pieces
 from torch_dcpx.tensors.digests import report_conflicts, shared_digests

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.ballot import Ballot
 from torch_dcpx.committed import stored_save_id
-from torch_dcpx.exchange_base import Exchange
 from torch_dcpx.plan_round import Answer, Offer, PlanRound
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.reports import WriteReport
 from torch_dcpx.same_directory import Place, SameDirectory
 from torch_dcpx.storage.paths import AnyPath

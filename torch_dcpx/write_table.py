@@ -40,7 +40,7 @@ from torch_dcpx.item_rows import (
     item_type,
     type_key,
 )
-from torch_dcpx.rank_plan import RankPlan
+from torch_dcpx.ranks.rank_plan import RankPlan
 from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.tensors import device as device_memory

@@ -41,7 +41,7 @@ from torch_dcpx.commit import (
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.progress import WriteProgress, reporting
-from torch_dcpx.rank_plan import offered
+from torch_dcpx.ranks.rank_plan import offered
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.save_ids import save_of, with_save_id, written_id
 from torch_dcpx.save_locks import SaveLocks

@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx.commit import WriteResults
 from torch_dcpx.kept_plan import KeptPlan
-from torch_dcpx.plan_wire import WirePlan
-from torch_dcpx.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import WirePlan
+from torch_dcpx.ranks.rank_plan import RankPlan
 
 RANKS = 1024  # of the job, of which some are looked at
 LAYER = {

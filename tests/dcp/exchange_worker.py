@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from leaks import Held
 
-from torch_dcpx.ballot import Ballot
 from torch_dcpx.errors import OptionError, RankError, UnsupportedError
-from torch_dcpx.exchange import LocalExchange, exchange_for
-from torch_dcpx.store_client import client_of
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.members import LocalExchange, exchange_for
+from torch_dcpx.ranks.store_client import client_of
 
 
 def save(group: Any, value: Any, timeout_s: float = 120) -> Any:

@@ -23,7 +23,7 @@ from tensor_bits import bits
 
 import torch_dcpx as dcpx
 from torch_dcpx import save_planner
-from torch_dcpx.store_keys import StoreKeys
+from torch_dcpx.ranks.store_keys import StoreKeys
 
 sent: dict[str, int] = {}  # bytes by key, of the save under way on this rank
 MANY = 300

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError, save_planner
-from torch_dcpx.rank_plan import RankPlan, offered
+from torch_dcpx.ranks.rank_plan import RankPlan, offered
 
 State = dict[str, Any]
 

@@ -15,10 +15,10 @@ from torch.distributed import HashStore, PrefixStore
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError, StorageError, WriteOptions
 from torch_dcpx.plan_cache import PlanCache
+from torch_dcpx.ranks.store import StoreExchange
 from torch_dcpx.same_directory import Place, SameDirectory
 from torch_dcpx.save_run import Committed, SaveRun
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.store_exchange import StoreExchange
 
 WORLD_SIZE = 3
 
@@ -109,7 +109,7 @@ def test_ranks_that_save_to_different_directories_raise_and_leave_nothing(
 
 
 def _host() -> str:
-    from torch_dcpx.exchange_base import host_name
+    from torch_dcpx.ranks.exchange import host_name
 
     return host_name()
 

@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from torch_dcpx import store_client
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.ballot import Ballot
-from torch_dcpx.exchange import exchange_for
-from torch_dcpx.store_client import client_of
+from torch_dcpx.ranks import store_client
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.members import exchange_for
+from torch_dcpx.ranks.store_client import client_of
 
 WORLD_SIZE = 3
 TIMEOUT_S = 8.0

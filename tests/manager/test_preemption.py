@@ -16,7 +16,7 @@ from trainings import manager_of, save_steps
 
 from torch_dcpx import OptionError, Preemption, RankLostError
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.store_keys import StoreKeys
+from torch_dcpx.ranks.store_keys import StoreKeys
 
 
 @pytest.fixture(params=[2, 3])

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from trainings import Training, manager_of
 
 from torch_dcpx import OptionError, PerRank
-from torch_dcpx.exchange_base import Exchange
-from torch_dcpx.local_exchange import LocalExchange
+from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.ranks.local_exchange import LocalExchange
 
 WORKER = Path(__file__).with_name("resume_end_worker.py")
 

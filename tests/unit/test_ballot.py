@@ -13,10 +13,10 @@ from store_ranks import FULL, Ranks, Storage, assert_no_key_is_left, ballots
 from torch.distributed import HashStore, PrefixStore
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.ballot import Ballot
 from torch_dcpx.errors import RankError, StorageError
-from torch_dcpx.exchange import Exchange, LocalExchange
-from torch_dcpx.store_exchange import StoreExchange
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.members import Exchange, LocalExchange
+from torch_dcpx.ranks.store import StoreExchange
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 from store_ranks import FULL, Killed, Ranks, Storage
 from torch.distributed import HashStore
 
-from torch_dcpx.ballot import Ballot
 from torch_dcpx.errors import OutcomeUnknownError
+from torch_dcpx.ranks.ballot import Ballot
 
 FATES = ["lives", "lives", "lives", "fails", "killed", "interrupted", "cancels"]
 PHASES = ["entry", "plan", "split", "staging", "writing", "voted", "commit", "committed"]

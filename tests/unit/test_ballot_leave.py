@@ -12,10 +12,10 @@ from store_ranks import Ranks, Storage, ballots
 from torch.distributed import HashStore, PrefixStore
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.ballot import Ballot
 from torch_dcpx.errors import RankError
-from torch_dcpx.exchange import LocalExchange
-from torch_dcpx.store_exchange import StoreExchange
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.members import LocalExchange
+from torch_dcpx.ranks.store import StoreExchange
 
 
 @pytest.fixture

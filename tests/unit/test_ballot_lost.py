@@ -10,9 +10,9 @@ import pytest
 from store_ranks import FULL, Killed, Ranks, Storage, ballots
 from torch.distributed import HashStore, PrefixStore
 
-from torch_dcpx.ballot import Ballot
 from torch_dcpx.errors import OutcomeUnknownError, RankLostError, StorageError, StoreLostError
-from torch_dcpx.store_exchange import StoreExchange
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.store import StoreExchange
 
 
 @pytest.fixture

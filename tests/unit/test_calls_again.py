@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from simulated_ranks import TIMEOUT_S, Client, Job
 
-from torch_dcpx import store_keys
-from torch_dcpx.call_id import CallId
 from torch_dcpx.errors import PlanError, RankError, RankLostError
+from torch_dcpx.ranks import store_keys
+from torch_dcpx.ranks.call_id import CallId
 
 CALL = CallId("load", "a")
 SAVE = CallId("save", "a", is_target_compared=False, is_write=True)

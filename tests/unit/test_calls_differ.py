@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from simulated_ranks import TIMEOUT_S, Job
 
-from torch_dcpx import store_keys
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.ballot import Ballot
-from torch_dcpx.call_id import CallId, last_component
 from torch_dcpx.errors import NotCommittedError, PlanError, RankLostError
+from torch_dcpx.ranks import store_keys
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.call_id import CallId, last_component
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import pytest
 from store_ranks import Ranks, assert_no_key_is_left, values_of
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
-from torch_dcpx import store_keys
 from torch_dcpx.errors import PlanError, RankError, StorageError
-from torch_dcpx.exchange import Exchange, LocalExchange, exchange_for
-from torch_dcpx.store_exchange import StoreExchange
+from torch_dcpx.ranks import store_keys
+from torch_dcpx.ranks.members import Exchange, LocalExchange, exchange_for
+from torch_dcpx.ranks.store import StoreExchange
 
 # ---- One process --------------------------------------------------------------------------------
 

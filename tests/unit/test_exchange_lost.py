@@ -12,8 +12,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import RankError, RankLostError, StoreLostError
-from torch_dcpx.store_client import StoreClient
-from torch_dcpx.store_step import FIRST, Own, Step
+from torch_dcpx.ranks.store_client import StoreClient
+from torch_dcpx.ranks.store_step import FIRST, Own, Step
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ class StoppedStore:
 def test_store_that_stops_is_an_error_on_all_ranks_and_serves_again_when_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch_dcpx.store_client._ANSWER_S", 0.2)
+    monkeypatch.setattr("torch_dcpx.ranks.store_client._ANSWER_S", 0.2)
     stopped, go_on = threading.Event(), threading.Event()
     ranks = Ranks(StoppedStore(HashStore(), stopped, go_on), 2)
 

@@ -32,8 +32,8 @@ from torch_dcpx import PlanError
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.commit import WriteResults
-from torch_dcpx.plan_wire import WirePlan
-from torch_dcpx.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import WirePlan
+from torch_dcpx.ranks.rank_plan import RankPlan
 from torch_dcpx.storage.names import FileEntry
 
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import pytest
 from simulated_ranks import Client, Store, Task, World
 
-from torch_dcpx import store_keys
-from torch_dcpx.ballot import Ballot
 from torch_dcpx.call_agreement import Call, check_same_call
-from torch_dcpx.call_id import CallId
 from torch_dcpx.errors import DcpxError, NotCommittedError
-from torch_dcpx.store_exchange import StoreExchange
+from torch_dcpx.ranks import store_keys
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.store import StoreExchange
 
 TIMEOUT_S = 8.0
 KINDS = ["save", "async_save", "load", "manager.save", "manager.resume"]

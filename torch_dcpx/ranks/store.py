@@ -29,15 +29,15 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from torch_dcpx._waiting import Clock, Deadline
-from torch_dcpx.call_id import CallId
 from torch_dcpx.errors import PlanError, RankLostError, StoreLostError
-from torch_dcpx.exchange_base import BALLOT, Exchange, check_pieces, host_name
-from torch_dcpx.long_wait import wait_looking
-from torch_dcpx.rank_errors import RankFailure, error_of, from_rank, lost_error, lost_ranks
-from torch_dcpx.store_client import Client
-from torch_dcpx.store_keys import StoreKeys
-from torch_dcpx.store_presence import UNKNOWN, Presence, differing, missed, of_call, presence_of
-from torch_dcpx.store_step import ERROR, FAILED, FIRST, OK, VOID, Own, Step, left_keys
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.exchange import BALLOT, Exchange, check_pieces, host_name
+from torch_dcpx.ranks.failures import RankFailure, error_of, from_rank, lost_error, lost_ranks
+from torch_dcpx.ranks.long_wait import wait_looking
+from torch_dcpx.ranks.presence import UNKNOWN, Presence, differing, missed, of_call, presence_of
+from torch_dcpx.ranks.store_client import Client
+from torch_dcpx.ranks.store_keys import StoreKeys
+from torch_dcpx.ranks.store_step import ERROR, FAILED, FIRST, OK, VOID, Own, Step, left_keys
 
 T = TypeVar("T")
 R = TypeVar("R")

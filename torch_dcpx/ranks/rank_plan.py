@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from torch_dcpx.plan_wire import WirePlan, packed_fields, travelling
+from torch_dcpx.ranks.plan_wire import WirePlan, packed_fields, travelling
 
 _DIGEST_BYTES = 8
 

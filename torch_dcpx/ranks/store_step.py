@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
-from torch_dcpx.exchange_base import BALLOT
-from torch_dcpx.long_wait import wait_looking
-from torch_dcpx.rank_errors import RankFailure, from_rank
-from torch_dcpx.store_presence import calls_of, gone_on, presence_of, refuse
+from torch_dcpx.ranks.exchange import BALLOT
+from torch_dcpx.ranks.failures import RankFailure, from_rank
+from torch_dcpx.ranks.long_wait import wait_looking
+from torch_dcpx.ranks.presence import calls_of, gone_on, presence_of, refuse
 
 if TYPE_CHECKING:
-    from torch_dcpx.store_exchange import StoreExchange
+    from torch_dcpx.ranks.store import StoreExchange
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import OutcomeUnknownError, StoreLostError
-from torch_dcpx.exchange_base import BALLOT, Exchange
-from torch_dcpx.rank_errors import RankFailure, error_of, from_rank
+from torch_dcpx.ranks.exchange import BALLOT, Exchange
+from torch_dcpx.ranks.failures import RankFailure, error_of, from_rank
 
 R = TypeVar("R")
 

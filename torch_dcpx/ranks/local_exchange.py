@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.call_id import CallId
-from torch_dcpx.exchange_base import BALLOT, Exchange, Keys, check_pieces, host_name
-from torch_dcpx.rank_errors import RankFailure, error_of, lost_error
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.exchange import BALLOT, Exchange, Keys, check_pieces, host_name
+from torch_dcpx.ranks.failures import RankFailure, error_of, lost_error
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.call_id import CallId
 from torch_dcpx.errors import PlanError
-from torch_dcpx.rank_errors import RankFailure
-from torch_dcpx.store_keys import StoreKeys
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.failures import RankFailure
+from torch_dcpx.ranks.store_keys import StoreKeys
 
 _MAX_SHOWN = 8  # ranks in one message
 

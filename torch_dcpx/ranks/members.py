@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch_dcpx.call_id import CallId
 from torch_dcpx.errors import DcpxError, OptionError
-from torch_dcpx.exchange_base import Exchange, Keys
-from torch_dcpx.local_exchange import LocalExchange
-from torch_dcpx.store_client import client_of
-from torch_dcpx.store_exchange import StoreExchange
-from torch_dcpx.store_keys import StoreKeys
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.exchange import Exchange, Keys
+from torch_dcpx.ranks.local_exchange import LocalExchange
+from torch_dcpx.ranks.store import StoreExchange
+from torch_dcpx.ranks.store_client import client_of
+from torch_dcpx.ranks.store_keys import StoreKeys
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
-from torch_dcpx.store_client import Client
+from torch_dcpx.ranks.store_client import Client
 
 T = TypeVar("T")
 

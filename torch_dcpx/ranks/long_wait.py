@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.exchange_base import Keys
+from torch_dcpx.ranks.exchange import Keys
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.call_id import CallId
 from torch_dcpx.errors import PlanError
-from torch_dcpx.rank_errors import RankFailure
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.failures import RankFailure
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -134,7 +134,7 @@ class Exchange(ABC):
     def close(self) -> None:
         """Ends the operation for this rank, and removes what it left in the store. Never raises."""
 
-    # ---- For the vote (torch_dcpx/ballot.py) ---------------------------------------------------
+    # ---- For the vote (torch_dcpx/ranks/ballot.py) -----------------------------------------------
 
     def sealed(self, value: bytes) -> bytes:
         """Returns a value that says of which operation it is."""
