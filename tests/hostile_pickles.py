@@ -192,8 +192,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         "copyreg._reconstructor",
     ),
     "own code": (
-        call(name("torch_dcpx.unpickle", "stand_in"), text("x"), text("y")),
-        "torch_dcpx.unpickle.stand_in",
+        call(name("torch_dcpx.unpickle.stand_ins", "stand_in"), text("x"), text("y")),
+        "torch_dcpx.unpickle.stand_ins.stand_in",
     ),
     "bytes storage class": (
         call(name("torch.storage", "_load_from_bytes"), value(b"x")),

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx._compat import PROPERTIES_COUNTS, set_strides
 from torch_dcpx.errors import UnsafePickleError
-from torch_dcpx.plain_objects import PATHS, PLAIN, path_text
-from torch_dcpx.settle import Settler, no_more_than, refuse
-from torch_dcpx.torch_objects import DTYPES, MAX_INT64, build_layout, dims
-from torch_dcpx.unpickle import GlobalTable, StandIn, StateStandIn, brief, stand_in
+from torch_dcpx.unpickle.plain_objects import PATHS, PLAIN, path_text
+from torch_dcpx.unpickle.settle import Settler, no_more_than, refuse
+from torch_dcpx.unpickle.stand_ins import GlobalTable, StandIn, StateStandIn, brief, stand_in
+from torch_dcpx.unpickle.torch_objects import DTYPES, MAX_INT64, build_layout, dims
 
 MEMORY_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)

@@ -22,7 +22,7 @@ from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.lazy_metadata import StoredEntries, StoredPaths, StoredPlaces
 from torch_dcpx.stock_classes import METADATA
 from torch_dcpx.stock_pickle import MEMORY_FORMATS
-from torch_dcpx.torch_objects import LAYOUTS
+from torch_dcpx.unpickle.torch_objects import LAYOUTS
 
 
 def _numbers(column: bytes) -> array[int]:

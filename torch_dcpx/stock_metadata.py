@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch_dcpx._compat import AnyProperties
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.hashed_keys import check_keys
-from torch_dcpx.settle import Settler, build_user_object, no_more_than, refuse
 from torch_dcpx.stock_classes import (
     BYTES,
     INDEX,
@@ -36,7 +34,9 @@ from torch_dcpx.stock_classes import (
     optional_text,
     text,
 )
-from torch_dcpx.unpickle import (
+from torch_dcpx.unpickle.hashed_keys import check_keys
+from torch_dcpx.unpickle.settle import Settler, build_user_object, no_more_than, refuse
+from torch_dcpx.unpickle.stand_ins import (
     RestrictedUnpickler,
     StandIn,
     malformed_is_corruption,

@@ -23,7 +23,7 @@ import torch
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.per_rank import PerRank
-from torch_dcpx.trust import decode_byte_item
+from torch_dcpx.unpickle.byte_items import decode_byte_item
 
 _MAX_DEPTH = 64
 _MARK = "__dcpx_per_rank__"  # key of the dict that stands where a PerRank was

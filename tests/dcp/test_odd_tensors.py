@@ -26,7 +26,7 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
-from torch_dcpx.torch_loader import load_by_torch
+from torch_dcpx.unpickle.torch_items import load_by_torch
 
 Maker = Callable[[torch.Generator], torch.Tensor]
 MEMORYLESS: dict[str, Maker] = {

@@ -23,7 +23,7 @@ from zip_samples import saved
 from torch_dcpx import _C, DcpxReader, ReadOptions, UnsafePickleError, read_bytes, write_table
 from torch_dcpx import _hooks as planner_hooks
 from torch_dcpx.errors import DcpxError
-from torch_dcpx.trust import decode_byte_item
+from torch_dcpx.unpickle.byte_items import decode_byte_item
 
 values = st.one_of(
     st.integers(),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.torch_loader import _check_item
+from torch_dcpx.unpickle.torch_items import _check_item
 
 MIB = 1 << 20
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from torch_dcpx.errors import CorruptionError, UnsafePickleError
-from torch_dcpx.trust import decode_byte_item, reencode_byte_item
+from torch_dcpx.unpickle.byte_items import decode_byte_item, reencode_byte_item
 
 try:
     import numpy as np

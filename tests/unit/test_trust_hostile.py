@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from torch_dcpx.errors import CorruptionError, UnsafePickleError
-from torch_dcpx.trust import decode_byte_item, reencode_byte_item
+from torch_dcpx.unpickle.byte_items import decode_byte_item, reencode_byte_item
 
 try:
     import numpy as np
@@ -255,7 +255,7 @@ def test_decoding_imports_no_module_in_a_fresh_process(tmp_path):
     item.write_bytes(saved({"a": argparse.Namespace(x=1), "b": torch.ones(2), "c": (1.5, {2})}))
     code = (
         "import sys, warnings; warnings.simplefilter('ignore')\n"
-        "from torch_dcpx.trust import decode_byte_item\n"
+        "from torch_dcpx.unpickle.byte_items import decode_byte_item\n"
         "data, before, events = open(sys.argv[1], 'rb').read(), set(sys.modules), []\n"
         "sys.addaudithook(lambda e, a: events.append(e))\n"
         "decode_byte_item(data, fqn='k', path='p')\n"

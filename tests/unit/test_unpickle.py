@@ -14,10 +14,10 @@ import hypothesis.strategies as st
 import pytest
 
 from torch_dcpx.errors import CorruptionError, OptionError, UnsafePickleError
-from torch_dcpx.settle import Settler, build_user_object
 from torch_dcpx.stock_classes import METADATA
-from torch_dcpx.trust import OBJECTS
-from torch_dcpx.unpickle import (
+from torch_dcpx.unpickle.byte_items import OBJECTS
+from torch_dcpx.unpickle.settle import Settler, build_user_object
+from torch_dcpx.unpickle.stand_ins import (
     RestrictedUnpickler,
     StandInType,
     malformed_is_corruption,

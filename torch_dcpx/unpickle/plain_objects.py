@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch_dcpx.settle import (
+from torch_dcpx.unpickle.settle import (
     Settler,
     build_enum_member,
     check_attributes,
@@ -36,7 +36,14 @@ from torch_dcpx.settle import (
     no_more_than,
     refuse,
 )
-from torch_dcpx.unpickle import EMPTY, GlobalTable, StandIn, brief, stand_in, with_python2_names
+from torch_dcpx.unpickle.stand_ins import (
+    EMPTY,
+    GlobalTable,
+    StandIn,
+    brief,
+    stand_in,
+    with_python2_names,
+)
 
 FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
 PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath")

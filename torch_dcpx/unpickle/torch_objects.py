@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_dcpx.settle import Settler, check_attributes, never_called, no_more_than, refuse
-from torch_dcpx.unpickle import GlobalTable, StandIn, StandInType, brief, stand_in
+from torch_dcpx.unpickle.settle import Settler, check_attributes, never_called, no_more_than, refuse
+from torch_dcpx.unpickle.stand_ins import GlobalTable, StandIn, StandInType, brief, stand_in
 
 MAX_INT64 = 2**63 - 1
 STORAGES = {

@@ -20,7 +20,7 @@ from torch_dcpx._compat import TORCH_VERSION, torch_lacks
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, OptionError, UnsafePickleError
-from torch_dcpx.hashed_keys import MAX_COMPOUND_KEYS, KeyCheckedUnpickler
+from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS, KeyCheckedUnpickler
 
 GlobalTable = Mapping[tuple[str, str], Any]  # (module, name) as written in the pickle -> object
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch_dcpx.settle import Settler, never_called, no_more_than, refuse
-from torch_dcpx.torch_objects import dims
-from torch_dcpx.unpickle import EMPTY, GlobalTable, StandIn, stand_in
+from torch_dcpx.unpickle.settle import Settler, never_called, no_more_than, refuse
+from torch_dcpx.unpickle.stand_ins import EMPTY, GlobalTable, StandIn, stand_in
+from torch_dcpx.unpickle.torch_objects import dims
 
 try:
     import numpy as np

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 
 from torch_dcpx.errors import UnsafePickleError
-from torch_dcpx.hashed_keys import check_keys
-from torch_dcpx.unpickle import EMPTY, StandIn, StandInType
+from torch_dcpx.unpickle.hashed_keys import check_keys
+from torch_dcpx.unpickle.stand_ins import EMPTY, StandIn, StandInType
 
 MAX_DEPTH = 500  # stock torch.save reaches 496 nested lists at Python's default recursion limit
 

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_dcpx._native import _C
 from torch_dcpx.errors import UnsafePickleError
-from torch_dcpx.hashed_keys import MAX_COMPOUND_KEYS
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.settle import refuse
-from torch_dcpx.unpickle import (
+from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS
+from torch_dcpx.unpickle.settle import refuse
+from torch_dcpx.unpickle.stand_ins import (
     RestrictedUnpickler,
     StandIn,
     StandInType,
