@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
 BIG = [2**31, 2**32, 2**40, 10**18, 2**62, 2**63 - 1]

@@ -12,7 +12,7 @@ from pathlib import Path
 from hostile_corpus import Case, ours, stock
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
 DATA = "__0_0.distcp"

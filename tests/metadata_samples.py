@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_dcpx.metadata import encode_metadata
+from torch_dcpx.metadata.file import encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
 PATH = "ckpt/.metadata"

@@ -16,7 +16,7 @@ from states import assert_same, blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import DcpxReader, DcpxWriter
-from torch_dcpx.metadata import decode_save_id
+from torch_dcpx.metadata.file import decode_save_id
 from torch_dcpx.storage.names import is_metadata_name
 
 WRITERS: dict[str, Callable[..., Any]] = {"ours": DcpxWriter, "stock": dcp.FileSystemWriter}

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from torch_dcpx.cli_output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
 from torch_dcpx.errors import NotCommittedError
-from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
+from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_metadata_name
 from torch_dcpx.storage.reader_lock import being_read

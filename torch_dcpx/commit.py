@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import DcpxError, PlanError, StorageError, UnsupportedError
-from torch_dcpx.metadata import decode_file_names, encode_pieces
+from torch_dcpx.metadata.file import decode_file_names, encode_pieces
 from torch_dcpx.ranks.plan_wire import pack_results, unpack_results
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch_dcpx.lazy_metadata import StoredEntries
+from torch_dcpx.metadata.lazy import StoredEntries
 from torch_dcpx.plan_fingerprint import STATE_READER
 
 

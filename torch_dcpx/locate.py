@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_dcpx._compat import dtype_by_name, storage_dtypes
 from torch_dcpx.errors import CorruptionError, StorageError
-from torch_dcpx.lazy_metadata import StoredPlaces
+from torch_dcpx.metadata.lazy import StoredPlaces
 from torch_dcpx.storage.names import FileEntry
 
 if TYPE_CHECKING:

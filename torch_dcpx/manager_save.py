@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx.call_agreement import Call
 from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
-from torch_dcpx.committed import committed_save_id
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager_root import ManagerRoot
+from torch_dcpx.metadata.committed import committed_save_id
 from torch_dcpx.optimizer_groups import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
 from torch_dcpx.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.options import WriteOptions

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_dcpx.key_rules import keeps_names, unwrapped
-from torch_dcpx.lazy_metadata import outline_of, sizes_of
 from torch_dcpx.manager_translate import TrainingRules
+from torch_dcpx.metadata.lazy import outline_of, sizes_of
 
 _MAX_DEPTH = 64
 _Path: TypeAlias = tuple[Any, ...]  # keys of dicts (str) and places in lists (int)

@@ -41,7 +41,7 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.locate import Found, locate_items
-from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
+from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.read_coverage import check_coverage, meeting_targets
 from torch_dcpx.read_files import read_items

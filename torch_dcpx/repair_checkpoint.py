@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch_dcpx.commit import publish
 from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafePickleError
 from torch_dcpx.footers import TENSOR, FileFacts
-from torch_dcpx.metadata import decode_columns, decode_file_names, decode_metadata
-from torch_dcpx.metadata_parts import decode_parts
+from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
+from torch_dcpx.metadata.parts import decode_parts
+from torch_dcpx.metadata.stock import load_stock_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.repair_footers import (
     check_ranks,
@@ -35,7 +36,6 @@ from torch_dcpx.repair_footers import (
 )
 from torch_dcpx.repair_report import RepairedMetadata, RepairReport, Source
 from torch_dcpx.save_locks import SaveLocks
-from torch_dcpx.stock_metadata import load_stock_metadata
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.committed import stored_save_id
+from torch_dcpx.metadata.committed import stored_save_id
 from torch_dcpx.plan_round import Answer, Offer, PlanRound
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange

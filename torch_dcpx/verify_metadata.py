@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_dcpx._compat import common_properties
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
-from torch_dcpx.lazy_metadata import plain_metadata
-from torch_dcpx.metadata import decode_metadata, encode_pieces
-from torch_dcpx.metadata_parts import decode_parts
-from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.metadata.file import decode_metadata, encode_pieces
+from torch_dcpx.metadata.lazy import plain_metadata
+from torch_dcpx.metadata.parts import decode_parts
+from torch_dcpx.metadata.stock import load_stock_metadata
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
 from torch_dcpx.tensors.offences import offence_text

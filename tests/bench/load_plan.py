@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import torch_dcpx as dcpx
-from torch_dcpx.metadata import encode_pieces
+from torch_dcpx.metadata.file import encode_pieces
 from torch_dcpx.storage.names import FileEntry
 
 ROW = 8  # elements

@@ -19,7 +19,8 @@ import torch.distributed.checkpoint as dcp
 from steps import Step, arguments, print_table, timed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from torch_dcpx import DcpxReader, DcpxWriter, metadata, read_files, reader
+from torch_dcpx import DcpxReader, DcpxWriter, read_files, reader
+from torch_dcpx.metadata import file as metadata
 
 STEPS = (
     Step("read_metadata", DcpxReader, "read_metadata"),

@@ -17,7 +17,7 @@ import torch_dcpx.cli_verify
 from torch_dcpx import _C
 from torch_dcpx.cli_app import app
 from torch_dcpx.errors import StorageError
-from torch_dcpx.metadata_parts import TAIL
+from torch_dcpx.metadata.parts import TAIL
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "repair", "doctor"])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from metadata_samples import encode_small
 
-from torch_dcpx.columns import ColumnReader
-from torch_dcpx.metadata_parts import decode_parts
+from torch_dcpx.metadata.columns import ColumnReader
+from torch_dcpx.metadata.parts import decode_parts
 
 HERE = Path(__file__).resolve().parent
 

@@ -34,7 +34,7 @@ from torch_dcpx import (
     UnsupportedError,
     verify,
 )
-from torch_dcpx.metadata import decode_save_id
+from torch_dcpx.metadata.file import decode_save_id
 
 READERS = (DcpxReader, dcp.FileSystemReader)
 

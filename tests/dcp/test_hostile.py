@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from torch_dcpx import CorruptionError, ReadOptions, UnsafePickleError
-from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
 STATE = {"weight": torch.arange(20_000), "value": "harmless"}

@@ -28,10 +28,10 @@ from torch.distributed.tensor import Shard
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxLoadPlanner, DcpxReader, DcpxSavePlanner, DcpxWriter, read_coverage
-from torch_dcpx.lazy_metadata import StoredEntries, StoredPlaces
 from torch_dcpx.load_checks import LoadRules, compare
 from torch_dcpx.locate import _places
-from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+from torch_dcpx.metadata.lazy import StoredEntries, StoredPlaces
 
 RANKS = 16
 NAMES = [f"layer{number}" for number in range(5)]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch_dcpx import CorruptionError, DcpxLoadPlanner, DcpxReader, DcpxWriter, PlanError
 from torch_dcpx._compat import flatten_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, TAKING_HOOKS, has_stock_hooks
-from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 
 
 def metadata_of(state: dict[str, Any], *, is_flat: bool = True) -> Metadata:

@@ -16,10 +16,11 @@ from golden.make_golden import golden_state, ramp
 from states import assert_same, blank_like
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, metadata_decode
+from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions
 from torch_dcpx._compat import DTYPES, HAS_STRIDES
 from torch_dcpx.errors import DcpxError, UnsafePickleError, UnsupportedError
-from torch_dcpx.stock_classes import METADATA
+from torch_dcpx.metadata import decode as metadata_decode
+from torch_dcpx.metadata.stock_classes import METADATA
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

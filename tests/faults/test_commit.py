@@ -27,7 +27,7 @@ from saves import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from torch_dcpx import DcpxWriter, PlanError, StorageError
-from torch_dcpx.metadata import encode_metadata
+from torch_dcpx.metadata.file import encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from torch_dcpx import CorruptionError, DcpxReader
-from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 
 SIZES = (12, 5)
 WHOLE = torch.arange(60.0).reshape(SIZES)

@@ -29,8 +29,8 @@ from states import blank_like
 
 import torch_dcpx as dcpx
 from torch_dcpx import CorruptionError, PlanError, RepairError
-from torch_dcpx.metadata import decode_metadata, encode_metadata
-from torch_dcpx.metadata_parts import TAIL
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+from torch_dcpx.metadata.parts import TAIL
 
 
 def state_of(value: float) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from torch_dcpx import (
     RepairReport,
     WriteOptions,
 )
-from torch_dcpx.metadata_parts import TAIL
+from torch_dcpx.metadata.parts import TAIL
 from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.running_save import RunningSave

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import torch_dcpx as dcpx
 from torch_dcpx import RepairError, RepairReport, WriteOptions
-from torch_dcpx.metadata_parts import TAIL
+from torch_dcpx.metadata.parts import TAIL
 
 
 def state_of(value: float) -> dict[str, Any]:

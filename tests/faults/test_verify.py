@@ -18,8 +18,8 @@ from zip_samples import saved
 
 import torch_dcpx as dcpx
 from torch_dcpx import NotCommittedError, OptionError, WriteOptions
-from torch_dcpx.metadata import decode_metadata, encode_metadata
-from torch_dcpx.metadata_parts import TAIL
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+from torch_dcpx.metadata.parts import TAIL
 
 BLOCK_BYTES = 64 << 10
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_dcpx import DcpxWriter
-from torch_dcpx.metadata import decode_metadata
+from torch_dcpx.metadata.file import decode_metadata
 
 DOC = ROOT / "docs" / "format.md"
 MAX_LINES = 50

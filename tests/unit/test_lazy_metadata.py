@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 
-from torch_dcpx import metadata as metadata_module
-from torch_dcpx import metadata_parts
 from torch_dcpx.errors import CorruptionError, DcpxError
-from torch_dcpx.lazy_metadata import StoredEntries, StoredPaths, StoredPlaces
-from torch_dcpx.metadata import decode_metadata, encode_metadata
+from torch_dcpx.metadata import file as metadata_module
+from torch_dcpx.metadata import parts as metadata_parts
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+from torch_dcpx.metadata.lazy import StoredEntries, StoredPaths, StoredPlaces
 from torch_dcpx.storage.directory import Directory, SmallFile
 
 FIELDS = ("state_dict_metadata", "storage_data", "planner_data")

@@ -12,8 +12,8 @@ from metadata_samples import PATH, canonical, encode_small, small
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.metadata import decode_metadata
-from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.metadata.file import decode_metadata
+from torch_dcpx.metadata.stock import load_stock_metadata
 
 FIELDS = ("state_dict_metadata", "storage_data", "planner_data")
 

@@ -42,10 +42,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_dcpx import _compat
-from torch_dcpx import metadata as metadata_module
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError
-from torch_dcpx.metadata import (
+from torch_dcpx.metadata import file as metadata_module
+from torch_dcpx.metadata.file import (
     CheckpointMetadata,
     decode_metadata,
     encode_metadata,

@@ -15,7 +15,7 @@ from metadata_samples import I64, PATH, TAIL, canonical, encode_small, forge, se
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError
-from torch_dcpx.metadata import CheckpointMetadata, decode_metadata
+from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.storage.directory import Directory, SmallFile
 
 # ---- Damage -------------------------------------------------------------------------------------

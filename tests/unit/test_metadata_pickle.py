@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx import _C
 from torch_dcpx.errors import PlanError
-from torch_dcpx.metadata import decode_metadata, encode_metadata
-from torch_dcpx.metadata_encode import encode_columns, stock_storage_meta
+from torch_dcpx.metadata.encode import encode_columns, stock_storage_meta
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 
 
 @given(metadatas())

@@ -22,7 +22,7 @@ from metadata_samples import TAIL, encode_small, seal, small
 from mutations import mutate
 
 from torch_dcpx.errors import DcpxError
-from torch_dcpx.metadata import decode_file_names, decode_metadata
+from torch_dcpx.metadata.file import decode_file_names, decode_metadata
 from torch_dcpx.unpickle.byte_items import decode_byte_item
 
 ROUNDS = int(os.environ.get("DCPX_FUZZ_ROUNDS", "2000"))

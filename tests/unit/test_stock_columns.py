@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx.errors import CorruptionError, DcpxError, UnsafePickleError
-from torch_dcpx.metadata import decode_file_names, decode_metadata
-from torch_dcpx.stock_columns import open_stock_metadata
-from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.metadata.file import decode_file_names, decode_metadata
+from torch_dcpx.metadata.stock import load_stock_metadata
+from torch_dcpx.metadata.stock_columns import open_stock_metadata
 
 GOLDEN = sorted((Path(__file__).resolve().parents[1] / "golden").glob("stock-*.tar.xz"))
 MODULE = "torch.distributed.checkpoint.metadata"

@@ -13,9 +13,9 @@ import pytest
 from metadata_samples import PATH, canonical
 
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.metadata import decode_metadata
-from torch_dcpx.stock_columns import open_stock_metadata
-from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.metadata.file import decode_metadata
+from torch_dcpx.metadata.stock import load_stock_metadata
+from torch_dcpx.metadata.stock_columns import open_stock_metadata
 
 MODULE = "torch.distributed.checkpoint.metadata"
 

@@ -15,8 +15,8 @@ import pytest
 from metadata_samples import PATH, canonical, small
 from mutations import mutate
 
-from torch_dcpx.stock_columns import open_stock_metadata
-from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.metadata.stock import load_stock_metadata
+from torch_dcpx.metadata.stock_columns import open_stock_metadata
 
 ROUNDS = int(os.environ.get("DCPX_FUZZ_ROUNDS", "2000"))
 

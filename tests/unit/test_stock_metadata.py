@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx.errors import CorruptionError, UnsafePickleError
-from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.metadata.stock import load_stock_metadata
 
 MODULE = "torch.distributed.checkpoint.metadata"
 FILES = "torch.distributed.checkpoint.filesystem"

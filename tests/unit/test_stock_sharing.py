@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.stock_metadata import load_stock_metadata
+from torch_dcpx.metadata.stock import load_stock_metadata
 
 MANY = 300
 PROPERTIES = TensorProperties(torch.float32)

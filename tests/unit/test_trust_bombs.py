@@ -20,7 +20,7 @@ from saves import load, raises_one
 
 from torch_dcpx import _C, DcpxReader
 from torch_dcpx.errors import CorruptionError, UnsafePickleError
-from torch_dcpx.metadata import decode_metadata
+from torch_dcpx.metadata.file import decode_metadata
 from torch_dcpx.unpickle import settle
 from torch_dcpx.unpickle.byte_items import decode_byte_item
 from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS, MAX_SAME_HASH, check_keys

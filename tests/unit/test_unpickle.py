@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 
 from torch_dcpx.errors import CorruptionError, OptionError, UnsafePickleError
-from torch_dcpx.stock_classes import METADATA
+from torch_dcpx.metadata.stock_classes import METADATA
 from torch_dcpx.unpickle.byte_items import OBJECTS
 from torch_dcpx.unpickle.settle import Settler, build_user_object
 from torch_dcpx.unpickle.stand_ins import (

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION, set_strides
-from torch_dcpx.columns import I64_MAX, ColumnReader
 from torch_dcpx.errors import DcpxError, UnsupportedError
-from torch_dcpx.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.columns import I64_MAX, ColumnReader
+from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
 from torch_dcpx.storage.names import FileEntry, id_bytes
 
 

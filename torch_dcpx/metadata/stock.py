@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch_dcpx._compat import AnyProperties
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.stock_classes import (
+from torch_dcpx.metadata.stock_classes import (
     BYTES,
     INDEX,
     METADATA,

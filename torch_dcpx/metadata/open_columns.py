@@ -16,10 +16,10 @@ from torch_dcpx import _compat
 from torch_dcpx._compat import DTYPES, LAYOUTS
 from torch_dcpx._native import _C
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.columns import I64_MAX, ColumnReader
-from torch_dcpx.lazy_metadata import StoredEntries, StoredPaths, StoredPlaces
-from torch_dcpx.metadata_decode import decode_descriptors, decode_planner, unknown_constant
-from torch_dcpx.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.columns import I64_MAX, ColumnReader
+from torch_dcpx.metadata.decode import decode_descriptors, decode_planner, unknown_constant
+from torch_dcpx.metadata.lazy import StoredEntries, StoredPaths, StoredPlaces
+from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
 
 
 def _check_ends(columns: ColumnReader, name: str, begins: memoryview, lengths: memoryview) -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch_dcpx._native import _C
 from torch_dcpx._version import __version__
-from torch_dcpx.columns import ColumnReader
 from torch_dcpx.errors import CorruptionError, UnsupportedError
+from torch_dcpx.metadata.columns import ColumnReader
 from torch_dcpx.storage.directory import SmallFile
 from torch_dcpx.unpickle.stand_ins import malformed_is_corruption
 

@@ -21,18 +21,19 @@ from torch_dcpx._compat import HAS_KNOWN_ITEMS, TORCH_VERSION
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx._version import __version__
-from torch_dcpx.columns import ColumnReader, encode_body
 from torch_dcpx.errors import CorruptionError, PlanError
-from torch_dcpx.lazy_metadata import plain_metadata
-from torch_dcpx.metadata_decode import (
+from torch_dcpx.metadata.columns import ColumnReader, encode_body
+from torch_dcpx.metadata.decode import (
     decode_entries,
     decode_files,
     decode_storage,
     decode_storage_meta,
     optional_str,
 )
-from torch_dcpx.metadata_encode import encode_columns, stock_storage_meta
-from torch_dcpx.metadata_parts import (
+from torch_dcpx.metadata.encode import encode_columns, stock_storage_meta
+from torch_dcpx.metadata.lazy import plain_metadata
+from torch_dcpx.metadata.open_columns import open_columns, open_planner
+from torch_dcpx.metadata.parts import (
     MAGIC,
     TAIL,
     VERSION,
@@ -42,10 +43,9 @@ from torch_dcpx.metadata_parts import (
     has_tail,
     scan_stock,
 )
-from torch_dcpx.open_columns import open_columns, open_planner
-from torch_dcpx.stock_columns import open_stock_metadata
-from torch_dcpx.stock_metadata import load_stock_metadata
-from torch_dcpx.stock_pickle import pickle_any
+from torch_dcpx.metadata.stock import load_stock_metadata
+from torch_dcpx.metadata.stock_columns import open_stock_metadata
+from torch_dcpx.metadata.stock_pickle import pickle_any
 from torch_dcpx.storage.directory import SmallFile
 from torch_dcpx.storage.names import FileEntry
 

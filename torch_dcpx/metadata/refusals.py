@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_dcpx._compat import DTYPES, LAYOUTS, all_strides
-from torch_dcpx.columns import I64_MAX
 from torch_dcpx.errors import PlanError
-from torch_dcpx.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.columns import I64_MAX
+from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
 
 # What len, array and iteration say about an object that is not stock's.
 NOT_STOCK = (TypeError, ValueError, KeyError, OverflowError, AttributeError)

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, HAS_STRIDES
 from torch_dcpx._native import _C
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.lazy_metadata import StoredEntries, StoredPaths, StoredPlaces
-from torch_dcpx.stock_classes import METADATA
-from torch_dcpx.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.lazy import StoredEntries, StoredPaths, StoredPlaces
+from torch_dcpx.metadata.stock_classes import METADATA
+from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
 from torch_dcpx.unpickle.torch_objects import LAYOUTS
 
 

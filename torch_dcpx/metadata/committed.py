@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from torch_dcpx.errors import DcpxError
-from torch_dcpx.metadata import decode_save_id
+from torch_dcpx.metadata.file import decode_save_id
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME
 
