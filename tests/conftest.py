@@ -317,8 +317,8 @@ def no_leaks() -> Iterator[None]:
     deadline = time.monotonic() + 2
     while True:
         gc.collect()
-        if "torch_dcpx.arena" in sys.modules:
-            sys.modules["torch_dcpx.arena"].process_pool().close()
+        if "torch_dcpx.staging.arena" in sys.modules:
+            sys.modules["torch_dcpx.staging.arena"].process_pool().close()
         files = {k: v for k, v in _open_files().items() if files_before.get(k) != v}
         threads = {k: v for k, v in _threads().items() if k not in threads_before}
         if not files and not threads:

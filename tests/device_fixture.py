@@ -18,7 +18,7 @@ def device(fake_device_memory: FakeCuda) -> Iterator[FakeCuda]:
     from device_snapshots import has_grown, left
 
     from torch_dcpx import _C, wait
-    from torch_dcpx.arena import process_pool
+    from torch_dcpx.staging.arena import process_pool
 
     fake = fake_device_memory
     process_pool().close()

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .save_handle import SaveHandle
     from .save_planner import DcpxSavePlanner
     from .save_report import SaveReport
-    from .stager import DcpxStager
+    from .staging.stager import DcpxStager
     from .tensors.copy_guard import CopyGuard, guard_optimizer
     from .verify_checkpoint import verify
     from .verify_report import Finding, VerifyReport
@@ -126,7 +126,7 @@ _MODULE_OF = {
     "DcpxLoadPlanner": "load_planner",
     "DcpxReader": "reader",
     "DcpxSavePlanner": "save_planner",
-    "DcpxStager": "stager",
+    "DcpxStager": "staging.stager",
     "DcpxWriter": "writer",
     "Finding": "verify_report",
     "KeyMap": "key_map",

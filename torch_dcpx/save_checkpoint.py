@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from torch_dcpx import pending_saves
 from torch_dcpx._gc import paused_gc_of_many
-from torch_dcpx.arena import process_pool
 from torch_dcpx.background_save import BackgroundSave, report_of
 from torch_dcpx.errors import (
     ConcurrentSaveError,
@@ -41,7 +40,8 @@ from torch_dcpx.save_report import SaveReport
 from torch_dcpx.save_run import SaveRun, asked
 from torch_dcpx.split import planned_bytes, split_items
 from torch_dcpx.staged_items import StagedItems
-from torch_dcpx.staging import StagePlan, stage_guarded, staging_workers
+from torch_dcpx.staging.arena import process_pool
+from torch_dcpx.staging.snapshot import StagePlan, stage_guarded, staging_workers
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.writer import DcpxWriter
 

@@ -46,8 +46,8 @@ from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.save_ids import save_of, with_save_id, written_id
 from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.split import planned_bytes, split_items
-from torch_dcpx.staged_state import note_state_written
-from torch_dcpx.stager import DcpxStager
+from torch_dcpx.staging.staged_state import note_state_written
+from torch_dcpx.staging.stager import DcpxStager
 from torch_dcpx.storage.directory import Directory, look_into, make_directory
 from torch_dcpx.storage.names import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.storage.paths import AnyPath, PathAnchor, checked_path, refuse_other_metadata_file

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, WriteOptions
-from torch_dcpx.staging import stage_tensors
+from torch_dcpx.staging.snapshot import stage_tensors
 
 State = dict[str, torch.Tensor]
 Times = dict[str, list[float]]

@@ -7,8 +7,8 @@ import torch
 from cuda_states import assert_same, busy, on_host, ordinals, state_on
 
 from torch_dcpx import _C, StagingError
-from torch_dcpx.arena import process_pool
-from torch_dcpx.staging import stage_tensors
+from torch_dcpx.staging.arena import process_pool
+from torch_dcpx.staging.snapshot import stage_tensors
 from torch_dcpx.tensors import device as device_memory
 
 pytestmark = pytest.mark.cuda

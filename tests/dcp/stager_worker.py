@@ -28,7 +28,7 @@ from tensor_bits import bits
 from tensor_cases import ODD, REGULAR, allowed, generator
 
 from torch_dcpx import DcpxReader, DcpxStager, DcpxWriter, UnsupportedError
-from torch_dcpx.arena import process_pool
+from torch_dcpx.staging.arena import process_pool
 
 VALUELESS = {"meta", "fake", "lazy parameter", "masked"}  # nothing to compare; never saved
 REFUSED = {"zero tensor", "freed storage", "functionalized"}

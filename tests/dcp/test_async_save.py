@@ -31,8 +31,8 @@ from torch_dcpx import (
     save,
     save_checkpoint,
 )
-from torch_dcpx.arena import process_pool
 from torch_dcpx.ranks.local_exchange import LocalExchange
+from torch_dcpx.staging.arena import process_pool
 
 __all__ = ["no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")

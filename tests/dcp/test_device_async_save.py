@@ -24,8 +24,8 @@ from torch_dcpx import (
     guard_optimizer,
     prewarm,
 )
-from torch_dcpx.arena import process_pool
-from torch_dcpx.staging import stage_guarded
+from torch_dcpx.staging.arena import process_pool
+from torch_dcpx.staging.snapshot import stage_guarded
 from torch_dcpx.tensors import device as device_memory
 
 __all__ = ["no_save_is_left"]

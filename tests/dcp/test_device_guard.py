@@ -10,8 +10,8 @@ from device_snapshots import assert_bits
 from fake_cuda.fake import HELD, HUNG, INVALID_VALUE, FakeCuda
 
 from torch_dcpx import StagingError
-from torch_dcpx.arena import process_pool
-from torch_dcpx.staging import stage_guarded, stage_tensors
+from torch_dcpx.staging.arena import process_pool
+from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
 from torch_dcpx.tensors.copy_guard import wait_for_copies
 
 MIB = 1 << 20

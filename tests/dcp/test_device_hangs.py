@@ -19,9 +19,9 @@ from states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import _C, DcpxReader, ReadOptions, WriteOptions
-from torch_dcpx.arena import process_pool
 from torch_dcpx.errors import StagingError
-from torch_dcpx.staging import stage_guarded, stage_tensors
+from torch_dcpx.staging.arena import process_pool
+from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
 from torch_dcpx.tensors import copy_guard
 from torch_dcpx.tensors import device as device_memory
 

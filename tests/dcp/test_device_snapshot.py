@@ -12,8 +12,8 @@ from device_snapshots import assert_bits, device_copy, left
 from fake_cuda.fake import HELD, FakeCuda
 
 from torch_dcpx import _C, DcpxStager, StagingError
-from torch_dcpx.arena import process_pool
-from torch_dcpx.staging import stage_guarded, stage_tensors
+from torch_dcpx.staging.arena import process_pool
+from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
 from torch_dcpx.tensors import device as device_memory
 
 KIB, MIB = 1 << 10, 1 << 20

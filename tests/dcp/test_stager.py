@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from torch_dcpx import DcpxStager, DcpxWriter, StagingError, UnsupportedError
-from torch_dcpx.arena import ArenaPool, process_pool
-from torch_dcpx.staging import stage_tensors
+from torch_dcpx.staging.arena import ArenaPool, process_pool
+from torch_dcpx.staging.snapshot import stage_tensors
 
 MIB = 1 << 20
 Point = namedtuple("Point", ["x", "y"])

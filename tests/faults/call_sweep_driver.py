@@ -36,7 +36,7 @@ from states import assert_same, blank_like
 
 import torch_dcpx
 from torch_dcpx import DcpxReader, DcpxWriter, WriteOptions
-from torch_dcpx.arena import process_pool
+from torch_dcpx.staging.arena import process_pool
 
 OPTIONS = WriteOptions(workers=2, slot_bytes=256 << 10)
 

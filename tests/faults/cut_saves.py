@@ -11,7 +11,8 @@ import torch
 from saves import data_files, save, save_rank_local
 
 import torch_dcpx
-from torch_dcpx import _C, WriteOptions, arena, write_files
+from torch_dcpx import _C, WriteOptions, write_files
+from torch_dcpx.staging import arena
 from torch_dcpx.storage import directory
 from torch_dcpx.storage import save_lock as lock
 

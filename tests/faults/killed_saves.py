@@ -24,8 +24,9 @@ from saves import assert_whole, data_files, load, save, save_rank_local
 from states import assert_same
 
 import torch_dcpx
-from torch_dcpx import DcpxWriter, WriteOptions, arena
-from torch_dcpx.arena import ArenaPool
+from torch_dcpx import DcpxWriter, WriteOptions
+from torch_dcpx.staging import arena
+from torch_dcpx.staging.arena import ArenaPool
 
 OPTIONS = WriteOptions(workers=2, slot_bytes=256 << 10)
 OLD, NEW, NEXT = (state_of(seed) for seed in range(3))

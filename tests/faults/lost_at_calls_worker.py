@@ -26,8 +26,9 @@ from forks import Ended, Table, alone, in_children
 from saves import assert_whole, save
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_dcpx import DcpxWriter, arena
-from torch_dcpx.arena import ArenaPool
+from torch_dcpx import DcpxWriter
+from torch_dcpx.staging import arena
+from torch_dcpx.staging.arena import ArenaPool
 
 RANKS = 2
 LIMIT = timedelta(seconds=60)  # of the process group's collectives; a lost peer is noticed at once

@@ -16,7 +16,7 @@ from pathlib import Path
 from fake_cuda import seam
 from fake_cuda.fake import HELD
 from torch_dcpx import _C, DcpxStager, StagingError, UnsupportedError, WriteOptions, async_save
-from torch_dcpx.staging import stage_guarded, stage_tensors
+from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
 fake = seam.install()
 source = torch.arange(500_000.0)
 state = {"w": fake.device_tensor(source)}

@@ -11,8 +11,8 @@ from device_snapshots import assert_bits, device_copy, has_grown, left
 from fake_cuda.fake import HELD, INVALID_VALUE, LAUNCH_FAILED, FakeCuda
 
 from torch_dcpx import StagingError
-from torch_dcpx.arena import process_pool
-from torch_dcpx.staging import stage_guarded, stage_tensors
+from torch_dcpx.staging.arena import process_pool
+from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
 
 Stage = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 

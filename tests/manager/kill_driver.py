@@ -32,7 +32,8 @@ import torch
 from call_shim import Action, Shim
 from trainings import on_disk
 
-from torch_dcpx import CheckpointManager, PerRank, WriteOptions, arena, load
+from torch_dcpx import CheckpointManager, PerRank, WriteOptions, load
+from torch_dcpx.staging import arena
 
 KEPT = 2
 OPTIONS = WriteOptions(workers=1, slot_bytes=256 << 10)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from torch_dcpx import _C, StagingError
-from torch_dcpx import arena as arena_module
-from torch_dcpx.arena import ArenaPool, attach, note_written
-from torch_dcpx.host_memory import Available, available_memory
-from torch_dcpx.staging import stage_tensors
+from torch_dcpx.staging import arena as arena_module
+from torch_dcpx.staging.arena import ArenaPool, attach, note_written
+from torch_dcpx.staging.host_memory import Available, available_memory
+from torch_dcpx.staging.snapshot import stage_tensors
 
 MIB = 1 << 20
 

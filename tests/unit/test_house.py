@@ -69,7 +69,7 @@ MODULES_WITHOUT_TORCH = {
     "_version",
     "_environment",
     "errors",
-    "host_memory",
+    "staging.host_memory",
     "options",
 }
 

@@ -19,8 +19,8 @@ from torch_dcpx._compat import dlpack_dtypes, from_dlpack, to_dlpack
 from torch_dcpx._environment import usable_cores
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx._native import _C
-from torch_dcpx.arena import ArenaPool, make_ready, process_pool
 from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.staging.arena import ArenaPool, make_ready, process_pool
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.copy_guard import CopyGuard
 from torch_dcpx.tensors.memory import check_storage, has_strides

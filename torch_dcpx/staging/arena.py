@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from torch_dcpx._native import _C
 from torch_dcpx.errors import StagingError, StorageError
-from torch_dcpx.host_memory import available_memory
+from torch_dcpx.staging.host_memory import available_memory
 
 _POLL_S = 0.0002
 _MAX_POLL_S = 0.02

@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, from_dlpack, with_local_tensor
 from torch_dcpx._native import _C
-from torch_dcpx.arena import ArenaPool, attach, has_arenas, note_written
 from torch_dcpx.errors import StagingError, UnsupportedError
-from torch_dcpx.staging import StagePlan
+from torch_dcpx.staging.arena import ArenaPool, attach, has_arenas, note_written
+from torch_dcpx.staging.snapshot import StagePlan
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.copy_guard import CopyGuard
 from torch_dcpx.tensors.memory import is_plain

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from torch_dcpx.arena import process_pool
 from torch_dcpx.errors import StagingError
-from torch_dcpx.staged_state import StagedState, StateWalk, stage_state
-from torch_dcpx.staging import StagePlan, staging_workers
+from torch_dcpx.staging.arena import process_pool
+from torch_dcpx.staging.snapshot import StagePlan, staging_workers
+from torch_dcpx.staging.staged_state import StagedState, StateWalk, stage_state
 from torch_dcpx.tensors.copy_guard import CopyGuard
 
 
