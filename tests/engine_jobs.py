@@ -17,7 +17,7 @@ from states import DTYPES, random_bytes
 from torch_dcpx import _C
 from torch_dcpx._compat import dtype_name, framing_of
 from torch_dcpx.item_rows import BYTES, TENSOR, ItemType, WriteRow
-from torch_dcpx.locate import Form, Located
+from torch_dcpx.reader.locate import Form, Located
 from torch_dcpx.tensors.memory import is_dense
 
 SLOT_BYTES = 256 << 10

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .per_rank import PerRank
     from .preemption import Preemption
     from .pretrained import load_pretrained
-    from .reader import DcpxReader
+    from .reader.reader import DcpxReader
     from .repair_checkpoint import repair
     from .repair_report import RepairReport
     from .save_checkpoint import async_save, close, prewarm, save
@@ -124,7 +124,7 @@ _MODULE_OF = {
     "CheckpointManager": "manager",
     "CopyGuard": "tensors.copy_guard",
     "DcpxLoadPlanner": "load_planner",
-    "DcpxReader": "reader",
+    "DcpxReader": "reader.reader",
     "DcpxSavePlanner": "save_planner",
     "DcpxStager": "staging.stager",
     "DcpxWriter": "writer",

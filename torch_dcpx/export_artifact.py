@@ -42,13 +42,13 @@ from torch_dcpx.export_plan import (
 from torch_dcpx.export_rows import ExportRows, Target
 from torch_dcpx.export_source import Box, Entry, LiveSource, selected
 from torch_dcpx.export_stored import StoredSource
-from torch_dcpx.generation import Generation, check_same_generation
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
+from torch_dcpx.reader.generation import Generation, check_same_generation
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.reader_lock import being_read
 from torch_dcpx.torch_archive import check_objects, torch_layout, torch_patches

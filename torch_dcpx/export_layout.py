@@ -15,7 +15,7 @@ import torch
 
 from torch_dcpx._compat import dtype_by_name
 from torch_dcpx.errors import UnsupportedError
-from torch_dcpx.safetensors_header import (
+from torch_dcpx.reader.safetensors_header import (
     DTYPE_CODES,
     LENGTH_BYTES,
     MAX_FILE_TENSORS,

@@ -26,12 +26,12 @@ from torch_dcpx.export_layout import ExportTensor, file_view
 from torch_dcpx.export_pieces import BackgroundRows
 from torch_dcpx.export_rows import ExportRows, Target, share_of, slabs
 from torch_dcpx.export_source import Box, Entry, Offer, narrowed
-from torch_dcpx.generation import Generation
 from torch_dcpx.load_checkpoint import load
 from torch_dcpx.mapped_state import model_part
 from torch_dcpx.mapped_tensor import MappedTensor
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.pretrained_reader import PretrainedReader
+from torch_dcpx.reader.generation import Generation
+from torch_dcpx.reader.pretrained_reader import PretrainedReader
 
 _LEAST_SLOT_BYTES = 256 << 10
 _SLOT_UNIT = 64 << 10

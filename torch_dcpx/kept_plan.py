@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from torch_dcpx._hooks import has_stock_hooks
 from torch_dcpx.errors import PlanError
-from torch_dcpx.reader import DcpxReader
+from torch_dcpx.reader.reader import DcpxReader
 
 _HOOKS = ("create_local_plan", "create_global_plan", "finish_plan")
 _READER_HOOKS = ("prepare_local_plan", "prepare_global_plan")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch_dcpx.key_rules import KeyRules
 from torch_dcpx.mapped_tensor import Sizes
-from torch_dcpx.pretrained_reader import stored_sizes
+from torch_dcpx.reader.pretrained_reader import stored_sizes
 
 
 class DryRun(NamedTuple):

@@ -30,7 +30,7 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.reader import DcpxReader
+from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.reader_lock import being_read
 

@@ -29,8 +29,8 @@ from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_err
 from torch_dcpx.load_part import LoadPart
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.mapped_state import MappedState, map_state, model_part
-from torch_dcpx.read_coverage import check_shards
-from torch_dcpx.reader import DcpxReader
+from torch_dcpx.reader.coverage import check_shards
+from torch_dcpx.reader.reader import DcpxReader
 
 
 class Offer(NamedTuple):

@@ -45,7 +45,7 @@ from torch_dcpx.kept_plan import KeptPlan, is_kept
 from torch_dcpx.load_targets import flattened_target, whole_rows
 from torch_dcpx.mapped_state import MappedState, MappedTarget
 from torch_dcpx.metadata.lazy import StoredEntries, chunks_in, outline_of
-from torch_dcpx.read_coverage import WAY_OUT
+from torch_dcpx.reader.coverage import WAY_OUT
 from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 
 # (name, wanted: its sizes for a whole tensor, else its chunks; stored chunks, or the entry's number

@@ -24,7 +24,7 @@ from torch_dcpx.manager_catalog import CheckpointCatalog
 from torch_dcpx.manager_resume import Chosen
 from torch_dcpx.manager_translate import MODEL, checked_translate
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.pretrained_reader import stored_sizes
+from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.train_state import ModelPart
 
 

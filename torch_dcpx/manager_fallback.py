@@ -19,8 +19,8 @@ from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError, Uns
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.manager_resume import Chosen, PassedOver, ResumeInfo, Wanted
 from torch_dcpx.manager_root import ManagerRoot
-from torch_dcpx.pretrained_reader import stored_sizes
 from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.reader.pretrained_reader import stored_sizes
 
 _T = TypeVar("_T")
 

@@ -27,10 +27,10 @@ from torch_dcpx.load_plan import RankPlan
 from torch_dcpx.load_planner import DcpxLoadPlanner
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.pretrained_reader import PretrainedReader
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
+from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.storage.reader_lock import being_read
 
 

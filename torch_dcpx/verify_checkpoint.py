@@ -23,7 +23,7 @@ from torch_dcpx._native import _C
 from torch_dcpx.errors import NotCommittedError, StorageError
 from torch_dcpx.footers import RawFinding
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.reader import fitting_workers
+from torch_dcpx.reader.reader import fitting_workers
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,

@@ -76,7 +76,7 @@ class Forms {
     }
     bool operator()(const LocatedItem* a, const LocatedItem* b) const { return key(*a) < key(*b); }
   };
-  // The order of fields is that of torch_dcpx.locate.Form.
+  // The order of fields is that of torch_dcpx.reader.locate.Form.
   static py::tuple to_form(const LocatedItem& item) {
     return py::make_tuple(kind_name(item.kind), to_tuple(item.sizes), to_tuple(item.strides),
                           item.dtype, item.storage_name, item.dtype_name, item.is_big_endian);
@@ -102,7 +102,7 @@ engine::WantedItem to_wanted(const py::handle& row) {
           to_bool(field(row, 3))};
 }
 
-// The order of fields is that of torch_dcpx.read_table.ReadRow.
+// The order of fields is that of torch_dcpx.reader.rows.ReadRow.
 ReadRegion to_region(const py::handle& row, PinnedBuffers& buffers) {
   check_tuple(row, 10, "a read row has 10 fields");
   ReadRegion region;

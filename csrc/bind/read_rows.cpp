@@ -17,7 +17,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Of torch_dcpx.locate.Form.
+// Of torch_dcpx.reader.locate.Form.
 struct Form {
   std::uint64_t run_bytes = 0;  // 0: not in C order, or no plain payload
   py::object dtype;

@@ -19,8 +19,10 @@ import torch.distributed.checkpoint as dcp
 from steps import Step, arguments, print_table, timed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from torch_dcpx import DcpxReader, DcpxWriter, read_files, reader
+from torch_dcpx import DcpxReader, DcpxWriter
 from torch_dcpx.metadata import file as metadata
+from torch_dcpx.reader import files as read_files
+from torch_dcpx.reader import reader
 
 STEPS = (
     Step("read_metadata", DcpxReader, "read_metadata"),

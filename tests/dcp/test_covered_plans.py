@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from torch_dcpx import CorruptionError, DcpxLoadPlanner, DcpxReader, DcpxWriter, read_coverage
+from torch_dcpx import CorruptionError, DcpxLoadPlanner, DcpxReader, DcpxWriter
+from torch_dcpx.reader import coverage as read_coverage
 
 
 def metadata_of(state: dict[str, Any]) -> Metadata:

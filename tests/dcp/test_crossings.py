@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from saves import data_files, load, read_footer, save
 from states import assert_same
 
-from torch_dcpx import _C, DcpxReader, WriteOptions, reader, write_files
+from torch_dcpx import _C, DcpxReader, WriteOptions, write_files
+from torch_dcpx.reader import reader
 
 MIB = 1 << 20
 

@@ -27,9 +27,10 @@ from fake_cuda.fake import FakeCuda
 from saves import change, data_files, raises_one, read_footer, save
 from states import assert_same, random_bytes
 
-from torch_dcpx import _C, DcpxReader, ReadOptions, WriteOptions, read_files
+from torch_dcpx import _C, DcpxReader, ReadOptions, WriteOptions
 from torch_dcpx import load as dcpx_load
 from torch_dcpx.errors import CorruptionError
+from torch_dcpx.reader import files as read_files
 from torch_dcpx.tensors import device as device_memory
 
 KIB = 1 << 10

@@ -27,11 +27,12 @@ from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_
 from torch.distributed.tensor import Shard
 
 import torch_dcpx as dcpx
-from torch_dcpx import DcpxLoadPlanner, DcpxReader, DcpxSavePlanner, DcpxWriter, read_coverage
+from torch_dcpx import DcpxLoadPlanner, DcpxReader, DcpxSavePlanner, DcpxWriter
 from torch_dcpx.load_checks import LoadRules, compare
-from torch_dcpx.locate import _places
 from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.metadata.lazy import StoredEntries, StoredPlaces
+from torch_dcpx.reader import coverage as read_coverage
+from torch_dcpx.reader.locate import _places
 
 RANKS = 16
 NAMES = [f"layer{number}" for number in range(5)]

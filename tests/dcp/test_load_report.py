@@ -17,7 +17,7 @@ from states import assert_same, blank_like, mixed_state
 
 from torch_dcpx import DcpxReader, ReadOptions
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.read_files import ReadCounts
+from torch_dcpx.reader.files import ReadCounts
 from torch_dcpx.reports import ReadReport, loaded_line
 
 

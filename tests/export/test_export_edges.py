@@ -14,7 +14,8 @@ from export_cases import assert_artifact, read_artifact
 from torch import nn
 
 import torch_dcpx as dcpx
-from torch_dcpx import export_files, pretrained_reader
+from torch_dcpx import export_files
+from torch_dcpx.reader import pretrained_reader
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.torch_archive import check_objects
 
@@ -150,7 +151,7 @@ def test_checkpoint_that_is_exported_or_loaded_is_locked_against_deletion(
     dcpx.save(dict(TWO), tmp_path / "ckpt")
     lock = tmp_path / "ckpt" / ".dcpx.readers"
     lock.touch()
-    from torch_dcpx.reader import DcpxReader
+    from torch_dcpx.reader.reader import DcpxReader
 
     held = []
     real = DcpxReader.read_data

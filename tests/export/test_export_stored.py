@@ -17,10 +17,11 @@ from export_cases import assert_artifact, mixed_state
 from warm import warm_parent
 
 import torch_dcpx as dcpx
-from torch_dcpx import _C, WriteOptions, read_files
+from torch_dcpx import _C, WriteOptions
 from torch_dcpx.export_files import open_job
 from torch_dcpx.export_pieces import BackgroundRows, PieceMemory
 from torch_dcpx.export_rows import ExportRows, Target
+from torch_dcpx.reader import files as read_files
 from torch_dcpx.storage.directory import Directory
 
 TIGHT = WriteOptions(host_memory_bytes=1 << 20, slot_bytes=256 << 10)

@@ -78,7 +78,7 @@ def test_model_on_meta_gets_the_stored_bits_from_every_kind_of_path(
 
 def test_every_dtype_of_the_format_is_loaded(tmp_path: Path) -> None:
     from torch_dcpx._compat import dtype_by_name
-    from torch_dcpx.safetensors_header import DTYPE_CODES
+    from torch_dcpx.reader.safetensors_header import DTYPE_CODES
 
     dtypes = [d for name in DTYPE_CODES if (d := dtype_by_name(name)) in st._SIZE]
     raw = torch.arange(64, dtype=torch.uint8)

@@ -34,8 +34,8 @@ from torch_dcpx import (
     StorageError,
     WriteOptions,
 )
-from torch_dcpx import reader as reader_module
 from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+from torch_dcpx.reader import reader as reader_module
 from torch_dcpx.storage.names import FileEntry
 
 NUMEL = 100_000

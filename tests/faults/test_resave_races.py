@@ -26,8 +26,8 @@ from torch_dcpx import (
     NotCommittedError,
     ReadOptions,
     StorageError,
-    reader,
 )
+from torch_dcpx.reader import reader
 
 
 def state_of(seed: int) -> dict[str, Any]:

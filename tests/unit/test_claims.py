@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from torch_dcpx.claims import Claim, disjoint_groups
+from torch_dcpx.reader.claims import Claim, disjoint_groups
 
 
 def meet(a: Claim | None, b: Claim | None) -> bool:

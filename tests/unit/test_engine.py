@@ -31,8 +31,8 @@ from states import assert_same
 
 from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError, PlanError, StorageError
-from torch_dcpx.locate import Located
-from torch_dcpx.read_table import ReadRow
+from torch_dcpx.reader.locate import Located
+from torch_dcpx.reader.rows import ReadRow
 from torch_dcpx.tensors.memory import is_dense
 
 BLOCK_BYTES = 64 << 10

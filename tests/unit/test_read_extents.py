@@ -14,7 +14,7 @@ from states import assert_same
 
 from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError, StorageError
-from torch_dcpx.read_table import Located, ReadRow
+from torch_dcpx.reader.rows import Located, ReadRow
 
 BLOCK_BYTES = 64 << 10
 PAGE_BYTES = 4096

@@ -27,12 +27,12 @@ from torch_dcpx._compat import increment_version
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx._hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks, is_any_order
 from torch_dcpx._native import _C
-from torch_dcpx.claims import Claim, disjoint_groups
 from torch_dcpx.errors import CorruptionError, StagingError, StorageError
-from torch_dcpx.locate import Found, Located
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.read_bytes import BytesFinisher, BytesRead
-from torch_dcpx.read_table import (
+from torch_dcpx.reader.bytes import BytesFinisher, BytesRead
+from torch_dcpx.reader.claims import Claim, disjoint_groups
+from torch_dcpx.reader.locate import Found, Located
+from torch_dcpx.reader.rows import (
     ON_HOST,
     ReadRow,
     TensorRead,

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError
-from torch_dcpx.locate import Located
+from torch_dcpx.reader.locate import Located
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import check_storage, has_strides, is_disjoint, is_plain
 

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx._compat import dtype_by_name
 from torch_dcpx.errors import UnsupportedError
-from torch_dcpx.generation import Generation
-from torch_dcpx.locate import Form, RawPlace
 from torch_dcpx.metadata.lazy import sizes_of
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.reader import DcpxReader
-from torch_dcpx.safetensors_files import (
+from torch_dcpx.reader.generation import Generation
+from torch_dcpx.reader.locate import Form, RawPlace
+from torch_dcpx.reader.reader import DcpxReader
+from torch_dcpx.reader.safetensors import (
     Safetensors,
     check_not_replaced,
     find_safetensors,

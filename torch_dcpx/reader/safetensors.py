@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
-from torch_dcpx.safetensors_header import (
+from torch_dcpx.reader.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     HeaderEntry,

@@ -39,12 +39,12 @@ from torch_dcpx.errors import (
     NotCommittedError,
     StorageError,
 )
-from torch_dcpx.generation import Generation, check_same_generation
-from torch_dcpx.locate import Found, locate_items
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.read_coverage import check_coverage, meeting_targets
-from torch_dcpx.read_files import read_items
+from torch_dcpx.reader.coverage import check_coverage, meeting_targets
+from torch_dcpx.reader.files import read_items
+from torch_dcpx.reader.generation import Generation, check_same_generation
+from torch_dcpx.reader.locate import Found, locate_items
 from torch_dcpx.reports import ReadReport, loaded_line
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry, is_data_file_name, is_metadata_name
