@@ -39,8 +39,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from .export_artifact import ExportReport, export
-    from .key_map import KeyMap
-    from .key_rules import Merge, Split, Transpose
+    from .keys.key_map import KeyMap
+    from .keys.rules import Merge, Split, Transpose
     from .load_checkpoint import load
     from .load_planner import DcpxLoadPlanner
     from .load_report import LoadReport
@@ -129,7 +129,7 @@ _MODULE_OF = {
     "DcpxStager": "staging.stager",
     "DcpxWriter": "writer",
     "Finding": "verify_report",
-    "KeyMap": "key_map",
+    "KeyMap": "keys.key_map",
     "LoadReport": "load_report",
     "PerRank": "per_rank",
     "Preemption": "preemption",
@@ -146,7 +146,7 @@ _MODULE_OF = {
     "verify": "verify_checkpoint",
     **dict.fromkeys(("ExportReport", "export"), "export_artifact"),
     "load_pretrained": "pretrained",
-    **dict.fromkeys(("Merge", "Split", "Transpose"), "key_rules"),
+    **dict.fromkeys(("Merge", "Split", "Transpose"), "keys.rules"),
     **dict.fromkeys(("drain_on_sigterm", "wait"), "pending_saves"),
     **dict.fromkeys(("async_save", "close", "prewarm", "save"), "save_checkpoint"),
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dcpx.errors import PlanError
-from torch_dcpx.key_rules import KeyRules, Rule
+from torch_dcpx.keys.rules import KeyRules, Rule
 from torch_dcpx.tensors.digests import conflicting_names
 
 logger = logging.getLogger("torch_dcpx")

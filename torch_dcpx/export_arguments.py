@@ -14,7 +14,7 @@ from torch_dcpx.call_agreement import Call, check_same_call, told_globs, told_ru
 from torch_dcpx.errors import OptionError
 from torch_dcpx.export_source import LiveSource
 from torch_dcpx.export_stored import StoredSource
-from torch_dcpx.key_rules import KeyRules, checked_map
+from torch_dcpx.keys.rules import KeyRules, checked_map
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.paths import absolute, checked_path
 

@@ -42,8 +42,8 @@ from torch_dcpx.export_plan import (
 from torch_dcpx.export_rows import ExportRows, Target
 from torch_dcpx.export_source import Box, Entry, LiveSource, selected
 from torch_dcpx.export_stored import StoredSource
-from torch_dcpx.key_rules import KeyRules
-from torch_dcpx.mapped_tensor import MappedTensor
+from torch_dcpx.keys.mapped_tensor import MappedTensor
+from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange

@@ -12,8 +12,8 @@ from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
 from torch_dcpx.export_layout import ExportTensor, is_held, is_name
 from torch_dcpx.export_source import Box, Entry, Offer
-from torch_dcpx.key_rules import KeyRules
-from torch_dcpx.mapped_tensor import MappedTensor
+from torch_dcpx.keys.mapped_tensor import MappedTensor
+from torch_dcpx.keys.rules import KeyRules
 
 _MAX_SHOWN = 10
 

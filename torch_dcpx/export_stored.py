@@ -26,9 +26,9 @@ from torch_dcpx.export_layout import ExportTensor, file_view
 from torch_dcpx.export_pieces import BackgroundRows
 from torch_dcpx.export_rows import ExportRows, Target, share_of, slabs
 from torch_dcpx.export_source import Box, Entry, Offer, narrowed
+from torch_dcpx.keys.mapped_state import model_part
+from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.load_checkpoint import load
-from torch_dcpx.mapped_state import model_part
-from torch_dcpx.mapped_tensor import MappedTensor
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.reader.generation import Generation
 from torch_dcpx.reader.pretrained_reader import PretrainedReader

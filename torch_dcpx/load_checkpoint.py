@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
-from torch_dcpx.key_rules import KeyRules, checked_map
+from torch_dcpx.keys.rules import KeyRules, checked_map
 from torch_dcpx.load_checks import LoadRules
 from torch_dcpx.load_part import LoadPart
 from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch_dcpx.call_agreement import Call, check_same_call, told_rules
 from torch_dcpx.checkpoint_tags import tag_of
-from torch_dcpx.key_rules import KeyRules
+from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.load_checkpoint import load
 from torch_dcpx.manager_export import ExportingCatalog
 from torch_dcpx.manager_fallback import Attempts

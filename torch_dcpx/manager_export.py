@@ -18,8 +18,8 @@ from torch_dcpx.checkpoint_tags import tag_of
 from torch_dcpx.errors import MismatchError, NotCommittedError, OptionError
 from torch_dcpx.export_arguments import ExportArguments, checked_arguments
 from torch_dcpx.export_artifact import ExportReport, export
-from torch_dcpx.key_map import DryRun, KeyMap
-from torch_dcpx.key_rules import KeyRules
+from torch_dcpx.keys.key_map import DryRun, KeyMap
+from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.manager_catalog import CheckpointCatalog
 from torch_dcpx.manager_resume import Chosen
 from torch_dcpx.manager_translate import MODEL, checked_translate

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch_dcpx.errors import OptionError, PlanError, UnsupportedError
-from torch_dcpx.key_map import KeyMap
-from torch_dcpx.key_rules import KeyRules, unwrapped
-from torch_dcpx.mapped_tensor import MappedTensor, Sizes
+from torch_dcpx.keys.key_map import KeyMap
+from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
+from torch_dcpx.keys.rules import KeyRules, unwrapped
 
 MODEL = "model."
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_dcpx.errors import OptionError, UnsupportedError
 from torch_dcpx.handed_state import EXTRA_STATE, HandedState
-from torch_dcpx.key_rules import KeyRules, checked_map
+from torch_dcpx.keys.rules import KeyRules, checked_map
 from torch_dcpx.load_checkpoint import LoadRun
 from torch_dcpx.load_checks import LoadRules
 from torch_dcpx.load_plan import RankPlan

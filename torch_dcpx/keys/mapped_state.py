@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import wanted_chunks, wanted_sizes
 from torch_dcpx.errors import PlanError
-from torch_dcpx.key_rules import KeyRules, unwrapped
-from torch_dcpx.mapped_tensor import MappedTensor, StoredPart
+from torch_dcpx.keys.mapped_tensor import MappedTensor, StoredPart
+from torch_dcpx.keys.rules import KeyRules, unwrapped
 from torch_dcpx.metadata.lazy import sizes_of
 
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from torch_dcpx.key_rules import KeyRules
-from torch_dcpx.mapped_tensor import Sizes
+from torch_dcpx.keys.mapped_tensor import Sizes
+from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.reader.pretrained_reader import stored_sizes
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 from torch_dcpx.errors import OptionError, PlanError
-from torch_dcpx.mapped_tensor import MappedTensor, Sizes
+from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 
