@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .tensors.copy_guard import CopyGuard, guard_optimizer
     from .verify_checkpoint import verify
     from .verify_report import Finding, VerifyReport
-    from .writer import DcpxWriter
+    from .writer.writer import DcpxWriter
 
 __all__ = [
     "CheckpointManager",
@@ -127,7 +127,7 @@ _MODULE_OF = {
     "DcpxReader": "reader.reader",
     "DcpxSavePlanner": "save_planner",
     "DcpxStager": "staging.stager",
-    "DcpxWriter": "writer",
+    "DcpxWriter": "writer.writer",
     "Finding": "verify_report",
     "KeyMap": "keys.key_map",
     "LoadReport": "load_report",

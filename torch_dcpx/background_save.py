@@ -16,7 +16,7 @@ from torch_dcpx.item_staging import ItemsInWaves
 from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_report import SaveReport
 from torch_dcpx.save_run import Committed, SaveRun
-from torch_dcpx.staged_items import StagedItems
+from torch_dcpx.writer.items import StagedItems
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -41,7 +41,7 @@ from torch_dcpx.train_state import (
     states_of,
 )
 from torch_dcpx.user_content import encode_content, split_content
-from torch_dcpx.writer import DcpxWriter
+from torch_dcpx.writer.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -33,11 +33,11 @@ from torch_dcpx.ranks.failures import from_rank
 from torch_dcpx.ranks.plan_wire import WirePlan
 from torch_dcpx.ranks.rank_plan import RankPlan, offered
 from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
-from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.tensors.digests import digests_of, report_conflicts
 from torch_dcpx.tensors.offences import refuse_unlike
-from torch_dcpx.write_table import check_shapes, has_stock_hooks
-from torch_dcpx.writer import DcpxWriter
+from torch_dcpx.writer.save_rows import SAVE_ROWS
+from torch_dcpx.writer.table import check_shapes, has_stock_hooks
+from torch_dcpx.writer.writer import DcpxWriter
 
 
 class Offer(NamedTuple):

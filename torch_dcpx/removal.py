@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch_dcpx.commit import referenced_files, remove_replaced
 from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError, UnsupportedError
 from torch_dcpx.manager_root import TRASH_PREFIX, ManagerRoot
 from torch_dcpx.own_directory import OwnDirectory
@@ -36,6 +35,7 @@ from torch_dcpx.storage.names import (
 from torch_dcpx.storage.reader_lock import READERS_NAME, being_deleted
 from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.writer.commit import referenced_files, remove_replaced
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from torch_dcpx.commit import publish
 from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafePickleError
 from torch_dcpx.footers import TENSOR, FileFacts
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
@@ -35,7 +34,6 @@ from torch_dcpx.repair_footers import (
     one_save,
 )
 from torch_dcpx.repair_report import RepairedMetadata, RepairReport, Source
-from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,
@@ -51,6 +49,8 @@ from torch_dcpx.verify_checkpoint import open_checkpoint, verify_job
 from torch_dcpx.verify_files import look_at_file, look_at_named
 from torch_dcpx.verify_metadata import StoredCheckpoint, items_by_file
 from torch_dcpx.verify_report import Finding
+from torch_dcpx.writer.commit import publish
+from torch_dcpx.writer.locks import SaveLocks
 
 _ZIP = b"PK\x03\x04"
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from torch_dcpx.errors import PlanError
-from torch_dcpx.save_rows import SAVE_ROWS
 from torch_dcpx.tensors.own_chunks import ChunkFinder, Part, is_plain_dtensor, is_plain_tensor
+from torch_dcpx.writer.save_rows import SAVE_ROWS
 
 
 class RowPieces(torch.Tensor):

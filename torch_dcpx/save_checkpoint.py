@@ -38,12 +38,12 @@ from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_planner import DcpxSavePlanner
 from torch_dcpx.save_report import SaveReport
 from torch_dcpx.save_run import SaveRun, asked
-from torch_dcpx.split import planned_bytes, split_items
-from torch_dcpx.staged_items import StagedItems
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, stage_guarded, staging_workers
 from torch_dcpx.storage.paths import AnyPath
-from torch_dcpx.writer import DcpxWriter
+from torch_dcpx.writer.items import StagedItems
+from torch_dcpx.writer.split import planned_bytes, split_items
+from torch_dcpx.writer.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")
 

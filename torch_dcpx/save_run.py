@@ -31,7 +31,7 @@ from torch_dcpx.reports import WriteReport
 from torch_dcpx.same_directory import Place, SameDirectory
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.running_save import RunningSave, driven
-from torch_dcpx.writer import DcpxWriter, abandon_save
+from torch_dcpx.writer.writer import DcpxWriter, abandon_save
 
 
 def _is_stateful(value: Any) -> bool:

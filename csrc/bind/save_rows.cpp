@@ -186,7 +186,7 @@ class SaveRows {
                                                 path ? path : py::none(), kHostMemory));
   }
 
-  // By torch_dcpx.item_rows.type_key.
+  // By torch_dcpx.writer.rows.type_key.
   py::object type_of(const py::object& dtype, const py::object& properties, const py::dict& types,
                      const py::function& add_type) const {
     const py::tuple key = py::make_tuple(

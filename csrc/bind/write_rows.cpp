@@ -14,7 +14,7 @@ namespace {
 namespace py = pybind11;
 using engine::WriteItem;
 
-// What many rows share: torch_dcpx.item_rows.ItemType, in its order of fields.
+// What many rows share: torch_dcpx.writer.rows.ItemType, in its order of fields.
 struct ItemType {
   TensorFraming framing;
   std::uint64_t elem_bytes = 1;
@@ -106,7 +106,7 @@ void make_gather(WriteItem& item) {
 // In a row only: bytes that are the pickle of an item without tensors, still to be framed.
 constexpr std::uint64_t kPickle = 3;
 
-// The order of fields is that of torch_dcpx.item_rows.WriteRow.
+// The order of fields is that of torch_dcpx.writer.rows.WriteRow.
 void decode_row(const py::handle& row, const std::vector<ItemType>& types, ZipItemCache& zips,
                 WriteRows& out, WriteItem& item) {
   check_tuple(row, 13, "a write row has 13 fields");

@@ -1,4 +1,4 @@
-// The rows of torch_dcpx.item_rows as the engine takes them.
+// The rows of torch_dcpx.writer.rows as the engine takes them.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -18,8 +18,10 @@ import torch.distributed.checkpoint as dcp
 from steps import Step, arguments, print_table, timed
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from torch_dcpx import DcpxWriter, commit, write_files, writer
-from torch_dcpx.write_table import WriteTable
+from torch_dcpx import DcpxWriter
+from torch_dcpx.writer import commit, writer
+from torch_dcpx.writer import files as write_files
+from torch_dcpx.writer.table import WriteTable
 
 STEPS = (
     Step("DCP: flatten the state", DefaultSavePlanner, "set_up_planner"),

@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx.commit import WriteResults
 from torch_dcpx.kept_plan import KeptPlan
 from torch_dcpx.ranks.plan_wire import WirePlan
 from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.writer.commit import WriteResults
 
 RANKS = 1024  # of the job, of which some are looked at
 LAYER = {

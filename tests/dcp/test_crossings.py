@@ -13,8 +13,9 @@ import torch.distributed.checkpoint as dcp
 from saves import data_files, load, read_footer, save
 from states import assert_same
 
-from torch_dcpx import _C, DcpxReader, WriteOptions, write_files
+from torch_dcpx import _C, DcpxReader, WriteOptions
 from torch_dcpx.reader import reader
+from torch_dcpx.writer import files as write_files
 
 MIB = 1 << 20
 

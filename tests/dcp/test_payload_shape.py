@@ -125,7 +125,7 @@ def files_made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         def __getattr__(self, name: str) -> Any:
             return getattr(_C, name)
 
-    monkeypatch.setattr("torch_dcpx.write_files._C", Door())
+    monkeypatch.setattr("torch_dcpx.writer.files._C", Door())
     return made
 
 

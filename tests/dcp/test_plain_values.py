@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from zip_samples import saved
 
-from torch_dcpx import _C, DcpxReader, ReadOptions, UnsafePickleError, write_table
+from torch_dcpx import _C, DcpxReader, ReadOptions, UnsafePickleError
 from torch_dcpx import _hooks as planner_hooks
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.reader import bytes as read_bytes
 from torch_dcpx.unpickle.byte_items import decode_byte_item
+from torch_dcpx.writer import table as write_table
 
 values = st.one_of(
     st.integers(),

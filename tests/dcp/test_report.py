@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch_dcpx import DcpxWriter, WriteOptions
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.storage.names import FileEntry
-from torch_dcpx.write_files import Written
+from torch_dcpx.writer.files import Written
 
 WORKER = Path(__file__).with_name("report_worker.py")
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_dcpx import DcpxReader, DcpxSavePlanner, DcpxWriter, PlanError
 from torch_dcpx._compat import HAS_STRIDES
-from torch_dcpx.write_table import has_stock_hooks
+from torch_dcpx.writer.table import has_stock_hooks
 
 
 def assert_same_plans(make_state: MakeState, ranks: int, **arguments: Any) -> None:

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from saves import data_files, load, read_footer, save
 
-from torch_dcpx import _C, DcpxReader, write_table
+from torch_dcpx import _C, DcpxReader
+from torch_dcpx.writer import table as write_table
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 scalars = st.one_of(
@@ -101,7 +102,7 @@ def test_scalars_are_written_in_windows_of_bounded_memory(
             calls.append(sum(len(row.source) + _C.OBJECT_ZIP_OVERHEAD for row in rows))
             return write(self, rows, types, **kwargs)
 
-    monkeypatch.setattr("torch_dcpx.write_files._C.WriteJob", Job)
+    monkeypatch.setattr("torch_dcpx.writer.files._C.WriteJob", Job)
     state = {f"v{i}": i for i in range(12_000)}
     writer_options = {"per_thread_copy_ahead": 2 << 20, "thread_count": 1}
     save(state, tmp_path, **writer_options)

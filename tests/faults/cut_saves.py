@@ -11,10 +11,11 @@ import torch
 from saves import data_files, save, save_rank_local
 
 import torch_dcpx
-from torch_dcpx import _C, WriteOptions, write_files
+from torch_dcpx import _C, WriteOptions
 from torch_dcpx.staging import arena
 from torch_dcpx.storage import directory
 from torch_dcpx.storage import save_lock as lock
+from torch_dcpx.writer import files as write_files
 
 
 def state_of(seed: int) -> dict[str, Any]:

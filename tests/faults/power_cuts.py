@@ -32,10 +32,10 @@ from saves import READERS, load
 from states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_dcpx.commit import referenced_files
 from torch_dcpx.storage import directory
 from torch_dcpx.storage import save_lock as lock
 from torch_dcpx.storage.names import is_metadata_name
+from torch_dcpx.writer.commit import referenced_files
 
 MIB = {"ext4": 32, "xfs": 300}  # the least that mkfs.xfs makes; the file is sparse
 MKFS = {"ext4": ["mkfs.ext4", "-q", "-m0"], "xfs": ["mkfs.xfs", "-q"]}

@@ -27,8 +27,9 @@ from forks import Ended, Table, alone, in_child
 from ways import LOADS, SAVES, is_same, loaded, which
 
 import torch_dcpx
-from torch_dcpx import DcpxError, WriteOptions, save_locks
+from torch_dcpx import DcpxError, WriteOptions
 from torch_dcpx.storage import save_lock as lock
+from torch_dcpx.writer import locks as save_locks
 
 ROOTS = (str(Path(torch_dcpx.__file__).parent), f"{os.sep}distributed{os.sep}checkpoint{os.sep}")
 LOCKS = (lock.__file__, save_locks.__file__, weakref.__file__)  # a lock ends by weakref.finalize

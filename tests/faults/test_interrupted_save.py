@@ -19,7 +19,9 @@ from slow_states import SLOW, CopyingPlanner, Seen, gathered_state, windowed_sta
 from states import mixed_state
 from warm import warm_parent
 
-from torch_dcpx import DcpxWriter, WriteOptions, write_files, writer
+from torch_dcpx import DcpxWriter, WriteOptions
+from torch_dcpx.writer import files as write_files
+from torch_dcpx.writer import writer
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -38,10 +38,10 @@ from torch_dcpx import (
     WriteOptions,
 )
 from torch_dcpx.metadata.parts import TAIL
-from torch_dcpx.save_locks import SaveLocks
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.writer.locks import SaveLocks
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:

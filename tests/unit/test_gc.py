@@ -263,7 +263,7 @@ def test_save_that_fails_leaves_collections_on_at_once(
         seen.append(gc.isenabled())
         raise ValueError("no save")
 
-    monkeypatch.setattr(f"torch_dcpx.writer.{FAILING[failing]}", fail)
+    monkeypatch.setattr(f"torch_dcpx.writer.writer.{FAILING[failing]}", fail)
     with pytest.raises(CheckpointException):
         dcp.save(
             {"w": torch.zeros(1)},

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx import PlanError
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.commit import WriteResults
 from torch_dcpx.ranks.plan_wire import WirePlan
 from torch_dcpx.ranks.rank_plan import RankPlan
 from torch_dcpx.storage.names import FileEntry
+from torch_dcpx.writer.commit import WriteResults
 
 
 class Text(str):

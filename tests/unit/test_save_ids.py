@@ -13,11 +13,12 @@ from metadata_samples import PATH, small, small_files
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torch_dcpx import DcpxWriter, PlanError, save_ids
+from torch_dcpx import DcpxWriter, PlanError
 from torch_dcpx.metadata.file import decode_metadata, encode_metadata
-from torch_dcpx.save_ids import SavePrefix, save_of, with_save_id, written_id
 from torch_dcpx.storage.names import FileEntry, id_bytes
 from torch_dcpx.storage.running_save import RunningSave, driven
+from torch_dcpx.writer import save_ids
+from torch_dcpx.writer.save_ids import SavePrefix, save_of, with_save_id, written_id
 
 
 class Writer:

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from torch_dcpx.errors import PlanError, UnsupportedError
-from torch_dcpx.item_rows import WriteRow
-from torch_dcpx.write_table import WriteTable, vetted
+from torch_dcpx.writer.rows import WriteRow
+from torch_dcpx.writer.table import WriteTable, vetted
 
 
 class Derived(torch.Tensor):

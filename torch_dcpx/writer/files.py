@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx.errors import StorageError
-from torch_dcpx.item_rows import PICKLE, WriteRow
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.progress import WriteProgress
 from torch_dcpx.reports import WriteReport
-from torch_dcpx.save_rows import write_results
-from torch_dcpx.split import Split, planned_bytes
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import FileEntry, data_file_names
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.write_table import WriteTable
+from torch_dcpx.writer.progress import WriteProgress
+from torch_dcpx.writer.rows import PICKLE, WriteRow
+from torch_dcpx.writer.save_rows import write_results
+from torch_dcpx.writer.split import Split, planned_bytes
+from torch_dcpx.writer.table import WriteTable
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -30,22 +30,10 @@ from torch.futures import Future
 from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
 from torch_dcpx._overrides import refuse_bypassed, refuse_changed
-from torch_dcpx.commit import (
-    WriteResults,
-    check_present,
-    commit,
-    refuse_beside_global,
-    remove_unpublished,
-    verify_results,
-)
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.options import WriteOptions, merge_write_options
-from torch_dcpx.progress import WriteProgress, reporting
 from torch_dcpx.ranks.rank_plan import offered
 from torch_dcpx.reports import WriteReport, saved_line
-from torch_dcpx.save_ids import save_of, with_save_id, written_id
-from torch_dcpx.save_locks import SaveLocks
-from torch_dcpx.split import planned_bytes, split_items
 from torch_dcpx.staging.staged_state import note_state_written
 from torch_dcpx.staging.stager import DcpxStager
 from torch_dcpx.storage.directory import Directory, look_into, make_directory
@@ -53,8 +41,20 @@ from torch_dcpx.storage.names import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.storage.paths import AnyPath, PathAnchor, checked_path, refuse_other_metadata_file
 from torch_dcpx.storage.running_save import RunningSave, WriterUse
 from torch_dcpx.tensors.offences import check_plan
-from torch_dcpx.write_files import Written, write_files
-from torch_dcpx.write_table import WriteTable, transform_by
+from torch_dcpx.writer.commit import (
+    WriteResults,
+    check_present,
+    commit,
+    refuse_beside_global,
+    remove_unpublished,
+    verify_results,
+)
+from torch_dcpx.writer.files import Written, write_files
+from torch_dcpx.writer.locks import SaveLocks
+from torch_dcpx.writer.progress import WriteProgress, reporting
+from torch_dcpx.writer.save_ids import save_of, with_save_id, written_id
+from torch_dcpx.writer.split import planned_bytes, split_items
+from torch_dcpx.writer.table import WriteTable, transform_by
 
 logger = logging.getLogger("torch_dcpx")
 

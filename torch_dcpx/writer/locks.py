@@ -6,11 +6,11 @@ one shared, and one of its own. Followers hold none.
 
 from __future__ import annotations
 
-from torch_dcpx.commit import Leftovers, remove_leftovers
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import LOCK_NAME
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.writer.commit import Leftovers, remove_leftovers
 
 
 class SaveLocks:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._native import _C
-from torch_dcpx.item_rows import WriteRow
 from torch_dcpx.tensors.own_chunks import HOOKS
+from torch_dcpx.writer.rows import WriteRow
 
 SAVE_ROWS = _C.SaveRows(
     {

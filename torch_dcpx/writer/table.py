@@ -27,7 +27,13 @@ from torch.distributed.checkpoint.planner import (
 from torch_dcpx._compat import dtype_name
 from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
-from torch_dcpx.item_rows import (
+from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.tensors.memory import check_storage, has_strides, is_dense, is_plain
+from torch_dcpx.tensors.offences import check_shape, is_folded
+from torch_dcpx.tensors.own_chunks import is_plain_tensor
+from torch_dcpx.writer.items import StagedItems
+from torch_dcpx.writer.rows import (
     BYTES,
     BYTES_TYPE,
     PICKLE,
@@ -40,13 +46,7 @@ from torch_dcpx.item_rows import (
     item_type,
     type_key,
 )
-from torch_dcpx.ranks.rank_plan import RankPlan
-from torch_dcpx.save_rows import SAVE_ROWS
-from torch_dcpx.staged_items import StagedItems
-from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.memory import check_storage, has_strides, is_dense, is_plain
-from torch_dcpx.tensors.offences import check_shape, is_folded
-from torch_dcpx.tensors.own_chunks import is_plain_tensor
+from torch_dcpx.writer.save_rows import SAVE_ROWS
 
 
 class Transform(NamedTuple):
