@@ -42,13 +42,14 @@ if TYPE_CHECKING:
     from .keys.key_map import KeyMap
     from .keys.rules import Merge, Split, Transpose
     from .load_checkpoint import load
-    from .load_planner import DcpxLoadPlanner
     from .load_report import LoadReport
     from .manager import CheckpointManager
     from .manager_resume import ResumeInfo
     from .options import ReadOptions, WriteOptions
     from .pending_saves import drain_on_sigterm, wait
     from .per_rank import PerRank
+    from .planners.load_planner import DcpxLoadPlanner
+    from .planners.save_planner import DcpxSavePlanner
     from .preemption import Preemption
     from .pretrained import load_pretrained
     from .reader.reader import DcpxReader
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from .repair_report import RepairReport
     from .save_checkpoint import async_save, close, prewarm, save
     from .save_handle import SaveHandle
-    from .save_planner import DcpxSavePlanner
     from .save_report import SaveReport
     from .staging.stager import DcpxStager
     from .tensors.copy_guard import CopyGuard, guard_optimizer
@@ -123,9 +123,9 @@ __all__ = [
 _MODULE_OF = {
     "CheckpointManager": "manager",
     "CopyGuard": "tensors.copy_guard",
-    "DcpxLoadPlanner": "load_planner",
+    "DcpxLoadPlanner": "planners.load_planner",
     "DcpxReader": "reader.reader",
-    "DcpxSavePlanner": "save_planner",
+    "DcpxSavePlanner": "planners.save_planner",
     "DcpxStager": "staging.stager",
     "DcpxWriter": "writer.writer",
     "Finding": "verify_report",

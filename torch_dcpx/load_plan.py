@@ -28,7 +28,7 @@ from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
 from torch_dcpx.keys.rules import KeyRules, keeps_names
 from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.load_part import LoadPart
-from torch_dcpx.load_planner import DcpxLoadPlanner
+from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader
 

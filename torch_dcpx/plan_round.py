@@ -24,15 +24,15 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-from torch_dcpx import plan_cache
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
-from torch_dcpx.plan_cache import Agreement, KnownPlan, Planning, values_digest
+from torch_dcpx.planners import cache as plan_cache
+from torch_dcpx.planners.cache import Agreement, KnownPlan, Planning, values_digest
+from torch_dcpx.planners.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.ranks.failures import from_rank
 from torch_dcpx.ranks.plan_wire import WirePlan
 from torch_dcpx.ranks.rank_plan import RankPlan, offered
-from torch_dcpx.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.tensors.digests import digests_of, report_conflicts
 from torch_dcpx.tensors.offences import refuse_unlike
 from torch_dcpx.writer.save_rows import SAVE_ROWS

@@ -32,10 +32,10 @@ from torch_dcpx.errors import (
 from torch_dcpx.item_staging import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.plan_round import default_save_planner, forget_default_plans
+from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.save_handle import SaveHandle
-from torch_dcpx.save_planner import DcpxSavePlanner
 from torch_dcpx.save_report import SaveReport
 from torch_dcpx.save_run import SaveRun, asked
 from torch_dcpx.staging.arena import process_pool

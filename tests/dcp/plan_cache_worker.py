@@ -22,7 +22,7 @@ from ranks import leave_well
 from tensor_bits import bits
 
 import torch_dcpx as dcpx
-from torch_dcpx import save_planner
+from torch_dcpx.planners import save_planner
 from torch_dcpx.ranks.store_keys import StoreKeys
 
 sent: dict[str, int] = {}  # bytes by key, of the save under way on this rank

@@ -16,17 +16,10 @@ from plan_states import made, set_up
 from tensor_bits import bits
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_dcpx import (
-    DcpxSavePlanner,
-    DcpxWriter,
-    StorageError,
-    async_save,
-    close,
-    plan_cache,
-    save,
-    save_planner,
-)
+from torch_dcpx import DcpxSavePlanner, DcpxWriter, StorageError, async_save, close, save
 from torch_dcpx.plan_round import default_save_planner
+from torch_dcpx.planners import cache as plan_cache
+from torch_dcpx.planners import save_planner
 
 __all__ = ["made", "no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")

@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError, save_planner
+from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
+from torch_dcpx.planners import save_planner
 from torch_dcpx.ranks.rank_plan import RankPlan, offered
 
 State = dict[str, Any]

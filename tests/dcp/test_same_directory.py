@@ -14,7 +14,7 @@ from torch.distributed import HashStore, PrefixStore
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError, StorageError, WriteOptions
-from torch_dcpx.plan_cache import PlanCache
+from torch_dcpx.planners.cache import PlanCache
 from torch_dcpx.ranks.store import StoreExchange
 from torch_dcpx.same_directory import Place, SameDirectory
 from torch_dcpx.save_run import Committed, SaveRun

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx import DcpxLoadPlanner, PlanError
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.kept_plan import KeptPlan
+from torch_dcpx.planners.kept_load_plan import KeptPlan
 
 
 def kept_plan() -> KeptPlan:

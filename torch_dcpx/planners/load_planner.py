@@ -41,10 +41,10 @@ from torch_dcpx._gc import bounded_pause
 from torch_dcpx._hooks import has_stock_hooks, plans_as_stock
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import CorruptionError
-from torch_dcpx.kept_plan import KeptPlan, is_kept
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
-from torch_dcpx.load_targets import flattened_target, whole_rows
 from torch_dcpx.metadata.lazy import StoredEntries, chunks_in, outline_of
+from torch_dcpx.planners.kept_load_plan import KeptPlan, is_kept
+from torch_dcpx.planners.load_targets import flattened_target, whole_rows
 from torch_dcpx.reader.coverage import WAY_OUT
 from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 

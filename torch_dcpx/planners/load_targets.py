@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch_dcpx.metadata.lazy import StoredEntries
-from torch_dcpx.plan_fingerprint import STATE_READER
+from torch_dcpx.planners.plan_fingerprint import STATE_READER
 
 
 def flattened_target(

@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torch_dcpx.replicas import Replicas
+from torch_dcpx.planners.replicas import Replicas
 
 MAX_PLANS = 4
 MAX_ITEMS = 1_000_000  # of all plans, and chunks of their metadata: about 1 KiB each

@@ -25,11 +25,11 @@ from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
 from torch_dcpx._gc import bounded_pause, paused_gc
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import OptionError, PlanError
-from torch_dcpx.plan_cache import KnownPlan, Planning
-from torch_dcpx.plan_fingerprint import fingerprint_of, flattened
+from torch_dcpx.planners.cache import KnownPlan, Planning
+from torch_dcpx.planners.plan_fingerprint import fingerprint_of, flattened
+from torch_dcpx.planners.replicas import Replicas, doubtful_names, replicas_of
+from torch_dcpx.planners.row_pieces import cut_names, with_pieces
 from torch_dcpx.ranks.rank_plan import RankPlan
-from torch_dcpx.replicas import Replicas, doubtful_names, replicas_of
-from torch_dcpx.row_pieces import cut_names, with_pieces
 from torch_dcpx.tensors.digests import report_conflicts, shared_digests
 from torch_dcpx.tensors.offences import check_shape, offence_text, refuse_unlike
 from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
