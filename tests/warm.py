@@ -27,7 +27,7 @@ from typing import IO, Any
 
 IMPORTED = [
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
-    *("torch_dcpx.reader.reader", "torch_dcpx.writer.writer", "torch_dcpx.load_checkpoint"),
+    *("torch_dcpx.reader.reader", "torch_dcpx.writer.writer", "torch_dcpx.checkpoint.load"),
 ]
 _MESSAGE_BYTES = 1 << 17
 _START_S = 120.0

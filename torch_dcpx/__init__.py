@@ -19,6 +19,10 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .checkpoint.handle import SaveHandle
+    from .checkpoint.load import load
+    from .checkpoint.pending import drain_on_sigterm, wait
+    from .checkpoint.save import async_save, close, prewarm, save
     from .errors import (
         ConcurrentSaveError,
         CorruptionError,
@@ -41,12 +45,10 @@ if TYPE_CHECKING:
     from .export_artifact import ExportReport, export
     from .keys.key_map import KeyMap
     from .keys.rules import Merge, Split, Transpose
-    from .load_checkpoint import load
     from .load_report import LoadReport
     from .manager import CheckpointManager
     from .manager_resume import ResumeInfo
     from .options import ReadOptions, WriteOptions
-    from .pending_saves import drain_on_sigterm, wait
     from .per_rank import PerRank
     from .planners.load_planner import DcpxLoadPlanner
     from .planners.save_planner import DcpxSavePlanner
@@ -55,8 +57,6 @@ if TYPE_CHECKING:
     from .reader.reader import DcpxReader
     from .repair_checkpoint import repair
     from .repair_report import RepairReport
-    from .save_checkpoint import async_save, close, prewarm, save
-    from .save_handle import SaveHandle
     from .save_report import SaveReport
     from .staging.stager import DcpxStager
     from .tensors.copy_guard import CopyGuard, guard_optimizer
@@ -136,19 +136,19 @@ _MODULE_OF = {
     "ReadOptions": "options",
     "RepairReport": "repair_report",
     "ResumeInfo": "manager_resume",
-    "SaveHandle": "save_handle",
+    "SaveHandle": "checkpoint.handle",
     "SaveReport": "save_report",
     "VerifyReport": "verify_report",
     "WriteOptions": "options",
     "guard_optimizer": "tensors.copy_guard",
-    "load": "load_checkpoint",
+    "load": "checkpoint.load",
     "repair": "repair_checkpoint",
     "verify": "verify_checkpoint",
     **dict.fromkeys(("ExportReport", "export"), "export_artifact"),
     "load_pretrained": "pretrained",
     **dict.fromkeys(("Merge", "Split", "Transpose"), "keys.rules"),
-    **dict.fromkeys(("drain_on_sigterm", "wait"), "pending_saves"),
-    **dict.fromkeys(("async_save", "close", "prewarm", "save"), "save_checkpoint"),
+    **dict.fromkeys(("drain_on_sigterm", "wait"), "checkpoint.pending"),
+    **dict.fromkeys(("async_save", "close", "prewarm", "save"), "checkpoint.save"),
 }
 _EXTENSION = f"{__name__}._C"
 

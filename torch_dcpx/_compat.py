@@ -174,7 +174,7 @@ class AnyProperties(TensorProperties):
 # ---- DCP ----------------------------------------------------------------------------------------
 
 
-_LOADS = (state_dict_loader.__name__, "torch_dcpx.load_plan")
+_LOADS = (state_dict_loader.__name__, "torch_dcpx.checkpoint.load_plan")
 _SAVE_CODE = state_dict_saver._save_state_dict.__code__
 
 

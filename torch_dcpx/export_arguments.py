@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torch_dcpx.call_agreement import Call, check_same_call, told_globs, told_rules
+from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_globs, told_rules
 from torch_dcpx.errors import OptionError
 from torch_dcpx.export_source import LiveSource
 from torch_dcpx.export_stored import StoredSource

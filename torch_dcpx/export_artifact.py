@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx._native import _C
-from torch_dcpx.call_agreement import Call, has_functions
+from torch_dcpx.checkpoint.call_agreement import Call, has_functions
 from torch_dcpx.errors import PlanError
 from torch_dcpx.export_arguments import (
     ExportArguments,

@@ -15,10 +15,13 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from torch_dcpx.call_agreement import Call, check_same_call, told_rules
+from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_rules
+from torch_dcpx.checkpoint.handle import SaveHandle
+from torch_dcpx.checkpoint.load import load
+from torch_dcpx.checkpoint.save import async_save as save_in_background
+from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.checkpoint_tags import tag_of
 from torch_dcpx.keys.rules import KeyRules
-from torch_dcpx.load_checkpoint import load
 from torch_dcpx.manager_export import ExportingCatalog
 from torch_dcpx.manager_fallback import Attempts
 from torch_dcpx.manager_resume import Chosen, ResumeInfo, Wanted
@@ -37,9 +40,6 @@ from torch_dcpx.preemption import Preemption
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import keys_for, told_to_next
 from torch_dcpx.retention import KeepRules
-from torch_dcpx.save_checkpoint import async_save as save_in_background
-from torch_dcpx.save_checkpoint import save as save_now
-from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_report import SaveReport
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.stored_checkpoint import Record

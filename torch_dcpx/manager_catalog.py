@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch_dcpx.call_agreement import Call, check_same_call
+from torch_dcpx.checkpoint.call_agreement import Call, check_same_call
 from torch_dcpx.checkpoint_tags import tag_of, tag_or_none
 from torch_dcpx.errors import (
     ConcurrentSaveError,

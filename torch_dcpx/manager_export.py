@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from torch_dcpx.call_agreement import Call, check_same_call, told_rules
+from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_rules
 from torch_dcpx.checkpoint_tags import tag_of
 from torch_dcpx.errors import MismatchError, NotCommittedError, OptionError
 from torch_dcpx.export_arguments import ExportArguments, checked_arguments

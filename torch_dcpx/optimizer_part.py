@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from torch_dcpx.checkpoint.load_part import LoadPart
 from torch_dcpx.errors import MismatchError
-from torch_dcpx.load_part import LoadPart
 from torch_dcpx.manager_translate import TrainingRules
 from torch_dcpx.optimizer_groups import (
     check_classes,

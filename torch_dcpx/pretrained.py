@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torch_dcpx.checkpoint.handed_state import EXTRA_STATE, HandedState
+from torch_dcpx.checkpoint.load import LoadRun
+from torch_dcpx.checkpoint.load_checks import LoadRules
+from torch_dcpx.checkpoint.load_plan import RankPlan
 from torch_dcpx.errors import OptionError, UnsupportedError
-from torch_dcpx.handed_state import EXTRA_STATE, HandedState
 from torch_dcpx.keys.rules import KeyRules, checked_map
-from torch_dcpx.load_checkpoint import LoadRun
-from torch_dcpx.load_checks import LoadRules
-from torch_dcpx.load_plan import RankPlan
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from torch_dcpx import pending_saves
 from torch_dcpx._waiting import Deadline
+from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.checkpoint_tags import check_step
 from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.manager_root import ManagerRoot

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ranks import leave_well
 
 import torch_dcpx as dcpx
-from torch_dcpx import save_checkpoint
+from torch_dcpx.checkpoint import save as save_checkpoint
 from torch_dcpx.errors import DcpxError, OptionError, PlanError, RankError
 from torch_dcpx.options import WriteOptions
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_dcpx.plan_round import default_save_planner
+from torch_dcpx.checkpoint.save_plan import default_save_planner
 from torch_dcpx.planners import save_planner
 
 

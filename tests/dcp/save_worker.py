@@ -32,9 +32,9 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
     async_save,
-    pending_saves,
     save,
 )
+from torch_dcpx.checkpoint import pending as pending_saves
 
 SAVES = {
     "save": save,

@@ -26,11 +26,11 @@ from torch_dcpx import (
     WriteOptions,
     async_save,
     close,
-    pending_saves,
     prewarm,
     save,
-    save_checkpoint,
 )
+from torch_dcpx.checkpoint import pending as pending_saves
+from torch_dcpx.checkpoint import save as save_checkpoint
 from torch_dcpx.ranks.local_exchange import LocalExchange
 from torch_dcpx.staging.arena import process_pool
 

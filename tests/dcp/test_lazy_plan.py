@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxLoadPlanner, DcpxReader, DcpxSavePlanner, DcpxWriter
-from torch_dcpx.load_checks import LoadRules, compare
+from torch_dcpx.checkpoint.load_checks import LoadRules, compare
 from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.metadata.lazy import StoredEntries, StoredPlaces
 from torch_dcpx.reader import coverage as read_coverage

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C, DcpxSavePlanner, DcpxWriter, PlanError, WriteOptions
-from torch_dcpx.plan_round import PlanRound
+from torch_dcpx.checkpoint.save_plan import PlanRound
 
 __all__ = ["no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")

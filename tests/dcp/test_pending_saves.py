@@ -22,11 +22,11 @@ from torch_dcpx import (
     StorageError,
     WriteOptions,
     async_save,
-    pending_saves,
     save,
 )
-from torch_dcpx.background_save import BackgroundSave
-from torch_dcpx.save_handle import SaveHandle, WatchedFuture
+from torch_dcpx.checkpoint import pending as pending_saves
+from torch_dcpx.checkpoint.background import BackgroundSave
+from torch_dcpx.checkpoint.handle import SaveHandle, WatchedFuture
 
 __all__ = ["no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")

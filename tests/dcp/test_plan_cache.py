@@ -17,7 +17,7 @@ from tensor_bits import bits
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, StorageError, async_save, close, save
-from torch_dcpx.plan_round import default_save_planner
+from torch_dcpx.checkpoint.save_plan import default_save_planner
 from torch_dcpx.planners import cache as plan_cache
 from torch_dcpx.planners import save_planner
 

@@ -13,7 +13,7 @@ from rank_hooks import states_of
 from torch.distributed.tensor import Replicate
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
-from torch_dcpx.plan_round import Answer, PlanRound
+from torch_dcpx.checkpoint.save_plan import Answer, PlanRound
 from torch_dcpx.planners.cache import PlanCache
 from torch_dcpx.ranks.rank_plan import RankPlan
 

@@ -14,10 +14,10 @@ from torch.distributed import HashStore, PrefixStore
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError, StorageError, WriteOptions
+from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
+from torch_dcpx.checkpoint.save_run import Committed, SaveRun
 from torch_dcpx.planners.cache import PlanCache
 from torch_dcpx.ranks.store import StoreExchange
-from torch_dcpx.same_directory import Place, SameDirectory
-from torch_dcpx.save_run import Committed, SaveRun
 from torch_dcpx.storage.directory import Directory
 
 WORLD_SIZE = 3

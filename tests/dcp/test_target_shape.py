@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxLoadPlanner, DcpxReader, PlanError
-from torch_dcpx.load_checks import LoadRules
-from torch_dcpx.load_plan import RankPlan
+from torch_dcpx.checkpoint.load_checks import LoadRules
+from torch_dcpx.checkpoint.load_plan import RankPlan
 
 WHOLE = torch.arange(11 * 3, dtype=torch.float32).reshape(11, 3)
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
-from torch_dcpx.plan_round import Offer, PlanRound
+from torch_dcpx.checkpoint.save_plan import Offer, PlanRound
 
 
 def shard(rows: int, dtype: torch.dtype = torch.float32) -> DTensor:

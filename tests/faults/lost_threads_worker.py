@@ -20,7 +20,7 @@ from signals_worker import NEW, NEXT, OLD, OPTIONS, ROOTS, Lines, is_locked, sav
 from ways import which
 
 import torch_dcpx
-from torch_dcpx import pending_saves
+from torch_dcpx.checkpoint import pending as pending_saves
 
 WAIT_S = 60.0
 DEADLINE_S = 150.0  # of a case

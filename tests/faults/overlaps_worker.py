@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_dcpx
-from torch_dcpx import ConcurrentSaveError, DcpxWriter, WriteOptions, pending_saves
+from torch_dcpx import ConcurrentSaveError, DcpxWriter, WriteOptions
+from torch_dcpx.checkpoint import pending as pending_saves
 
 GIVE_UP_S = 60.0
 FIRSTS = ("async_save", "dcp.async_save")

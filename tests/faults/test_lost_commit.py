@@ -20,7 +20,7 @@ from store_ranks import Ranks
 from torch.distributed import HashStore
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, StorageError, WriteOptions
-from torch_dcpx.save_run import SaveRun
+from torch_dcpx.checkpoint.save_run import SaveRun
 from torch_dcpx.storage.directory import Directory
 
 FIELDS = {field.name for field in dataclasses.fields(WriteOptions)}

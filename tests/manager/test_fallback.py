@@ -24,7 +24,7 @@ from torch_dcpx import (
     UnsupportedError,
     manager_root,
 )
-from torch_dcpx.load_checkpoint import LoadRun
+from torch_dcpx.checkpoint.load import LoadRun
 
 WORKER = Path(__file__).with_name("fallback_worker.py")
 

@@ -14,10 +14,10 @@ import torch
 from metadata_samples import PATH, canonical, encode_small, many
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from torch_dcpx.checkpoint.save_plan import PlanRound
 from torch_dcpx.metadata import lazy as lazy_metadata
 from torch_dcpx.metadata.file import decode_metadata
 from torch_dcpx.metadata.lazy import StoredEntries
-from torch_dcpx.plan_round import PlanRound
 
 FIELDS = ("state_dict_metadata", "storage_data", "planner_data")
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
+from torch_dcpx.checkpoint.near_names import NearNames
 from torch_dcpx.errors import MismatchError, OptionError
-from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_error
-from torch_dcpx.near_names import NearNames
 
 STRICT = LoadRules.of(True, (), "error")
 CASTING = LoadRules.of(True, (), "allow")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import torch_dcpx
 from torch_dcpx import DcpxLoadPlanner, DcpxReader, ReadOptions
-from torch_dcpx.load_checks import LoadRules, compare
+from torch_dcpx.checkpoint.load_checks import LoadRules, compare
 from torch_dcpx.metadata.lazy import StoredEntries
 from torch_dcpx.planners.load_targets import flattened_target, unlike_names, whole_rows
 

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx._compat import flattened_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks
+from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
+from torch_dcpx.checkpoint.load_part import LoadPart
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
 from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
 from torch_dcpx.keys.rules import KeyRules, keeps_names
-from torch_dcpx.load_checks import Differences, LoadRules, compare, mismatch_error
-from torch_dcpx.load_part import LoadPart
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader

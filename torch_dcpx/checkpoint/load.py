@@ -19,11 +19,11 @@ from typing import Any, Literal, TypeVar
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torch_dcpx.checkpoint.load_checks import LoadRules
+from torch_dcpx.checkpoint.load_part import LoadPart
+from torch_dcpx.checkpoint.load_plan import Answer, Offer, RankPlan, agree, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.keys.rules import KeyRules, checked_map
-from torch_dcpx.load_checks import LoadRules
-from torch_dcpx.load_part import LoadPart
-from torch_dcpx.load_plan import Answer, Offer, RankPlan, agree, is_stateful
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner

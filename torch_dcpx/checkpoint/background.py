@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torch_dcpx import pending_saves
+from torch_dcpx.checkpoint import pending as pending_saves
+from torch_dcpx.checkpoint.handle import SaveHandle
+from torch_dcpx.checkpoint.save_items import ItemsInWaves
+from torch_dcpx.checkpoint.save_run import Committed, SaveRun
 from torch_dcpx.errors import StagingError
-from torch_dcpx.item_staging import ItemsInWaves
-from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_report import SaveReport
-from torch_dcpx.save_run import Committed, SaveRun
 from torch_dcpx.writer.items import StagedItems
 
 logger = logging.getLogger("torch_dcpx")

@@ -20,24 +20,24 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from torch_dcpx import pending_saves
 from torch_dcpx._gc import paused_gc_of_many
-from torch_dcpx.background_save import BackgroundSave, report_of
+from torch_dcpx.checkpoint import pending as pending_saves
+from torch_dcpx.checkpoint.background import BackgroundSave, report_of
+from torch_dcpx.checkpoint.handle import SaveHandle
+from torch_dcpx.checkpoint.save_items import ItemsInWaves, stage_items, staged_bytes
+from torch_dcpx.checkpoint.save_plan import default_save_planner, forget_default_plans
+from torch_dcpx.checkpoint.save_run import SaveRun, asked
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     OptionError,
     StagingError,
     UnsupportedError,
 )
-from torch_dcpx.item_staging import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.plan_round import default_save_planner, forget_default_plans
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.save_handle import SaveHandle
 from torch_dcpx.save_report import SaveReport
-from torch_dcpx.save_run import SaveRun, asked
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, stage_guarded, staging_workers
 from torch_dcpx.storage.paths import AnyPath

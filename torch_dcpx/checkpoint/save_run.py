@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._waiting import Deadline
+from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
+from torch_dcpx.checkpoint.save_plan import Answer, Offer, PlanRound
 from torch_dcpx.metadata.committed import stored_save_id
-from torch_dcpx.plan_round import Answer, Offer, PlanRound
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.reports import WriteReport
-from torch_dcpx.same_directory import Place, SameDirectory
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.writer.writer import DcpxWriter, abandon_save
