@@ -43,6 +43,10 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from .export_artifact import ExportReport, export
+    from .integrity.repair import repair
+    from .integrity.repair_report import RepairReport
+    from .integrity.verify import verify
+    from .integrity.verify_report import Finding, VerifyReport
     from .keys.key_map import KeyMap
     from .keys.rules import Merge, Split, Transpose
     from .load_report import LoadReport
@@ -55,13 +59,9 @@ if TYPE_CHECKING:
     from .preemption import Preemption
     from .pretrained import load_pretrained
     from .reader.reader import DcpxReader
-    from .repair_checkpoint import repair
-    from .repair_report import RepairReport
     from .save_report import SaveReport
     from .staging.stager import DcpxStager
     from .tensors.copy_guard import CopyGuard, guard_optimizer
-    from .verify_checkpoint import verify
-    from .verify_report import Finding, VerifyReport
     from .writer.writer import DcpxWriter
 
 __all__ = [
@@ -128,22 +128,22 @@ _MODULE_OF = {
     "DcpxSavePlanner": "planners.save_planner",
     "DcpxStager": "staging.stager",
     "DcpxWriter": "writer.writer",
-    "Finding": "verify_report",
+    "Finding": "integrity.verify_report",
     "KeyMap": "keys.key_map",
     "LoadReport": "load_report",
     "PerRank": "per_rank",
     "Preemption": "preemption",
     "ReadOptions": "options",
-    "RepairReport": "repair_report",
+    "RepairReport": "integrity.repair_report",
     "ResumeInfo": "manager_resume",
     "SaveHandle": "checkpoint.handle",
     "SaveReport": "save_report",
-    "VerifyReport": "verify_report",
+    "VerifyReport": "integrity.verify_report",
     "WriteOptions": "options",
     "guard_optimizer": "tensors.copy_guard",
     "load": "checkpoint.load",
-    "repair": "repair_checkpoint",
-    "verify": "verify_checkpoint",
+    "repair": "integrity.repair",
+    "verify": "integrity.verify",
     **dict.fromkeys(("ExportReport", "export"), "export_artifact"),
     "load_pretrained": "pretrained",
     **dict.fromkeys(("Merge", "Split", "Transpose"), "keys.rules"),

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_dcpx.cli_output import FINE, UNSOUND, put_json, put_lines, showing_progress
-from torch_dcpx.repair_checkpoint import repair
+from torch_dcpx.integrity.repair import repair
+from torch_dcpx.integrity.verify import verify
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.verify_checkpoint import verify
 
 
 def _look_at(path: Path) -> None:

@@ -54,7 +54,7 @@ py::str to_text(const std::string& text, const char* errors) {
   return py::reinterpret_steal<py::str>(made);
 }
 
-// The order of fields is that of torch_dcpx.footers.RawFinding.
+// The order of fields is that of torch_dcpx.integrity.footers.RawFinding.
 py::list to_rows(const std::vector<Finding>& findings) {
   py::list rows;
   for (const Finding& finding : findings) {
@@ -73,7 +73,7 @@ py::tuple to_tuple(const std::vector<std::int64_t>& values) {
   return out;
 }
 
-// The order of fields is that of torch_dcpx.footers.FooterRow.
+// The order of fields is that of torch_dcpx.integrity.footers.FooterRow.
 py::tuple to_row(const IndexRow& row) {
   return py::make_tuple(
       static_cast<int>(row.kind), static_cast<int>(row.flags), static_cast<int>(row.memory_format),

@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torch_dcpx._compat import dtype_name
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
-from torch_dcpx.footers import BYTES, TENSOR, FileFacts, FooterRow, RawFinding, add_file
+from torch_dcpx.integrity.compare import Item, StoredCheckpoint
+from torch_dcpx.integrity.findings import ItemRanges, file_finding, of_error, of_raw
+from torch_dcpx.integrity.footers import BYTES, TENSOR, FileFacts, FooterRow, RawFinding, add_file
+from torch_dcpx.integrity.verify_report import Finding
 from torch_dcpx.storage.names import FileEntry
-from torch_dcpx.verify_findings import ItemRanges, file_finding, of_error, of_raw
-from torch_dcpx.verify_metadata import Item, StoredCheckpoint
-from torch_dcpx.verify_report import Finding
 
 if TYPE_CHECKING:
     from torch_dcpx._native import _C

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
-from torch_dcpx.footers import RawFinding
-from torch_dcpx.verify_report import Finding
+from torch_dcpx.integrity.footers import RawFinding
+from torch_dcpx.integrity.verify_report import Finding
 
 
 class ItemRanges:

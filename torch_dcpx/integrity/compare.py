@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_dcpx._compat import common_properties
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
+from torch_dcpx.integrity.findings import file_finding, of_error
+from torch_dcpx.integrity.verify_report import Finding
 from torch_dcpx.metadata.file import decode_metadata, encode_pieces
 from torch_dcpx.metadata.lazy import plain_metadata
 from torch_dcpx.metadata.parts import decode_parts
@@ -22,8 +24,6 @@ from torch_dcpx.metadata.stock import load_stock_metadata
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
 from torch_dcpx.tensors.offences import offence_text
-from torch_dcpx.verify_findings import file_finding, of_error
-from torch_dcpx.verify_report import Finding
 
 
 class Item(NamedTuple):

@@ -20,12 +20,9 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafePickleError
-from torch_dcpx.footers import TENSOR, FileFacts
-from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
-from torch_dcpx.metadata.parts import decode_parts
-from torch_dcpx.metadata.stock import load_stock_metadata
-from torch_dcpx.options import ReadOptions
-from torch_dcpx.repair_footers import (
+from torch_dcpx.integrity.compare import StoredCheckpoint, items_by_file
+from torch_dcpx.integrity.footers import TENSOR, FileFacts
+from torch_dcpx.integrity.rebuild import (
     check_ranks,
     data_file_rank,
     metadata_of,
@@ -33,7 +30,14 @@ from torch_dcpx.repair_footers import (
     one_generation,
     one_save,
 )
-from torch_dcpx.repair_report import RepairedMetadata, RepairReport, Source
+from torch_dcpx.integrity.repair_report import RepairedMetadata, RepairReport, Source
+from torch_dcpx.integrity.verify import open_checkpoint, verify_job
+from torch_dcpx.integrity.verify_files import look_at_file, look_at_named
+from torch_dcpx.integrity.verify_report import Finding
+from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
+from torch_dcpx.metadata.parts import decode_parts
+from torch_dcpx.metadata.stock import load_stock_metadata
+from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,
@@ -45,10 +49,6 @@ from torch_dcpx.storage.names import (
     metadata_name,
 )
 from torch_dcpx.storage.running_save import RunningSave
-from torch_dcpx.verify_checkpoint import open_checkpoint, verify_job
-from torch_dcpx.verify_files import look_at_file, look_at_named
-from torch_dcpx.verify_metadata import StoredCheckpoint, items_by_file
-from torch_dcpx.verify_report import Finding
 from torch_dcpx.writer.commit import publish
 from torch_dcpx.writer.locks import SaveLocks
 
