@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .artifacts.export import ExportReport, export
+    from .artifacts.pretrained import load_pretrained
     from .checkpoint.handle import SaveHandle
     from .checkpoint.load import load
     from .checkpoint.pending import drain_on_sigterm, wait
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
         UnsafePickleError,
         UnsupportedError,
     )
-    from .export_artifact import ExportReport, export
     from .integrity.repair import repair
     from .integrity.repair_report import RepairReport
     from .integrity.verify import verify
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from .planners.load_planner import DcpxLoadPlanner
     from .planners.save_planner import DcpxSavePlanner
     from .preemption import Preemption
-    from .pretrained import load_pretrained
     from .reader.reader import DcpxReader
     from .save_report import SaveReport
     from .staging.stager import DcpxStager
@@ -144,8 +144,8 @@ _MODULE_OF = {
     "load": "checkpoint.load",
     "repair": "integrity.repair",
     "verify": "integrity.verify",
-    **dict.fromkeys(("ExportReport", "export"), "export_artifact"),
-    "load_pretrained": "pretrained",
+    **dict.fromkeys(("ExportReport", "export"), "artifacts.export"),
+    "load_pretrained": "artifacts.pretrained",
     **dict.fromkeys(("Merge", "Split", "Transpose"), "keys.rules"),
     **dict.fromkeys(("drain_on_sigterm", "wait"), "checkpoint.pending"),
     **dict.fromkeys(("async_save", "close", "prewarm", "save"), "checkpoint.save"),

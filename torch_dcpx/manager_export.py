@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from torch_dcpx.artifacts.arguments import ExportArguments, checked_arguments
+from torch_dcpx.artifacts.export import ExportReport, export
 from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_rules
 from torch_dcpx.checkpoint_tags import tag_of
 from torch_dcpx.errors import MismatchError, NotCommittedError, OptionError
-from torch_dcpx.export_arguments import ExportArguments, checked_arguments
-from torch_dcpx.export_artifact import ExportReport, export
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.manager_catalog import CheckpointCatalog

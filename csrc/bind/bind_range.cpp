@@ -25,7 +25,7 @@ std::vector<std::uint64_t> counts(const py::handle& values) {
   return out;
 }
 
-// The order of fields is that of torch_dcpx.export_rows.ExportRow.
+// The order of fields is that of torch_dcpx.artifacts.rows.ExportRow.
 RangeRow to_row(const py::handle& row, PinnedBuffers& buffers) {
   check_tuple(row, 10, "an export row has 10 fields");
   RangeRow out;

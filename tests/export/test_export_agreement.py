@@ -16,11 +16,12 @@ from store_ranks import Ranks
 from torch.distributed import HashStore
 
 import torch_dcpx as dcpx
-from torch_dcpx import KeyMap, Merge, Split, WriteOptions, export_artifact
-from torch_dcpx.export_layout import ExportTensor
-from torch_dcpx.export_plan import RankPart, check_same_tensors
-from torch_dcpx.export_source import Offer
-from torch_dcpx.export_stored import StoredSource
+from torch_dcpx import KeyMap, Merge, Split, WriteOptions
+from torch_dcpx.artifacts import export as export_artifact
+from torch_dcpx.artifacts.export_plan import RankPart, check_same_tensors
+from torch_dcpx.artifacts.export_stored import StoredSource
+from torch_dcpx.artifacts.layout import ExportTensor
+from torch_dcpx.artifacts.sources import Offer
 
 WHOLE = {name: torch.full((6, 5), float(n)) for n, name in enumerate("abcd")}
 

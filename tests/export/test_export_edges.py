@@ -14,10 +14,10 @@ from export_cases import assert_artifact, read_artifact
 from torch import nn
 
 import torch_dcpx as dcpx
-from torch_dcpx import export_files
+from torch_dcpx.artifacts import files as export_files
+from torch_dcpx.artifacts.torch_archive import check_objects
 from torch_dcpx.reader import pretrained_reader
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.torch_archive import check_objects
 
 TWO = {"a": torch.ones(9), "b": torch.ones(5)}
 OTHER = {"a": torch.zeros(9), "b": torch.zeros(5)}
@@ -44,7 +44,7 @@ def test_name_that_a_header_cannot_hold_is_refused(tmp_path: Path, name: str) ->
 def test_header_beyond_the_formats_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dcpx.export_layout.MAX_HEADER_BYTES", 120)
+    monkeypatch.setattr("torch_dcpx.artifacts.layout.MAX_HEADER_BYTES", 120)
     with pytest.raises(dcpx.UnsupportedError, match="max_shard_bytes"):
         dcpx.export(TWO, tmp_path / "out")
     dcpx.export(TWO, tmp_path / "out", max_shard_bytes=1)
@@ -172,9 +172,9 @@ def test_checkpoint_that_is_exported_or_loaded_is_locked_against_deletion(
 
 
 def test_checkpoint_that_is_replaced_while_ranks_plan_is_refused(tmp_path: Path) -> None:
+    from torch_dcpx.artifacts.export import Names, agreed_names
+    from torch_dcpx.artifacts.export_stored import StoredSource
     from torch_dcpx.checkpoint.call_agreement import Call
-    from torch_dcpx.export_artifact import Names, agreed_names
-    from torch_dcpx.export_stored import StoredSource
     from torch_dcpx.options import WriteOptions
 
     offers, call = [], Call("export", {"path": "/out", "source": str(tmp_path)})

@@ -14,7 +14,8 @@ import safetensors.torch as st
 import torch
 
 import torch_dcpx as dcpx
-from torch_dcpx import CorruptionError, UnsupportedError, export_layout, load
+from torch_dcpx import CorruptionError, UnsupportedError, load
+from torch_dcpx.artifacts import layout as export_layout
 from torch_dcpx.reader import safetensors_header
 from torch_dcpx.reader.pretrained_reader import PretrainedReader, stored_sizes
 from torch_dcpx.reader.safetensors_header import HeaderEntry, encode_header, parse_header

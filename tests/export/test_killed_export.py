@@ -12,7 +12,7 @@ import torch
 from export_cases import assert_artifact
 
 import torch_dcpx as dcpx
-from torch_dcpx import export_files
+from torch_dcpx.artifacts import files as export_files
 
 TWO = {"a": torch.ones(9), "b": torch.ones(5)}
 

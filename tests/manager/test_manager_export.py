@@ -19,8 +19,8 @@ from torch_dcpx import (
     PlanError,
     Split,
     WriteOptions,
-    export_artifact,
 )
+from torch_dcpx.artifacts import export as export_artifact
 
 
 @pytest.fixture

@@ -18,18 +18,14 @@ from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx._native import _C
-from torch_dcpx.checkpoint.call_agreement import Call, has_functions
-from torch_dcpx.errors import PlanError
-from torch_dcpx.export_arguments import (
+from torch_dcpx.artifacts.arguments import (
     ExportArguments,
     check_same_export,
     checked_arguments,
     source_of,
     told_source,
 )
-from torch_dcpx.export_files import ArtifactFiles, open_job, temporary_name
-from torch_dcpx.export_layout import ExportTensor, Layout, index_of, safetensors_layout
-from torch_dcpx.export_plan import (
+from torch_dcpx.artifacts.export_plan import (
     RankPart,
     assigned,
     check_same_tensors,
@@ -39,9 +35,14 @@ from torch_dcpx.export_plan import (
     tied,
     united,
 )
-from torch_dcpx.export_rows import ExportRows, Target
-from torch_dcpx.export_source import Box, Entry, LiveSource, selected
-from torch_dcpx.export_stored import StoredSource
+from torch_dcpx.artifacts.export_stored import StoredSource
+from torch_dcpx.artifacts.files import ArtifactFiles, open_job, temporary_name
+from torch_dcpx.artifacts.layout import ExportTensor, Layout, index_of, safetensors_layout
+from torch_dcpx.artifacts.rows import ExportRows, Target
+from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, selected
+from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
+from torch_dcpx.checkpoint.call_agreement import Call, has_functions
+from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.options import WriteOptions
@@ -51,7 +52,6 @@ from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.generation import Generation, check_same_generation
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.reader_lock import being_read
-from torch_dcpx.torch_archive import check_objects, torch_layout, torch_patches
 
 
 @dataclass(frozen=True)

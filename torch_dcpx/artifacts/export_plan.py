@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_dcpx._native import _C
+from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name
+from torch_dcpx.artifacts.sources import Box, Entry, Offer
 from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
-from torch_dcpx.export_layout import ExportTensor, is_held, is_name
-from torch_dcpx.export_source import Box, Entry, Offer
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.keys.rules import KeyRules
 

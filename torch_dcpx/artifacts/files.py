@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcpx._native import _C
+from torch_dcpx.artifacts.layout import Layout
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, StorageError
-from torch_dcpx.export_layout import Layout
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.directory import Directory, make_directory
 from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
+from torch_dcpx.artifacts.layout import ExportTensor, file_view
+from torch_dcpx.artifacts.rows import ExportRows, Target
 from torch_dcpx.checkpoint.load_plan import is_stateful
 from torch_dcpx.errors import PlanError, UnsupportedError
-from torch_dcpx.export_layout import ExportTensor, file_view
-from torch_dcpx.export_rows import ExportRows, Target
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.reader.generation import Generation
 from torch_dcpx.tensors.memory import has_strides

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from torch_dcpx.export_rows import ExportRows, Target
+from torch_dcpx.artifacts.rows import ExportRows, Target
 
 _SIZES = 32  # of pieces: what a copy wastes is an eighth at most
 

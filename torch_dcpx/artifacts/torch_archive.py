@@ -18,8 +18,8 @@ import torch
 
 from torch_dcpx._compat import dtype_by_name, framing_of
 from torch_dcpx._native import _C
+from torch_dcpx.artifacts.layout import ExportTensor, Layout, OutputPlan, Payload
 from torch_dcpx.errors import UnsupportedError
-from torch_dcpx.export_layout import ExportTensor, Layout, OutputPlan, Payload
 
 _ROOT = "archive"
 _ALIGNMENT = 64  # of payloads, as torch.save's
