@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from .keys.key_map import KeyMap
     from .keys.rules import Merge, Split, Transpose
     from .load_report import LoadReport
-    from .manager import CheckpointManager
-    from .manager_resume import ResumeInfo
+    from .manager.manager import CheckpointManager
+    from .manager.per_rank import PerRank
+    from .manager.preemption import Preemption
+    from .manager.resume import ResumeInfo
     from .options import ReadOptions, WriteOptions
-    from .per_rank import PerRank
     from .planners.load_planner import DcpxLoadPlanner
     from .planners.save_planner import DcpxSavePlanner
-    from .preemption import Preemption
     from .reader.reader import DcpxReader
     from .save_report import SaveReport
     from .staging.stager import DcpxStager
@@ -121,7 +121,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "CheckpointManager": "manager",
+    "CheckpointManager": "manager.manager",
     "CopyGuard": "tensors.copy_guard",
     "DcpxLoadPlanner": "planners.load_planner",
     "DcpxReader": "reader.reader",
@@ -131,11 +131,11 @@ _MODULE_OF = {
     "Finding": "integrity.verify_report",
     "KeyMap": "keys.key_map",
     "LoadReport": "load_report",
-    "PerRank": "per_rank",
-    "Preemption": "preemption",
+    "PerRank": "manager.per_rank",
+    "Preemption": "manager.preemption",
     "ReadOptions": "options",
     "RepairReport": "integrity.repair_report",
-    "ResumeInfo": "manager_resume",
+    "ResumeInfo": "manager.resume",
     "SaveHandle": "checkpoint.handle",
     "SaveReport": "save_report",
     "VerifyReport": "integrity.verify_report",

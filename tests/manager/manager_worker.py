@@ -33,8 +33,8 @@ from torch_dcpx import (
     RankError,
     UnsupportedError,
     WriteOptions,
-    manager_root,
 )
+from torch_dcpx.manager import root as manager_root
 
 FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=60)
 

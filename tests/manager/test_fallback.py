@@ -22,9 +22,9 @@ from torch_dcpx import (
     StorageError,
     UnsafePickleError,
     UnsupportedError,
-    manager_root,
 )
 from torch_dcpx.checkpoint.load import LoadRun
+from torch_dcpx.manager import root as manager_root
 
 WORKER = Path(__file__).with_name("fallback_worker.py")
 

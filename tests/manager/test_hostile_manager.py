@@ -10,9 +10,10 @@ import pytest
 import torch
 from trainings import manager_of, save_steps
 
-from torch_dcpx import CorruptionError, PerRank, manager_save
-from torch_dcpx.stored_checkpoint import Record
-from torch_dcpx.user_content import encode_content
+from torch_dcpx import CorruptionError, PerRank
+from torch_dcpx.manager import save as manager_save
+from torch_dcpx.manager.content import encode_content
+from torch_dcpx.manager.stored import Record
 
 
 @pytest.mark.parametrize(

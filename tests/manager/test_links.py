@@ -14,16 +14,9 @@ from ranks import run_ranks
 from trainings import manager_of, on_disk, save_steps
 
 import torch_dcpx as dcpx
-from torch_dcpx import (
-    CheckpointManager,
-    DcpxError,
-    StorageError,
-    UnsupportedError,
-    cli_list,
-    removal,
-    retention,
-)
-from torch_dcpx.own_directory import OwnDirectory
+from torch_dcpx import CheckpointManager, DcpxError, StorageError, UnsupportedError, cli_list
+from torch_dcpx.manager import removal, retention
+from torch_dcpx.manager.own_directory import OwnDirectory
 
 WORKER = Path(__file__).with_name("links_worker.py")
 

@@ -10,8 +10,9 @@ import torch
 from states import assert_same
 from trainings import Training, manager_of
 
-from torch_dcpx import MismatchError, StorageError, load, manager, save
-from torch_dcpx.optimizer_part import OptimizerPart
+from torch_dcpx import MismatchError, StorageError, load, save
+from torch_dcpx.manager import manager
+from torch_dcpx.manager.optimizer_part import OptimizerPart
 
 
 def adamw(*layers: Any, **kwargs: Any) -> torch.optim.AdamW:

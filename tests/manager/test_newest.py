@@ -15,7 +15,8 @@ import torch
 from saves import save
 from trainings import manager_of, on_disk, save_steps
 
-from torch_dcpx import DcpxError, KeyMap, NotCommittedError, PlanError, manager_root
+from torch_dcpx import DcpxError, KeyMap, NotCommittedError, PlanError
+from torch_dcpx.manager import root as manager_root
 
 
 def lose(root: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from trainings import manager_of, on_disk, save_steps
 
-from torch_dcpx import ConcurrentSaveError, UnsupportedError, WriteOptions, removal, retention
+from torch_dcpx import ConcurrentSaveError, UnsupportedError, WriteOptions
+from torch_dcpx.manager import removal, retention
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.reader_lock import being_deleted, being_read
 

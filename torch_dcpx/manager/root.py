@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_dcpx.checkpoint_tags import is_tag
 from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
-from torch_dcpx.newest_pointer import Pointer, is_own_name, read_pointer, write_pointer
+from torch_dcpx.manager.checkpoint_tags import is_tag
+from torch_dcpx.manager.pointer import Pointer, is_own_name, read_pointer, write_pointer
+from torch_dcpx.manager.stored import Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, fsync_path
-from torch_dcpx.stored_checkpoint import Stored, examine, identity_of
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError
+from torch_dcpx.manager.per_rank import PerRank
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.per_rank import PerRank
 from torch_dcpx.unpickle.byte_items import decode_byte_item
 
 _MAX_DEPTH = 64

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_dcpx.keys.rules import keeps_names, unwrapped
-from torch_dcpx.manager_translate import TrainingRules
+from torch_dcpx.manager.translate import TrainingRules
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
 
 _MAX_DEPTH = 64

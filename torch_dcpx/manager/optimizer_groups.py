@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torch_dcpx.errors import MismatchError
-from torch_dcpx.manager_translate import TrainingRules
+from torch_dcpx.manager.translate import TrainingRules
 
 NAMED_GROUPS = "optimizer.groups by parameter"  # in a manager's record
 CLASSES = "optimizer_classes"  # beneath a manager's own items

@@ -15,8 +15,8 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_dcpx.checkpoint_tags import is_tag
 from torch_dcpx.errors import CorruptionError, StorageError
+from torch_dcpx.manager.checkpoint_tags import is_tag
 from torch_dcpx.storage.directory import Directory, make_directory
 
 POINTER_NAME = "newest"

@@ -19,20 +19,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx.checkpoint.call_agreement import Call
-from torch_dcpx.checkpoint_tags import check_step, step_of_name, tag_of
 from torch_dcpx.errors import OptionError, StorageError
-from torch_dcpx.manager_root import ManagerRoot
-from torch_dcpx.metadata.committed import committed_save_id
-from torch_dcpx.optimizer_groups import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
-from torch_dcpx.optimizer_part import OptimizerPart, by_name
-from torch_dcpx.options import WriteOptions
-from torch_dcpx.own_directory import OwnDirectory
-from torch_dcpx.per_rank import PerRank
-from torch_dcpx.retention import Retention
-from torch_dcpx.storage.reader_lock import make_readers_file
-from torch_dcpx.stored_checkpoint import Record
-from torch_dcpx.tensors.digests import digests_of
-from torch_dcpx.train_state import (
+from torch_dcpx.manager.checkpoint_tags import check_step, step_of_name, tag_of
+from torch_dcpx.manager.content import encode_content, split_content
+from torch_dcpx.manager.optimizer_groups import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
+from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
+from torch_dcpx.manager.own_directory import OwnDirectory
+from torch_dcpx.manager.per_rank import PerRank
+from torch_dcpx.manager.retention import Retention
+from torch_dcpx.manager.root import ManagerRoot
+from torch_dcpx.manager.state import (
     ModelPart,
     StatePart,
     check_parts,
@@ -40,7 +36,11 @@ from torch_dcpx.train_state import (
     kind_of,
     states_of,
 )
-from torch_dcpx.user_content import encode_content, split_content
+from torch_dcpx.manager.stored import Record
+from torch_dcpx.metadata.committed import committed_save_id
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.storage.reader_lock import make_readers_file
+from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.writer.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")

@@ -20,12 +20,15 @@ from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.checkpoint.save import async_save as save_in_background
 from torch_dcpx.checkpoint.save import save as save_now
-from torch_dcpx.checkpoint_tags import tag_of
 from torch_dcpx.keys.rules import KeyRules
-from torch_dcpx.manager_export import ExportingCatalog
-from torch_dcpx.manager_fallback import Attempts
-from torch_dcpx.manager_resume import Chosen, ResumeInfo, Wanted
-from torch_dcpx.manager_save import (
+from torch_dcpx.manager.checkpoint_tags import tag_of
+from torch_dcpx.manager.fallback import Attempts
+from torch_dcpx.manager.manager_export import ExportingCatalog
+from torch_dcpx.manager.per_rank import Merge, checked_merge
+from torch_dcpx.manager.preemption import Preemption
+from torch_dcpx.manager.resume import Chosen, ResumeInfo, Wanted
+from torch_dcpx.manager.retention import KeepRules
+from torch_dcpx.manager.save import (
     ManagedWriter,
     Parts,
     Small,
@@ -33,16 +36,13 @@ from torch_dcpx.manager_save import (
     state_of,
     step_of,
 )
-from torch_dcpx.manager_translate import checked_translate
+from torch_dcpx.manager.stored import Record
+from torch_dcpx.manager.translate import checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.per_rank import Merge, checked_merge
-from torch_dcpx.preemption import Preemption
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import keys_for, told_to_next
-from torch_dcpx.retention import KeepRules
 from torch_dcpx.save_report import SaveReport
 from torch_dcpx.storage.paths import AnyPath
-from torch_dcpx.stored_checkpoint import Record
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -18,12 +18,17 @@ from typing import Any, Literal, NamedTuple
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint import pending as pending_saves
-from torch_dcpx.checkpoint_tags import check_step
 from torch_dcpx.errors import DcpxError, OptionError
-from torch_dcpx.manager_root import ManagerRoot
-from torch_dcpx.own_directory import lies_there
-from torch_dcpx.removal import PIN_NAME, remove_checkpoint, resume_removals, suppress_and_log
-from torch_dcpx.stored_checkpoint import Stored
+from torch_dcpx.manager.checkpoint_tags import check_step
+from torch_dcpx.manager.own_directory import lies_there
+from torch_dcpx.manager.removal import (
+    PIN_NAME,
+    remove_checkpoint,
+    resume_removals,
+    suppress_and_log,
+)
+from torch_dcpx.manager.root import ManagerRoot
+from torch_dcpx.manager.stored import Stored
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch_dcpx.checkpoint.call_agreement import Call, check_same_call
-from torch_dcpx.checkpoint_tags import tag_of, tag_or_none
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     NotCommittedError,
@@ -19,19 +18,20 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.manager_fallback import Attempts
-from torch_dcpx.manager_resume import Chosen
-from torch_dcpx.manager_root import ManagerRoot
+from torch_dcpx.manager.checkpoint_tags import tag_of, tag_or_none
+from torch_dcpx.manager.fallback import Attempts
+from torch_dcpx.manager.own_directory import OwnDirectory, lies_there
+from torch_dcpx.manager.removal import PIN_NAME, remove_checkpoint
+from torch_dcpx.manager.resume import Chosen
+from torch_dcpx.manager.retention import KeepRules, Retention
+from torch_dcpx.manager.root import ManagerRoot
+from torch_dcpx.manager.stored import identity_of
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.own_directory import OwnDirectory, lies_there
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.removal import PIN_NAME, remove_checkpoint
-from torch_dcpx.retention import KeepRules, Retention
 from torch_dcpx.storage.paths import AnyPath, checked_path
 from torch_dcpx.storage.reader_lock import being_read, make_readers_file
-from torch_dcpx.stored_checkpoint import identity_of
 
 _T = TypeVar("_T")
 _WAY_OUT = "a CheckpointManager's root is a directory of a mounted file system"

@@ -16,16 +16,16 @@ from torch import nn
 from torch_dcpx.artifacts.arguments import ExportArguments, checked_arguments
 from torch_dcpx.artifacts.export import ExportReport, export
 from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_rules
-from torch_dcpx.checkpoint_tags import tag_of
 from torch_dcpx.errors import MismatchError, NotCommittedError, OptionError
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.keys.rules import KeyRules
-from torch_dcpx.manager_catalog import CheckpointCatalog
-from torch_dcpx.manager_resume import Chosen
-from torch_dcpx.manager_translate import MODEL, checked_translate
+from torch_dcpx.manager.catalog import CheckpointCatalog
+from torch_dcpx.manager.checkpoint_tags import tag_of
+from torch_dcpx.manager.resume import Chosen
+from torch_dcpx.manager.state import ModelPart
+from torch_dcpx.manager.translate import MODEL, checked_translate
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.reader.pretrained_reader import stored_sizes
-from torch_dcpx.train_state import ModelPart
 
 
 class ExportingCatalog(CheckpointCatalog):
