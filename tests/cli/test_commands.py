@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from saves import assert_whole, data_files, save
 
 import torch_dcpx
-from torch_dcpx.cli_app import app
+from torch_dcpx.cli.app import app
 
 ROOT = Path(torch_dcpx.__file__).parents[1]
 STATE = {"model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)}, "step": 3}

@@ -12,10 +12,10 @@ import torch
 from click.testing import CliRunner
 from saves import save
 
-import torch_dcpx.cli_list
-import torch_dcpx.cli_verify
+import torch_dcpx.cli.listing
+import torch_dcpx.cli.verify
 from torch_dcpx import _C
-from torch_dcpx.cli_app import app
+from torch_dcpx.cli.app import app
 from torch_dcpx.errors import StorageError
 from torch_dcpx.metadata.parts import TAIL
 
@@ -36,7 +36,7 @@ def test_interrupt_and_bug_are_no_damage(
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(torch_dcpx.cli_verify, "verify", fail)
+    monkeypatch.setattr(torch_dcpx.cli.verify, "verify", fail)
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert result.exit_code == 2
     words = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
@@ -53,14 +53,14 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
     data[-TAIL.size + 8 : -TAIL.size + 12] = struct.pack("<I", 99)  # the format's version
     data[-4:] = struct.pack("<I", _C.crc32(data[-TAIL.size : -4]))
     path.write_bytes(data)
-    described = torch_dcpx.cli_list.described
+    described = torch_dcpx.cli.listing.described
 
     def refuse(path: Path) -> Any:  # tests may run as root, whom no mode refuses
         if path.name == "forbidden":
             raise StorageError("open", errno=13, path=str(path))
         return described(path)
 
-    monkeypatch.setattr(torch_dcpx.cli_list, "described", refuse)
+    monkeypatch.setattr(torch_dcpx.cli.listing, "described", refuse)
     result = CliRunner().invoke(app, ["ls", str(tmp_path), "--json"])
     states = [each["state"] for each in json.loads(result.stdout)]
     assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "whole"])

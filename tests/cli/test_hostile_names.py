@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 import torch_dcpx
-from torch_dcpx import cli_output
-from torch_dcpx.cli_app import app
+from torch_dcpx.cli import output as cli_output
+from torch_dcpx.cli.app import app
 
 NAMES = ["x\x1b[31mred", "two\nlines", "a\ud800b", "nul\0l", "turn\u202eed", "x\x9b31m", "cr\rx"]
 

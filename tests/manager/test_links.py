@@ -14,7 +14,8 @@ from ranks import run_ranks
 from trainings import manager_of, on_disk, save_steps
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, DcpxError, StorageError, UnsupportedError, cli_list
+from torch_dcpx import CheckpointManager, DcpxError, StorageError, UnsupportedError
+from torch_dcpx.cli import listing as cli_list
 from torch_dcpx.manager import removal, retention
 from torch_dcpx.manager.own_directory import OwnDirectory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_dcpx.cli_output import FINE, UNSOUND, put_json, put_lines, showing_progress
+from torch_dcpx.cli.output import FINE, UNSOUND, put_json, put_lines, showing_progress
 from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.verify import verify
 from torch_dcpx.storage.directory import Directory

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch_dcpx._version import __version__
-from torch_dcpx.cli_output import CANNOT, FINE, human_bytes, put_json, put_table
+from torch_dcpx.cli.output import CANNOT, FINE, human_bytes, put_json, put_table
 from torch_dcpx.errors import OptionError
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_temporary_name

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from torch_dcpx.cli_output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
+from torch_dcpx.cli.output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
 from torch_dcpx.errors import NotCommittedError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.storage.directory import Directory

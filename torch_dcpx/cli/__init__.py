@@ -13,9 +13,9 @@ _MISSING = "dcpx needs {name}, which is not installed: pip install 'torch-dcpx[c
 
 
 def main() -> None:
-    """Runs the command line. Exits: see `torch_dcpx.cli_output`."""
+    """Runs the command line. Exits: see `torch_dcpx.cli.output`."""
     try:
-        from torch_dcpx.cli_app import app
+        from torch_dcpx.cli.app import app
     except ImportError as error:
         name = (error.name or "").partition(".")[0]
         if name not in ("click", "rich"):

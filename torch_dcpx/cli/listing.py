@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_dcpx.cli_inspect import described
-from torch_dcpx.cli_output import (
+from torch_dcpx.cli.inspect import described
+from torch_dcpx.cli.output import (
     CANNOT,
     FINE,
     UNSOUND,

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from torch_dcpx._version import __version__
-from torch_dcpx.cli_output import command
+from torch_dcpx.cli.output import command
 
 _PATH = click.Path(path_type=Path)
 
@@ -30,7 +30,7 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 
     Sizes are compared, no data read: see `verify`. Exits with 1 if one is not whole.
     """
-    from torch_dcpx.cli_list import show
+    from torch_dcpx.cli.listing import show
 
     return show(path, with_all=with_all, as_json=as_json)
 
@@ -45,7 +45,7 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 @command
 def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
     """Show what a checkpoint holds: names, dtypes, shapes, chunks, files. Reads no data."""
-    from torch_dcpx.cli_inspect import show
+    from torch_dcpx.cli.inspect import show
 
     return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json)
 
@@ -56,7 +56,7 @@ def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json
 @command
 def verify(path: Path, workers: int | None, as_json: bool) -> int:
     """Compare every byte of a checkpoint with its checksums, and say all that is wrong."""
-    from torch_dcpx.cli_verify import run_verify
+    from torch_dcpx.cli.verify import run_verify
 
     return run_verify(path, workers=workers, as_json=as_json)
 
@@ -87,7 +87,7 @@ def repair(
     Exits with 1 where what is there does not prove what the metadata said, and writes nothing then;
     where it does with assumptions, --dry-run lists them, and --accept-assumptions takes them.
     """
-    from torch_dcpx.cli_verify import run_repair
+    from torch_dcpx.cli.verify import run_repair
 
     return run_repair(
         path,
@@ -107,6 +107,6 @@ def doctor(path: Path | None, as_json: bool) -> int:
 
     In PATH a small file is written and removed.
     """
-    from torch_dcpx.cli_doctor import examine
+    from torch_dcpx.cli.doctor import examine
 
     return examine(path, as_json=as_json)
