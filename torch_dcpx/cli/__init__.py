@@ -23,7 +23,3 @@ def main() -> None:
         sys.stderr.write(_MISSING.format(name=name))
         raise SystemExit(2) from None
     app(prog_name="dcpx")
-
-
-if __name__ == "__main__":
-    main()
