@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytest_plugins = ["fake_cuda.fixture", "device_fixture"]
+pytest_plugins = ["fake_cuda.fixture", "support.device_fixture"]
 
 hypothesis.settings.register_profile(
     "dcpx",
@@ -222,7 +222,7 @@ def run_python(tmp_path: Path) -> RunPython:
 @pytest.fixture(scope="session", autouse=True)
 def _warm_processes() -> Iterator[None]:
     """The process that forks is started beside the first tests, and is no leak of one."""
-    from warm import warm_parent
+    from support.warm import warm_parent
 
     parent = warm_parent()
     yield
@@ -232,7 +232,7 @@ def _warm_processes() -> Iterator[None]:
 @pytest.fixture
 def run_warm(tmp_path: Path) -> RunPython:
     """Like `run_python`, in a process that has imported torch and torch_dcpx before (warm.py)."""
-    from warm import warm_parent
+    from support.warm import warm_parent
 
     def run(
         code: str,

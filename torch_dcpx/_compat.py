@@ -1,6 +1,6 @@
 """What differs between the supported versions of torch, and torch's private names that we need.
 
-No other module asks which torch runs, or what it has (`tests/unit/test_house.py` reads them):
+No other module asks which torch runs, or what it has (`tests/house/test_house.py` reads them):
     2.9    the oldest: DCP's hooks take **kwargs, `Metadata.version`, rank-local metadata
     2.15   TensorProperties.strides, a sixth field: older ones fail at a pickle that holds it
 """

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from case_states import make_state, payload_bytes
 from cases import CASES, Case
 from harness import Side, run_rounds
-from ranks import leave_well
 from save_setup import sides_of
 from save_sides import WRITERS, RawSide, dcp_side, dcpx_side, safetensors_side
+from support.ranks import leave_well
 
 
 def measure(

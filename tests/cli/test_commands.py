@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from saves import assert_whole, data_files, save
+from support.saves import assert_whole, data_files, save
 
 import torch_dcpx
 from torch_dcpx.cli.app import app

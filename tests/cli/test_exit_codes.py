@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from click.testing import CliRunner
-from saves import save
+from support.saves import save
 
 import torch_dcpx.cli.listing
 import torch_dcpx.cli.verify

@@ -10,7 +10,7 @@ import struct
 import tarfile
 from pathlib import Path
 
-from metadata_samples import encode_small
+from support.metadata_samples import encode_small
 
 from torch_dcpx.metadata.columns import ColumnReader
 from torch_dcpx.metadata.parts import decode_parts

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from async_saves import no_save_is_left
 from conftest import RunPython
 from cuda_states import assert_same, blank, busy, on_host, ordinals, state_on
+from support.async_saves import no_save_is_left
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxReader, DcpxStager, DcpxWriter, WriteOptions

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from call_shim import Action, Kind, Shim
-from saves import READERS, assert_whole, load
-from states import assert_same
+from support.call_shim import Action, Kind, Shim
+from support.saves import READERS, assert_whole, load
+from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import DcpxError

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from call_shim import Action, Kind, Shim
 from call_sweep import (
     CODES,
     MOST_CALLS,
@@ -30,9 +29,10 @@ from call_sweep import (
     unwrapped,
 )
 from forks import alone
-from leaks import Held
-from saves import assert_whole
-from states import assert_same, blank_like
+from support.call_shim import Action, Kind, Shim
+from support.leaks import Held
+from support.saves import assert_whole
+from support.states import assert_same, blank_like
 
 import torch_dcpx
 from torch_dcpx import DcpxReader, DcpxWriter

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from saves import data_files, save, save_rank_local
+from support.saves import data_files, save, save_rank_local
 
 import torch_dcpx
 from torch_dcpx import _C, WriteOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from call_shim import compiled, preloaded
+from support.call_shim import compiled, preloaded
 
 DRIVER = Path(__file__).with_name("power_cuts.py")
 EVERY_POINT = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from call_shim import Action, Shim
 from call_sweep import of_all, of_rank, state_there
 from forks import Table, alone
-from saves import assert_whole
+from support.call_shim import Action, Shim
+from support.saves import assert_whole
 from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType

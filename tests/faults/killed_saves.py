@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from call_shim import Action, Kind, Shim
 from call_sweep import MOST_CALLS, state_of, state_there
 from forks import alone
-from saves import assert_whole, data_files, load, save, save_rank_local
-from states import assert_same
+from support.call_shim import Action, Kind, Shim
+from support.saves import assert_whole, data_files, load, save, save_rank_local
+from support.states import assert_same
 
 import torch_dcpx
 from torch_dcpx import DcpxWriter, WriteOptions

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forks import Ended, Table, alone, in_child
 from refused_calls import DIRECT_IO, NUMBERS, Refused, refuse
-from states import blank_like
+from support.states import blank_like
 from ways import LOADS, SAVES, is_same, loaded, which
 
 from torch_dcpx import ReadOptions, WriteOptions

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from call_shim import Action, Shim
 from call_sweep import MOST_CALLS, of_all, of_rank, state_there
 from forks import Ended, Table, alone, in_children
-from saves import assert_whole, save
+from support.call_shim import Action, Shim
+from support.saves import assert_whole, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import DcpxWriter

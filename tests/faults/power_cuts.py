@@ -25,11 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from call_shim import Action, Kind, Shim
 from cut_saves import MUTANTS, NEVER, NEW, NEXT, OLD, SCENARIOS, by_us, rank_local
 from forks import alone
-from saves import READERS, load
-from states import assert_same
+from support.call_shim import Action, Kind, Shim
+from support.saves import READERS, load
+from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx.storage import directory

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreign import Piece, write_foreign
-from saves import load, raises_one, save
-from states import assert_same, raw
+from support.foreign import Piece, write_foreign
+from support.saves import load, raises_one, save
+from support.states import assert_same, raw
+from support.zip_samples import saved
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from zip_samples import saved
 
 from torch_dcpx import (
     CorruptionError,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from call_shim import compiled, preloaded
+from support.call_shim import compiled, preloaded
 
 Calls = list[tuple[str, str]]  # name, and the path that it was on
 FILLS = ("open", "write", "pwrite", "fallocate", "ftruncate")  # and their 64-bit names
@@ -21,7 +21,7 @@ import json, logging, sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 logging.disable(logging.CRITICAL)
-from call_shim import Action, Shim
+from support.call_shim import Action, Shim
 from cut_saves import NEVER, NEW, SCENARIOS, Scenario, by_us, nothing
 
 shim, found = Shim(sys.argv[1]), {}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from call_programs import program_of, ranks_of
-from ranks import run_rank_sets
+from support.ranks import run_rank_sets
 
 WORKER = Path(__file__).with_name("program_worker.py")
 AT_ONCE = 6  # sets of ranks: they wait for each other more than for a core

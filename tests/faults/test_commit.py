@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saves import (
+from support.saves import (
     assert_loads,
     assert_whole,
     data_files,

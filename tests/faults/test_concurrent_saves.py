@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saves import assert_whole, files_in, raises_one, save
+from support.saves import assert_whole, files_in, raises_one, save
+from support.warm import warm_parent
 from torch.distributed.checkpoint.api import CheckpointException
-from warm import warm_parent
 
 from torch_dcpx import ConcurrentSaveError, DcpxWriter, StorageError
 
@@ -90,7 +90,7 @@ def test_save_from_another_thread_meanwhile_is_refused_with_the_owner(tmp_path: 
 OTHER = """
 import sys, torch
 from pathlib import Path
-from saves import save
+from support.saves import save
 from torch.distributed.checkpoint.api import CheckpointException
 try:
     save({"a": torch.zeros(3)}, Path(sys.argv[1]))

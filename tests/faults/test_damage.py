@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saves import data_files, flipped, load, raises_one, read_footer, save
-from states import assert_same, blank_like
+from support.saves import data_files, flipped, load, raises_one, read_footer, save
+from support.states import assert_same, blank_like
+from support.verified import EVERY_POINT, assert_found
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
-from verified import EVERY_POINT, assert_found
 
 from torch_dcpx import (
     CorruptionError,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saves import assert_loads, flipped, load, raises_one, save
-from states import assert_same
+from support.saves import assert_loads, flipped, load, raises_one, save
+from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import (

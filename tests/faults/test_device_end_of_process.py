@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from async_saves import assert_saved
 from conftest import RunPython
 from fake_cuda.fake import FakeCuda
+from support.async_saves import assert_saved
 
 BEGIN = """
 import sys, torch

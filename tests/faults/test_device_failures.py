@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from device_snapshots import assert_bits, device_copy, has_grown, left
 from fake_cuda.fake import HELD, INVALID_VALUE, LAUNCH_FAILED, FakeCuda
+from support.device_snapshots import assert_bits, device_copy, has_grown, left
 
 from torch_dcpx import StagingError
 from torch_dcpx.staging.arena import process_pool

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.warm import warm_parent
 from torch.distributed.checkpoint import FileSystemReader
-from warm import warm_parent
 
 from torch_dcpx import save
 

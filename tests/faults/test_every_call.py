@@ -18,8 +18,8 @@ from pathlib import Path
 import call_sweep_driver
 import call_sweep_ranks
 import pytest
-from call_shim import compiled, preloaded
 from call_sweep import Point, table
+from support.call_shim import compiled, preloaded
 
 IS_WHOLE = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 TIMEOUT_S = 3000 if IS_WHOLE else 280

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from rank_saves import save_ranks, sharded
-from saves import data_files, load, read_footer
-from states import assert_same
+from support.rank_saves import save_ranks, sharded
+from support.saves import data_files, load, read_footer
+from support.states import assert_same
+from support.verified import EVERY_POINT, covers
 from torch.distributed.checkpoint.api import CheckpointException
-from verified import EVERY_POINT, covers
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxError

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from leaks import Held
-from saves import assert_loads, assert_whole, files_in, load, save
-from slow_states import CopyingPlanner
-from states import assert_same, blank_like
+from support.leaks import Held
+from support.saves import assert_loads, assert_whole, files_in, load, save
+from support.slow_states import CopyingPlanner
+from support.states import assert_same, blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import _C, DcpxError, DcpxReader, DcpxWriter, StorageError, WriteOptions

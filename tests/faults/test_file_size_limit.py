@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from leaks import Held
-from saves import assert_whole, files_in, raises_one, save
+from support.leaks import Held
+from support.saves import assert_whole, files_in, raises_one, save
 
 from torch_dcpx import StorageError, WriteOptions
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import RunPython
-from saves import assert_loads, assert_whole, files_in, load, save
+from support.saves import assert_loads, assert_whole, files_in, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import _C, DcpxWriter, StorageError, WriteOptions
@@ -140,7 +140,7 @@ import errno, resource, signal, sys
 from pathlib import Path
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from saves import assert_loads, assert_whole, files_in, save
+from support.saves import assert_loads, assert_whole, files_in, save
 from torch_dcpx import WriteOptions
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from chunked import Box, chunked, grid
-from saves import READERS, WRITERS, raises_one
-from states import assert_same
+from support.chunked import Box, chunked, grid
+from support.saves import READERS, WRITERS, raises_one
+from support.states import assert_same
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

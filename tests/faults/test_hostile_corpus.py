@@ -1,6 +1,6 @@
 """The hostile corpus, driven under an audit hook: nothing executed, escaped, hung, or believed.
 
-`hostile_driver` makes and judges it. A sample of its cases is tried, another one each run;
+`hostile/driver` makes and judges it. A sample of its cases is tried, another one each run;
 DCPX_HOSTILE_STRIDE=1 tries all of them (twenty minutes).
 """
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hostile_corpus import cases
+from hostile.corpus import cases
 
 TESTS = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([str(TESTS.parent), str(TESTS)])
@@ -23,7 +23,7 @@ TIMEOUT_S = 280 if STRIDE >= 32 else 7200
 def drive(scratch: Path, stride: int, shift: int, change: str = "") -> tuple[int, str]:
     """Runs the driver in a fresh process, behind a line that changes it; returns status, output."""
     args = str(scratch), stride, shift
-    code = f"import hostile_driver, sys\n{change}\nsys.exit(hostile_driver.main(*{args}))"
+    code = f"import sys\nfrom hostile import driver\n{change}\nsys.exit(driver.main(*{args}))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
@@ -57,9 +57,9 @@ def test_driver_sees_a_reader_that_trusts_what_it_reads(tmp_path: Path) -> None:
     change = (
         "from torch_dcpx import DcpxReader, ReadOptions\n"
         "trusting = lambda path: DcpxReader(path, options=ReadOptions(trusted=True))\n"
-        "own = list(hostile_driver.cases())\n"
-        "hostile_driver.DcpxReader = trusting\n"
-        "hostile_driver.cases = lambda: [c for c in own if c.kind == 'gadget in .metadata' and "
+        "own = list(driver.cases())\n"
+        "driver.DcpxReader = trusting\n"
+        "driver.cases = lambda: [c for c in own if c.kind == 'gadget in .metadata' and "
         "c.name.startswith(('os.system', 'posix.system', 'os.mkdir', 'builtins.eval'))]\n"
     )
     status, output = drive(tmp_path, 1, 0, change)

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from saves import assert_whole, files_in, raises_one, save
-from slow_states import SLOW, CopyingPlanner, Seen, gathered_state, windowed_state
-from states import mixed_state
-from warm import warm_parent
+from support.saves import assert_whole, files_in, raises_one, save
+from support.slow_states import SLOW, CopyingPlanner, Seen, gathered_state, windowed_state
+from support.states import mixed_state
+from support.warm import warm_parent
 
 from torch_dcpx import DcpxWriter, WriteOptions
 from torch_dcpx.writer import files as write_files
@@ -132,7 +132,7 @@ def test_signal_between_the_last_byte_and_the_results_leaves_nothing(
 INTERRUPTED = """
 import signal, sys, torch
 import torch.distributed.checkpoint as dcp
-from slow_states import SLOW, gathered_state
+from support.slow_states import SLOW, gathered_state
 from torch_dcpx import DcpxWriter
 import dataclasses, itertools
 torch.set_num_threads(1)

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from call_shim import compiled, preloaded
 from forks import assert_none_bad, counted
+from support.call_shim import compiled, preloaded
 
 WORKER = Path(__file__).with_name("killed_process_worker.py")
 EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from call_shim import compiled, preloaded
+from support.call_shim import compiled, preloaded
 
 IS_WHOLE = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 

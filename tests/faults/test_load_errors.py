@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from saves import change, data_files, read_footer, save
-from states import assert_same, blank_like
+from support.saves import change, data_files, read_footer, save
+from support.states import assert_same, blank_like
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import torch_dcpx as dcpx

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from call_shim import compiled, preloaded
 from forks import assert_none_bad, table_of
+from support.call_shim import compiled, preloaded
 
 WORKER = Path(__file__).with_name("lost_at_calls_worker.py")
 EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")

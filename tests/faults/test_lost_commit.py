@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from saves import data_files, load
-from states import assert_same
-from store_ranks import Ranks
+from support.saves import data_files, load
+from support.states import assert_same
+from support.store_ranks import Ranks
 from torch.distributed import HashStore
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, StorageError, WriteOptions

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.warm import WarmProcess, warm_parent
 from torch.distributed.checkpoint import FileSystemReader
-from warm import WarmProcess, warm_parent
 
 from torch_dcpx import DcpxWriter, save
 

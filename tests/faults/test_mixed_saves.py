@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from rank_saves import save_ranks, sharded, write_ranks
-from saves import (
+from support.rank_saves import save_ranks, sharded, write_ranks
+from support.saves import (
     assert_loads,
     committed_ids,
     data_files,
@@ -25,7 +25,7 @@ from saves import (
     save_ids,
     save_rank_local,
 )
-from states import blank_like
+from support.states import blank_like
 
 import torch_dcpx as dcpx
 from torch_dcpx import CorruptionError, PlanError, RepairError

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("node_local_worker.py")
 

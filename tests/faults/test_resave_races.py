@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import RunPython
-from saves import assert_loads, raises_one, save, save_rank_local
-from states import assert_same
+from support.saves import assert_loads, raises_one, save, save_rank_local
+from support.states import assert_same
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx import (

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from call_shim import compiled, preloaded
 from conftest import RunPython
+from support.call_shim import compiled, preloaded
+from support.warm import warm_parent
 from torch.distributed.checkpoint import FileSystemReader
-from warm import warm_parent
 
 import torch_dcpx
 from torch_dcpx import save, verify
@@ -191,7 +191,7 @@ def test_save_without_time_at_the_end_is_given_up_and_leaves_nothing_of_it(
 
 HELD_CALL = """
 import sys, torch
-from call_shim import Action, Kind, Shim
+from support.call_shim import Action, Kind, Shim
 from torch_dcpx import async_save
 library, path = sys.argv[1:3]
 shim = Shim(library)

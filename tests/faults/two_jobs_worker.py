@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from call_sweep import of_all, of_rank, state_there
 from forks import Table, alone
-from saves import assert_whole
+from support.saves import assert_whole
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 

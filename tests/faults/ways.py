@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from states import assert_same, blank_like
+from support.states import assert_same, blank_like
 
 import torch_dcpx
 from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, WriteOptions

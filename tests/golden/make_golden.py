@@ -4,7 +4,7 @@
     python tests/golden/make_golden.py ours    # DcpxWriter; PYTHONPATH must find torch_dcpx
 
 Two ranks save `golden_state`, whose every value follows from its name and shape, so that
-tests/dcp/test_versions.py computes what to expect. Old torch must be able to run this file.
+tests/interop/test_versions.py computes what to expect. Old torch must be able to run this file.
 """
 
 from __future__ import annotations

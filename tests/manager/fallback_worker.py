@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ranks import leave_well
+from support.ranks import leave_well
 from trainings import damage, large, manager_of
 
 from torch_dcpx import CorruptionError, MismatchError, PlanError

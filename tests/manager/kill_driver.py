@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from call_shim import Action, Shim
+from support.call_shim import Action, Shim
 from trainings import on_disk
 
 from torch_dcpx import CheckpointManager, PerRank, WriteOptions, load

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ranks import leave_well
+from support.ranks import leave_well
 from trainings import manager_of
 
 from torch_dcpx import UnsupportedError

@@ -19,10 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dcp"))
-from no_collectives import no_collectives
-from ranks import leave_well
-from states import assert_same
+from support.no_collectives import no_collectives
+from support.ranks import leave_well
+from support.states import assert_same
 
 from torch_dcpx import (
     CheckpointManager,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from ranks import leave_well
+from support.ranks import leave_well
 from trainings import Training, manager_of
 
 from torch_dcpx import OptionError, PerRank, RankError, WriteOptions

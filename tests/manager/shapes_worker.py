@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from ranks import leave_well
-from states import assert_same
+from support.ranks import leave_well
+from support.states import assert_same
 
 from torch_dcpx import CheckpointManager, KeyMap, MismatchError, PlanError, WriteOptions
 

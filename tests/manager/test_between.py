@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("between_worker.py")
 

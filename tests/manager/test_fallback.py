@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from states import assert_same
+from support.ranks import run_ranks
+from support.states import assert_same
 from trainings import Training, damage, large, manager_of
 
 from torch_dcpx import (

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.call_shim import compiled, preloaded
+from support.call_shim import compiled, preloaded
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
 IS_WHOLE = os.environ.get("DCPX_MANAGER_KILLS") == "all"

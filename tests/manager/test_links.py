@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 from trainings import manager_of, on_disk, save_steps
 
 import torch_dcpx as dcpx

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch as st
-from ranks import run_ranks
-from states import assert_same
+from support.ranks import run_ranks
+from support.states import assert_same
 
 WORKER = Path(__file__).with_name("shapes_worker.py")
 

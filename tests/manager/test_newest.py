@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from saves import save
+from support.saves import save
 from trainings import manager_of, on_disk, save_steps
 
 from torch_dcpx import DcpxError, KeyMap, NotCommittedError, PlanError

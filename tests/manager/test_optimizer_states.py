@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import assert_same
+from support.states import assert_same
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from trainings import Training, manager_of
 

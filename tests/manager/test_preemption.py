@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from store_ranks import Ranks
+from support.store_ranks import Ranks
 from trainings import manager_of, save_steps
 
 from torch_dcpx import OptionError, Preemption, RankLostError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from support.ranks import run_ranks
 from trainings import Training, manager_of
 
 from torch_dcpx import OptionError, PerRank

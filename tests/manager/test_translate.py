@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from states import assert_same
+from support.states import assert_same
 from trainings import Training, manager_of, save_steps
 
 from torch_dcpx import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from support.ranks import run_ranks
 from torch.optim import lr_scheduler
 from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from states import assert_same
+from support.states import assert_same
 from trainings import manager_of
 
 from torch_dcpx import MismatchError, PerRank, UnsupportedError, load

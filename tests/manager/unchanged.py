@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from states import assert_same
+from support.states import assert_same
 from torch.optim import lr_scheduler
 from trainings import manager_of
 

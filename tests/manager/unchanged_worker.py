@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from ranks import leave_well
+from support.ranks import leave_well
 from trainings import manager_of
 from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
 

@@ -1,0 +1,96 @@
+"""Processes that are forked with torch are to their tests what fresh ones are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.ranks import run_ranks
+from support.warm import warm_parent
+
+BODY = """
+import atexit, os, signal, sys
+print(__name__, sys.argv, os.environ.get("OF_THE_TEST"), os.getcwd(), sys.path[0])
+atexit.register(print, "at exit", flush=True)
+"""
+ENDS = {
+    "": 0,
+    "sys.exit(3)": 3,
+    "raise KeyError('unhandled')": 1,
+    "raise KeyboardInterrupt": -signal.SIGINT,
+    "sys.stdout.flush(); os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
+    "import threading; threading.Timer(0.01, print, ['a thread']).start()": 0,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_warm_process_says_and_ends_as_a_fresh_one(tmp_path: Path, end: str) -> None:
+    env = {**os.environ, "OF_THE_TEST": "here"}
+    command = ["-c", BODY + end, "x", "y"]
+    if end in ("", "raise KeyError('unhandled')"):
+        command[:2] = [str(tmp_path / "script.py")]
+        (tmp_path / "script.py").write_text(BODY + end)
+    fresh = subprocess.run(
+        [sys.executable, *command],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    warm = warm_parent().run(command, env=env, cwd=tmp_path)
+    assert (warm.returncode, warm.stdout) == (fresh.returncode, fresh.stdout)
+    assert warm.returncode == ENDS[end]
+    assert warm.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]
+
+
+def test_warm_process_that_does_not_end_is_killed() -> None:
+    read_end, write_end = os.pipe()
+    with open(read_end) as said, open(write_end, "w") as out:
+        code = "import signal; print('is there', flush=True); signal.pause()"
+        process = warm_parent().start(["-c", code], out, out, env=os.environ)
+        out.close()
+        assert said.readline() == "is there\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+        assert said.readline() == "", "nobody has its output open"
+    assert warm_parent().run(["-c", "print('next')"], env=os.environ).stdout == "next\n"
+
+
+WORKER = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, how = dist.get_rank(), sys.argv[1]
+total = torch.tensor([rank + 1])
+dist.all_reduce(total)
+assert total.item() == 3
+if rank == 1 and how == "raises":
+    raise ValueError("of rank 1")
+if rank == 1 and how == "is killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how in ("raises", "is killed"):
+    signal.pause()
+if rank == 0 or how != "is silent":
+    print(f"rank {rank} done", flush=True)
+os._exit(4 if rank == 1 and how == "ends badly" else 0)
+"""
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("how", ["ends well", "raises", "is killed", "is silent", "ends badly"])
+def test_ranks_fail_with_what_they_said_unless_each_is_done(tmp_path: Path, how: str) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    if how == "ends well":
+        run_ranks(worker, 2, how)
+        return
+    with pytest.raises(AssertionError, match=r"worker\.py") as caught:
+        run_ranks(worker, 2, how)
+    assert how != "raises" or "ValueError: of rank 1" in str(caught.value)
+    assert how != "is killed" or "-9" in str(caught.value)
+    assert how != "ends badly" or "4]\n" in str(caught.value)
+    assert how != "is silent" or "[0, 0]\nrank 0 done\n" in str(caught.value)

@@ -1,0 +1,211 @@
+"""One rank of test_directories.py: saves to directories that ranks name alike, or do not.
+
+    directories_worker.py DIRECTORY
+
+Each case has a directory of its own, which both ranks look at before and after.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.ranks import leave_well
+
+import torch_dcpx as dcpx
+from torch_dcpx import DcpxWriter, PlanError, WriteOptions
+from torch_dcpx.ranks.members import StoreExchange
+
+ROOT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
+Names = Callable[[Path], str]
+
+
+def state_of(number: float) -> dict[str, Any]:
+    """This rank's own tensor, and one that both have."""
+    return {f"rank{RANK}": torch.full((1000,), number), "both": torch.full((70,), number)}
+
+
+def save(path: str, number: float, options: WriteOptions | None = None) -> None:
+    dcpx.save(state_of(number), path, options=options)
+
+
+def async_save(path: str, number: float, options: WriteOptions | None = None) -> None:
+    dcpx.async_save(state_of(number), path, options=options).result(60)
+
+
+def manager_save(path: str, number: float, options: WriteOptions | None = None) -> None:
+    with dcpx.CheckpointManager(path, options=options) as manager:
+        manager.save(int(number), state=state_of(number))
+
+
+SAVES = (save, async_save, manager_save)
+
+
+def listed(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def both(value: Any) -> list[Any]:
+    """Returns what each rank has of it; whoever returns knows that the other came as far."""
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+def relative(root: Path) -> str:
+    """A relative root where each rank works in a directory of its own, as Hydra makes them."""
+    here = root / f"rank{RANK}"
+    here.mkdir()
+    os.chdir(here)
+    return "outputs/ckpt"
+
+
+DIFFERENT: dict[str, Names] = {
+    "a path a rank": lambda root: f"{root}/p{RANK}",
+    "a timestamp in the path": lambda root: f"{root}/runs/12-00-0{RANK}/a/ckpt",
+    "a working directory a rank": relative,
+    "one within the other": lambda root: f"{root}/x/y" if RANK else f"{root}/x",
+}
+
+
+def different_directories_are_refused_and_nothing_is_left() -> None:
+    for number, (name, path_of) in enumerate(DIFFERENT.items()):
+        for way in SAVES:
+            root = ROOT / "different" / str(number) / way.__name__
+            root.mkdir(parents=True, exist_ok=True)
+            path = path_of(root)
+            absolute = os.path.abspath(path)
+            both(None)
+            before = both((absolute, listed(root)))
+            with pytest.raises(PlanError) as caught:
+                way(path, 1)
+            said = str(caught.value)
+            assert all(one in said for one, _ in before), f"{name}, {way.__name__}: {said}"
+            assert "rank 0" in said and "rank 1" in said and "node_local=True" in said
+            both(None)
+            assert listed(root) == before[RANK][1], f"{name}, {way.__name__}"
+            both(None)
+            os.chdir(ROOT)
+            way(str(root / "common"), 1)  # and the next one works
+
+
+def linked(root: Path) -> str:
+    if RANK:
+        (root / "link").symlink_to(root / "real")
+        return str(root / "link" / "ckpt")
+    return str(root / "real" / "ckpt")
+
+
+def relative_and_absolute(root: Path) -> str:
+    os.chdir(root)
+    return "ckpt" if RANK else f"{root}/../{root.name}/ckpt"
+
+
+def link_itself(root: Path) -> str:
+    (root / "real").mkdir(exist_ok=True)
+    if RANK:
+        (root / "latest").symlink_to(root / "real")
+    return str(root / ("latest" if RANK else "real"))
+
+
+SAME: dict[str, Names] = {
+    "a link above it": linked,
+    "a link": link_itself,
+    "relative and absolute": relative_and_absolute,
+}
+
+
+def one_directory_under_two_names_is_one() -> None:
+    for number, (name, path_of) in enumerate(SAME.items()):
+        for way in SAVES:
+            root = ROOT / "same" / str(number) / way.__name__
+            root.mkdir(parents=True, exist_ok=True)
+            (root / "real").mkdir(exist_ok=True)
+            path = path_of(root)
+            both(None)
+            for step in (1, 1, 2):  # again over what is there, by plans that are kept
+                way(path, step)
+                found = state_of(0)
+                if way is manager_save:
+                    dcpx.load({"state": found}, f"{path}/step-{step}")
+                else:
+                    dcpx.load(found, path)
+                assert all(torch.equal(found[k], v) for k, v in state_of(step).items()), name
+            both(None)
+            assert not [one for one in listed(root) if one.endswith(".tmp")], name
+            os.chdir(ROOT)
+
+
+def node_local_directories_need_the_option_on_all_ranks() -> None:
+    local = WriteOptions(node_local=True)
+    for way in SAVES:
+        root = ROOT / "local" / way.__name__
+        root.mkdir(parents=True, exist_ok=True)
+        both(None)
+        with pytest.raises(PlanError, match=r"node_local=True.* rank 1.* rank 0"):
+            way(str(root / "ckpt"), 1, local if RANK else None)
+        both(None)
+        assert listed(root) == []
+        both(None)
+        path = root / f"node{RANK}"
+        way(str(path), 1, local)
+        way(str(path), 1, local)
+        here = path / "step-1" if way is manager_save else path
+        assert list(here.glob("*.distcp"))
+        both(None)
+
+
+def dcp_save_refuses_nothing() -> None:
+    for _ in range(2):
+        path = ROOT / f"dcp{RANK}"
+        dcp.save(state_of(1), storage_writer=DcpxWriter(path))
+        assert list(path.glob("*.distcp"))
+
+
+def the_same_path_costs_no_exchange_and_two_names_one() -> None:
+    begun: list[str] = []
+    agree = StoreExchange._agree
+
+    def counted(self: Any, step: str, *args: Any) -> Any:
+        begun.append(step)
+        return agree(self, step, *args)
+
+    StoreExchange._agree = counted  # type: ignore[method-assign]
+    try:
+        root = ROOT / "counted"
+        (root / "real").mkdir(parents=True, exist_ok=True)
+        path = linked(root)
+        both(None)
+        for _ in range(2):  # the second one by a plan that is kept
+            begun.clear()
+            save(str(root / "alike"), 1)
+            assert begun == ["plan"], begun
+            begun.clear()
+            save(path, 1)
+            assert begun == ["plan", "directories"], begun
+    finally:
+        StoreExchange._agree = agree  # type: ignore[method-assign]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    different_directories_are_refused_and_nothing_is_left()
+    one_directory_under_two_names_is_one()
+    node_local_directories_need_the_option_on_all_ranks()
+    dcp_save_refuses_nothing()
+    the_same_path_costs_no_exchange_and_two_names_one()
+    leave_well()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Names that lead elsewhere, and things in place of files: read by a load, written by a save."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from hostile.corpus import Case, ours, stock
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+from torch_dcpx.storage.names import FileEntry
+
+DATA = "__0_0.distcp"
+NAMES = [
+    f"../outside/{DATA}",
+    f"../../{DATA}",
+    f"sub/../../outside/{DATA}",
+    f"sub/../{DATA}",
+    f"./{DATA}",
+    f"{DATA}/",
+    f"{DATA}/.",
+    f"sub//{DATA}",
+    "",
+    ".",
+    "..",
+    "/",
+    "/etc/passwd",
+    "/dev/zero",
+    "/proc/self/mem",
+    "/proc/self/fd/0",
+    "OUTSIDE",  # the absolute path of a data file there
+    f"{DATA}\0",
+    f"{DATA}\0/../../outside/{DATA}",
+    "\0",
+    "__0_0\ud800.distcp",
+    "__0_0\udcff.distcp",
+    "x" * 256,
+    "x" * 5000,
+    "/".join("x" * 2000),
+    ".metadata",
+    ".dcpx.lock",
+    "sub",
+    "missing.distcp",
+    "__0_0.distcp\n",
+    "linked/" + DATA,
+    "\\..\\outside",
+]
+
+
+def _resolved(name: str, root: Path) -> str:
+    return str(root / "outside" / DATA) if name == "OUTSIDE" else name
+
+
+def _named(layout: str, name: str, root: Path) -> None:
+    name = _resolved(name, root)
+
+    def change(metadata: Metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            metadata.storage_data[index] = dataclasses.replace(info, relative_path=name)
+
+    if layout == "stock":
+        ckpt = stock(root, change=change)
+    else:
+        ckpt = ours(root)
+        path = ckpt / ".metadata"
+        found = decode_metadata(path.read_bytes(), str(path))
+        found.metadata.storage_data = dict(found.metadata.storage_data)
+        change(found.metadata)
+        files = [FileEntry(name, *entry[1:]) for entry in (found.files or {}).values()]
+        path.write_bytes(encode_metadata(found.metadata, files, found.save_id))
+    (ckpt / "sub").mkdir()
+    (ckpt / "linked").symlink_to(root / "outside")
+
+
+# ---- Something else in place of a file ----------------------------------------------------------
+
+
+def _symlink(path: Path, root: Path) -> None:
+    path.symlink_to(root / "outside" / DATA)
+
+
+def _relative_symlink(path: Path, root: Path) -> None:
+    path.symlink_to(Path("..") / "outside" / DATA)
+
+
+def _secret_symlink(path: Path, root: Path) -> None:
+    path.symlink_to(root / "outside" / "secret")
+
+
+def _dangling(path: Path, root: Path) -> None:
+    path.symlink_to(root / "outside" / "MARK")
+
+
+def _loop(path: Path, root: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _zero_link(path: Path, root: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _hard_link(path: Path, root: Path) -> None:
+    path.hardlink_to(root / "outside" / "secret")
+
+
+def _fifo(path: Path, root: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path, root: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # a socket's name is short
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def _directory(path: Path, root: Path) -> None:
+    path.mkdir()
+    (path / "inside").write_bytes(b"a file in it")
+
+
+def _device(major: int, minor: int, path: Path, root: Path) -> None:
+    os.mknod(path, 0o666 | 0o020000, os.makedev(major, minor))
+
+
+def _empty(path: Path, root: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _sparse(path: Path, root: Path) -> None:
+    path.write_bytes(b"")
+    os.truncate(path, 1 << 40)
+
+
+PLANTS: dict[str, Callable[[Path, Path], None]] = {
+    "link": _symlink,
+    "relative link": _relative_symlink,
+    "link to another file": _secret_symlink,
+    "dangling link": _dangling,
+    "link to itself": _loop,
+    "link to /dev/zero": _zero_link,
+    "hard link": _hard_link,
+    "FIFO": _fifo,
+    "socket": _socket,
+    "directory": _directory,
+    "empty file": _empty,
+    "hole of a terabyte": _sparse,
+}
+if os.geteuid() == 0:
+    PLANTS |= {
+        "/dev/zero": partial(_device, 1, 5),
+        "/dev/full": partial(_device, 1, 7),
+        "/dev/random": partial(_device, 1, 8),
+    }
+
+# Name -> whether a load meets it. What a save makes, finds and removes.
+TARGETS = {
+    ".metadata": True,
+    DATA: True,
+    ".dcpx.lock": False,
+    "__0_0.0123456789ab.distcp": False,
+    "__7_0.0123456789ab.distcp": False,
+    ".metadata.0123456789ab.tmp": False,
+    "__0.metadata": False,
+    "__0.metadata.0123456789ab.tmp": False,
+    "notes.txt": False,
+    ".hidden": False,
+    "optimizer": False,
+}
+
+
+def _planted(layout: str, name: str, plant: Callable[[Path, Path], None], root: Path) -> None:
+    ckpt = stock(root) if layout == "stock" else ours(root)
+    names = [path.name for path in ckpt.iterdir() if path.name.endswith(".distcp")]
+    path = ckpt / (names[0] if name == DATA else name)
+    path.unlink(missing_ok=True)
+    plant(path, root)
+
+
+# ---- What a replaced checkpoint names, and a save removes ---------------------------------------
+
+KEPT = ["notes.txt", "sub/x.distcp", ".hidden", "model.safetensors", "meta.pt"]
+
+
+def _claims_others(layout: str, name: str, root: Path) -> None:
+    """The metadata names a file that is none of its own, beside the right ones."""
+    _named(layout, name, root)
+    ckpt = root / "ckpt"
+    for kept in KEPT:
+        (ckpt / kept).parent.mkdir(exist_ok=True)
+        (ckpt / kept).write_bytes(b"somebody's own")
+
+
+def cases() -> Iterator[Case]:
+    for layout in ("stock", "ours"):
+        for name in NAMES:
+            label = f"{layout}: {name[:40]!a} of {len(name)}"
+            yield Case("names", label, partial(_named, layout, name))
+        for target, is_read in TARGETS.items():
+            for kind, plant in PLANTS.items():
+                # A save removes leftovers that are regular files: a hole or an empty file is one.
+                build = partial(_planted, layout, target, plant)
+                yield Case("planted", f"{layout}: {kind} as {target}", build, not is_read)
+        for name in (*KEPT, "../outside/secret", "OUTSIDE"):
+            build = partial(_claims_others, layout, name)
+            yield Case("claimed", f"{layout}: {name}", build, is_valid=True)

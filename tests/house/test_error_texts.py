@@ -1,0 +1,357 @@
+"""Errors: stock's types and texts where they are stock's, typed ones with fields where ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.foreign import Piece, write_foreign
+from support.ranks import run_ranks
+from support.saves import READERS, WRITERS, change, files_in, load, raises_one, read_footer, save
+from support.states import assert_same
+from support.zip_samples import saved
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torch_dcpx import (
+    CorruptionError,
+    DcpxWriter,
+    NotCommittedError,
+    PlanError,
+    StorageError,
+    UnsupportedError,
+)
+
+WORKER = Path(__file__).with_name("errors_worker.py")
+
+
+def state() -> dict[str, Any]:
+    return {
+        "weight": torch.arange(60.0).view(6, 10),
+        "ids": torch.arange(5),
+        "nested": {"step": 3, "names": ["a", "b"]},
+    }
+
+
+def outcome(action: Callable[[], Any], root: Path) -> Any:
+    """Returns what the action gives, or type and text of its error, the one of rank 0."""
+    try:
+        return action()
+    except CheckpointException as failed:
+        error = failed.failures[0][0]
+    except RuntimeError as raised:  # in rank-local mode DCP wraps nothing
+        error = raised
+    return type(error), str(error).replace(str(root), "ROOT")
+
+
+# ---- Loads --------------------------------------------------------------------------------------
+
+LOADS: dict[str, tuple[dict[str, Any], dict[str, Any], type | None]] = {
+    # name -> (targets, planner's arguments, stock's error)
+    "missing key": ({"more": torch.zeros(1)}, {}, RuntimeError),
+    "missing nested key": ({"nested": {"more": None}}, {}, RuntimeError),
+    "missing key, partial load": (
+        {"more": torch.ones(1), "ids": torch.zeros(5, dtype=torch.int64)},
+        {"allow_partial_load": True},
+        None,
+    ),
+    "fewer keys": ({"ids": torch.zeros(5, dtype=torch.int64)}, {}, None),
+    "another size": ({"weight": torch.zeros(6, 11)}, {}, ValueError),
+    "another number of dimensions": ({"weight": torch.zeros(60)}, {}, ValueError),
+    "a scalar for a matrix": ({"weight": torch.zeros(())}, {}, ValueError),
+    "a tensor for bytes": ({"nested": {"step": torch.zeros(3)}}, {}, None),
+    "bytes for a tensor": ({"ids": None}, {}, ValueError),
+    "a list for a leaf": ({"nested": {"step": [None, None]}}, {}, None),
+    "a list for one leaf": ({"nested": {"names": [torch.zeros(1), None]}}, {}, RuntimeError),
+    "a leaf for a list": ({"nested": {"names": None}}, {}, None),
+    "two keys in one": (
+        {"nested": {"step": None}, "nested.step": None},
+        {},
+        ValueError,
+    ),
+    "no flattening": ({"nested": None}, {"flatten_state_dict": False}, RuntimeError),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_load_that_the_planner_refuses_fails_with_stocks_text(
+    tmp_path: Path, writer: str, name: str
+) -> None:
+    save(state(), tmp_path, writer)
+    _, kwargs, error = LOADS[name]
+
+    def run(reader: str) -> Any:
+        target = pickle.loads(pickle.dumps(LOADS[name][0]))
+        dcp.load(target, storage_reader=READERS[reader](tmp_path),
+                 planner=DefaultLoadPlanner(**kwargs), no_dist=True)  # fmt: skip
+        return target
+
+    ours, stock = (outcome(lambda reader=reader: run(reader), tmp_path) for reader in READERS)
+    if error is None:
+        assert_same(stock, ours)
+    else:
+        assert isinstance(stock, tuple), stock
+        assert stock[0] is error
+        assert ours == stock
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (torch.zeros(6, 9), "mismatch sizes torch.Size([6, 9]) vs torch.Size([6, 10])"),
+        (torch.zeros(60), "mismatch sizes torch.Size([60]) vs torch.Size([6, 10])"),
+    ],
+)
+def test_target_of_another_size_fails_with_stocks_text(
+    tmp_path: Path, writer: str, made: torch.Tensor, text: str
+) -> None:
+    save({"w": torch.ones(6, 10)}, tmp_path, writer)
+    planner = DefaultLoadPlanner()
+    planner.resolve_tensor = lambda _: made  # type: ignore[method-assign]
+    texts = [
+        outcome(
+            lambda reader=reader: dcp.load({"w": torch.zeros(6, 10)}, planner=planner,
+                                           storage_reader=reader(tmp_path), no_dist=True),
+            tmp_path,
+        )
+        for reader in READERS.values()
+    ]  # fmt: skip
+    assert texts[0] == texts[1]
+    assert texts[0][0] is AssertionError
+    assert texts[0][1].endswith(text)
+
+
+CONVERSIONS = [
+    (torch.float32, torch.float64), (torch.float64, torch.bfloat16), (torch.int64, torch.float16),
+    (torch.float32, torch.int8), (torch.bool, torch.int32), (torch.float32, torch.bool),
+    (torch.float32, torch.float8_e4m3fn), (torch.float8_e5m2, torch.float32),
+    (torch.float32, torch.complex64), (torch.uint16, torch.int64), (torch.int32, torch.uint8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_target_of_another_dtype_is_converted_as_by_stock(tmp_path: Path, writer: str) -> None:
+    g = torch.Generator().manual_seed(5)
+    source = {
+        f"{a}->{b}": (torch.randn(40, 30, generator=g) * 50).abs().to(a) for a, b in CONVERSIONS
+    }
+    save(source, tmp_path, writer)
+    found = []
+    for reader in READERS.values():
+        target = {f"{a}->{b}": torch.zeros(40, 30, dtype=b) for a, b in CONVERSIONS}
+        dcp.load(target, storage_reader=reader(tmp_path), no_dist=True)
+        found.append(target)
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("kind", ["smaller", "other dimensions", "sparse"])
+def test_stored_tensor_that_is_not_what_the_metadata_says_is_an_error(
+    tmp_path: Path, kind: str
+) -> None:
+    planned = torch.ones(6, 10)
+    stored = {
+        "smaller": torch.ones(6, 9),
+        "other dimensions": torch.ones(60),
+        "sparse": torch.eye(6, 10).to_sparse(),
+    }[kind]
+    write_foreign(tmp_path, [Piece("w", saved(stored), planned)])
+    with pytest.raises(CheckpointException):
+        load({"w": planned}, tmp_path, "stock")
+    with pytest.raises(CheckpointException) as caught:
+        load({"w": planned}, tmp_path)
+    error = caught.value.failures[0][0]
+    if kind != "sparse":  # that one torch itself refuses to copy
+        assert type(error) is CorruptionError
+        assert (error.fqn, error.path) == ("w", str(tmp_path / "__0_0.distcp"))
+
+
+# ---- No checkpoint, or a bad one ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "a file", "data without metadata"])
+def test_directory_without_a_checkpoint_is_not_committed(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "ckpt"
+    if kind == "a file":
+        path.write_bytes(b"x")
+    elif kind == "data without metadata":
+        save(state(), path)
+        (path / ".metadata").unlink()
+    elif kind == "empty":
+        path.mkdir()
+    with pytest.raises(CheckpointException):
+        load(state(), path, "stock")
+    with raises_one(NotCommittedError) as raised:
+        load(state(), path)
+    assert isinstance(raised.error, FileNotFoundError)
+    assert raised.error.path is not None
+    assert raised.error.path.startswith(str(path))
+    assert ("1 data files of an unfinished save" in str(raised.error)) == kind.startswith("data")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("damage", ["cut off", "flipped", "emptied"])
+def test_bad_metadata_never_falls_back_to_that_of_a_rank(
+    tmp_path: Path, writer: str, damage: str
+) -> None:
+    save(state(), tmp_path / "ranks", writer)
+    path = tmp_path / "ranks" / ".metadata"
+    good = path.read_bytes()
+    (tmp_path / "ranks" / "__0.metadata").write_bytes(good)  # would load
+    path.write_bytes({"cut off": good[:-10], "flipped": b"", "emptied": b""}[damage])
+    if damage == "flipped":
+        path.write_bytes(good[:20] + bytes([good[20] ^ 255]) + good[21:])
+    with raises_one(CorruptionError) as raised:
+        load(state(), tmp_path / "ranks")
+    assert raised.error.path == str(path)
+    path.unlink()
+    assert_same(state(), load(state(), tmp_path / "ranks"))
+
+
+def test_bad_metadata_of_the_rank_itself_reaches_the_caller(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=DcpxWriter(tmp_path), no_dist=True, use_collectives=False)
+    change(tmp_path / "__0.metadata", 30, b"\xff\xff\xff")
+    with raises_one(CorruptionError) as raised:
+        load(state(), tmp_path)
+    assert raised.error.path == str(tmp_path / "__0.metadata")
+
+
+def test_entry_without_a_place_is_corruption_of_the_metadata(tmp_path: Path) -> None:
+    def forget(metadata: Metadata) -> None:
+        assert metadata.storage_data is not None
+        metadata.storage_data.clear()
+
+    value = torch.ones(3)
+    write_foreign(tmp_path, [Piece("w", saved(value), value)], change=forget)
+    with raises_one(KeyError):
+        load({"w": value}, tmp_path, "stock")
+    with raises_one(CorruptionError) as raised:
+        load({"w": value}, tmp_path)
+    assert (raised.error.fqn, raised.error.touched) == ("w", ())
+
+
+def test_damaged_block_names_tensor_file_range_and_what_was_touched(tmp_path: Path) -> None:
+    save(state(), tmp_path)
+    row = read_footer(tmp_path / "__0_0.distcp").row("weight")
+    change(tmp_path / "__0_0.distcp", row.payload_offset, b"\x01\x02")
+    with raises_one(CorruptionError) as raised:
+        load(state(), tmp_path)
+    error = raised.error
+    assert (error.path, error.touched is not None) == (str(tmp_path / "__0_0.distcp"), True)
+    assert error.offset <= row.payload_offset < error.offset + error.nbytes
+    assert error.expected != error.found
+
+
+# ---- Saves --------------------------------------------------------------------------------------
+
+
+class Refuses:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("I cannot be pickled")
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"a": 1, "b": Refuses()},
+        {"a": threading.Lock()},
+        {"a": {"b": 1}, "a.b": 2},
+        {"a": lambda: 0},
+    ],
+    ids=["reduce", "lock", "duplicate", "lambda"],
+)
+def test_state_that_stock_cannot_save_fails_with_its_text(tmp_path: Path, bad: Any) -> None:
+    found = [
+        outcome(lambda n=name: save(bad, tmp_path / n, n), tmp_path) for name in ("ours", "stock")
+    ]
+    assert found[0] == found[1]
+    assert isinstance(found[0], tuple)
+    assert [*(tmp_path / "ours").glob("*.distcp"), *(tmp_path / "ours").glob(".metadata*")] == []
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+@pytest.mark.parametrize("first", WRITERS)
+def test_existing_checkpoint_is_refused_with_stocks_text(
+    tmp_path: Path, first: str, use_collectives: bool
+) -> None:
+    def run(writer: Any) -> Any:
+        return dcp.save(
+            state(), storage_writer=writer, no_dist=True, use_collectives=use_collectives
+        )
+
+    run(WRITERS[first](tmp_path))
+    before = files_in(tmp_path)
+    for writer in WRITERS.values():
+        assert outcome(lambda writer=writer: run(writer(tmp_path, overwrite=False)), tmp_path) == (
+            RuntimeError,
+            "Checkpoint already exists and self.overwrite=False.",
+        )
+    after = files_in(tmp_path)
+    for files in (before, after):
+        files.pop(".dcpx.0.lock", None)
+    assert after == before
+    run(DcpxWriter(tmp_path, overwrite=True))
+
+
+def test_path_that_is_a_file_is_a_storage_error_with_errno(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointException) as caught:
+            save(state(), path, "stock")
+        stock = caught.value.failures[0][0]
+        with raises_one(StorageError) as raised:
+            save(state(), path)
+        assert {raised.error.errno, stock.errno} <= {errno.EEXIST, errno.ENOTDIR}
+        assert raised.error.path == str(tmp_path / "file")
+
+
+def test_item_that_the_plan_writes_twice_is_a_plan_error(tmp_path: Path) -> None:
+    class Twice(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            plan = super().create_local_plan()
+            return dataclasses.replace(plan, items=[*plan.items, plan.items[-1]])
+
+        def create_global_plan(self, all_plans: Any) -> Any:
+            _, metadata = super().create_global_plan(
+                [dataclasses.replace(plan, items=plan.items[:-1]) for plan in all_plans]
+            )
+            return all_plans, metadata
+
+    with raises_one(PlanError) as raised:
+        dcp.save({"w": torch.ones(3)}, storage_writer=DcpxWriter(tmp_path / "ckpt"),
+                 planner=Twice(), no_dist=True)  # fmt: skip
+    assert raised.error.fqn == "w"
+    assert not (tmp_path / "ckpt").exists(), "it was refused before anything was made"
+
+
+def test_meta_tensor_is_the_error_that_stock_raises_too(tmp_path: Path) -> None:
+    for writer in WRITERS:
+        with pytest.raises(CheckpointException) as caught:
+            save({"w": torch.ones(3, device="meta")}, tmp_path / writer, writer)
+        error = caught.value.failures[0][0]
+        assert isinstance(error, NotImplementedError)
+    assert isinstance(caught.value.failures[0][0], NotImplementedError)
+    with raises_one(UnsupportedError):
+        save({"w": torch.ones(3, device="meta")}, tmp_path / "ours")
+
+
+# ---- Between ranks ------------------------------------------------------------------------------
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(180)
+def test_typed_errors_reach_every_rank_with_their_fields(tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, str(tmp_path))

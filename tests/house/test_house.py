@@ -1,0 +1,369 @@
+"""The house's rules, read from its sources: who includes and imports whom, how long a file is.
+
+One way only: common <- format, plan, io, device (over plan) <- engine <- bind <- torch_dcpx.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torch_dcpx
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "torch_dcpx"
+
+MAX_LINES = 400
+
+# Room -> rooms that its files may include beside their own.
+ROOMS: dict[str, set[str]] = {
+    "common": set(),
+    "format": {"common"},
+    "plan": {"common"},
+    "io": {"common"},
+    "device": {"common", "plan"},
+    "engine": {"common", "format", "plan", "io", "device"},
+    "bind": {"common", "format", "plan", "io", "device", "engine"},
+}
+
+# The ground of torch_dcpx: the modules of the folder itself, which import no room.
+GROUND = {
+    "__init__", "_compat", "_environment", "_gc", "_guard", "_hooks", "_last_jobs", "_native",
+    "_overrides", "_plan_classes", "_text", "_version", "_waiting", "errors", "load_report",
+    "options", "reports", "save_report",
+}  # fmt: skip
+
+# Room of torch_dcpx -> rooms that its modules may import, beside their own and the ground.
+PACKAGE_ROOMS: dict[str, set[str]] = {
+    "storage": set(),
+    "tensors": set(),
+    "ranks": {"tensors"},
+    "unpickle": set(),
+    "metadata": {"storage", "unpickle"},
+    "staging": {"tensors"},
+    "reader": {"storage", "tensors", "unpickle", "metadata"},
+    "keys": {"metadata", "reader"},
+    "writer": {"storage", "tensors", "ranks", "metadata", "staging"},
+    "planners": {"tensors", "ranks", "metadata", "reader", "keys", "writer"},
+    "checkpoint": {
+        "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
+        "writer", "planners",
+    },
+    "integrity": {"storage", "tensors", "metadata", "reader", "writer"},
+    "artifacts": {"storage", "tensors", "ranks", "reader", "keys", "planners", "checkpoint"},
+    "manager": {
+        "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
+        "writer", "planners", "checkpoint", "integrity", "artifacts",
+    },
+    "cli": {"storage", "metadata", "integrity"},
+}  # fmt: skip
+
+# Folders of tests beside those of the rooms: the ground and csrc through the door, stock DCP and
+# other torches, what goes wrong.
+OTHER_TESTS = {"base", "bench", "cuda", "fake_cuda", "faults", "house", "interop", "native"}
+
+# Modules that work, and start at once, without torch.
+MODULES_WITHOUT_TORCH = {
+    "__init__",
+    "_version",
+    "_environment",
+    "errors",
+    "staging.host_memory",
+    "options",
+}
+
+FOREIGN_HEADER = re.compile(
+    r"^(torch|ATen|c10|caffe2)/|^(cuda|cuda_runtime|cuda_runtime_api|cudaTypedefs|driver_types)\.h$"
+)
+# Only compares own declarations with the toolkit's, where the build found a toolkit.
+READS_CUDA_H = "device/cuda_abi_check.cpp"
+PYTHON_HEADER = re.compile(r"^pybind11/|^Python\.h$")
+ENDS_THE_PROCESS = re.compile(
+    r"(?<![\w.>])(?:std::|::)?(assert|printf|fprintf|puts|abort|exit|_exit|_Exit|quick_exit"
+    r"|terminate)\s*\(|std::c(?:out|err|log)\b"
+)
+
+
+def cpp_files() -> list[Path]:
+    return sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
+
+
+def python_modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """Returns the room of a module of torch_dcpx; "" for the ground."""
+    return "/".join(path.relative_to(PACKAGE).parts[:-1])
+
+
+def dotted(path: Path) -> str:
+    """Returns a module's name beneath torch_dcpx: "storage.names"; a room's own is the room's."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def code_of(source: str) -> str:
+    """Returns C++ source with comments and literals blanked, lines kept."""
+    pattern = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\''
+    return re.sub(pattern, lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
+
+
+def includes(source: str) -> Iterator[tuple[bool, str]]:
+    """Yields (is_system, header) of each #include."""
+    for match in re.finditer(r'^\s*#\s*include\s*(?:<([^>]+)>|"([^"]+)")', source, re.MULTILINE):
+        yield match[1] is not None, match[1] or match[2]
+
+
+def forbidden_includes(room: str, source: str) -> list[str]:
+    """Returns what a file of `room` includes and may not."""
+    allowed = ROOMS[room] | {room}
+    found = []
+    for is_system, header in includes(source):
+        is_foreign = FOREIGN_HEADER.search(header) is not None
+        is_python = PYTHON_HEADER.search(header) is not None and room != "bind"
+        is_upward = not is_system and header.split("/")[0] not in allowed
+        if is_foreign or is_python or is_upward:
+            found.append(header)
+    return found
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Returns the dotted names that a module of torch_dcpx imports, relative ones made absolute."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # at the front door only
+                base = f"torch_dcpx.{base}".rstrip(".")
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def runtime_imports(path: Path) -> set[str]:
+    """Returns `imports` without those under `if TYPE_CHECKING:`."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    return imports(tree)
+
+
+def uses(names: set[str], package: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for name in names)
+
+
+# ---- csrc ---------------------------------------------------------------------------------------
+
+
+def test_csrc_has_the_rooms_of_the_table_and_no_other() -> None:
+    rooms = {path.relative_to(CSRC).parts[0] for path in cpp_files()}
+    assert rooms <= set(ROOMS)
+    assert {"common", "bind"} <= rooms
+
+
+def test_the_table_of_rooms_has_no_cycle() -> None:
+    order = list(ROOMS)
+    for room, below in ROOMS.items():
+        assert all(order.index(other) < order.index(room) for other in below), room
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_includes_point_one_way(path: Path) -> None:
+    found = forbidden_includes(path.relative_to(CSRC).parts[0], path.read_text())
+    is_check = str(path.relative_to(CSRC)) == READS_CUDA_H
+    assert found == (["cuda.h", "cudaTypedefs.h"] if is_check else [])
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_quoted_includes_name_files_from_the_root_of_csrc(path: Path) -> None:
+    quoted = [header for is_system, header in includes(path.read_text()) if not is_system]
+    assert [header for header in quoted if not (CSRC / header).is_file()] == []
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_csrc_neither_prints_nor_ends_the_process(path: Path) -> None:
+    found = [match[0] for match in ENDS_THE_PROCESS.finditer(code_of(path.read_text()))]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
+def test_only_gil_h_takes_the_gil(path: Path) -> None:
+    found = re.findall(r"gil_scoped_\w+|PyGILState_\w+|PyEval_\w+Thread", code_of(path.read_text()))
+    assert found == [] or path.stem == "gil"
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "is_allowed"),
+    [
+        ("plan", '#include "common/bytes.h"', True),
+        ("plan", '#include "io/file.h"', False),
+        ("format", '#include "io/file.h"', False),
+        ("common", '#include "format/names.h"', False),
+        ("engine", '#include "bind/table.h"', False),
+        ("engine", "#include <pybind11/pybind11.h>", False),
+        ("engine", "#include <Python.h>", False),
+        ("bind", "#include <pybind11/pybind11.h>", True),
+        ("bind", "#include <torch/extension.h>", False),
+        ("bind", "#include <ATen/ATen.h>", False),
+        ("device", "#include <c10/cuda/CUDAStream.h>", False),
+        ("device", "#include <cuda_runtime.h>", False),
+        ("io", "  #  include <fcntl.h>", True),
+    ],
+)
+def test_the_include_rule_itself(room: str, line: str, is_allowed: bool) -> None:
+    assert (forbidden_includes(room, f"int a;\n{line}\n") == []) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("  assert(x);", True),
+        ("std::abort();", True),
+        ("::exit(1);", True),
+        ('std::fprintf(stderr, "x");', True),
+        ("std::cerr << 1;", True),
+        ("static_assert(x);", False),
+        ("// assert(x)", False),
+        ('throw "exit(1)";', False),
+        ("std::snprintf(a, 4, b);", False),
+        ("job.abort();", False),
+    ],
+)
+def test_the_print_rule_itself(code: str, is_found: bool) -> None:
+    assert (ENDS_THE_PROCESS.search(code_of(code)) is not None) is is_found
+
+
+# ---- torch_dcpx ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", python_modules(), ids=dotted)
+def test_only_the_gate_imports_the_extension(path: Path) -> None:
+    is_used = uses(imports(ast.parse(path.read_text())), "torch_dcpx._C")
+    assert is_used is (dotted(path) == "_native")
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Returns the rooms whose modules a module imports; "" is the ground."""
+    modules = {dotted(module) for module in python_modules()}
+    own = {name.removeprefix("torch_dcpx.") for name in imports(ast.parse(path.read_text()))}
+    return {name.split(".")[0] if "." in name else "" for name in own & modules}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in python_modules() if path != PACKAGE / "__init__.py"], ids=dotted
+)
+def test_imports_between_rooms_point_one_way(path: Path) -> None:
+    room = room_of(path)
+    if not room and path.stem not in GROUND:
+        return  # not in its room yet
+    allowed = PACKAGE_ROOMS[room] | {room} if room else set()
+    assert rooms_imported(path) <= allowed | {""}
+
+
+def test_every_folder_is_a_room_of_the_table_and_none_hides_a_public_name() -> None:
+    rooms = {room_of(path) for path in python_modules()} - {""}
+    assert rooms <= set(PACKAGE_ROOMS)
+    assert not set(PACKAGE_ROOMS) & set(torch_dcpx.__all__)
+    order = list(PACKAGE_ROOMS)
+    for room, below in PACKAGE_ROOMS.items():
+        assert all(order.index(other) < order.index(room) for other in below), room
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in python_modules() if path.name == "__init__.py"], ids=dotted
+)
+def test_a_rooms_own_file_only_says_what_it_holds(path: Path) -> None:
+    body = ast.parse(path.read_text()).body
+    assert room_of(path) in ("", "cli") or [type(node) for node in body] == [ast.Expr]
+
+
+@pytest.mark.parametrize("name", sorted(MODULES_WITHOUT_TORCH))
+def test_light_modules_import_neither_torch_nor_a_module_that_does(name: str) -> None:
+    names = runtime_imports(PACKAGE / f"{name.replace('.', '/')}.py")
+    assert not uses(names, "torch")
+    own = {each.removeprefix("torch_dcpx.") for each in names}
+    modules = {dotted(module) for module in python_modules()} - set(PACKAGE_ROOMS)
+    assert own & modules <= MODULES_WITHOUT_TORCH
+
+
+def test_the_packages_imports_form_no_cycle() -> None:
+    modules = {dotted(path): path for path in python_modules() if path.name != "__init__.py"}
+    below = {
+        name: {each.removeprefix("torch_dcpx.") for each in runtime_imports(path)}
+        & (set(modules) - {name})
+        for name, path in modules.items()
+    }
+    while below:
+        leaves = {name for name, others in below.items() if not others & set(below)}
+        assert leaves, f"a cycle among {sorted(below)}"
+        below = {name: others for name, others in below.items() if name not in leaves}
+
+
+def version_questions(source: str) -> list[str]:
+    """Returns where a module asks which torch runs or what it has; a message may name it."""
+    tree = ast.parse(source)
+    in_messages = {
+        id(node)
+        for message in ast.walk(tree)
+        if isinstance(message, ast.JoinedStr)
+        for node in ast.walk(message)
+    }
+    found = []
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Call)) else ""
+        asks = re.match(r"(hasattr|getattr)\(torch\b", text) or text.startswith(
+            ("torch.version.", "torch.torch_version")
+        )
+        is_read = text == "torch.__version__" and id(node) not in in_messages
+        is_fields = isinstance(node, ast.Attribute) and node.attr == "__dataclass_fields__"
+        if asks or is_read or is_fields or text.startswith("dataclasses.fields("):
+            found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("path", python_modules(), ids=dotted)
+def test_only_compat_asks_which_torch_runs(path: Path) -> None:
+    if path.stem != "_compat":
+        assert version_questions(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "is_question"),
+    [
+        ("if hasattr(torch, 'float8_e8m0fnu'): pass", True),
+        ("if torch.__version__ >= '2.15': pass", True),
+        ("if torch.version.cuda: pass", True),
+        ("'strides' in TensorProperties.__dataclass_fields__", True),
+        ("any(dataclasses.fields(TensorProperties))", True),
+        ("raise E(f'torch {torch.__version__} lacks it')", False),
+        ("getattr(planner, 'resolve_data')", False),
+    ],
+)
+def test_the_version_rule_itself(code: str, is_question: bool) -> None:
+    assert bool(version_questions(code)) is is_question
+
+
+def test_the_folders_of_tests_mirror_the_rooms() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders == set(PACKAGE_ROOMS) | OTHER_TESTS
+
+
+# ---- Sizes --------------------------------------------------------------------------------------
+
+
+def source_files() -> list[Path]:
+    suffixes = (".h", ".cpp", ".cu", ".cuh", ".py", ".pyi")
+    folders = [CSRC, PACKAGE, ROOT / "tests", ROOT / "examples"]
+    return sorted(p for folder in folders for p in folder.rglob("*") if p.suffix in suffixes)
+
+
+def test_no_file_is_longer_than_a_reader_bears() -> None:
+    lines = {path.relative_to(ROOT): path.read_text().count("\n") for path in source_files()}
+    assert {str(path): n for path, n in lines.items() if n > MAX_LINES} == {}

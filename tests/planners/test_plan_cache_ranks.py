@@ -1,0 +1,11 @@
+"""Three ranks that plan with earlier plans: all of them, or none (see plan_cache_worker.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.ranks import run_ranks
+
+
+def test_three_ranks_plan_anew_where_one_has_changed(tmp_path: Path) -> None:
+    run_ranks(Path(__file__).with_name("plan_cache_worker.py"), 3, str(tmp_path))

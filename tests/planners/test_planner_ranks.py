@@ -1,0 +1,11 @@
+"""Our planners on two ranks, with stock's writers and readers and ours (see planner_worker.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.ranks import run_ranks
+
+
+def test_two_ranks_save_and_load_by_our_planners(tmp_path: Path) -> None:
+    run_ranks(Path(__file__).with_name("planner_worker.py"), 2, str(tmp_path))

@@ -1,0 +1,171 @@
+"""The vote where ranks, the coordinator or the store are lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.store_ranks import FULL, Killed, Ranks, Storage, ballots
+from torch.distributed import HashStore, PrefixStore
+
+from torch_dcpx.errors import OutcomeUnknownError, RankLostError, StorageError, StoreLostError
+from torch_dcpx.ranks.ballot import Ballot
+from torch_dcpx.ranks.store import StoreExchange
+
+
+@pytest.fixture
+def storage() -> Storage:
+    return Storage()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    found = Ranks(PrefixStore("group", HashStore()), 4)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("has_voted", [False, True])
+def test_rank_lost_before_the_decision_is_named_on_all_others(
+    ranks: Ranks, storage: Storage, lost: int, has_voted: bool
+) -> None:
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        exchange.note_phase("writing")
+        if exchange.rank != lost or has_voted:
+            ballot.vote(1)
+        if exchange.rank == lost:
+            raise Killed
+        return ballot.settle(storage.commit, storage.was_committed)
+
+    got = ballots(ranks, body, timeout_s=1)
+    survivors = [outcome for rank, outcome in enumerate(got) if rank != lost]
+    if (lost, has_voted) == (2, True):
+        assert survivors == ["result"] * 3  # its files are durable: nobody misses it
+        return
+    assert [type(e) for e in survivors] == [RankLostError] * 3
+    assert {(e.ranks, e.phases) for e in survivors} == {((lost,), ("writing",))}
+    assert storage.committed == []
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_coordinator_lost_in_its_commit_is_looked_up_in_the_storage(
+    ranks: Ranks, storage: Storage, is_committed: bool
+) -> None:
+    def commit(payloads: list[Any]) -> None:
+        if is_committed:
+            storage.commit(payloads)
+        raise Killed
+
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        ballot.vote(1)
+        if exchange.rank == 0:
+            ballot._publish = lambda _: None  # type: ignore[method-assign]
+        return ballot.settle(commit, storage.was_committed)
+
+    got = ballots(ranks, body, timeout_s=1)
+    assert type(got[0]) is Killed
+    if is_committed:
+        assert got[1:] == [None] * 3
+    else:
+        assert [type(e) for e in got[1:]] == [OutcomeUnknownError] * 3
+        assert all("rank 0 decided to commit" in str(e) for e in got[1:])
+
+
+class LosableStore:
+    """A store that raises for one rank from the moment it is lost."""
+
+    def __init__(self, store: Any, is_lost: threading.Event) -> None:
+        self.store, self.is_lost = store, is_lost
+
+    def clone(self) -> Any:
+        return LosableStore(self.store.clone(), self.is_lost)
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_lost.is_set():
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("when", ["vote", "decision", "commit", "after"])
+def test_lost_store_is_never_a_success_without_the_save_in_the_storage(
+    storage: Storage, when: str
+) -> None:
+    is_lost = threading.Event()
+    is_over = threading.Event()
+    all_entered = threading.Barrier(3, timeout=60)
+    ranks = Ranks(LosableStore(HashStore(), is_lost), 3)
+
+    def commit(payloads: list[Any]) -> str:
+        if when == "commit":
+            is_lost.set()
+        result = storage.commit(payloads)
+        if when == "after":
+            is_lost.set()
+        is_over.set()
+        return result
+
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        all_entered.wait()
+        if when == "vote" and exchange.rank == 1:
+            is_lost.set()
+        if when == "decision" and exchange.rank == 0:
+            claim = exchange.propose
+
+            def propose(*args: Any) -> str:
+                is_lost.set()
+                return claim(*args)
+
+            exchange.propose = propose  # type: ignore[method-assign]
+        ballot.vote(1)
+
+        def was_committed() -> bool:
+            if when in ("commit", "after"):
+                assert is_over.wait(60)
+            return storage.was_committed()
+
+        return ballot.settle(commit, was_committed)
+
+    got = ballots(ranks, body)
+    if when in ("commit", "after"):
+        assert got == ["result", None, None]  # the store's loss changes nothing about it
+    else:
+        assert [type(e) for e in got] == [StoreLostError, *[OutcomeUnknownError] * 2]
+        assert storage.committed == []
+    ranks.close()
+
+
+def test_rank_that_failed_itself_says_so_though_the_store_is_lost(storage: Storage) -> None:
+    is_lost = threading.Event()
+    all_entered = threading.Barrier(2, timeout=60)
+    ranks = Ranks(LosableStore(HashStore(), is_lost), 2)
+
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        all_entered.wait()
+        is_lost.set()
+        ballot.fail(FULL, "writing")
+        return ballot.settle(storage.commit, storage.was_committed)
+
+    got = ballots(ranks, body)
+    assert [type(e) for e in got] == [StorageError] * 2
+    assert [e.__cause__ is None for e in got] == [False, False]
+    ranks.close()
+
+
+def test_storage_that_cannot_be_looked_at_leaves_the_outcome_unknown(ranks: Ranks) -> None:
+    def body(ballot: Ballot, exchange: StoreExchange) -> Any:
+        ballot.vote(1)
+        if exchange.rank == 0:
+            exchange.propose("ballot", "committing", [], exchange.deadline)
+            raise Killed
+
+        def was_committed() -> bool:
+            raise FULL
+
+        return ballot.settle(lambda _: None, was_committed)
+
+    got = ballots(ranks, body, timeout_s=1)
+    assert [type(e) for e in got[1:]] == [OutcomeUnknownError] * 3
+    assert {e.__cause__ for e in got[1:]} == {FULL}

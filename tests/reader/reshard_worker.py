@@ -1,0 +1,106 @@
+"""One of the ranks of test_reshard_ranks.py: four save on a mesh of 2 x 2, then three load."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.placements import distribute
+from support.rank_hooks import LOAD_PLANNERS, READERS, SAVE_PLANNERS, WRITERS
+from support.ranks import leave_well
+from support.states import assert_same, random_bytes
+
+import torch_dcpx as dcpx
+
+WHOLE = random_bytes((50, 37), torch.float32, torch.Generator().manual_seed(5))
+SAVED = {
+    "fsdp over tp": (_StridedShard(0, split_factor=2), Shard(0)),
+    "columns of tp": (Shard(0), Shard(1)),
+    "replicas": (Replicate(), Shard(1)),
+    "norm": (Replicate(), Replicate()),
+}
+LOADED = {
+    "fsdp over tp": (Shard(1),),
+    "columns of tp": (Shard(0),),
+    "replicas": (Shard(0),),
+    "norm": (Replicate(),),
+}
+
+
+def state(placements: dict[str, Any], mesh: Any, whole: torch.Tensor) -> dict[str, Any]:
+    return {name: distribute(whole, mesh, own) for name, own in placements.items()}
+
+
+def locals_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [value.to_local() for value in state.values()]
+
+
+def save(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for planner, writer in itertools.product(SAVE_PLANNERS, WRITERS):
+        path = root / f"{planner} {writer}"
+        dcp.save(
+            state(SAVED, mesh, WHOLE),
+            storage_writer=WRITERS[writer](path),
+            planner=SAVE_PLANNERS[planner](),
+        )
+
+
+def load(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    expected = locals_of(state(LOADED, mesh, WHOLE))
+    paths = sorted(root.iterdir())
+    assert len(paths) == len(SAVE_PLANNERS) * len(WRITERS)
+    for path, planner, reader in itertools.product(paths, LOAD_PLANNERS, READERS):
+        target = state(LOADED, mesh, torch.full_like(WHOLE, -7.0))
+        dcp.load(target, storage_reader=READERS[reader](path), planner=LOAD_PLANNERS[planner]())
+        assert_same(expected, locals_of(target), f"{path.name} to {planner} {reader}")
+    damages = {
+        "hole": (lambda chunks: chunks.pop(0), [0, 1, 2]),  # rows 0:13: columns of all
+        "overlap": (lambda chunks: chunks.append(chunks[0]), [0, 1, 2]),
+    }
+    for change, ranks in damages.values():
+        refused_on_every_rank(paths[0], mesh, change, ranks)
+
+
+def refused_on_every_rank(
+    path: Path, mesh: Any, change: Callable[[list[Any]], Any], ranks: list[int]
+) -> None:
+    """A part that the ranks want is not stored once: no rank has touched a tensor."""
+    reader = dcpx.DcpxReader(path)
+    read = reader.read_metadata
+
+    def changed(**kwargs: Any) -> Any:
+        metadata = read(**kwargs)
+        change(metadata.state_dict_metadata["fsdp over tp"].chunks)
+        return metadata
+
+    reader.read_metadata = changed  # type: ignore[method-assign]
+    target = state(LOADED, mesh, torch.full_like(WHOLE, -7.0))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=reader, planner=dcpx.DcpxLoadPlanner())
+    assert sorted(caught.value.failures) == ranks
+    for error, _ in caught.value.failures.values():
+        assert isinstance(error, dcpx.CorruptionError) and error.fqn == "fsdp over tp"
+        assert "is wanted" in str(error)
+    assert_same(locals_of(state(LOADED, mesh, torch.full_like(WHOLE, -7.0))), locals_of(target))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    {"save": save, "load": load}[sys.argv[1]](Path(sys.argv[2]))
+    leave_well()

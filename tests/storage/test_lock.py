@@ -1,0 +1,384 @@
+"""The save lock: one save at a time, and no failed save in the way of the next."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RunPython
+from support.warm import WarmProcess, warm_parent
+
+from torch_dcpx import ConcurrentSaveError, StorageError
+from torch_dcpx.storage import save_lock as lock
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.save_lock import SaveLock
+
+NAME = ".dcpx.lock"
+
+HOLDER = """
+import signal, sys
+from pathlib import Path
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.running_save import RunningSave
+held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", RunningSave(SaveLock),
+                is_shared=len(sys.argv) > 2)
+print("held", flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    with Directory(tmp_path) as opened:
+        yield opened
+
+
+class Writer:
+    """Whatever a save is made through."""
+
+
+WRITER = Writer()
+
+
+def save_lock(directory: Directory, *, is_shared: bool = False) -> SaveLock:
+    """Takes the lock for a save that this thread begins here."""
+    return SaveLock(directory, NAME, RunningSave(WRITER), is_shared=is_shared)
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Returns what `work` returned or raised in a thread that has ended."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:  # noqa: BLE001
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return found[0]
+
+
+@pytest.fixture
+def other_process(tmp_path: Path) -> Iterator[Callable[..., WarmProcess]]:
+    """Starts a process that holds the lock until it is killed."""
+    started: list[WarmProcess] = []
+
+    def start(*args: str) -> WarmProcess:
+        read_end, write_end = os.pipe()
+        with open(read_end) as said:
+            with open(write_end, "w") as out:
+                command = ["-c", HOLDER, str(tmp_path), *args]
+                started.append(warm_parent().start(command, out, sys.__stderr__, env=os.environ))
+            assert said.readline() == "held\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(60)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_of_another_living_thread_is_refused_with_its_owner(directory: Directory) -> None:
+    first = save_lock(directory)
+    error = in_thread(lambda: save_lock(directory))
+    assert type(error) is ConcurrentSaveError
+    assert f"pid={os.getpid()}" in error.owner
+    assert f"host={socket.gethostname()}" in error.owner
+    assert error.path == str(directory.path / NAME)
+    assert first.is_held
+    first.release()
+    del error
+    in_thread(lambda: save_lock(directory).release())
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_taken_again_by_the_same_thread_is_free(directory: Directory) -> None:
+    first = save_lock(directory)
+    second = save_lock(directory)
+    assert (first.is_held, second.is_held) == (False, True)
+    first.release()  # twice, and without taking the second's away
+    assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError
+    second.release()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_shared_lock_of_a_save_that_is_over_does_not_stop_a_global_one(
+    directory: Directory,
+) -> None:
+    kept = [save_lock(directory, is_shared=True), save_lock(directory, is_shared=True)]
+    exclusive = save_lock(directory)  # the same thread begins another save: both are over
+    assert [lock.is_held for lock in [*kept, exclusive]] == [False, False, True]
+    exclusive.release()
+    assert lock._held == {}
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_of_a_thread_that_ended_is_free(directory: Directory) -> None:
+    kept = in_thread(lambda: save_lock(directory))
+    assert kept.is_held
+    second = save_lock(directory)
+    assert (kept.is_held, second.is_held) == (False, True)
+    second.release()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_that_nobody_refers_to_is_free(directory: Directory) -> None:
+    held = [save_lock(directory)]
+    assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError
+    held.clear()
+    gc.collect()
+    in_thread(lambda: save_lock(directory).release())
+    assert lock._held == {}
+
+
+def test_lock_of_another_process_is_refused_until_that_is_killed(
+    directory: Directory, other_process: Callable[..., WarmProcess]
+) -> None:
+    process = other_process()
+    with pytest.raises(ConcurrentSaveError) as caught:
+        save_lock(directory)
+    assert f"pid={process.pid}" in (caught.value.owner or "")
+    process.kill()
+    process.wait(timeout=60)
+    save_lock(directory).release()
+
+
+def test_shared_locks_exclude_an_exclusive_one_and_not_each_other(
+    directory: Directory, other_process: Callable[..., WarmProcess]
+) -> None:
+    process = other_process("shared")
+    mine = save_lock(directory, is_shared=True)
+    assert mine.is_held
+    with pytest.raises(ConcurrentSaveError):
+        save_lock(directory)
+    mine.release()
+    process.kill()
+    process.wait(timeout=60)
+    save_lock(directory).release()
+
+
+def test_shared_lock_under_a_global_save_of_another_process_is_refused(
+    directory: Directory, other_process: Callable[..., WarmProcess]
+) -> None:
+    other_process()
+    with pytest.raises(ConcurrentSaveError):
+        save_lock(directory, is_shared=True)
+
+
+def test_lock_of_one_directory_says_nothing_about_another(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with Directory(tmp_path / "a") as a, Directory(tmp_path / "b") as b:
+        first = save_lock(a)
+        in_thread(lambda: save_lock(b).release())
+        assert first.is_held
+        first.release()
+
+
+def test_child_that_was_forked_neither_keeps_nor_gives_away_the_lock(
+    directory: Directory, run_warm: RunPython
+) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx import ConcurrentSaveError
+directory = Directory(Path(sys.argv[1]))
+held = SaveLock(directory, ".dcpx.lock", RunningSave(SaveLock))
+read_end, write_end = os.pipe()
+child = os.fork()
+if child == 0:
+    held.release()
+    os.write(write_end, b"x")
+    signal.pause()  # killed by the parent
+os.read(read_end, 1)
+import subprocess
+probe = "import fcntl, sys; fcntl.flock(open(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+path = os.path.join(sys.argv[1], ".dcpx.lock")
+ask = lambda: subprocess.run([sys.executable, "-c", probe, path], capture_output=True).returncode
+print(ask(), end=" ")
+held.release()
+print(ask())
+os.kill(child, 9)
+os.waitpid(child, 0)
+"""
+    assert run_warm(code, str(directory.path), timeout_s=60).stdout == "1 0\n"
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_file_system_without_locks_warns_once_and_lets_the_save_pass(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        if operation != fcntl.LOCK_UN:
+            raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock, "_warned", set())
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        for _ in range(2):
+            unlocked = save_lock(directory)
+            assert not unlocked.is_held
+            unlocked.release()
+    assert len([r for r in caplog.records if "no locks" in r.message]) == 1
+
+
+@pytest.mark.parametrize("kind", ["link", "directory"])
+def test_lock_file_that_is_none_is_a_storage_error(directory: Directory, kind: str) -> None:
+    path = directory.path / NAME
+    path.mkdir() if kind == "directory" else path.symlink_to(directory.path / "victim")
+    with pytest.raises(StorageError) as caught:
+        save_lock(directory)
+    assert caught.value.path == str(path)
+    assert not (directory.path / "victim").exists()
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
+def test_owner_note_that_cannot_be_written_stops_no_save(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.os, call, full)
+        held = save_lock(directory)
+    assert held.is_held
+    assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError
+    held.release()
+    in_thread(lambda: save_lock(directory).release())
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_flock_that_fails_is_a_storage_error_and_leaves_nothing_held(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.fcntl, "flock", fail)
+        with pytest.raises(StorageError) as caught:
+            save_lock(directory)
+    assert caught.value.errno == 5
+    save_lock(directory).release()
+
+
+# ---- The record in the file ---------------------------------------------------------------------
+
+
+def test_record_says_whose_save_did_not_end(directory: Directory) -> None:
+    path = directory.path / NAME
+    first = save_lock(directory)
+    assert first.left_by == "nobody"
+    assert f"pid={os.getpid()}" in path.read_text()
+    first.release()  # of a save that failed
+    second = save_lock(directory)
+    assert second.left_by == "this machine"
+    second.release(has_ended_well=True)
+    assert path.read_text() == ""
+    assert save_lock(directory).left_by == "nobody"
+    gc.collect()
+    path.write_text("host=elsewhere pid=1 boot=b7f1\n")
+    third = save_lock(directory)
+    assert third.left_by == "another machine"
+    third.release()
+
+
+def test_save_that_fails_does_not_wipe_out_another_machines_line(directory: Directory) -> None:
+    path = directory.path / NAME
+    path.write_text("host=elsewhere pid=1 boot=b7f1\n")
+    for _ in range(3):
+        failed = save_lock(directory)
+        assert failed.left_by == "another machine"
+        error = in_thread(lambda: save_lock(directory))
+        assert error.owner.startswith(f"host={socket.gethostname()} pid={os.getpid()} ")
+        assert "\n" not in error.owner
+        failed.release()
+        assert path.read_text().count("\n") == 2
+    save_lock(directory).release(has_ended_well=True)
+    assert path.read_text() == ""
+
+
+def test_lock_file_of_another_user_is_locked_and_not_written(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory.path / NAME
+    path.write_text("host=here pid=1 boot=b7f1\n")
+    real = os.open
+
+    def refuse(name: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if name == NAME and flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real(name, flags, *args, **kwargs)
+
+    monkeypatch.setattr(lock.os, "open", refuse)
+    held = save_lock(directory)
+    assert (held.is_held, held.left_by) == (True, "another machine")
+    assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError
+    held.release(has_ended_well=True)
+    assert path.read_text() == "host=here pid=1 boot=b7f1\n"
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_lock_that_cannot_be_given_back_is_closed(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = save_lock(directory)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.fcntl, "flock", fail)
+        held.release()
+    assert "closing its file alone" in caplog.text
+    in_thread(lambda: save_lock(directory).release())
+
+
+def test_child_that_outlives_its_parent_does_not_keep_the_lock(
+    directory: Directory, run_warm: RunPython
+) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.running_save import RunningSave
+held = SaveLock(Directory(Path(sys.argv[1])), ".dcpx.lock", RunningSave(SaveLock))
+read_end, write_end = os.pipe()
+child = os.fork()
+if child == 0:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 1), os.dup2(null, 2)
+    os.write(write_end, b"x")
+    signal.pause()
+os.read(read_end, 1)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = run_warm(code, str(directory.path), timeout_s=60, check=False)
+    child = int(result.stdout)
+    try:
+        save_lock(directory).release()
+    finally:
+        os.kill(child, 9)

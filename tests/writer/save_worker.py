@@ -1,0 +1,329 @@
+"""Saves of our own on several ranks, through the store alone: `test_save_ranks.py` starts it."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.no_collectives import no_collectives
+from support.ranks import leave_well
+from support.saves import save_ids
+
+from torch_dcpx import (
+    ConcurrentSaveError,
+    DcpxError,
+    RankError,
+    StorageError,
+    UnsupportedError,
+    WriteOptions,
+    async_save,
+    save,
+)
+from torch_dcpx.checkpoint import pending as pending_saves
+
+SAVES = {
+    "save": save,
+    "async_save": lambda *args, **kwargs: async_save(*args, **kwargs).result(120),
+}
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    """A sharded tensor, a replicated one, one of each rank, and bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.rand(103, 17, generator=generator)
+    return {
+        "sharded": distribute_tensor(full, mesh, [Shard(0)]),
+        "replicated": torch.rand(1000, generator=generator),
+        f"own{dist.get_rank()}": torch.full((5,), float(seed)),
+        "step": seed,
+    }
+
+
+def check_saved(path: Path, seed: int) -> None:
+    """Every rank reads what all of them saved, with stock's reader."""
+    expected = state_of(seed)
+    found = state_of(seed + 1)
+    dcp.load(found, storage_reader=FileSystemReader(path))
+    for key, value in expected.items():
+        assert is_same(value, found[key]), (key, value, found[key])
+
+
+def is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, DTensor):
+        return torch.equal(value.to_local(), other.to_local())
+    return torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+def fails_on(rank: int, error: BaseException) -> WriteOptions:
+    """Options whose save raises `error` while it writes, on one rank."""
+
+    def fail(_done: int, _total: int) -> None:
+        if dist.get_rank() == rank:
+            raise error
+
+    return WriteOptions(progress=fail)
+
+
+class BadPlanner(DefaultSavePlanner):
+    """Fails in one of its hooks, on one rank."""
+
+    def __init__(self, hook: str, rank: int) -> None:
+        super().__init__()
+        self._hook, self._rank = hook, rank
+
+    def _fail(self, hook: str) -> None:
+        if hook == self._hook and dist.get_rank() == self._rank:
+            raise ValueError(f"no {hook}")
+
+    def create_local_plan(self) -> SavePlan:
+        self._fail("create_local_plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        self._fail("create_global_plan")
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._fail("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self._fail("resolve_data")
+        return super().resolve_data(write_item)
+
+
+def caught(kind: type[DcpxError], saves: str, *args: Any, **kwargs: Any) -> DcpxError:
+    """Returns what the save raised; on every rank it must raise an error of this class."""
+    with pytest.raises(kind) as info:
+        SAVES[saves](*args, **kwargs)
+    return info.value
+
+
+def saves_are_whole_on_every_rank(folder: Path) -> None:
+    for seed, (name, saves) in enumerate(SAVES.items()):
+        for again in range(2):  # over itself as well
+            state = state_of(seed + again)
+            with no_collectives():
+                report = saves(state, folder / name)
+            assert report.ranks == dist.get_world_size()
+            dist.barrier()
+            sizes = [path.stat().st_size for path in (folder / name).glob("*.distcp")]
+            assert (report.files, report.file_bytes) == (len(sizes), sum(sizes))
+            assert set(save_ids(folder / name).values()) == {report.save_id}
+            check_saved(folder / name, seed + again)
+
+
+def failure_of_one_rank_is_that_of_all(folder: Path) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for name in SAVES:
+        path = folder / f"failing-{name}"
+        save(state_of(1), path)
+        dist.barrier()
+        files = sorted(entry.name for entry in path.iterdir())
+        for failing in (0, world - 1):
+            error: BaseException = StorageError("no room", errno=errno.ENOSPC, path="here")
+            options = fails_on(failing, error)
+            found = caught(StorageError, name, state_of(2), path, options=options)
+            assert (found.errno, found.path) == (errno.ENOSPC, "here")
+            first = str(found).splitlines()[0]
+            assert first.startswith(f"rank {failing} ("), first
+            assert "writing: " in first, first
+            assert "no room" in first, first
+            options = fails_on(failing, KeyError("foreign"))
+            found = caught(RankError, name, state_of(2), path, options=options)
+            assert (found.rank, found.phase) == (failing, "writing")
+            assert "KeyError" in str(found).splitlines()[0]
+        dist.barrier()
+        assert sorted(entry.name for entry in path.iterdir()) == files, rank
+        check_saved(path, 1)
+        save(state_of(3), path)
+        check_saved(path, 3)
+
+
+def failure_while_planning_is_that_of_all(folder: Path) -> None:
+    for name in SAVES:
+        path = folder / f"planning-{name}"
+        for hook in ("create_local_plan", "create_global_plan"):
+            failing = 0 if hook == "create_global_plan" else dist.get_world_size() - 1
+            planner = BadPlanner(hook, failing)
+            found = caught(RankError, name, state_of(1), path, planner=planner)
+            assert (found.rank, found.phase) == (failing, "planning"), found
+            assert f"no {hook}" in str(found).splitlines()[0]
+        for hook in ("finish_plan", "resolve_data"):  # after the ranks have agreed
+            with pytest.raises((RankError, ValueError), match=rf"\A.*no {hook}"):
+                SAVES[name](state_of(1), path, planner=BadPlanner(hook, 1))
+        dist.barrier()
+        assert not list(path.glob("*.distcp"))
+        save(state_of(2), path)
+        check_saved(path, 2)
+
+
+HOLD = """
+import fcntl, sys
+lock = open(sys.argv[1], "r+")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def another_job_at_the_same_id_is_refused_on_every_rank(folder: Path) -> None:
+    path = folder / "two jobs"
+    save(state_of(0), path)
+    other = None
+    if dist.get_rank() == 0:
+        command = [sys.executable, "-c", HOLD, str(path / ".dcpx.lock")]
+        other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+    dist.barrier()
+    for saves in SAVES:
+        error = caught(ConcurrentSaveError, saves, state_of(1), path)
+        assert str(path) in str(error)
+    check_saved(path, 0)
+    dist.barrier()
+    if other is not None:
+        other.communicate(timeout=60)
+    dist.barrier()
+    save(state_of(2), path)
+    check_saved(path, 2)
+
+
+def groups_save_side_by_side(folder: Path) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group([r for r in range(world) if r % 2 == parity]) for parity in (0, 1)]
+    path = folder / f"group{rank % 2}"
+    state = {f"of{rank}": torch.full((3,), float(rank))}
+    report = save(state, path, process_group=groups[rank % 2])
+    assert report.ranks == len(range(rank % 2, world, 2))
+    found = {f"of{rank}": torch.zeros(3)}
+    dcp.load(found, storage_reader=FileSystemReader(path), no_dist=True)
+    assert torch.equal(found[f"of{rank}"], state[f"of{rank}"])
+    alone = folder / f"alone{rank}"
+    save(state, alone, no_dist=True)
+    dcp.load(found, storage_reader=FileSystemReader(alone), no_dist=True)
+
+
+def busy_rank_decides_for_all(folder: Path) -> None:
+    opened = threading.Event()
+
+    def hold(_done: int, _total: int) -> None:
+        assert opened.wait(60)
+
+    handle = None
+    if dist.get_rank() == 1:
+        options = WriteOptions(progress=hold)
+        handle = async_save({"w": torch.ones(3)}, folder / "mine", no_dist=True, options=options)
+    skipped = async_save(state_of(1), folder / "busy", options=WriteOptions(on_busy="skip"))
+    assert skipped.result(0) is None
+    opened.set()
+    if handle is not None:
+        handle.result(60)
+    dist.barrier()
+    assert not (folder / "busy").exists()
+
+
+def cancelled_save_fails_on_every_rank(folder: Path) -> None:
+    opened = threading.Event()
+
+    def hold(_done: int, _total: int) -> None:
+        assert opened.wait(60)
+
+    path = folder / "cancelled"
+    save(state_of(1), path)
+    options = WriteOptions(progress=hold) if dist.get_rank() == 1 else None
+    handle = async_save(state_of(2), path, options=options)
+    if dist.get_rank() == 0:
+        assert handle.cancel()
+    dist.barrier()
+    opened.set()
+    with pytest.raises(DcpxError, match=r"\A.*cancel"):
+        handle.result(60)
+    dist.barrier()
+    check_saved(path, 1)
+
+
+def earlier_error_stops_the_next_save_of_all(folder: Path) -> None:
+    handle = async_save(state_of(1), folder / "a", options=fails_on(1, StorageError("first")))
+    if dist.get_rank() == 0:  # one rank asks, the others do not
+        assert isinstance(handle.durable.exception(60), StorageError)
+    found = caught(StorageError, "save", state_of(1), folder / "b")
+    assert "first" in str(found).splitlines()[0], found
+    save(state_of(1), folder / "b")
+    pending_saves.wait()
+
+
+def rank_that_cannot_begin_fails_all_and_the_next_save_works(folder: Path) -> None:
+    class Raises:
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("no state")
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    path = folder / "begins"
+    for name in SAVES:
+        stock = dcp.FileSystemWriter(path) if dist.get_rank() == 1 else None
+        caught(UnsupportedError, name, state_of(1), path, storage_writer=stock)
+        state = {**state_of(1), "x": Raises()} if dist.get_rank() == 1 else state_of(1)
+        assert caught(RankError, name, state, path).rank == 1
+        SAVES[name](state_of(2), path)
+        check_saved(path, 2)
+
+
+def many_saves_beside_collectives(folder: Path) -> None:
+    state = {"w": torch.rand(100), "rank": dist.get_rank()}
+    total = torch.ones(1)
+    for number in range(500):
+        handle = async_save(state, folder / "many")
+        dist.barrier()
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+        if number % 100 == 0:
+            handle.result(60)
+    pending_saves.wait()
+    assert total.item() == 1.0
+
+
+TESTS = (
+    saves_are_whole_on_every_rank,
+    failure_of_one_rank_is_that_of_all,
+    failure_while_planning_is_that_of_all,
+    another_job_at_the_same_id_is_refused_on_every_rank,
+    groups_save_side_by_side,
+    busy_rank_decides_for_all,
+    cancelled_save_fails_on_every_rank,
+    earlier_error_stops_the_next_save_of_all,
+    rank_that_cannot_begin_fails_all_and_the_next_save_works,
+)
+
+
+def main() -> None:
+    folder, chosen = Path(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo")
+    tests = (many_saves_beside_collectives,) if chosen == "many" else TESTS
+    for test in tests:
+        test(folder)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"{test.__name__} held", flush=True)
+    leave_well()
+
+
+if __name__ == "__main__":
+    main()
