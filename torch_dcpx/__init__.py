@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from .integrity.verify_report import Finding, VerifyReport
     from .keys.key_map import KeyMap
     from .keys.rules import Merge, Split, Transpose
-    from .load_report import LoadReport
     from .manager.manager import CheckpointManager
     from .manager.per_rank import PerRank
     from .manager.preemption import Preemption
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from .planners.load_planner import DcpxLoadPlanner
     from .planners.save_planner import DcpxSavePlanner
     from .reader.reader import DcpxReader
-    from .save_report import SaveReport
+    from .reports import LoadReport, SaveReport
     from .staging.stager import DcpxStager
     from .tensors.copy_guard import CopyGuard, guard_optimizer
     from .writer.writer import DcpxWriter
@@ -130,14 +129,14 @@ _MODULE_OF = {
     "DcpxWriter": "writer.writer",
     "Finding": "integrity.verify_report",
     "KeyMap": "keys.key_map",
-    "LoadReport": "load_report",
+    "LoadReport": "reports",
     "PerRank": "manager.per_rank",
     "Preemption": "manager.preemption",
     "ReadOptions": "options",
     "RepairReport": "integrity.repair_report",
     "ResumeInfo": "manager.resume",
     "SaveHandle": "checkpoint.handle",
-    "SaveReport": "save_report",
+    "SaveReport": "reports",
     "VerifyReport": "integrity.verify_report",
     "WriteOptions": "options",
     "guard_optimizer": "tensors.copy_guard",

@@ -1,4 +1,6 @@
-"""What a save or load did on one rank: `writer.last_report` and `reader.last_report`."""
+"""What a save or load did: on one rank, for `writer.last_report` and `reader.last_report`; as a
+whole, for who called `save` or `load`.
+"""
 
 from __future__ import annotations
 
@@ -155,3 +157,70 @@ class ReadReport:
 def loaded_line(report: ReadReport, path: str) -> str:
     """Returns what the log says of a load from `path`."""
     return f"loaded '{path}': {report.summary()}"
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A checkpoint that is committed and durable on every rank.
+
+    Attributes:
+        checkpoint_id: its directory.
+        save_id: names the save; `.metadata` holds it too.
+        ranks: that wrote it.
+        files: data files of all ranks. 0, and so are the bytes, where the coordinator was lost
+            after it had committed, so that nobody could say.
+        file_bytes: their size, framing and checksums included.
+        blocked_s: seconds the caller waited: all of `save`; of `async_save` until it returned.
+        total_s: seconds from the call until all ranks had the commit.
+        write: what this rank did; None where a subclass's `write_data` leaves no report.
+    """
+
+    checkpoint_id: str
+    save_id: str
+    ranks: int
+    files: int
+    file_bytes: int
+    blocked_s: float
+    total_s: float
+    write: WriteReport | None
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What one `dcpx.load` did on this rank. The four phases add up to `total_s`.
+
+    Attributes:
+        path: directory of the checkpoint.
+        items: read items of this rank's plan: tensors, their shards, and Python objects.
+        nbytes: bytes of these that the state asked for.
+        missing: names of the state that the checkpoint does not hold, left as they were: with
+            `strict=False`, by `allow_missing`, or by a planner with `allow_partial_load`.
+        unexpected: names of the checkpoint that no rank asked for; with metadata of each rank's
+            own, those that this rank did not ask for.
+        casts: (name, stored dtype, dtype of the state) of what was converted, as `copy_` does;
+            dtypes by name, such as "float32". Empty for a planner that finds targets its own way.
+        plan_s: `state_dict()` of `Stateful` objects, metadata, checks and this rank's plan.
+        read_s: reading, up to the last byte of this rank.
+        apply_s: `load_state_dict()` of `Stateful` objects.
+        wait_s: the rest: other ranks.
+        total_s: the whole call.
+        read: the reader's own report; None for a subclass that reads its own way.
+    """
+
+    path: str
+    items: int
+    nbytes: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    casts: tuple[tuple[str, str, str], ...]
+    plan_s: float
+    read_s: float
+    apply_s: float
+    wait_s: float
+    total_s: float
+    read: ReadReport | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the state got all it asked for, as it was stored."""
+        return not (self.missing or self.casts)

@@ -14,7 +14,7 @@ class StoredColumns;
 // the GIL.
 class StateReader {
  public:
-  // `parts`: by name, as `torch_dcpx/planners/plan_fingerprint.py` lists them.
+  // `parts`: by name, as `torch_dcpx/planners/cache.py` lists them.
   explicit StateReader(const pybind11::dict& parts);
 
   // (flat, paths, whether a value is a ShardedTensor, whether a key is no plain str or an element

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from torch_dcpx.planners.plan_fingerprint import flattened
+from torch_dcpx.planners.cache import flattened
 
 TENSOR = torch.ones(2)
 

@@ -20,7 +20,7 @@ import torch_dcpx
 from torch_dcpx import DcpxLoadPlanner, DcpxReader, ReadOptions
 from torch_dcpx.checkpoint.load_checks import LoadRules, compare
 from torch_dcpx.metadata.lazy import StoredEntries
-from torch_dcpx.planners.load_targets import flattened_target, unlike_names, whole_rows
+from torch_dcpx.planners.load_planner import flattened_target, unlike_names, whole_rows
 
 STRICT = LoadRules.of(True, (), "error")
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_dcpx import _C, DcpxSavePlanner
-from torch_dcpx.planners.plan_fingerprint import fingerprint_of
+from torch_dcpx.planners.cache import fingerprint_of
 
 __all__ = ["made"]
 

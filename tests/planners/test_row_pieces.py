@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from torch_dcpx import DcpxSavePlanner, PlanError
-from torch_dcpx.planners.row_pieces import RowPieces
+from torch_dcpx.planners.replicas import RowPieces
 
 LARGE = torch.arange(300_000.0).reshape(3000, 100)
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from torch_dcpx.tensors.own_chunks import is_plain_tensor, plain_part
+from torch_dcpx.tensors.memory import is_plain_tensor, plain_part
 
 PLACEMENTS = [Shard(0), Shard(1), Replicate()]
 

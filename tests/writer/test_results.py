@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx.errors import PlanError
 from torch_dcpx.storage.names import FileEntry
 from torch_dcpx.writer.commit import WriteResults, verify_results
-from torch_dcpx.writer.save_rows import write_results
+from torch_dcpx.writer.rows import write_results
 
 SIZES = torch.Size((4, 8))
 HALVES = [torch.Size((0, 0)), torch.Size((2, 0))]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from torch_dcpx.writer.split import _FRAMING_BYTES, Split, planned_bytes, split_items
+from torch_dcpx.writer.items import _FRAMING_BYTES, Split, planned_bytes, split_items
 
 
 def item_of(number: int, numel: int | None, dtype: torch.dtype = torch.uint8) -> WriteItem:

@@ -24,13 +24,13 @@ from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import RankPlan
 from torch_dcpx.errors import OptionError, UnsupportedError
 from torch_dcpx.keys.rules import KeyRules, checked_map
-from torch_dcpx.load_report import LoadReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
+from torch_dcpx.reports import LoadReport
 from torch_dcpx.storage.reader_lock import being_read
 
 

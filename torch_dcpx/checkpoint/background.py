@@ -15,7 +15,7 @@ from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.save_items import ItemsInWaves
 from torch_dcpx.checkpoint.save_run import Committed, SaveRun
 from torch_dcpx.errors import StagingError
-from torch_dcpx.save_report import SaveReport
+from torch_dcpx.reports import SaveReport
 from torch_dcpx.writer.items import StagedItems
 
 logger = logging.getLogger("torch_dcpx")

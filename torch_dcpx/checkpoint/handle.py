@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import UnsupportedError
-from torch_dcpx.save_report import SaveReport
+from torch_dcpx.reports import SaveReport
 from torch_dcpx.tensors.copy_guard import CopyGuard
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from torch_dcpx.checkpoint.near_names import NearNames
 from torch_dcpx.errors import MismatchError, OptionError
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
 from torch_dcpx.metadata.lazy import outline_of
-from torch_dcpx.planners.load_targets import unlike_names
+from torch_dcpx.planners.load_planner import unlike_names
 
 _T = TypeVar("_T")
 

@@ -37,12 +37,11 @@ from torch_dcpx.options import WriteOptions
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.save_report import SaveReport
+from torch_dcpx.reports import SaveReport
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, stage_guarded, staging_workers
 from torch_dcpx.storage.paths import AnyPath
-from torch_dcpx.writer.items import StagedItems
-from torch_dcpx.writer.split import planned_bytes, split_items
+from torch_dcpx.writer.items import StagedItems, planned_bytes, split_items
 from torch_dcpx.writer.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")

@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch_dcpx.staging.arena import ArenaPool
 from torch_dcpx.staging.snapshot import stage_guarded
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.own_chunks import is_plain_tensor
-from torch_dcpx.writer.items import StagedItems
-from torch_dcpx.writer.split import planned_bytes
+from torch_dcpx.tensors.memory import is_plain_tensor
+from torch_dcpx.writer.items import StagedItems, planned_bytes
 from torch_dcpx.writer.table import check_shapes, has_stock_hooks, is_kept_as_it_is, vetted
 
 _ARENA_BYTES = 2 << 20  # the least of an arena

@@ -35,7 +35,7 @@ from torch_dcpx.ranks.plan_wire import WirePlan
 from torch_dcpx.ranks.rank_plan import RankPlan, offered
 from torch_dcpx.tensors.digests import digests_of, report_conflicts
 from torch_dcpx.tensors.offences import refuse_unlike
-from torch_dcpx.writer.save_rows import SAVE_ROWS
+from torch_dcpx.writer.rows import SAVE_ROWS
 from torch_dcpx.writer.table import check_shapes, has_stock_hooks
 from torch_dcpx.writer.writer import DcpxWriter
 

@@ -41,7 +41,7 @@ from torch_dcpx.manager.translate import checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import keys_for, told_to_next
-from torch_dcpx.save_report import SaveReport
+from torch_dcpx.reports import SaveReport
 from torch_dcpx.storage.paths import AnyPath
 
 logger = logging.getLogger("torch_dcpx")

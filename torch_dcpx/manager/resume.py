@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from torch_dcpx.checkpoint.load_part import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.rules import KeyRules
-from torch_dcpx.load_report import LoadReport
 from torch_dcpx.manager.content import decode_content, with_own
 from torch_dcpx.manager.optimizer_groups import NAMED_GROUPS
 from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
@@ -30,6 +29,7 @@ from torch_dcpx.manager.state import ModelPart, StatePart, paired_states
 from torch_dcpx.manager.stored import Record
 from torch_dcpx.manager.translate import TrainingRules
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.reports import LoadReport
 
 
 class PassedOver(NamedTuple):

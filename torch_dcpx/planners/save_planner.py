@@ -25,14 +25,18 @@ from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
 from torch_dcpx._gc import bounded_pause, paused_gc
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import OptionError, PlanError
-from torch_dcpx.planners.cache import KnownPlan, Planning
-from torch_dcpx.planners.plan_fingerprint import fingerprint_of, flattened
-from torch_dcpx.planners.replicas import Replicas, doubtful_names, replicas_of
-from torch_dcpx.planners.row_pieces import cut_names, with_pieces
+from torch_dcpx.planners.cache import KnownPlan, Planning, fingerprint_of, flattened
+from torch_dcpx.planners.replicas import (
+    Replicas,
+    cut_names,
+    doubtful_names,
+    replicas_of,
+    with_pieces,
+)
 from torch_dcpx.ranks.rank_plan import RankPlan
 from torch_dcpx.tensors.digests import report_conflicts, shared_digests
+from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.tensors.offences import check_shape, offence_text, refuse_unlike
-from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.
@@ -150,7 +154,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """
         self._restore_state()
         may_split = self.split_replicas is None or self.split_replicas
-        self._can_split = HAS_KNOWN_ITEMS and may_split and self._has_stock_data_hooks()
+        self._can_split = HAS_KNOWN_ITEMS and may_split and all(map(self._is_own, _DATA_HOOKS))
         plan = self._kept_local_plan() if keeps_plans(self) else self._local_plan()
         self._can_split = plan.can_split or bool(plan.replicas)
         if self.flatten_state_dict:
@@ -273,9 +277,6 @@ class DcpxSavePlanner(DefaultSavePlanner):
             is_shared=type(self) is DcpxSavePlanner,
             has_paths=self.flatten_state_dict and self._is_own("finish_plan"),
         )
-
-    def _has_stock_data_hooks(self) -> bool:
-        return all(map(self._is_own, _DATA_HOOKS))
 
     def _is_own(self, hook: str) -> bool:
         """Returns whether nobody has overridden a hook."""

@@ -24,7 +24,7 @@ from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
 from torch_dcpx.metadata.lazy import outline_of
-from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor
+from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor
 
 WAY_OUT = "torch's DefaultLoadPlanner with FileSystemReader loads what there is"
 

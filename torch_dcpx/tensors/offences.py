@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from torch_dcpx._compat import is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
-from torch_dcpx.tensors.own_chunks import Part
+from torch_dcpx.tensors.memory import Part
 
 _MAX_SHOWN = 5
 

@@ -27,10 +27,9 @@ from torch_dcpx.reports import WriteReport
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import FileEntry, data_file_names
 from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.writer.items import Split, planned_bytes
 from torch_dcpx.writer.progress import WriteProgress
-from torch_dcpx.writer.rows import PICKLE, WriteRow
-from torch_dcpx.writer.save_rows import write_results
-from torch_dcpx.writer.split import Split, planned_bytes
+from torch_dcpx.writer.rows import PICKLE, WriteRow, write_results
 from torch_dcpx.writer.table import WriteTable
 
 logger = logging.getLogger("torch_dcpx")

@@ -1,11 +1,19 @@
-"""The data of a plan's items in memory of their own: a planner that gives nothing else."""
+"""The items of a save plan: their data in memory of their own, and the file that each goes to.
+
+`split_items` weighs an item by the bytes of its own chunk: the tensor's global size, by which DCP
+splits, says nothing of what this rank holds. The heaviest item goes first, to the file that has the
+least so far: no file exceeds 4/3 of what the best split would give the fullest one.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 
 class StagedItems:
@@ -25,3 +33,45 @@ class StagedItems:
     def resolve_data(self, item: WriteItem) -> Any:
         """As a planner's: gives the item's data."""
         return self.by_index.get(item.index, self.state_dict.get(item.index.fqn))
+
+
+_FRAMING_BYTES = 1024  # about what an item takes in its file besides the payload
+
+
+class Split(NamedTuple):
+    """Items in the order of the files, and the file of each: from 0 on, ascending, no gaps."""
+
+    items: Sequence[WriteItem]
+    files: Sequence[int]
+
+
+def planned_bytes(item: WriteItem) -> int:
+    """Returns the payload that the plan announces; 0 for a bytes item, of which nobody knows."""
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def split_items(items: Sequence[WriteItem], files_per_rank: int | None) -> Split:
+    """Assigns every item of a plan to a file; the same plan is always split in the same way.
+
+    Args:
+        items: of the plan, in its order, which is kept within each file.
+        files_per_rank: at most so many files, none of them empty; bytes items come first in each,
+            as with stock. None: one file per item, in the plan's order.
+    """
+    if files_per_rank is None:
+        return Split(items, range(len(items)))
+    # Bytes items first: a reader finds the small ones together.
+    ordered = sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+    if files_per_rank == 1:
+        return Split(ordered, [0] * len(ordered))
+    weights = [planned_bytes(item) + _FRAMING_BYTES for item in ordered]
+    files = [0] * len(ordered)
+    loads = [(0, file) for file in range(files_per_rank)]  # a heap: the least loaded comes first
+    for number in sorted(range(len(ordered)), key=lambda number: -weights[number]):
+        load, file = loads[0]
+        files[number] = file
+        heapq.heapreplace(loads, (load + weights[number], file))
+    by_file = sorted(range(len(ordered)), key=files.__getitem__)
+    return Split([ordered[number] for number in by_file], [files[number] for number in by_file])

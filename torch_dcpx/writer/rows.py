@@ -1,13 +1,23 @@
-"""The rows that C++ writes, one an item, and what many of them share."""
+"""The rows that C++ writes, one an item, what many of them share, and DCP's results of them.
+
+`SAVE_ROWS` makes the rows of plain tensors and all results in C++, a whole plan at a time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
-from torch_dcpx._compat import dtype_name, framing_of
+from torch_dcpx._compat import HAS_KNOWN_ITEMS, dtype_name, framing_of
+from torch_dcpx._native import _C
+from torch_dcpx.tensors.memory import HOOKS
 
 TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
 PICKLE = 3  # stored as BYTES: C++ puts the archive around it that torch.save would make
@@ -101,3 +111,40 @@ def item_type(dtype: torch.dtype, properties: TensorProperties, *, is_plain: boo
         dtype_name(properties.dtype),
         str(properties.layout).removeprefix("torch."),
     )
+
+
+SAVE_ROWS = _C.SaveRows(
+    {
+        "Tensor": torch.Tensor,
+        "Parameter": torch.nn.Parameter,
+        "DTensor": DTensor,
+        "hooks": tuple(HOOKS),
+        "strided": torch.strided,
+        "BYTE_IO": WriteItemType.BYTE_IO,
+        "WriteRow": WriteRow,
+        "WriteResult": WriteResult,
+        "StorageInfo": _StorageInfo,
+    }
+)
+
+
+def write_results(
+    items: Sequence[WriteItem],
+    paths: Sequence[str],
+    offsets: list[int],
+    lengths: list[int],
+    descriptors: list[str] | None,
+) -> list[WriteResult]:
+    """Returns the result of each item.
+
+    Args:
+        paths: of the item's file, beneath the directory.
+        offsets, lengths: where it lies there, bytes.
+        descriptors: of the stream extensions that were applied to it.
+    """
+    if HAS_KNOWN_ITEMS:
+        return SAVE_ROWS.results(items, paths, offsets, lengths, descriptors)
+    return [
+        WriteResult(item.index, nbytes, _StorageInfo(path, offset, nbytes, descriptors))
+        for item, path, offset, nbytes in zip(items, paths, offsets, lengths, strict=True)
+    ]

@@ -29,14 +29,20 @@ from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.ranks.rank_plan import RankPlan
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.memory import check_storage, has_strides, is_dense, is_plain
+from torch_dcpx.tensors.memory import (
+    check_storage,
+    has_strides,
+    is_dense,
+    is_plain,
+    is_plain_tensor,
+)
 from torch_dcpx.tensors.offences import check_shape, is_folded
-from torch_dcpx.tensors.own_chunks import is_plain_tensor
 from torch_dcpx.writer.items import StagedItems
 from torch_dcpx.writer.rows import (
     BYTES,
     BYTES_TYPE,
     PICKLE,
+    SAVE_ROWS,
     TENSOR,
     TORCH_TENSOR,
     InPlace,
@@ -46,7 +52,6 @@ from torch_dcpx.writer.rows import (
     item_type,
     type_key,
 )
-from torch_dcpx.writer.save_rows import SAVE_ROWS
 
 
 class Transform(NamedTuple):

@@ -50,10 +50,10 @@ from torch_dcpx.writer.commit import (
     verify_results,
 )
 from torch_dcpx.writer.files import Written, write_files
+from torch_dcpx.writer.items import planned_bytes, split_items
 from torch_dcpx.writer.locks import SaveLocks
 from torch_dcpx.writer.progress import WriteProgress, reporting
 from torch_dcpx.writer.save_ids import save_of, with_save_id, written_id
-from torch_dcpx.writer.split import planned_bytes, split_items
 from torch_dcpx.writer.table import WriteTable, transform_by
 
 logger = logging.getLogger("torch_dcpx")
