@@ -81,6 +81,15 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert [page.name for page in PAGES if page not in linked and page.name != "README.md"] == []
 
 
+def test_every_file_that_the_map_names_is_there() -> None:
+    named = set()
+    for page in (ROOT / "ARCHITECTURE.md", ROOT / "docs" / "decisions.md"):
+        named |= set(re.findall(r"`([a-z_]+/[a-z_./]+\.(?:py|cpp|h))`", page.read_text()))
+    assert len(named) > 20
+    roots = (ROOT, ROOT / "torch_dcpx")
+    assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
 def blocks() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
