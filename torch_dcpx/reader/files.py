@@ -48,6 +48,13 @@ from torch_dcpx.tensors.memory import has_strides
 _DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for what is converted there at one time
 
 
+# Counters of `ReadJob.report` that a report has under the same names.
+_REPORTED = (
+    *("needed_bytes", "read_bytes", "verified_bytes", "in_place_bytes", "foreign_bytes"),
+    *("direct_bytes", "slot_bytes"),
+)
+
+
 class ReadCounts(NamedTuple):
     """What `read_items` did beside the job's own counters."""
 
@@ -67,19 +74,12 @@ class ReadCounts(NamedTuple):
             metadata_s: in `read_metadata`.
             total_s: in all hooks of the reader.
         """
-        needed, in_place = counters["needed_bytes"], counters["in_place_bytes"]
         read_s, verify_s, copy_s = _engine_phases(self.engine_s, counters)
         return ReadReport(
-            self.items,
-            self.torch_items,
-            needed,
-            counters["read_bytes"],
-            counters["verified_bytes"],
-            in_place,
-            needed - in_place,
-            counters["foreign_bytes"],
-            counters["direct_bytes"],
-            counters["slot_bytes"],
+            items=self.items,
+            torch_items=self.torch_items,
+            through_slot_bytes=counters["needed_bytes"] - counters["in_place_bytes"],
+            **{name: counters[name] for name in _REPORTED},
             metadata_s=metadata_s,
             prepare_s=total_s - metadata_s - self.engine_s - self.finish_s,
             read_s=read_s,

@@ -35,6 +35,10 @@ from torch_dcpx.writer.table import WriteTable
 logger = logging.getLogger("torch_dcpx")
 
 
+# Counters of `WriteJob.report` that a report has under the same names.
+_REPORTED = ("direct_bytes", "buffered_bytes", "in_place_bytes", "slot_bytes")
+
+
 class Written(NamedTuple):
     """What was written."""
 
@@ -59,14 +63,11 @@ class Written(NamedTuple):
         busy_ns = counters["copy_ns"] + counters["write_ns"]
         copy_s = (engine_s - fsync_s) * counters["copy_ns"] / max(1, busy_ns)
         return WriteReport(
-            len(self.results),
-            len(files),
-            sum(file.nbytes for file in files),
-            self.payload_bytes,
-            counters["direct_bytes"],
-            counters["buffered_bytes"],
-            counters["in_place_bytes"],
-            counters["slot_bytes"],
+            items=len(self.results),
+            files=len(files),
+            file_bytes=sum(file.nbytes for file in files),
+            payload_bytes=self.payload_bytes,
+            **{name: counters[name] for name in _REPORTED},
             prepare_s=total_s - engine_s,
             copy_s=copy_s,
             write_s=engine_s - fsync_s - copy_s,
