@@ -67,6 +67,11 @@ class OptionError(DcpxError, ValueError):
     value: Any
 
 
+def must_be(option: str, value: object, wanted: str) -> OptionError:
+    """Returns the error of an option that is not what is wanted, such as "an int above 0"."""
+    return OptionError(f"{option} must be {wanted}, got {value!r}", option=option, value=value)
+
+
 class PlanError(DcpxError, ValueError):
     """Items, regions or results that contradict each other or the metadata."""
 

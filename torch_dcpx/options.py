@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from torch_dcpx._environment import options_from_environment, usable_cores
-from torch_dcpx.errors import OptionError
+from torch_dcpx.errors import OptionError, must_be
 
 ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
 
@@ -23,41 +23,29 @@ _MAX_TIMEOUT_S = 1e9  # what clocks and stores can count
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise OptionError(
-            f"{name} must be an int from {low} to {high}, got {value!r}", option=name, value=value
-        )
+        raise must_be(name, value, f"an int from {low} to {high}")
 
 
 def _check_bool(name: str, value: Any) -> None:
     if type(value) is not bool:
-        raise OptionError(f"{name} must be True or False, got {value!r}", option=name, value=value)
+        raise must_be(name, value, "True or False")
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise OptionError(
-            f"{name} must be one of {choices}, got {value!r}", option=name, value=value
-        )
+        raise must_be(name, value, f"one of {choices}")
 
 
 def _check_seconds(name: str, value: Any) -> None:
     is_number = type(value) in (int, float) and math.isfinite(value)
     if not is_number or not 0 < value <= _MAX_TIMEOUT_S:
-        raise OptionError(
-            f"{name} must be seconds above 0 and up to {_MAX_TIMEOUT_S:.0f}, got {value!r}",
-            option=name,
-            value=value,
-        )
+        raise must_be(name, value, f"seconds above 0 and up to {_MAX_TIMEOUT_S:.0f}")
 
 
 def _check_memory(host_memory_bytes: Any, slot_bytes: Any, workers: Any) -> None:
     _check_int("slot_bytes", slot_bytes, _MIN_SLOT_BYTES, _MAX_SLOT_BYTES)
     if slot_bytes % (64 * KIB) != 0:
-        raise OptionError(
-            f"slot_bytes must be a multiple of 65536, got {slot_bytes}",
-            option="slot_bytes",
-            value=slot_bytes,
-        )
+        raise must_be("slot_bytes", slot_bytes, "a multiple of 65536")
     _check_int("host_memory_bytes", host_memory_bytes, slot_bytes, 1 << 60)
     if workers is None:
         return
@@ -158,11 +146,7 @@ class WriteOptions:
         _check_bool("direct_io", self.direct_io)
         _check_int("files_per_rank", self.files_per_rank, 1, 256)
         if type(self.progress) is not bool and not callable(self.progress):
-            raise OptionError(
-                f"progress must be True, False or a callable, got {self.progress!r}",
-                option="progress",
-                value=self.progress,
-            )
+            raise must_be("progress", self.progress, "True, False or a callable")
         _check_choice("in_place", self.in_place, ("auto", "always", "never"))
         _check_seconds("save_timeout_s", self.save_timeout_s)
         _check_int("max_in_flight", self.max_in_flight, 1, 16)
@@ -255,11 +239,7 @@ def merge_write_options(
         OptionError: two of them contradict each other.
     """
     if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
-        raise OptionError(
-            f"thread_count must be None or an int >= 1, got {thread_count!r}",
-            option="thread_count",
-            value=thread_count,
-        )
+        raise must_be("thread_count", thread_count, "None or an int >= 1")
     if options is None:
         given: dict[str, Any] = {}
         if sync_files is not None:

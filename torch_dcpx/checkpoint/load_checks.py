@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_dcpx._compat import dtype_name, wanted_sizes
 from torch_dcpx.checkpoint.near_names import NearNames
-from torch_dcpx.errors import MismatchError, OptionError
+from torch_dcpx.errors import MismatchError, must_be
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.planners.load_planner import unlike_names
@@ -43,13 +43,13 @@ class LoadRules(NamedTuple):
             OptionError: one of them cannot work.
         """
         if type(strict) is not bool:
-            raise _bad("strict", strict, "True or False")
+            raise must_be("strict", strict, "True or False")
         if cast not in ("error", "allow"):
-            raise _bad("cast", cast, "'error' or 'allow'")
+            raise must_be("cast", cast, "'error' or 'allow'")
         is_list = isinstance(allow_missing, Iterable) and not isinstance(allow_missing, str)
         globs = tuple(allow_missing) if is_list else (allow_missing,)
         if not is_list or not all(isinstance(glob, str) for glob in globs):
-            raise _bad("allow_missing", allow_missing, "a list of globs, such as ['head.*']")
+            raise must_be("allow_missing", allow_missing, "a list of globs, such as ['head.*']")
         any_of = "|".join(map(fnmatch.translate, globs)) or "(?!)"
         return cls(strict, re.compile(any_of).match, cast == "allow")
 
@@ -201,10 +201,6 @@ def _dtypes(target: Any) -> Iterable[torch.dtype]:
         return target.dtypes()
     dtype = getattr(target, "dtype", None)
     return (dtype,) if isinstance(dtype, torch.dtype) else ()
-
-
-def _bad(name: str, value: Any, wanted: str) -> OptionError:
-    return OptionError(f"{name} must be {wanted}, got {value!r}", option=name, value=value)
 
 
 def _union(lists: Iterable[Sequence[_T]]) -> tuple[_T, ...]:

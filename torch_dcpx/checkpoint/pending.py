@@ -20,7 +20,7 @@ from torch_dcpx import _last_jobs as last_jobs
 from torch_dcpx._guard import Guard
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.handle import SaveHandle
-from torch_dcpx.errors import OptionError
+from torch_dcpx.errors import OptionError, must_be
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -142,11 +142,7 @@ def exit_timeout_s() -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < threading.TIMEOUT_MAX:
-        raise OptionError(
-            f"{_EXIT_VARIABLE} must be a number of seconds, got {text!r}",
-            option=_EXIT_VARIABLE,
-            value=text,
-        )
+        raise must_be(_EXIT_VARIABLE, text, "a number of seconds")
     return seconds
 
 

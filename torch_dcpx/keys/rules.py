@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
-from torch_dcpx.errors import OptionError, PlanError
+from torch_dcpx.errors import OptionError, PlanError, must_be
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
@@ -76,11 +76,7 @@ class KeyRules:
 
     def __init__(self, *rules: Rule, wrappers: bool = True) -> None:
         if type(wrappers) is not bool:
-            raise OptionError(
-                f"wrappers must be True or False, got {wrappers!r}",
-                option="wrappers",
-                value=wrappers,
-            )
+            raise must_be("wrappers", wrappers, "True or False")
         self.rules = tuple(map(_checked, rules))
         self.wrappers = wrappers
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
 from torch_dcpx._gc import bounded_pause, paused_gc
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.errors import OptionError, PlanError
+from torch_dcpx.errors import PlanError, must_be
 from torch_dcpx.planners.cache import KnownPlan, Planning, fingerprint_of, flattened
 from torch_dcpx.planners.replicas import (
     Replicas,
@@ -109,11 +109,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             enable_plan_caching=False,  # stock's, by the name of the class
         )
         if on_conflict not in ("warn", "error"):
-            raise OptionError(
-                f"on_conflict must be 'warn' or 'error', got {on_conflict!r}",
-                option="on_conflict",
-                value=on_conflict,
-            )
+            raise must_be("on_conflict", on_conflict, "'warn' or 'error'")
         self.on_conflict = on_conflict
         self.split_replicas = split_replicas
         self.dcpx_planning = Planning(enable_plan_caching)
