@@ -19,145 +19,103 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .artifacts.export import ExportReport, export
-    from .artifacts.pretrained import load_pretrained
-    from .checkpoint.handle import SaveHandle
-    from .checkpoint.load import load
-    from .checkpoint.pending import drain_on_sigterm, wait
-    from .checkpoint.save import async_save, close, prewarm, save
-    from .errors import (
-        ConcurrentSaveError,
-        CorruptionError,
-        DcpxError,
-        MismatchError,
-        NotCommittedError,
-        OptionError,
-        OutcomeUnknownError,
-        PlanError,
-        RankError,
-        RankLostError,
-        RepairError,
-        ShortReadError,
-        StagingError,
-        StorageError,
-        StoreLostError,
-        UnsafePickleError,
-        UnsupportedError,
-    )
-    from .integrity.repair import repair
-    from .integrity.repair_report import RepairReport
-    from .integrity.verify import verify
-    from .integrity.verify_report import Finding, VerifyReport
-    from .keys.key_map import KeyMap
-    from .keys.rules import Merge, Split, Transpose
-    from .manager.manager import CheckpointManager
-    from .manager.per_rank import PerRank
-    from .manager.preemption import Preemption
-    from .manager.resume import ResumeInfo
-    from .options import ReadOptions, WriteOptions
-    from .planners.load_planner import DcpxLoadPlanner
-    from .planners.save_planner import DcpxSavePlanner
-    from .reader.reader import DcpxReader
-    from .reports import LoadReport, SaveReport
-    from .staging.stager import DcpxStager
-    from .tensors.copy_guard import CopyGuard, guard_optimizer
-    from .writer.writer import DcpxWriter
+    from .artifacts.export import ExportReport as ExportReport
+    from .artifacts.export import export as export
+    from .artifacts.pretrained import load_pretrained as load_pretrained
+    from .checkpoint.handle import SaveHandle as SaveHandle
+    from .checkpoint.load import load as load
+    from .checkpoint.pending import drain_on_sigterm as drain_on_sigterm
+    from .checkpoint.pending import wait as wait
+    from .checkpoint.save import async_save as async_save
+    from .checkpoint.save import close as close
+    from .checkpoint.save import prewarm as prewarm
+    from .checkpoint.save import save as save
+    from .errors import ConcurrentSaveError as ConcurrentSaveError
+    from .errors import CorruptionError as CorruptionError
+    from .errors import DcpxError as DcpxError
+    from .errors import MismatchError as MismatchError
+    from .errors import NotCommittedError as NotCommittedError
+    from .errors import OptionError as OptionError
+    from .errors import OutcomeUnknownError as OutcomeUnknownError
+    from .errors import PlanError as PlanError
+    from .errors import RankError as RankError
+    from .errors import RankLostError as RankLostError
+    from .errors import RepairError as RepairError
+    from .errors import ShortReadError as ShortReadError
+    from .errors import StagingError as StagingError
+    from .errors import StorageError as StorageError
+    from .errors import StoreLostError as StoreLostError
+    from .errors import UnsafePickleError as UnsafePickleError
+    from .errors import UnsupportedError as UnsupportedError
+    from .integrity.repair import repair as repair
+    from .integrity.repair_report import RepairReport as RepairReport
+    from .integrity.verify import verify as verify
+    from .integrity.verify_report import Finding as Finding
+    from .integrity.verify_report import VerifyReport as VerifyReport
+    from .keys.key_map import KeyMap as KeyMap
+    from .keys.rules import Merge as Merge
+    from .keys.rules import Split as Split
+    from .keys.rules import Transpose as Transpose
+    from .manager.manager import CheckpointManager as CheckpointManager
+    from .manager.per_rank import PerRank as PerRank
+    from .manager.preemption import Preemption as Preemption
+    from .manager.resume import ResumeInfo as ResumeInfo
+    from .options import ReadOptions as ReadOptions
+    from .options import WriteOptions as WriteOptions
+    from .planners.load_planner import DcpxLoadPlanner as DcpxLoadPlanner
+    from .planners.save_planner import DcpxSavePlanner as DcpxSavePlanner
+    from .reader.reader import DcpxReader as DcpxReader
+    from .reports import LoadReport as LoadReport
+    from .reports import SaveReport as SaveReport
+    from .staging.stager import DcpxStager as DcpxStager
+    from .tensors.copy_guard import CopyGuard as CopyGuard
+    from .tensors.copy_guard import guard_optimizer as guard_optimizer
+    from .writer.writer import DcpxWriter as DcpxWriter
 
-__all__ = [
-    "CheckpointManager",
-    "ConcurrentSaveError",
-    "CopyGuard",
-    "CorruptionError",
-    "DcpxError",
-    "DcpxLoadPlanner",
-    "DcpxReader",
-    "DcpxSavePlanner",
-    "DcpxStager",
-    "DcpxWriter",
-    "ExportReport",
-    "Finding",
-    "KeyMap",
-    "LoadReport",
-    "Merge",
-    "MismatchError",
-    "NotCommittedError",
-    "OptionError",
-    "OutcomeUnknownError",
-    "PerRank",
-    "PlanError",
-    "Preemption",
-    "RankError",
-    "RankLostError",
-    "ReadOptions",
-    "RepairError",
-    "RepairReport",
-    "ResumeInfo",
-    "SaveHandle",
-    "SaveReport",
-    "ShortReadError",
-    "Split",
-    "StagingError",
-    "StorageError",
-    "StoreLostError",
-    "Transpose",
-    "UnsafePickleError",
-    "UnsupportedError",
-    "VerifyReport",
-    "WriteOptions",
-    "__version__",
-    "async_save",
-    "close",
-    "drain_on_sigterm",
-    "export",
-    "guard_optimizer",
-    "load",
-    "load_pretrained",
-    "prewarm",
-    "repair",
-    "save",
-    "verify",
-    "wait",
-]
-
-_MODULE_OF = {
-    "CheckpointManager": "manager.manager",
-    "CopyGuard": "tensors.copy_guard",
-    "DcpxLoadPlanner": "planners.load_planner",
-    "DcpxReader": "reader.reader",
-    "DcpxSavePlanner": "planners.save_planner",
-    "DcpxStager": "staging.stager",
-    "DcpxWriter": "writer.writer",
-    "Finding": "integrity.verify_report",
-    "KeyMap": "keys.key_map",
-    "LoadReport": "reports",
-    "PerRank": "manager.per_rank",
-    "Preemption": "manager.preemption",
-    "ReadOptions": "options",
-    "RepairReport": "integrity.repair_report",
-    "ResumeInfo": "manager.resume",
-    "SaveHandle": "checkpoint.handle",
-    "SaveReport": "reports",
-    "VerifyReport": "integrity.verify_report",
-    "WriteOptions": "options",
-    "guard_optimizer": "tensors.copy_guard",
-    "load": "checkpoint.load",
-    "repair": "integrity.repair",
-    "verify": "integrity.verify",
-    **dict.fromkeys(("ExportReport", "export"), "artifacts.export"),
-    "load_pretrained": "artifacts.pretrained",
-    **dict.fromkeys(("Merge", "Split", "Transpose"), "keys.rules"),
-    **dict.fromkeys(("drain_on_sigterm", "wait"), "checkpoint.pending"),
-    **dict.fromkeys(("async_save", "close", "prewarm", "save"), "checkpoint.save"),
+# Module -> the public names that it has.
+_PUBLIC = {
+    "artifacts.export": "ExportReport export",
+    "artifacts.pretrained": "load_pretrained",
+    "checkpoint.handle": "SaveHandle",
+    "checkpoint.load": "load",
+    "checkpoint.pending": "drain_on_sigterm wait",
+    "checkpoint.save": "async_save close prewarm save",
+    "errors": (
+        "ConcurrentSaveError CorruptionError DcpxError MismatchError NotCommittedError "
+        "OptionError OutcomeUnknownError PlanError RankError RankLostError RepairError "
+        "ShortReadError StagingError StorageError StoreLostError UnsafePickleError "
+        "UnsupportedError"
+    ),
+    "integrity.repair": "repair",
+    "integrity.repair_report": "RepairReport",
+    "integrity.verify": "verify",
+    "integrity.verify_report": "Finding VerifyReport",
+    "keys.key_map": "KeyMap",
+    "keys.rules": "Merge Split Transpose",
+    "manager.manager": "CheckpointManager",
+    "manager.per_rank": "PerRank",
+    "manager.preemption": "Preemption",
+    "manager.resume": "ResumeInfo",
+    "options": "ReadOptions WriteOptions",
+    "planners.load_planner": "DcpxLoadPlanner",
+    "planners.save_planner": "DcpxSavePlanner",
+    "reader.reader": "DcpxReader",
+    "reports": "LoadReport SaveReport",
+    "staging.stager": "DcpxStager",
+    "tensors.copy_guard": "CopyGuard guard_optimizer",
+    "writer.writer": "DcpxWriter",
 }
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+__all__ = sorted(["__version__", *_MODULE_OF])  # noqa: PLE0605
 _EXTENSION = f"{__name__}._C"
 
 
 def __getattr__(name: str) -> Any:
     if name == "_C":  # where `from torch_dcpx import _C` ends up
         return _load(_EXTENSION)
-    if name not in __all__:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_load(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
+    value = getattr(_load(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 
