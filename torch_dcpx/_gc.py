@@ -49,11 +49,13 @@ def _made() -> int:
 
 
 def _make_old(before: int) -> None:
-    """Takes what there is for old, without a look at it, where much was made since `before` of
-    `_made`; what others froze stays frozen. REQUIRES: a pause is on.
+    """Moves all objects to the oldest generation if many were made since `_made` gave `before`.
 
-    Garbage that others made just before gets old as well, and waits for a full collection. Where
-    the collector was off already, the program collects when it likes, maybe the young alone (as
+    The collector walks none of them for it. REQUIRES: a pause is on. Does nothing where somebody
+    has frozen objects: unfreezing would free those as well.
+
+    Young garbage of others moves too, and waits for a full collection. So nothing is moved where
+    the program has switched the collector off: it collects when it likes, maybe the young alone (as
     `gc.collect(1)` does), and that garbage, device tensors included, would wait for ever.
     """
     if _was_enabled and _made() - before >= _MANY_ITEMS and gc.get_freeze_count() == 0:
@@ -63,8 +65,9 @@ def _make_old(before: int) -> None:
 
 @contextmanager
 def paused_gc_of_many() -> Iterator[None]:
-    """A `paused_gc` of a block that makes many objects which stay: the first collection after it
-    would walk all of them, 0.3 us each, and free none. They are old when the block ends.
+    """As `paused_gc`, for a block that makes many objects which stay: they are old when it ends.
+
+    Else the first collection after the block would walk all of them, 0.3 us each, and free none.
     """
     with paused_gc():
         before = _made()

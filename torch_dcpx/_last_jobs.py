@@ -1,7 +1,8 @@
-"""What other threads do in here when the interpreter ends: it is stopped where C++ begins or ends.
+"""Stops other threads' work in this package when the interpreter ends.
 
-Python ends a daemon thread when it next takes the GIL, by a forced unwind (before 3.14). In a frame
-of C++, torch's as well as ours, that aborts the process. So the threads sleep before it comes.
+Before 3.14, Python ends a daemon thread by a forced unwind when the thread next takes the GIL. In a
+frame of C++, torch's as well as ours, that aborts the process. So `stop` puts those threads to
+sleep first, where they enter or leave C++.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What a save or load did: on one rank, for `writer.last_report` and `reader.last_report`; as a
-whole, for who called `save` or `load`.
+"""Reports of saves and loads.
+
+`WriteReport` and `ReadReport` are of one rank (`writer.last_report`, `reader.last_report`);
+`SaveReport` and `LoadReport` are what `save` and `load` return.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ class WriteReport:
     """What one save did on this rank.
 
     The five phases add up to `total_s`: the time inside this writer's `prepare_local_plan`,
-    `write_data` and `finish`. What a rank waits for others is not in it, nor is DCP's own planning.
+    `write_data` and `finish`. Neither the wait for other ranks nor DCP's own planning is in it.
 
     Attributes:
         items: items written.
@@ -98,8 +100,8 @@ class ReadReport:
     """What one load did on this rank. Byte counts unless said otherwise.
 
     The six phases add up to `total_s`: the time inside this reader's `read_metadata`,
-    `prepare_local_plan` and `read_data`. What a rank waits for others is not in it, nor is DCP's
-    own planning.
+    `prepare_local_plan` and `read_data`. Neither the wait for other ranks nor DCP's own planning is
+    in it.
 
     Attributes:
         items: read items of the plan.

@@ -40,7 +40,7 @@ MAX_ITEMS = 1_000_000  # of all plans, and chunks of their metadata: about 1 KiB
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What the ranks of a group have agreed on, once planning had succeeded on this rank.
+    """A plan on which the ranks of a group agreed, kept once planning had succeeded on this rank.
 
     Attributes:
         name: drawn by the coordinator: ranks that know one name know parts of one plan.
@@ -124,7 +124,7 @@ class PlanCache:
 
 
 class Planning:
-    """What a planner keeps from one save to the next. A copy, and a pickled one, has nothing.
+    """The plans that a planner keeps from one save to the next. A copy or a pickle of it has none.
 
     Attributes:
         is_enabled: whether anything is to be kept.

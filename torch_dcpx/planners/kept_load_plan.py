@@ -24,9 +24,9 @@ _READER_HOOKS = ("prepare_local_plan", "prepare_global_plan")
 
 
 class _Away:
-    """In the place of items that have stayed on their rank: whoever looks at them is told so.
+    """Stands in for items that have stayed on their rank, and raises when somebody looks at them.
 
-    An empty list would plan nothing for the rank, and say so to nobody.
+    An empty list would silently plan nothing for the rank.
     """
 
     def _refuse(self, *_: Any) -> Any:
@@ -84,12 +84,11 @@ class KeptPlan(LoadPlan):
 
 
 def is_kept(planner: LoadPlanner, reader: object) -> bool:
-    """Returns whether neither planner nor reader looks at the items of other ranks, of which there
-    are some.
+    """Returns whether there are other ranks, and neither planner nor reader looks at their items.
 
     Args:
         planner: of this rank.
-        reader: for which it plans; None where nobody knows.
+        reader: for which it plans; None where that is not known.
     """
     distributed = torch.distributed
     return (

@@ -335,8 +335,8 @@ def _error(
     other: int,
     point: Sequence[int],
 ) -> CorruptionError:
-    """Returns what is wrong with the chunks that a tensor is stored in, of which no more are made
-    than it names.
+    """Returns the error of a tensor whose stored chunks are wrong. Makes only the chunks that the
+    error names.
     """
     fqn, chunks, stored, size = row
     if offence == "numbers":

@@ -33,7 +33,7 @@ _MAX_ITEM_BYTES = 16  # of an element: complex128
 
 
 class Replicas(NamedTuple):
-    """What one rank knows of copies."""
+    """The copies that one rank knows of."""
 
     key: bytes  # 16; equal where names, meshes and placements of all large DTensors are
     unknown: frozenset[str]  # names of large tensors whose copies nobody calls equal
@@ -124,7 +124,7 @@ def _describe(tensor: DTensor) -> str:
 
 
 class RowPieces(torch.Tensor):
-    """A tensor of which rows are asked for. Of no use but to be saved."""
+    """Stands for a tensor in a planner's state, and gives the rows of it that a save asks for."""
 
     rows: dict[tuple[int, ...], torch.Tensor]  # by where they begin in the whole tensor
     # What is computed of it is a plain tensor.

@@ -208,7 +208,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
     def _local_items(
         self,
     ) -> tuple[list[Any], frozenset[str], Replicas | None, dict[str, Any]]:
-        """Returns (items, names of what has no rows, what is known of copies, Python values).
+        """Returns (items, names that cannot be cut by rows, known copies, Python values).
 
         Raises:
             PlanError: a DTensor's shard has another shape than its placement says.

@@ -11,7 +11,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 class Available(NamedTuple):
-    """Bytes that can still be had, and where the bound was found; None bytes: nobody says."""
+    """Bytes that can still be had, and where the bound was found; bytes are None where none was."""
 
     nbytes: int | None
     source: str

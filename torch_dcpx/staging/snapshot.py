@@ -39,7 +39,7 @@ def staging_workers() -> int:
 
 
 class StagePlan:
-    """What a snapshot of some tensors needs. Holds them until it is dropped; nothing is copied yet.
+    """A snapshot of some tensors, laid out and not yet copied. Holds them until it is dropped.
 
     Args:
         tensors: of any device, dtype, layout and class, without DTensors and ShardedTensors.

@@ -310,7 +310,7 @@ def stage_state(
 
 
 def note_state_written(state: object) -> None:
-    """Says that a save has written `state`: whoever staged it may soon have its memory back."""
+    """Tells the stager of `state` that a save has written it: its memory may soon be free."""
     if not isinstance(state, dict) or not has_arenas():
         return
     for value in list(state.values()):

@@ -105,7 +105,7 @@ def fsync_path(path: Path) -> None:
 
 
 def _is_directory(path: Path) -> bool:
-    """Returns whether there is a directory. Raises: StorageError: nobody can say."""
+    """Returns whether there is a directory. Raises StorageError where the system does not tell."""
     try:
         return stat.S_ISDIR(uninterrupted(os.stat, path).st_mode)
     except OSError as error:
@@ -117,9 +117,9 @@ def _is_directory(path: Path) -> bool:
 def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
     """Makes `path` and its parents; durable, each with its parent's entry, before it returns.
 
-    Several ranks may do this at once: whoever made a directory also syncs its parent. The one that
-    is there already may have been made by a save that was killed before it did: so its own entry is
-    synced as well.
+    Several ranks may do this at once: the rank that makes a directory also syncs its parent. If
+    `path` is there already, a save that was killed may have made it and not synced it: so this call
+    syncs its entry as well.
 
     Returns:
         What was made here, `path` itself last; its entry is as durable as asked.
@@ -255,7 +255,7 @@ class Directory:
         """Returns whether `name` is a regular file here (no link).
 
         Raises:
-            StorageError: nobody can say.
+            StorageError: the system does not tell.
         """
         try:
             status = uninterrupted(os.stat, name, dir_fd=self.fd, follow_symlinks=False)

@@ -88,13 +88,13 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 class PathAnchor:
-    """Which directory a writer's relative path means, whoever changes the process's directory.
+    """The directory that a writer's relative path means, also after a `chdir` of the process.
 
-    It counts from where the thread that made the writer is whenever that thread makes, resets,
-    stages or saves through it. Another thread or process only saves what it was given to save: a
-    `chdir` meanwhile is none of its business. So for the path that it names itself when it saves
-    what was staged: `dcp.async_save` hands its `checkpoint_id` over there. Not thread-safe;
-    picklable with its writer.
+    The path counts from the current directory of the thread that made the writer, at each call in
+    which that thread makes, resets, stages or saves through it. Another thread or process saves
+    what it was given, and the path keeps its meaning there. That holds as well for a path that the
+    other thread names itself, as `dcp.async_save` does with its `checkpoint_id`: it counts from
+    where the state was staged. Not thread-safe; picklable with its writer.
     """
 
     def __init__(self) -> None:

@@ -56,11 +56,10 @@ def _made(name: Path, dir_fd: int | None) -> int:
 def being_read(path: AnyPath | None) -> Iterator[bool]:
     """Keeps the checkpoint in `path` from deletion by a manager while the block runs.
 
-    Never fails: where there is no lock to be had, what is deleted meanwhile is an error of the
-    read.
+    Never fails: where no lock can be had, a deletion meanwhile is an error of the read.
 
     Yields:
-        False: somebody is deleting it at this moment.
+        False if a manager is deleting it at this moment.
     """
     fd, is_left_alone = _shared(path)
     try:
@@ -71,8 +70,9 @@ def being_read(path: AnyPath | None) -> Iterator[bool]:
 
 
 class ReadersHold:
-    """What `being_read` holds, between two calls that may never come: until `release`, the next
-    `take`, or the end of the object. Not thread-safe.
+    """The lock of `being_read` for a caller that may never come back.
+
+    It is held until `release`, the next `take`, or the end of the object. Not thread-safe.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""What Python leaves to its caller of a system call: a signal in the middle, and a failing close.
+"""System calls begun again after a signal, and a close that reports its error.
 
-PEP 475 begins most calls again that a signal interrupted, but none that works on names: mkdir,
-rename, unlink, stat, listing. Network file systems interrupt those as well.
+Python begins most interrupted calls again (PEP 475), but none that works on names: mkdir, rename,
+unlink, stat, listing. Network file systems interrupt those as well.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Are Python values of several ranks equal? By a hash of what they are, not of how they are kept.
 
-Pickles of equal values differ: by the order of a set, by which strings are one object. So values
-are walked. Only types that are known, and exactly they, are: to look at them runs nobody's code and
-changes nothing. All others, and what holds one, have no digest, and nobody is told that they
-differ: tensors, objects of classes of one's own, but for dataclasses that leave pickling as it is.
-Nor have strings, bytes and arrays above 1 MiB, which are neither read nor copied, what is too deep
-or holds itself, and what comes after 100,000 values of a state (each KiB counts as one).
+Pickles of equal values differ: by the order of a set, by which strings are one object. So this
+module walks the values. It walks exact types that it knows: looking at those runs no code of a user
+and changes nothing. Any other value, and any that holds one, has no digest, and no rank is told
+that it differs: a tensor, an object of a user's class (unless it is a dataclass that leaves
+pickling as it is), a string, bytes or an array above 1 MiB (they are neither read nor copied), a
+value that is too deep or holds itself, and all after the first 100,000 values of a state (each KiB
+counts as one).
 """
 
 from __future__ import annotations

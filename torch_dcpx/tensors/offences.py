@@ -1,6 +1,4 @@
-"""What is wrong with the plan of a save: its items before any rank writes, and all ranks' chunks,
-in stock's words.
-"""
+"""Errors in the plan of a save, in stock's words: in a rank's items, in the chunks of all ranks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _REPORTED = ("direct_bytes", "buffered_bytes", "in_place_bytes", "slot_bytes")
 
 
 class Written(NamedTuple):
-    """What was written."""
+    """The outcome of `write_files`."""
 
     results: list[WriteResult]  # one per item, in their order
     files: list[FileEntry]
@@ -238,7 +238,7 @@ def _write_windows(
 
 
 def _remove_created(directory: Directory, job: _C.WriteJob) -> None:
-    """Removes what a failed save made here: no metadata names it, nobody else can."""
+    """Removes the files that a failed save made here: no metadata names them."""
     job.abandon()  # a traceback may keep the job alive, and with it the space of its files
     for name in job.created():
         try:

@@ -24,7 +24,7 @@ class StagedItems:
         self.by_index: dict[MetadataIndex, Any] = {}
 
     def keep(self, item: WriteItem, data: Any) -> None:
-        """Takes what the item's data are."""
+        """Keeps the data of an item."""
         if any(item.index.offset or ()):
             self.by_index[item.index] = data
         else:
@@ -46,7 +46,7 @@ class Split(NamedTuple):
 
 
 def planned_bytes(item: WriteItem) -> int:
-    """Returns the payload that the plan announces; 0 for a bytes item, of which nobody knows."""
+    """Returns the payload bytes that the plan announces: 0 for a bytes item."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize

@@ -58,7 +58,7 @@ class SaveLocks:
         return any(lock.left_by != "nobody" for lock in self._locks)
 
     def leftovers_of(self) -> Leftovers:
-        """Whose leftovers may be removed: nobody's where another save may be running."""
+        """Says whose leftovers may go: of no rank while another save may be running."""
         if not self.are_held or any(lock.left_by == "another machine" for lock in self._locks):
             return "nobody"
         return "everybody" if self._rank is None else self._rank

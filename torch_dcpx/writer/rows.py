@@ -30,7 +30,7 @@ _MEMORY_FORMATS = {
 
 
 class ItemType(NamedTuple):
-    """What many items share, as `WriteJob.write` takes it."""
+    """The fields that many items share, as `WriteJob.write` takes them."""
 
     storage_module: str  # `_compat.framing_of` of the dtype; empty for what is no plain tensor
     storage_name: str

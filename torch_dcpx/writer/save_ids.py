@@ -26,7 +26,7 @@ _taken: dict[tuple[str, str], None] = {}  # (prefix, save id) of plans written h
 
 @dataclasses.dataclass
 class SavePrefix(_StoragePrefix):
-    """What a rank's plan says of its files, as stock's, and of which save they are."""
+    """The prefix of a rank's files in its plan, as stock's, with the id of their save."""
 
     save_id: str = ""
 
