@@ -5,8 +5,9 @@
 #include <algorithm>
 
 #include "bind/bind.h"
-#include "bind/fields.h"
-#include "bind/gil.h"
+#include "dcp/fields.h"
+#include "dcp/gil.h"
+#include "dcp/python.h"
 #include "engine/range_job.h"
 
 namespace dcpx {

@@ -6,9 +6,10 @@
 #include <tuple>
 
 #include "bind/bind.h"
-#include "bind/fields.h"
-#include "bind/gil.h"
 #include "common/bytes.h"
+#include "dcp/fields.h"
+#include "dcp/gil.h"
+#include "dcp/python.h"
 #include "engine/read_job.h"
 
 namespace dcpx {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "bind/fields.h"
-#include "bind/gil.h"
+#include "dcp/fields.h"
+#include "dcp/gil.h"
 #include "engine/verify_job.h"
 
 namespace dcpx {

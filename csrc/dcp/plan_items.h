@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "bind/objects.h"
+#include "dcp/objects.h"
 #include "plan/coverage.h"
 
 namespace dcpx {

@@ -1,8 +1,6 @@
-#include "bind/plan_items.h"
+#include "dcp/plan_items.h"
 
 #include <string>
-
-#include "bind/bind.h"
 
 namespace dcpx {
 namespace {
@@ -18,6 +16,20 @@ py::object call(const py::object& function) {
 }
 
 }  // namespace
+
+const char* name_of(plan::Offence offence) {
+  switch (offence) {
+    case plan::Offence::kTooLarge:
+      return "too large";
+    case plan::Offence::kOutside:
+      return "outside";
+    case plan::Offence::kOverlap:
+      return "overlap";
+    case plan::Offence::kHole:
+      break;
+  }
+  return "hole";
+}
 
 FieldNames::FieldNames()
     : fqn(interned("fqn")),

@@ -1,0 +1,35 @@
+// Values of Python's that many calls take: texts, tuples of ints, memory.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace dcpx {
+
+// UTF-8 of a str; lone surrogates, which a key may hold, pass as they do in a pickle.
+std::string to_string(const pybind11::handle& value);
+
+// A tuple or list of ints. Throws what Python raises for anything else.
+std::vector<std::int64_t> int_tuple(const pybind11::handle& values);
+
+// Buffers that must stay exported while workers use their memory. Give it back with the GIL held.
+class PinnedBuffers {
+ public:
+  PinnedBuffers() = default;
+  PinnedBuffers(const PinnedBuffers&) = delete;
+  PinnedBuffers& operator=(const PinnedBuffers&) = delete;
+  ~PinnedBuffers();
+
+  // `source` is an address (int) with `nbytes` valid bytes behind it, or an object with a
+  // contiguous buffer, whose size replaces `nbytes`. Throws what Python raises.
+  std::byte* add(const pybind11::handle& source, bool is_writable, std::uint64_t& nbytes);
+
+ private:
+  std::vector<Py_buffer> views_;
+};
+
+}  // namespace dcpx
