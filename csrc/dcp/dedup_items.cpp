@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dcp/plan_items.h"
+#include "dcp/python.h"
 #include "plan/balance.h"
 
 namespace dcpx {

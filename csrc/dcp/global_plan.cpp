@@ -7,6 +7,7 @@
 
 #include "dcp/gil.h"
 #include "dcp/plan_items.h"
+#include "dcp/python.h"
 #include "plan/coverage.h"
 
 namespace dcpx {

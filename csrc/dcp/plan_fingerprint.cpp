@@ -9,6 +9,7 @@
 #include "dcp/dcp.h"
 #include "dcp/plan_items.h"
 #include "dcp/plan_state.h"
+#include "dcp/python.h"
 #include "dcp/stored_columns.h"
 
 namespace dcpx {

@@ -119,9 +119,6 @@ class ItemMaker {
   bool has_strides_;
 };
 
-// Appends the ints of a sequence and returns how many. Throws what Python raises for anything else.
-std::size_t append_ints(const pybind11::handle& values, std::vector<std::int64_t>* out);
-
 class StoredColumns;
 
 // (items, offences) of a load plan; see `_C.pyi`. `columns` may be null.

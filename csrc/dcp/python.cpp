@@ -13,19 +13,26 @@ std::string to_string(const pybind11::handle& value) {
   return pybind11::reinterpret_steal<pybind11::bytes>(raw);
 }
 
-std::vector<std::int64_t> int_tuple(const pybind11::handle& values) {
+std::size_t append_ints(const pybind11::handle& values, std::vector<std::int64_t>* out) {
   // A tuple, which no number's own code can change meanwhile; of its own class as it is.
-  const auto items = pybind11::reinterpret_steal<pybind11::object>(
-      PyTuple_Check(values.ptr()) ? values.inc_ref().ptr() : PySequence_Tuple(values.ptr()));
-  if (!items) throw pybind11::error_already_set();
-  const Py_ssize_t count = PyTuple_GET_SIZE(items.ptr());
-  std::vector<std::int64_t> out;
-  out.reserve(static_cast<std::size_t>(count));
+  const auto ints = pybind11::reinterpret_steal<pybind11::object>(
+      PyTuple_Check(values.ptr()) != 0 ? values.inc_ref().ptr() : PySequence_Tuple(values.ptr()));
+  if (!ints) throw pybind11::error_already_set();
+  const Py_ssize_t count = PyTuple_GET_SIZE(ints.ptr());
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const long long value = PyLong_AsLongLong(PyTuple_GET_ITEM(items.ptr(), i));
+    const long long value = PyLong_AsLongLong(PyTuple_GET_ITEM(ints.ptr(), i));
     if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
-    out.push_back(value);
+    out->push_back(value);
   }
+  return static_cast<std::size_t>(count);
+}
+
+std::vector<std::int64_t> int_tuple(const pybind11::handle& values) {
+  std::vector<std::int64_t> out;
+  if (PyTuple_Check(values.ptr()) != 0) {
+    out.reserve(static_cast<std::size_t>(PyTuple_GET_SIZE(values.ptr())));
+  }
+  append_ints(values, &out);
   return out;
 }
 

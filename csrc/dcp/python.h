@@ -13,7 +13,10 @@ namespace dcpx {
 // UTF-8 of a str; lone surrogates, which a key may hold, pass as they do in a pickle.
 std::string to_string(const pybind11::handle& value);
 
-// A tuple or list of ints. Throws what Python raises for anything else.
+// Appends the ints of a sequence and returns how many. Throws what Python raises for anything else.
+std::size_t append_ints(const pybind11::handle& values, std::vector<std::int64_t>* out);
+
+// The ints of a sequence, as `append_ints` takes them.
 std::vector<std::int64_t> int_tuple(const pybind11::handle& values);
 
 // Buffers that must stay exported while workers use their memory. Give it back with the GIL held.

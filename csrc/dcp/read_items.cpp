@@ -10,6 +10,7 @@
 #include "common/error.h"
 #include "dcp/gil.h"
 #include "dcp/plan_items.h"
+#include "dcp/python.h"
 #include "dcp/stored_columns.h"
 #include "plan/coverage.h"
 #include "plan/overlap.h"
