@@ -45,12 +45,6 @@ const char* kind_name(engine::LocatedKind kind) {
   return "unknown";
 }
 
-py::tuple to_tuple(const std::vector<std::int64_t>& values) {
-  py::tuple out(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) out[i] = values[i];
-  return out;
-}
-
 bool is_same_form(const LocatedItem& a, const LocatedItem& b) {
   return a.kind == b.kind && a.is_big_endian == b.is_big_endian && a.sizes == b.sizes &&
          a.strides == b.strides && a.dtype == b.dtype && a.storage_name == b.storage_name &&
@@ -87,15 +81,6 @@ class Forms {
   std::map<const LocatedItem*, std::size_t, Less>::iterator last_;
   py::list rows_;
 };
-
-std::vector<std::uint64_t> unsigned_tuple(const py::handle& values) {
-  std::vector<std::uint64_t> out;
-  for (const std::int64_t value : int_tuple(values)) {
-    DCPX_CHECK(value >= 0, "a negative length or stride");
-    out.push_back(static_cast<std::uint64_t>(value));
-  }
-  return out;
-}
 
 engine::WantedItem to_wanted(const py::handle& row) {
   check_tuple(row, 4, "a wanted item has 4 fields");

@@ -1,5 +1,7 @@
 #include "dcp/python.h"
 
+#include "common/error.h"
+
 namespace dcpx {
 
 std::string to_string(const pybind11::handle& value) {
@@ -33,6 +35,21 @@ std::vector<std::int64_t> int_tuple(const pybind11::handle& values) {
     out.reserve(static_cast<std::size_t>(PyTuple_GET_SIZE(values.ptr())));
   }
   append_ints(values, &out);
+  return out;
+}
+
+std::vector<std::uint64_t> unsigned_tuple(const pybind11::handle& values) {
+  std::vector<std::uint64_t> out;
+  for (const std::int64_t value : int_tuple(values)) {
+    DCPX_CHECK(value >= 0, "a negative length or stride");
+    out.push_back(static_cast<std::uint64_t>(value));
+  }
+  return out;
+}
+
+pybind11::tuple to_tuple(const std::vector<std::int64_t>& values) {
+  pybind11::tuple out(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) out[i] = values[i];
   return out;
 }
 

@@ -18,6 +18,9 @@ std::size_t append_ints(const pybind11::handle& values, std::vector<std::int64_t
 
 // The ints of a sequence, as `append_ints` takes them.
 std::vector<std::int64_t> int_tuple(const pybind11::handle& values);
+// The same, of lengths or strides. Throws Error(kPlan) for a negative one.
+std::vector<std::uint64_t> unsigned_tuple(const pybind11::handle& values);
+pybind11::tuple to_tuple(const std::vector<std::int64_t>& values);
 
 // Buffers that must stay exported while workers use their memory. Give it back with the GIL held.
 class PinnedBuffers {
