@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/bind.h"
+#include "dcp/python.h"
 #include "format/column_checks.h"
 
 namespace dcpx {

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "bind/gil.h"
 #include "bind/kept_objects.h"
+#include "dcp/gil.h"
 #include "device/copy_stream.h"
 #include "device/counters.h"
 #include "device/cuda_driver.h"

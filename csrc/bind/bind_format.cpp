@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "bind/gil.h"
 #include "common/error.h"
+#include "dcp/gil.h"
 #include "format/crc32.h"
 #include "format/pickle_scan.h"
 #include "format/zip_item.h"

@@ -8,7 +8,8 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "bind/gil.h"
+#include "dcp/gil.h"
+#include "dcp/python.h"
 #include "format/metadata_pickle.h"
 
 namespace dcpx {

@@ -7,6 +7,7 @@
 
 #include "bind/bind.h"
 #include "common/bytes.h"
+#include "dcp/python.h"
 #include "format/zip_object.h"
 
 namespace dcpx {

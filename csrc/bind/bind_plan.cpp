@@ -6,27 +6,13 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "bind/gil.h"
-#include "bind/plan_items.h"
+#include "dcp/gil.h"
+#include "dcp/plan_items.h"
+#include "dcp/python.h"
 #include "plan/coverage.h"
 #include "plan/overlap.h"
 
 namespace dcpx {
-
-const char* name_of(plan::Offence offence) {
-  switch (offence) {
-    case plan::Offence::kTooLarge:
-      return "too large";
-    case plan::Offence::kOutside:
-      return "outside";
-    case plan::Offence::kOverlap:
-      return "overlap";
-    case plan::Offence::kHole:
-      break;
-  }
-  return "hole";
-}
-
 namespace {
 
 namespace py = pybind11;
@@ -136,7 +122,6 @@ void bind_plan(py::module_& module) {
              py::arg("stored_offsets"), py::arg("stored_sizes"), py::arg("is_swept"),
              "Which stored boxes hold which part of the wanted ones, of every tensor, as columns.");
   bind_plan_items(module);
-  bind_plan_state(module);
 }
 
 }  // namespace dcpx

@@ -1,8 +1,8 @@
-// DCP's plan items, made and put together by the thousand: see plan_items.h.
+// DCP's plan items, made and put together by the thousand: see dcp/plan_items.h.
 #include "bind/bind.h"
-#include "bind/item_wire.h"
-#include "bind/plan_items.h"
-#include "bind/stored_columns.h"
+#include "dcp/item_wire.h"
+#include "dcp/plan_items.h"
+#include "dcp/stored_columns.h"
 
 namespace dcpx {
 

@@ -5,8 +5,9 @@
 #include <algorithm>
 
 #include "bind/bind.h"
-#include "bind/fields.h"
-#include "bind/gil.h"
+#include "dcp/fields.h"
+#include "dcp/gil.h"
+#include "dcp/python.h"
 #include "engine/range_job.h"
 
 namespace dcpx {
@@ -16,15 +17,6 @@ namespace py = pybind11;
 using engine::RangeJob;
 using engine::RangeRow;
 
-std::vector<std::uint64_t> counts(const py::handle& values) {
-  std::vector<std::uint64_t> out;
-  for (const std::int64_t value : int_tuple(values)) {
-    DCPX_CHECK(value >= 0, "a negative length or stride");
-    out.push_back(static_cast<std::uint64_t>(value));
-  }
-  return out;
-}
-
 // The order of fields is that of torch_dcpx.artifacts.rows.ExportRow.
 RangeRow to_row(const py::handle& row, PinnedBuffers& buffers) {
   check_tuple(row, 10, "an export row has 10 fields");
@@ -32,9 +24,9 @@ RangeRow to_row(const py::handle& row, PinnedBuffers& buffers) {
   out.file = to_u32(field(row, 0));
   out.offset = to_u64(field(row, 1));
   out.region.elem_bytes = to_u64(field(row, 2));
-  out.region.lengths = counts(field(row, 3));
-  out.region.src_strides = counts(field(row, 4));
-  out.region.dst_strides = counts(field(row, 5));
+  out.region.lengths = unsigned_tuple(field(row, 3));
+  out.region.src_strides = unsigned_tuple(field(row, 4));
+  out.region.dst_strides = unsigned_tuple(field(row, 5));
   const std::size_t dims = out.region.dims();
   DCPX_CHECK(out.region.src_strides.size() == dims && out.region.dst_strides.size() == dims,
              "lengths and strides of a region differ in number");

@@ -6,9 +6,10 @@
 #include <tuple>
 
 #include "bind/bind.h"
-#include "bind/fields.h"
-#include "bind/gil.h"
 #include "common/bytes.h"
+#include "dcp/fields.h"
+#include "dcp/gil.h"
+#include "dcp/python.h"
 #include "engine/read_job.h"
 
 namespace dcpx {
@@ -42,12 +43,6 @@ const char* kind_name(engine::LocatedKind kind) {
       return "torch";
   }
   return "unknown";
-}
-
-py::tuple to_tuple(const std::vector<std::int64_t>& values) {
-  py::tuple out(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) out[i] = values[i];
-  return out;
 }
 
 bool is_same_form(const LocatedItem& a, const LocatedItem& b) {
@@ -86,15 +81,6 @@ class Forms {
   std::map<const LocatedItem*, std::size_t, Less>::iterator last_;
   py::list rows_;
 };
-
-std::vector<std::uint64_t> unsigned_tuple(const py::handle& values) {
-  std::vector<std::uint64_t> out;
-  for (const std::int64_t value : int_tuple(values)) {
-    DCPX_CHECK(value >= 0, "a negative length or stride");
-    out.push_back(static_cast<std::uint64_t>(value));
-  }
-  return out;
-}
 
 engine::WantedItem to_wanted(const py::handle& row) {
   check_tuple(row, 4, "a wanted item has 4 fields");

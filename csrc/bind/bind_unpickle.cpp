@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "bind/gil.h"
-#include "bind/objects.h"
 #include "common/error.h"
+#include "dcp/gil.h"
+#include "dcp/objects.h"
 #include "format/metadata_unpickle.h"
 
 namespace dcpx {

@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "bind/fields.h"
-#include "bind/gil.h"
+#include "dcp/fields.h"
+#include "dcp/gil.h"
+#include "dcp/python.h"
 #include "engine/verify_job.h"
 
 namespace dcpx {
@@ -65,12 +66,6 @@ py::list to_rows(const std::vector<Finding>& findings) {
         to_text(error.what(), "backslashreplace")));
   }
   return rows;
-}
-
-py::tuple to_tuple(const std::vector<std::int64_t>& values) {
-  py::tuple out(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) out[i] = values[i];
-  return out;
 }
 
 // The order of fields is that of torch_dcpx.integrity.footers.FooterRow.

@@ -1,12 +1,12 @@
-// WriteJob: what it works on comes from rows (write_rows.h); everything else runs without the GIL.
+// WriteJob: what it works on comes from rows (dcp/write_rows.h); the rest runs without the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "bind/bind.h"
-#include "bind/fields.h"
-#include "bind/gil.h"
-#include "bind/write_rows.h"
 #include "common/error.h"
+#include "dcp/fields.h"
+#include "dcp/gil.h"
+#include "dcp/write_rows.h"
 #include "engine/write_job.h"
 #include "format/zip_object.h"
 

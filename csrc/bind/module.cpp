@@ -2,56 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bind/bind.h"
-
-namespace dcpx {
-
-std::string to_string(const pybind11::handle& value) {
-  Py_ssize_t nbytes = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(value.ptr(), &nbytes);
-  if (text != nullptr) return {text, static_cast<std::size_t>(nbytes)};
-  if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError) == 0) throw pybind11::error_already_set();
-  PyErr_Clear();
-  PyObject* raw = PyUnicode_AsEncodedString(value.ptr(), "utf-8", "surrogatepass");
-  if (raw == nullptr) throw pybind11::error_already_set();
-  return pybind11::reinterpret_steal<pybind11::bytes>(raw);
-}
-
-std::vector<std::int64_t> int_tuple(const pybind11::handle& values) {
-  // A tuple, which no number's own code can change meanwhile; of its own class as it is.
-  const auto items = pybind11::reinterpret_steal<pybind11::object>(
-      PyTuple_Check(values.ptr()) ? values.inc_ref().ptr() : PySequence_Tuple(values.ptr()));
-  if (!items) throw pybind11::error_already_set();
-  const Py_ssize_t count = PyTuple_GET_SIZE(items.ptr());
-  std::vector<std::int64_t> out;
-  out.reserve(static_cast<std::size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const long long value = PyLong_AsLongLong(PyTuple_GET_ITEM(items.ptr(), i));
-    if (value == -1 && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
-    out.push_back(value);
-  }
-  return out;
-}
-
-PinnedBuffers::~PinnedBuffers() {
-  for (Py_buffer& view : views_) PyBuffer_Release(&view);
-}
-
-std::byte* PinnedBuffers::add(const pybind11::handle& source, bool is_writable,
-                              std::uint64_t& nbytes) {
-  if (PyLong_Check(source.ptr())) {
-    const unsigned long long address = PyLong_AsUnsignedLongLong(source.ptr());
-    if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
-    return reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(address));
-  }
-  Py_buffer view{};
-  const int flags = is_writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO;
-  if (PyObject_GetBuffer(source.ptr(), &view, flags) != 0) throw pybind11::error_already_set();
-  views_.push_back(view);
-  nbytes = static_cast<std::uint64_t>(view.len);
-  return static_cast<std::byte*>(view.buf);
-}
-
-}  // namespace dcpx
+#include "dcp/dcp.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The C++ side of torch_dcpx: addresses, byte counts and names in, tables out.";
@@ -64,6 +15,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_io(m);
   dcpx::bind_gil(m);
   dcpx::bind_plan(m);
+  dcpx::bind_plan_state(m);
   dcpx::bind_save_rows(m);
   dcpx::bind_write(m);
   dcpx::bind_read(m);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 
 #include "common/error.h"
 #include "format/crc32.h"
@@ -14,6 +15,12 @@ namespace {
 constexpr std::uint64_t kSumTwiceBytes = 4096;
 
 }  // namespace
+
+std::string hex32(std::uint32_t crc) {
+  char text[11];
+  std::snprintf(text, sizeof(text), "0x%08x", crc);
+  return text;
+}
 
 std::uint32_t join_crc(std::uint32_t a, std::uint32_t b, std::uint64_t b_bytes) {
   static const Crc32Shift whole_block(kBlockBytes);

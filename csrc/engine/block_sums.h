@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace dcpx::engine {
@@ -13,6 +14,9 @@ struct BlockPart {
   std::uint32_t nbytes = 0;
   std::uint32_t crc = 0;
 };
+
+// A CRC as messages show it.
+std::string hex32(std::uint32_t crc);
 
 // crc32_combine, prepared for whole blocks.
 std::uint32_t join_crc(std::uint32_t a, std::uint32_t b, std::uint64_t b_bytes);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "common/bytes.h"
+#include "engine/file_range.h"
 #include "format/crc32.h"
 #include "format/zip_parse.h"
 #include "io/page_cache.h"
@@ -14,20 +15,6 @@ namespace {
 constexpr std::uint64_t kScanBytes = 64 << 10;
 // Larger footers must be on the disk: a file of 4 KiB may claim terabytes of index and table.
 constexpr std::uint64_t kFooterBytes = 64 << 20;
-
-class ItemRange : public RangeReader {
- public:
-  ItemRange(const io::InputFile& file, std::uint64_t begin) : file_(file), begin_(begin) {}
-  void read(std::uint64_t offset, std::size_t nbytes, std::byte* into) override {
-    file_.read_at(into, nbytes, begin_ + offset);
-  }
-  std::string_view path() const override { return file_.path(); }
-  std::uint64_t origin() const override { return begin_; }
-
- private:
-  const io::InputFile& file_;
-  std::uint64_t begin_;
-};
 
 std::vector<std::byte> read_bytes(const io::InputFile& file, std::uint64_t offset,
                                   std::uint64_t nbytes) {
@@ -170,7 +157,7 @@ std::vector<SummedRange> check_items(const io::InputFile& file,
       unchecked(item.offset, item.nbytes, "bytes without any checksum");
       continue;
     }
-    ItemRange reader(file, item.offset);
+    FileRange reader(file, item.offset);
     std::vector<ZipRecord> records;
     try {
       ParsedTensor parsed;  // the contents of data.pkl against the record of the payload

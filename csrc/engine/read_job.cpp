@@ -8,6 +8,7 @@
 
 #include "common/bytes.h"
 #include "common/stopwatch.h"
+#include "engine/block_sums.h"
 #include "format/crc32.h"
 #include "io/page_cache.h"
 
@@ -81,12 +82,6 @@ struct ReadJob::Worker {
 namespace {
 
 std::atomic<std::uint32_t> files_kept_open{0};  // by all jobs
-
-std::string hex32(std::uint32_t value) {
-  char text[11];
-  std::snprintf(text, sizeof(text), "0x%08x", value);
-  return text;
-}
 
 }  // namespace
 

@@ -3,25 +3,11 @@
 #include <algorithm>
 
 #include "common/bytes.h"
+#include "engine/file_range.h"
 #include "format/crc32.h"
 
 namespace dcpx::engine {
 namespace {
-
-// An item as the zip parser wants it: offsets from the item's start.
-class FileRange : public RangeReader {
- public:
-  FileRange(const io::InputFile& file, std::uint64_t begin) : file_(file), begin_(begin) {}
-  void read(std::uint64_t offset, std::size_t nbytes, std::byte* into) override {
-    file_.read_at(into, nbytes, begin_ + offset);
-  }
-  std::string_view path() const override { return file_.path(); }
-  std::uint64_t origin() const override { return begin_; }
-
- private:
-  const io::InputFile& file_;
-  std::uint64_t begin_;
-};
 
 std::string hex(const FileId& id) {
   static constexpr char kDigits[] = "0123456789abcdef";

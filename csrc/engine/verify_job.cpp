@@ -6,6 +6,7 @@
 
 #include "common/bytes.h"
 #include "common/slot.h"
+#include "engine/block_sums.h"
 #include "format/crc32.h"
 #include "io/page_cache.h"
 
@@ -15,12 +16,6 @@ namespace {
 // What is read from the page cache at once, so that it is summed while in the CPU's.
 constexpr std::uint64_t kWindowBytes = 256 << 10;
 static_assert(kWindowBytes % kBlockBytes == 0);
-
-std::string hex32(std::uint32_t value) {
-  char text[11];
-  std::snprintf(text, sizeof(text), "0x%08x", value);
-  return text;
-}
 
 }  // namespace
 

@@ -4,12 +4,15 @@
 #include <optional>
 #include <unordered_map>
 
+#include "format/pickled_texts.h"
+
 namespace dcpx {
 namespace {
 
 using namespace pickle_op;
 
-// Modules, classes and attributes of stock DCP: a name's number among the others of PickleTexts.
+// Modules and classes of stock DCP: a name's number among the others of PickleTexts. Behind them
+// come those of the fields.
 enum Name : std::uint8_t {
   kTorch,
   kTorchSerialization,
@@ -26,26 +29,6 @@ enum Name : std::uint8_t {
   kIndexClass,
   kPlaceClass,
   kStorageMetaClass,
-  kStateDictMetadata,
-  kPlannerData,
-  kStorageData,
-  kStorageMeta,
-  kVersion,
-  kProperties,
-  kSize,
-  kChunks,
-  kOffsets,
-  kSizes,
-  kFqn,
-  kIndex,
-  kOffset,
-  kRelativePath,
-  kLength,
-  kTransformDescriptors,
-  kCheckpointId,
-  kSaveId,
-  kLoadId,
-  kModules,
   kNameCount,
 };
 constexpr const char* kNames[] = {
@@ -64,26 +47,6 @@ constexpr const char* kNames[] = {
     "MetadataIndex",
     "_StorageInfo",
     "StorageMeta",
-    "state_dict_metadata",
-    "planner_data",
-    "storage_data",
-    "storage_meta",
-    "version",
-    "properties",
-    "size",
-    "chunks",
-    "offsets",
-    "sizes",
-    "fqn",
-    "index",
-    "offset",
-    "relative_path",
-    "length",
-    "transform_descriptors",
-    "checkpoint_id",
-    "save_id",
-    "load_id",
-    "modules",
 };
 static_assert(std::size(kNames) == kNameCount);
 
@@ -116,6 +79,9 @@ class MetadataPickle {
   MetadataPickle(const MetadataColumns& columns, const MetadataRest& rest)
       : c_(columns), rest_(rest), texts_(columns.strings, columns.string_ends) {
     for (const char* name : kNames) texts_.add(name);  // each gets its Name as its number
+    for (std::size_t field = 1; field <= kFieldCount; ++field) {
+      texts_.add(field_name(static_cast<Field>(field)));
+    }
     for (std::size_t at = 0; at < c_.tensor_layout.count; ++at) {
       const std::int64_t layout = c_.tensor_layout[at];
       if (layouts_.count(layout) != 0) continue;
@@ -139,17 +105,17 @@ class MetadataPickle {
     PickleWriter out(texts_);
     out_ = &out;
     open(kMetadataModule, kMetadataClass);
-    out.text(kStateDictMetadata);
+    put_field(Field::kStateDictMetadata);
     out.op(kEmptyDict);
     out.batches(c_.entry_fqn.count, kSetitems, [&](std::size_t at) { put_entry(at); });
-    out.text(kPlannerData);
+    put_field(Field::kPlannerData);
     put_planner();
-    out.text(kStorageData);
+    put_field(Field::kStorageData);
     out.op(kEmptyDict);
     out.batches(c_.storage_fqn.count, kSetitems, [&](std::size_t at) { put_place(at); });
-    out.text(kStorageMeta);
+    put_field(Field::kStorageMeta);
     put_storage_meta();
-    out.text(kVersion);
+    put_field(Field::kVersion);
     put_optional(version_);
     close();
     return out.finish();
@@ -186,6 +152,7 @@ class MetadataPickle {
     out_->op(kSetitems);
     out_->op(kBuild);
   }
+  void put_field(Field field) { out_->text(kNameCount + static_cast<std::size_t>(field) - 1); }
   void put_optional(OptionalText text) {
     if (text) return out_->text(*text);
     out_->op(kNone);
@@ -205,17 +172,17 @@ class MetadataPickle {
     const std::size_t tensor = tensor_++;
     const std::size_t ndim = as_count(c_.tensor_ndim[tensor]);
     open(kMetadataModule, kTensorClass);
-    out_->text(kProperties);
+    put_field(Field::kProperties);
     put_properties(tensor);
-    out_->text(kSize);
+    put_field(Field::kSize);
     put_size(sizes_, ndim);
-    out_->text(kChunks);
+    put_field(Field::kChunks);
     out_->op(kEmptyList);
     out_->batches(as_count(c_.tensor_chunk_count[tensor]), kAppends, [&](std::size_t) {
       open(kMetadataModule, kChunkClass);
-      out_->text(kOffsets);
+      put_field(Field::kOffsets);
       put_size(chunk_offsets_, ndim);
-      out_->text(kSizes);
+      put_field(Field::kSizes);
       put_size(chunk_sizes_, ndim);
       close();
     });
@@ -272,9 +239,9 @@ class MetadataPickle {
 
   void put_place(std::size_t at) {
     open(kMetadataModule, kIndexClass);
-    out_->text(kFqn);
+    put_field(Field::kFqn);
     put_pool_text(c_.storage_fqn[at]);
-    out_->text(kIndex);
+    put_field(Field::kIndex);
     const std::int64_t hint = c_.storage_hint[at];
     if (hint < 0) {
       out_->op(kNone);
@@ -283,21 +250,21 @@ class MetadataPickle {
     }
     const std::int64_t ndim = c_.storage_ndim[at];
     if (ndim >= 0) {
-      out_->text(kOffset);
+      put_field(Field::kOffset);
       put_size(storage_offsets_, as_count(ndim));
     }
     close();
     open(kFilesystemModule, kPlaceClass);
-    out_->text(kRelativePath);
+    put_field(Field::kRelativePath);
     put_pool_text(c_.storage_path[at]);
-    out_->text(kOffset);
+    put_field(Field::kOffset);
     out_->integer(c_.storage_offset[at]);
-    out_->text(kLength);
+    put_field(Field::kLength);
     out_->integer(c_.storage_bytes[at]);
     const std::int64_t descriptors = c_.storage_descriptors[at];
     if (descriptors >= 0) {
       DCPX_CHECK(as_count(descriptors) < descriptors_.size(), "no such transform descriptors");
-      out_->text(kTransformDescriptors);
+      put_field(Field::kTransformDescriptors);
       put_texts(descriptors_[as_count(descriptors)]);
     }
     close();
@@ -306,13 +273,13 @@ class MetadataPickle {
   void put_storage_meta() {
     if (!rest_.storage_meta) return out_->op(kNone);
     open(kMetadataModule, kStorageMetaClass);
-    out_->text(kCheckpointId);
+    put_field(Field::kCheckpointId);
     put_optional(checkpoint_id_);
-    out_->text(kSaveId);
+    put_field(Field::kSaveId);
     put_optional(save_id_);
-    out_->text(kLoadId);
+    put_field(Field::kLoadId);
     out_->op(kNone);
-    out_->text(kModules);
+    put_field(Field::kModules);
     put_texts(modules_);
     close();
   }

@@ -1,9 +1,8 @@
 #include "format/metadata_unpickle.h"
 
-#include <algorithm>
 #include <limits>
 
-#include "common/bytes.h"
+#include "format/pickle_bytes.h"
 #include "format/pickle_opcodes.h"
 #include "format/pickled_metadata.h"
 
@@ -27,58 +26,35 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
   using Kind = PickledValue::Kind;
 
   Machine(const std::byte* data, std::size_t nbytes, const SipHash::Key& key)
-      : rest_(reinterpret_cast<const char*>(data), nbytes), nbytes_(nbytes), metadata_(key) {}
+      : in_(data, nbytes), nbytes_(nbytes), metadata_(key) {}
 
   bool run(UnpickledColumns* columns) {
     std::uint8_t op = 0;
     std::uint8_t protocol = 0;
-    if (!take_number(&op) || op != kProto || !take_number(&protocol)) return false;
+    if (!in_.take_number(&op) || op != kProto || !in_.take_number(&protocol)) return false;
     if (protocol < 2 || protocol > 5 || nbytes_ > kMaxBytes) return false;
     memo_.reserve(nbytes_ / sizeof(Value));  // about as many as a pickler puts there
     while (!is_stopped_) {
-      if (!take_number(&op) || !step(op) || !stays_in_frame()) return false;
+      if (!in_.take_number(&op) || !step(op) || !stays_in_frame()) return false;
     }
-    if (!rest_.empty() || !marks_.empty() || stack_.size() != 1) return false;
+    if (in_.size() != 0 || !marks_.empty() || stack_.size() != 1) return false;
     return stack_[0].is(Kind::kMetadata) && metadata_.emit(nbytes_, columns);
   }
 
  private:
-  bool take(std::size_t nbytes, std::string_view* into) {
-    if (rest_.size() < nbytes) return false;
-    *into = rest_.substr(0, nbytes);
-    rest_.remove_prefix(nbytes);
-    return true;
-  }
-
-  bool take_line(std::string_view* into) {
-    const std::size_t end = rest_.find('\n');
-    if (end == std::string_view::npos) return false;
-    *into = rest_.substr(0, end);
-    rest_.remove_prefix(end + 1);
-    return true;
-  }
-
-  template <typename T>
-  bool take_number(T* into) {
-    std::string_view raw;
-    if (!take(sizeof(T), &raw)) return false;
-    *into = get<T>(reinterpret_cast<const std::byte*>(raw.data()));
-    return true;
-  }
-
   // CPython reads other bytes than these for an opcode beyond the end of its frame.
   bool enter_frame() {
     std::uint64_t nbytes = 0;
-    if (is_framed_ || !take_number(&nbytes) || nbytes > rest_.size()) return false;
+    if (is_framed_ || !in_.take_number(&nbytes) || nbytes > in_.size()) return false;
     is_framed_ = true;
-    behind_frame_ = rest_.size() - nbytes;
+    behind_frame_ = in_.size() - nbytes;
     return true;
   }
 
   bool stays_in_frame() {
     if (!is_framed_) return true;
-    is_framed_ = rest_.size() > behind_frame_;
-    return rest_.size() >= behind_frame_;
+    is_framed_ = in_.size() > behind_frame_;
+    return in_.size() >= behind_frame_;
   }
 
   // The stack. Values below the last mark are out of reach.
@@ -101,24 +77,18 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
   template <typename T>
   bool push_int() {
     T number{};
-    return take_number(&number) && push(Kind::kInt, static_cast<std::int64_t>(number));
+    return in_.take_number(&number) && push(Kind::kInt, static_cast<std::int64_t>(number));
   }
 
-  bool push_long() {  // little-endian two's complement of 0 to 8 bytes
-    std::uint8_t nbytes = 0;
-    std::string_view raw;
-    if (!take_number(&nbytes) || nbytes > 8 || !take(nbytes, &raw)) return false;
-    const bool is_negative = nbytes > 0 && (static_cast<unsigned char>(raw.back()) & 0x80) != 0;
-    std::int64_t number = is_negative ? -1 : 0;
-    std::copy(raw.begin(), raw.end(), reinterpret_cast<char*>(&number));
-    return push(Kind::kInt, number);
+  bool push_long() {
+    std::int64_t number = 0;
+    return in_.take_long(&number) && push(Kind::kInt, number);
   }
 
   template <typename Length>
   bool push_text() {
-    Length nbytes{};
     std::string_view text;
-    if (!take_number(&nbytes) || !take(nbytes, &text)) return false;
+    if (!in_.take_text<Length>(&text)) return false;
     if (metadata_.texts.count() >= kMaxTexts) return false;
     return push(Kind::kText, metadata_.texts.add(text));
   }
@@ -133,7 +103,7 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
   bool push_global_lines() {
     std::string_view module;
     std::string_view name;
-    return take_line(&module) && take_line(&name) && push_global(module, name);
+    return in_.take_line(&module) && in_.take_line(&name) && push_global(module, name);
   }
 
   bool push_stack_global() {
@@ -203,7 +173,7 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
   template <typename Index>
   bool memo_op(bool (Machine::*action)(std::size_t)) {
     Index index{};
-    return take_number(&index) && (this->*action)(index);
+    return in_.take_number(&index) && (this->*action)(index);
   }
 
   // Whether nobody but the one who holds it can meet `value`; from now on, nobody does.
@@ -338,7 +308,7 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
 
   static constexpr Value kUnsetValue{Kind::kUnset, false, 0, Value::kNoMemo, 0};
 
-  std::string_view rest_;
+  PickleBytes in_;
   std::size_t nbytes_;
   PickledMetadata metadata_;
   std::vector<Value> stack_;

@@ -28,7 +28,7 @@ constexpr std::string_view kFields[] = {
     "load_id",
     "modules",
 };
-static_assert(std::size(kFields) == static_cast<std::size_t>(Field::kModules) + 1);
+static_assert(std::size(kFields) == kFieldCount + 1);
 
 constexpr std::string_view kMetadataModule = "torch.distributed.checkpoint.metadata";
 constexpr std::string_view kFilesystem = "torch.distributed.checkpoint.filesystem";
@@ -69,6 +69,8 @@ Field find_field(std::string_view text) {
 }
 
 }  // namespace
+
+std::string_view field_name(Field field) { return kFields[static_cast<std::size_t>(field)]; }
 
 Global find_global(std::string_view module, std::string_view name) {
   for (const NamedGlobal& known : kGlobals) {

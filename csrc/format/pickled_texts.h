@@ -34,6 +34,9 @@ enum class Field : std::uint8_t {
   kLoadId,
   kModules,
 };
+constexpr std::size_t kFieldCount = static_cast<std::size_t>(Field::kModules);  // without kNoField
+
+std::string_view field_name(Field field);
 
 // What a `.metadata` names: classes, the functions that pickle calls, and dtypes.
 enum class Global : std::uint8_t {

@@ -1,9 +1,8 @@
 // A pickle machine that knows only what the pickle of a plain tensor uses: strings, integers,
 // booleans, tuples, names, the memo, one storage and one rebuild call.
-#include <algorithm>
 #include <optional>
 
-#include "common/bytes.h"
+#include "format/pickle_bytes.h"
 #include "format/pickle_opcodes.h"
 #include "format/tensor_pickle.h"
 
@@ -34,8 +33,7 @@ struct Value {
 // Every step returns false at the first thing that a plain tensor does not have.
 class Machine {  // Not thread-safe. Keeps views of `data`.
  public:
-  Machine(const std::byte* data, std::size_t nbytes)
-      : rest_(reinterpret_cast<const char*>(data), nbytes) {}
+  Machine(const std::byte* data, std::size_t nbytes) : in_(data, nbytes) {}
 
   bool run(PickledTensor* tensor) {
     tensor_ = tensor;
@@ -44,36 +42,13 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
     memo_.reserve(16);
     while (!is_stopped_) {
       std::string_view op;
-      if (!take(1, &op) || !step(static_cast<std::uint8_t>(op[0]))) return false;
+      if (!in_.take(1, &op) || !step(static_cast<std::uint8_t>(op[0]))) return false;
       if (stack_.size() > kMaxValues || pool_.size() > kMaxValues) return false;
     }
-    return rest_.empty() && marks_.empty() && stack_.size() == 1 && stack_[0].is(Kind::kTensor);
+    return in_.size() == 0 && marks_.empty() && stack_.size() == 1 && stack_[0].is(Kind::kTensor);
   }
 
  private:
-  bool take(std::size_t nbytes, std::string_view* into) {
-    if (rest_.size() < nbytes) return false;
-    *into = rest_.substr(0, nbytes);
-    rest_.remove_prefix(nbytes);
-    return true;
-  }
-
-  bool take_line(std::string_view* into) {
-    const std::size_t end = rest_.find('\n');
-    if (end == std::string_view::npos) return false;
-    *into = rest_.substr(0, end);
-    rest_.remove_prefix(end + 1);
-    return true;
-  }
-
-  template <typename T>
-  bool take_number(T* into) {
-    std::string_view raw;
-    if (!take(sizeof(T), &raw)) return false;
-    *into = get<T>(reinterpret_cast<const std::byte*>(raw.data()));
-    return true;
-  }
-
   bool push(const Value& value) {
     stack_.push_back(value);
     return true;
@@ -82,7 +57,7 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
   template <typename T>
   bool push_int() {
     T number{};
-    if (!take_number(&number)) return false;
+    if (!in_.take_number(&number)) return false;
     return push_number(Kind::kInt, static_cast<std::int64_t>(number));
   }
 
@@ -93,28 +68,22 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
     return push(value);
   }
 
-  bool push_long() {  // little-endian two's complement of 0 to 8 bytes
-    std::uint8_t nbytes = 0;
-    std::string_view raw;
-    if (!take_number(&nbytes) || nbytes > 8 || !take(nbytes, &raw)) return false;
-    const bool is_negative = nbytes > 0 && (static_cast<unsigned char>(raw.back()) & 0x80) != 0;
-    std::int64_t number = is_negative ? -1 : 0;
-    std::copy(raw.begin(), raw.end(), reinterpret_cast<char*>(&number));
-    return push_number(Kind::kInt, number);
+  bool push_long() {
+    std::int64_t number = 0;
+    return in_.take_long(&number) && push_number(Kind::kInt, number);
   }
 
   template <typename Length>
   bool push_text() {
-    Length nbytes{};
     Value value;
     value.kind = Kind::kText;
-    return take_number(&nbytes) && take(nbytes, &value.text) && push(value);
+    return in_.take_text<Length>(&value.text) && push(value);
   }
 
   bool push_global() {
     Value value;
     value.kind = Kind::kGlobal;
-    return take_line(&value.module) && take_line(&value.text) && push(value);
+    return in_.take_line(&value.module) && in_.take_line(&value.text) && push(value);
   }
 
   bool push_stack_global() {
@@ -165,7 +134,7 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
   template <typename Index>
   bool memo_op(bool (Machine::*action)(std::size_t)) {
     Index index{};
-    return take_number(&index) && (this->*action)(index);
+    return in_.take_number(&index) && (this->*action)(index);
   }
 
   const Value& element(const Value& tuple, std::size_t index) const {
@@ -246,8 +215,8 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
     std::string_view skipped;
     // clang-format off: a table, one opcode a line
     switch (op) {
-      case kProto: return take(1, &skipped);
-      case kFrame: return take(8, &skipped);
+      case kProto: return in_.take(1, &skipped);
+      case kFrame: return in_.take(8, &skipped);
       case kStop: return is_stopped_ = true;
       case kMark: marks_.push_back(stack_.size()); return marks_.size() < kMaxValues;
       case kNewtrue: return push_number(Kind::kBool, 1);
@@ -277,7 +246,7 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
     // clang-format on
   }
 
-  std::string_view rest_;
+  PickleBytes in_;
   PickledTensor* tensor_ = nullptr;
   std::vector<Value> stack_;
   std::vector<Value> pool_;  // the elements of all tuples

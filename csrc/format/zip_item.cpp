@@ -91,19 +91,6 @@ std::uint64_t reach_elems(const ZipItemSpec& spec) {
   return checked_add(last, 1);
 }
 
-// Everything before the payload's own record. Their CRCs are known.
-void append_records(std::vector<std::byte>& out, const std::vector<std::byte>& pickle) {
-  append_small(out, kPickleName, crc32(0, pickle.data(), pickle.size()),
-               static_cast<std::uint32_t>(pickle.size()));
-  out.insert(out.end(), pickle.begin(), pickle.end());
-  for (std::size_t i = 0; i < kSmallCount; ++i) {
-    const SmallRecord& record = kSmallRecords[i];
-    append_small(out, record.name, small_crcs()[i],
-                 static_cast<std::uint32_t>(record.content.size()));
-    put_bytes(out, record.content);
-  }
-}
-
 // The local header of data/0, without padding. The payload's CRC is unknown until the payload has
 // been read, so APPNOTE 4.4.4 asks for zeros.
 void append_payload_header(std::vector<std::byte>& out, std::uint64_t payload_bytes) {
@@ -119,20 +106,6 @@ void append_payload_header(std::vector<std::byte>& out, std::uint64_t payload_by
   append(out, header);
   put_bytes(out, kPayloadName);
   if (is_zip64) append(out, Zip64Extra{});
-}
-
-void append_directory(std::vector<std::byte>& out, const std::vector<std::byte>& pickle,
-                      std::uint64_t payload_bytes) {
-  append_entry(out, kPickleName, crc32(0, pickle.data(), pickle.size()),
-               static_cast<std::uint32_t>(pickle.size()), 0);
-  std::uint64_t offset = pickle_head_bytes(pickle.size());
-  for (std::size_t i = 0; i < kSmallCount; ++i) {
-    const SmallRecord& record = kSmallRecords[i];
-    append_entry(out, record.name, small_crcs()[i],
-                 static_cast<std::uint32_t>(record.content.size()), offset);
-    offset += sizeof(LocalHeader) + record.name.size() + record.content.size();
-  }
-  append_payload_entry(out, payload_bytes, offset);
 }
 
 }  // namespace
@@ -153,11 +126,14 @@ ZipItem::ZipItem(const ZipItemSpec& spec) {
 
   auto made = std::make_shared<Template>();
   made->payload_bytes = spec.payload_bytes;
-  append_records(made->head, pickle);
+  const auto pickle_bytes = static_cast<std::uint32_t>(pickle.size());
+  const std::uint32_t pickle_crc = crc32(0, pickle.data(), pickle.size());
+  append_records(made->head, pickle.data(), pickle_bytes, pickle_crc);
   append_payload_header(made->head, spec.payload_bytes);
   append_descriptor(made->tail, spec.payload_bytes);
   made->descriptor_bytes = made->tail.size();
-  append_directory(made->tail, pickle, spec.payload_bytes);
+  append_payload_entry(made->tail, spec.payload_bytes,
+                       append_entries(made->tail, pickle_bytes, pickle_crc));
   made->head.shrink_to_fit();
   made->tail.shrink_to_fit();
   template_ = std::move(made);

@@ -31,26 +31,12 @@ std::vector<std::byte> object_zip(const std::byte* pickle, std::uint64_t nbytes)
   out.reserve(static_cast<std::size_t>(nbytes + object_zip_overhead()));
   const auto pickle_bytes = static_cast<std::uint32_t>(nbytes);
   const std::uint32_t pickle_crc = crc32(0, pickle, static_cast<std::size_t>(nbytes));
-  append_small(out, kPickleName, pickle_crc, pickle_bytes);
-  out.insert(out.end(), pickle, pickle + nbytes);
-  for (std::size_t i = 0; i < kSmallCount; ++i) {
-    const SmallRecord& record = kSmallRecords[i];
-    append_small(out, record.name, small_crcs()[i],
-                 static_cast<std::uint32_t>(record.content.size()));
-    put_bytes(out, record.content);
-  }
+  append_records(out, pickle, pickle_bytes, pickle_crc);
 
   End end;
   end.entries = end.entries_on_disk = kSmallCount + 1;
   end.directory_offset = static_cast<std::uint32_t>(out.size());
-  append_entry(out, kPickleName, pickle_crc, pickle_bytes, 0);
-  std::uint64_t offset = pickle_head_bytes(nbytes);
-  for (std::size_t i = 0; i < kSmallCount; ++i) {
-    const SmallRecord& record = kSmallRecords[i];
-    const auto content_bytes = static_cast<std::uint32_t>(record.content.size());
-    append_entry(out, record.name, small_crcs()[i], content_bytes, offset);
-    offset += sizeof(LocalHeader) + record.name.size() + content_bytes;
-  }
+  append_entries(out, pickle_bytes, pickle_crc);
   end.directory_bytes = static_cast<std::uint32_t>(out.size()) - end.directory_offset;
   append(out, end);
   return out;

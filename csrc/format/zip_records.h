@@ -66,4 +66,31 @@ inline void append_entry(std::vector<std::byte>& out, std::string_view name, std
   put_bytes(out, name);
 }
 
+// The records of an archive from its start up to the payload's, with their contents.
+inline void append_records(std::vector<std::byte>& out, const std::byte* pickle,
+                           std::uint32_t pickle_bytes, std::uint32_t pickle_crc) {
+  append_small(out, kPickleName, pickle_crc, pickle_bytes);
+  out.insert(out.end(), pickle, pickle + pickle_bytes);
+  for (std::size_t i = 0; i < kSmallCount; ++i) {
+    const SmallRecord& record = kSmallRecords[i];
+    append_small(out, record.name, small_crcs()[i],
+                 static_cast<std::uint32_t>(record.content.size()));
+    put_bytes(out, record.content);
+  }
+}
+
+// Their entries in the central directory. Returns where the record behind them begins.
+inline std::uint64_t append_entries(std::vector<std::byte>& out, std::uint32_t pickle_bytes,
+                                    std::uint32_t pickle_crc) {
+  append_entry(out, kPickleName, pickle_crc, pickle_bytes, 0);
+  std::uint64_t offset = pickle_head_bytes(pickle_bytes);
+  for (std::size_t i = 0; i < kSmallCount; ++i) {
+    const SmallRecord& record = kSmallRecords[i];
+    append_entry(out, record.name, small_crcs()[i],
+                 static_cast<std::uint32_t>(record.content.size()), offset);
+    offset += sizeof(zip_wire::LocalHeader) + record.name.size() + record.content.size();
+  }
+  return offset;
+}
+
 }  // namespace dcpx::zip_records

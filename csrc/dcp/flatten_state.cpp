@@ -1,8 +1,8 @@
 // torch's `flatten_state_dict` in one call: it takes a third of a plan.
 #include <pybind11/pybind11.h>
 
-#include "bind/plan_items.h"
-#include "bind/plan_state.h"
+#include "dcp/plan_items.h"
+#include "dcp/plan_state.h"
 
 namespace dcpx {
 

@@ -1,11 +1,11 @@
-#include "bind/write_rows.h"
+#include "dcp/write_rows.h"
 
 #include <algorithm>
 #include <string_view>
 
-#include "bind/fields.h"
 #include "common/bytes.h"
 #include "common/error.h"
+#include "dcp/fields.h"
 #include "format/zip_object.h"
 
 namespace dcpx {

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "bind/fields.h"
-#include "bind/objects.h"
+#include "dcp/fields.h"
+#include "dcp/objects.h"
 
 namespace dcpx {
 

@@ -1,8 +1,6 @@
-#include "bind/plan_items.h"
+#include "dcp/plan_items.h"
 
 #include <string>
-
-#include "bind/bind.h"
 
 namespace dcpx {
 namespace {
@@ -18,6 +16,20 @@ py::object call(const py::object& function) {
 }
 
 }  // namespace
+
+const char* name_of(plan::Offence offence) {
+  switch (offence) {
+    case plan::Offence::kTooLarge:
+      return "too large";
+    case plan::Offence::kOutside:
+      return "outside";
+    case plan::Offence::kOverlap:
+      return "overlap";
+    case plan::Offence::kHole:
+      break;
+  }
+  return "hole";
+}
 
 FieldNames::FieldNames()
     : fqn(interned("fqn")),
@@ -266,20 +278,6 @@ py::object ItemMaker::copy_of(const py::handle& object) const {
       py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object.ptr(), nullptr));
   if (!to || !from || PyDict_Update(to.ptr(), from.ptr()) != 0) throw py::error_already_set();
   return copied;
-}
-
-std::size_t append_ints(const py::handle& values, std::vector<std::int64_t>* out) {
-  // A tuple, which no number's own code can change meanwhile; of its own class as it is.
-  const auto ints = py::reinterpret_steal<py::object>(
-      PyTuple_Check(values.ptr()) != 0 ? values.inc_ref().ptr() : PySequence_Tuple(values.ptr()));
-  if (!ints) throw py::error_already_set();
-  const Py_ssize_t count = PyTuple_GET_SIZE(ints.ptr());
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const long long value = PyLong_AsLongLong(PyTuple_GET_ITEM(ints.ptr(), i));
-    if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    out->push_back(value);
-  }
-  return static_cast<std::size_t>(count);
 }
 
 }  // namespace dcpx

@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "bind/plan_items.h"
+#include "dcp/plan_items.h"
 #include "format/wire.h"
 
 namespace dcpx {

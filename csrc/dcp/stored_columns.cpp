@@ -1,4 +1,4 @@
-#include "bind/stored_columns.h"
+#include "dcp/stored_columns.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,7 +1,7 @@
 // What a rank has written, as the columns of a message.
 #include <cstdint>
 
-#include "bind/item_wire.h"
+#include "dcp/item_wire.h"
 
 namespace dcpx {
 namespace {

@@ -7,7 +7,8 @@
 #include <numeric>
 #include <vector>
 
-#include "bind/plan_items.h"
+#include "dcp/plan_items.h"
+#include "dcp/python.h"
 #include "plan/balance.h"
 
 namespace dcpx {

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "bind/objects.h"
+#include "dcp/objects.h"
 #include "plan/coverage.h"
 
 namespace dcpx {
@@ -118,9 +118,6 @@ class ItemMaker {
   std::vector<pybind11::object> zeros_;  // by how many; never changed: making one can run any code
   bool has_strides_;
 };
-
-// Appends the ints of a sequence and returns how many. Throws what Python raises for anything else.
-std::size_t append_ints(const pybind11::handle& values, std::vector<std::int64_t>* out);
 
 class StoredColumns;
 

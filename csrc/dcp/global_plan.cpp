@@ -5,8 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "bind/gil.h"
-#include "bind/plan_items.h"
+#include "dcp/gil.h"
+#include "dcp/plan_items.h"
+#include "dcp/python.h"
 #include "plan/coverage.h"
 
 namespace dcpx {

@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "bind/bind.h"
-#include "bind/fields.h"
-#include "bind/objects.h"
-#include "bind/tensor_fields.h"
+#include "dcp/dcp.h"
+#include "dcp/fields.h"
+#include "dcp/objects.h"
+#include "dcp/tensor_fields.h"
 
 namespace dcpx {
 namespace {

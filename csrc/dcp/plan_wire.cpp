@@ -2,8 +2,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "bind/bind.h"
-#include "bind/item_wire.h"
+#include "dcp/item_wire.h"
 
 namespace dcpx {
 namespace {

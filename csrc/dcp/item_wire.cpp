@@ -1,6 +1,6 @@
-#include "bind/item_wire.h"
+#include "dcp/item_wire.h"
 
-#include "bind/bind.h"
+#include "dcp/python.h"
 
 namespace dcpx {
 

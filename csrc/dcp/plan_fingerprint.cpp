@@ -6,10 +6,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "bind/bind.h"
-#include "bind/plan_items.h"
-#include "bind/plan_state.h"
-#include "bind/stored_columns.h"
+#include "dcp/dcp.h"
+#include "dcp/plan_items.h"
+#include "dcp/plan_state.h"
+#include "dcp/python.h"
+#include "dcp/stored_columns.h"
 
 namespace dcpx {
 

@@ -7,9 +7,10 @@
 #include <optional>
 #include <vector>
 
-#include "bind/plan_items.h"
-#include "bind/plan_state.h"
-#include "bind/stored_columns.h"
+#include "dcp/plan_items.h"
+#include "dcp/plan_state.h"
+#include "dcp/python.h"
+#include "dcp/stored_columns.h"
 
 namespace dcpx {
 

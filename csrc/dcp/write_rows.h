@@ -7,7 +7,7 @@
 #include <deque>
 #include <vector>
 
-#include "bind/bind.h"
+#include "dcp/python.h"
 #include "engine/write_job.h"
 
 namespace dcpx {

@@ -2,8 +2,8 @@
 #include <charconv>
 #include <string>
 
-#include "bind/bind.h"
-#include "bind/item_wire.h"
+#include "dcp/item_wire.h"
+#include "dcp/python.h"
 
 namespace dcpx {
 namespace {

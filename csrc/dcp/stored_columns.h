@@ -10,9 +10,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "bind/bind.h"
-#include "bind/plan_items.h"
 #include "common/siphash.h"
+#include "dcp/plan_items.h"
+#include "dcp/python.h"
 #include "format/stored_table.h"
 #include "plan/overlap.h"
 

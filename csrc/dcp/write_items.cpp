@@ -1,7 +1,7 @@
 // A rank's save plan in one call, as DCP's WriteItems.
 #include <pybind11/pybind11.h>
 
-#include "bind/plan_items.h"
+#include "dcp/plan_items.h"
 
 namespace dcpx {
 namespace {

@@ -1,4 +1,4 @@
-#include "bind/gil.h"
+#include "dcp/gil.h"
 
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "bind/bind.h"
 #include "common/error.h"
+#include "dcp/dcp.h"
 
 namespace dcpx {
 namespace {

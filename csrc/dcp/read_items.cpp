@@ -7,10 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "bind/gil.h"
-#include "bind/plan_items.h"
-#include "bind/stored_columns.h"
 #include "common/error.h"
+#include "dcp/gil.h"
+#include "dcp/plan_items.h"
+#include "dcp/python.h"
+#include "dcp/stored_columns.h"
 #include "plan/coverage.h"
 #include "plan/overlap.h"
 
