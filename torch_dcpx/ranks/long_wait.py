@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.ranks.exchange import Keys
+from torch_dcpx.ranks.store_keys import StoreKeys
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -19,7 +19,11 @@ _MAX_NAMED = 8
 
 
 def wait_looking(
-    keys: Keys, key: str, deadline: Deadline, what: str, look: Callable[[], Sequence[int] | None]
+    keys: StoreKeys,
+    key: str,
+    deadline: Deadline,
+    what: str,
+    look: Callable[[], Sequence[int] | None],
 ) -> bytes | None:
     """Waits for a key; after 30 s a WARNING a minute says for whom.
 

@@ -1,14 +1,15 @@
-"""The keys of one operation in a store: named beneath its prefix, values cut to what a store takes.
+"""The keys of one operation: in a dict of this process, or in a store that ranks share.
 
-Nothing here blocks on a key that is absent: a key is read by a `compare_set` that cannot match.
-(`get` would wait for it in C++, for the store's own timeout.)
+In a store they lie beneath the operation's prefix, their values cut to what a store takes. Nothing
+here blocks on a key that is absent: a `compare_set` that cannot match reads it. (`get` would wait
+for it in C++, for the store's own timeout.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
@@ -92,8 +93,45 @@ def _absent(store: Any, names: list[str]) -> list[str]:
     return [*_absent(store, names[:middle]), *_absent(store, names[middle:])]
 
 
+class LocalKeys:
+    """The keys of a process by itself, which never waits. As StoreKeys; `add` from one thread."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes, deadline: Deadline) -> None:
+        self._values[key] = value
+
+    def get(self, key: str, deadline: Deadline) -> bytes | None:
+        return self._values.get(key)
+
+    def multi_get(self, keys: Sequence[str], deadline: Deadline) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
+    def add(self, key: str, amount: int, deadline: Deadline) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def claim(self, key: str, value: bytes, deadline: Deadline) -> bytes:
+        return self._values.setdefault(key, value)
+
+    def absent(self, keys: Sequence[str], deadline: Deadline) -> list[str]:
+        return [key for key in keys if key not in self._values]
+
+    def wait_for(self, key: str, deadline: Deadline, until: Deadline | None = None) -> bytes | None:
+        return self._values.get(key)
+
+    def post(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def post_delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._values.pop(key, None)
+
+
 class StoreKeys:
-    """The keys of one operation. Thread-safe.
+    """The keys of one operation in a store. Thread-safe.
 
     Once the store was lost to it, each further call that waits raises at once.
     """
@@ -215,3 +253,6 @@ class StoreKeys:
         except StoreLostError as error:
             self._lost = error
             raise
+
+
+Keys: TypeAlias = LocalKeys | StoreKeys
