@@ -32,8 +32,8 @@ from torch.futures import Future
 
 from torch_dcpx._compat import is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
+from torch_dcpx._hooks import has_own_hooks, refuse_bypassed
 from torch_dcpx._native import _C
-from torch_dcpx._overrides import has_own_hooks, refuse_bypassed
 from torch_dcpx.errors import (
     DcpxError,
     NotCommittedError,

@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
-from torch_dcpx._overrides import refuse_bypassed, refuse_changed
+from torch_dcpx._hooks import refuse_bypassed, refuse_changed
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.ranks.rank_plan import offered
