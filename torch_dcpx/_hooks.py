@@ -9,7 +9,7 @@ newer torch are refused as well. docs/options.md, "Subclasses", is the table of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.default_planner import (
@@ -57,6 +57,23 @@ _ANY_ORDER: set[type[LoadPlanner]] = set()
 _OURS: dict[str, Any] = {}  # those of our planner that come to the same, by their names
 
 
+def is_hook(plugin: object, name: str, *known: object) -> bool:
+    """Returns whether a hook of a plugin is one of the known ones. Its class may have replaced it,
+    or the plugin itself.
+    """
+    return getattr(type(plugin), name) in known and name not in vars(plugin)
+
+
+def has_hooks(plugin: object, known: Mapping[str, object]) -> bool:
+    """Returns whether all hooks of a plugin that are `known`, by name, are the known ones."""
+    return all(is_hook(plugin, name, hook) for name, hook in known.items())
+
+
+def is_own(plugin: object, cls: type, *names: str) -> bool:
+    """Returns whether the hooks `names` of a plugin are those that `cls` has now."""
+    return all(is_hook(plugin, name, getattr(cls, name)) for name in names)
+
+
 def plans_as_stock(planner: type[_Planner]) -> type[_Planner]:
     """Says that a class' own hooks make the plan that stock's make."""
     _OURS.update({name: vars(planner)[name] for name in PLAN_HOOKS if name in vars(planner)})
@@ -79,14 +96,11 @@ def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool
     those whose stock form hands out views of the state's own tensors.
     """
     return isinstance(planner, DefaultLoadPlanner) and all(
-        name in _STOCK
-        and getattr(type(planner), name) in (_STOCK[name], _OURS.get(name))
-        and name not in vars(planner)
-        for name in names
+        name in _STOCK and is_hook(planner, name, _STOCK[name], _OURS.get(name)) for name in names
     )
 
 
-def has_plain_state(planner: LoadPlanner) -> bool:
+def has_plain_state(planner: object) -> bool:
     """Returns whether the planner's state is a dict that answers as dicts do."""
     state = type(getattr(planner, "state_dict", None))
     return issubclass(state, dict) and all(
@@ -126,7 +140,7 @@ def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
         ours: the class of torch-dcpx that it is an instance of.
     """
     for name in _bypassed(ours):
-        if getattr(type(plugin), name) is not getattr(ours, name) or name in vars(plugin):
+        if not is_own(plugin, ours, name):
             raise UnsupportedError(
                 f"{type(plugin).__name__} overrides `{name}`, which the engine of {ours.__name__} "
                 f"does not call; use torch's own {ours.__bases__[0].__name__} for it"
@@ -146,17 +160,6 @@ def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
                 f"`{name}` ({type(value).__module__}.{type(value).__qualname__}); use torch's own "
                 f"{ours.__bases__[0].__name__} for it"
             )
-
-
-_READER_HOOKS = ("prepare_local_plan", "prepare_global_plan", "read_data")
-
-
-def has_own_hooks(reader: FileSystemReader, ours: type[FileSystemReader]) -> bool:
-    """Returns whether no subclass or instance of `ours` can have changed the planner's plan."""
-    return all(
-        getattr(type(reader), name) is getattr(ours, name) and name not in vars(reader)
-        for name in _READER_HOOKS
-    )
 
 
 def refuse_changed(writer: FileSystemWriter, options: WriteOptions) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx._compat import flattened_before_2_4
-from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks
+from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.checkpoint.load_part import LoadPart
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
@@ -218,8 +218,7 @@ class RankPlan:
         return (
             type(self.plan) is LoadPlan
             and has_stock_hooks(self.planner, ("create_global_plan",))
-            and type(self.reader).prepare_global_plan is DcpxReader.prepare_global_plan
-            and "prepare_global_plan" not in vars(self.reader)
+            and is_own(self.reader, DcpxReader, "prepare_global_plan")
         )
 
     def _unasked(self) -> bytes:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
+from torch_dcpx._hooks import has_hooks
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
 from torch_dcpx.planners import cache as plan_cache
@@ -36,7 +37,7 @@ from torch_dcpx.ranks.rank_plan import RankPlan, offered
 from torch_dcpx.tensors.digests import digests_of, report_conflicts
 from torch_dcpx.tensors.offences import refuse_unlike
 from torch_dcpx.writer.save_rows import SAVE_ROWS
-from torch_dcpx.writer.table import check_shapes, has_stock_hooks
+from torch_dcpx.writer.table import check_shapes, gives_state_as_it_is
 from torch_dcpx.writer.writer import DcpxWriter
 
 
@@ -93,12 +94,11 @@ class PlanRound:
             PlanError: a tensor has another shape than planned.
             What the planner's and the writer's hooks raise.
         """
-        own_hooks = (_is_own(self._writer, name) for name in _WRITER_HOOKS)
-        if keeps_plans(self._planner) and all(own_hooks):
+        if keeps_plans(self._planner) and has_hooks(self._writer, _PLAN_HOOKS):
             self._planning = self._planner.dcpx_planning
             self._planning.group = self._group
             is_default = self._planning.plans is _DEFAULT_PLANS
-            self._is_private = is_default and _is_own(self._writer, "finish")
+            self._is_private = is_default and has_hooks(self._writer, _FINISH)
         plan = self._planner.create_local_plan()
         values = b""
         if not isinstance(self._planner, DcpxSavePlanner):  # which has looked
@@ -121,7 +121,7 @@ class PlanRound:
         """Returns the digests of the Python values that a planner of stock's hooks plans, pickled;
         b"" where there are none, or nobody to compare them with.
         """
-        if self._group[1] == 1 or not has_stock_hooks(self._planner):
+        if self._group[1] == 1 or not gives_state_as_it_is(self._planner):
             return b""
         names = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
         state = self._planner.state_dict
@@ -257,16 +257,12 @@ def _copied(items: Sequence[Any]) -> list[Any]:
     return copied
 
 
-# Hooks of a writer that see a plan before it is final.
-_WRITER_HOOKS = ("prepare_local_plan", "prepare_global_plan")
-
-
-def _is_own(writer: DcpxWriter, name: str) -> bool:
-    """Returns whether no subclass or instance has replaced a hook."""
-    return getattr(type(writer), name) is _OWN_HOOKS[name] and name not in vars(writer)
-
-
-_OWN_HOOKS = {name: getattr(DcpxWriter, name) for name in (*_WRITER_HOOKS, "finish")}
+# Our writer's hooks that see a plan before it is final, and the one that sees the metadata.
+_PLAN_HOOKS = {
+    "prepare_local_plan": DcpxWriter.prepare_local_plan,
+    "prepare_global_plan": DcpxWriter.prepare_global_plan,
+}
+_FINISH = {"finish": DcpxWriter.finish}
 
 _DEFAULT = DcpxSavePlanner()
 _DEFAULT_PLANS = _DEFAULT.dcpx_planning.plans
