@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
 from torch_dcpx.checkpoint.save_plan import Answer, PlanRound
 from torch_dcpx.planners.cache import PlanCache
-from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import RankPlan
 
 State = dict[str, Any]
 

@@ -32,8 +32,7 @@ from torch_dcpx.planners import cache as plan_cache
 from torch_dcpx.planners.cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.planners.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.ranks.failures import from_rank
-from torch_dcpx.ranks.plan_wire import WirePlan
-from torch_dcpx.ranks.rank_plan import RankPlan, offered
+from torch_dcpx.ranks.plan_wire import RankPlan, WirePlan, offered
 from torch_dcpx.tensors.digests import digests_of, report_conflicts
 from torch_dcpx.tensors.offences import refuse_unlike
 from torch_dcpx.writer.save_rows import SAVE_ROWS

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torch_dcpx.ranks.rank_plan import RankPlan, names_hash
+from torch_dcpx.ranks.plan_wire import RankPlan, names_hash
 from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
 
 _MIN_BYTES = 64 << 10  # kMinSplitBytes of csrc/plan/balance.h: what is smaller is never cut

@@ -30,7 +30,7 @@ from torch_dcpx.planners.cache import KnownPlan, Planning
 from torch_dcpx.planners.plan_fingerprint import fingerprint_of, flattened
 from torch_dcpx.planners.replicas import Replicas, doubtful_names, replicas_of
 from torch_dcpx.planners.row_pieces import cut_names, with_pieces
-from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors.digests import report_conflicts, shared_digests
 from torch_dcpx.tensors.offences import check_shape, offence_text, refuse_unlike
 from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor

@@ -28,7 +28,7 @@ from torch_dcpx._compat import dtype_name
 from torch_dcpx._hooks import has_hooks, has_plain_state
 from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
-from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import check_storage, has_strides, is_dense, is_plain
 from torch_dcpx.tensors.offences import check_shape, is_folded
