@@ -32,7 +32,6 @@ from torch_dcpx.errors import RankLostError, StoreLostError
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import BALLOT, Exchange
 from torch_dcpx.ranks.failures import RankFailure, error_of, from_rank, lost_ranks
-from torch_dcpx.ranks.long_wait import wait_looking
 from torch_dcpx.ranks.presence import UNKNOWN, Presence, differing, missed, of_call, presence_of
 from torch_dcpx.ranks.store_client import Client
 from torch_dcpx.ranks.store_keys import StoreKeys
@@ -246,8 +245,8 @@ class StoreExchange(Exchange):
         self._error = self._error or error
 
     def wait(self, key: str, deadline: Deadline, step: str, prefix: str) -> bytes | None:
-        return wait_looking(
-            self.keys, key, deadline, self.waiting(step), lambda: self.missed(prefix)
+        return self.keys.wait_looking(
+            key, deadline, self.waiting(step), lambda: self.missed(prefix)
         )
 
     def missed(self, prefix: str) -> list[int]:
