@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_dcpx.checkpoint.handed_state import EXTRA_STATE, HandedState
+from torch_dcpx.artifacts.handed_state import EXTRA_STATE, HandedState
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import RankPlan
