@@ -106,34 +106,30 @@ def compare(
         names: Collection[str] = (fqn,) if entry is not None else ()
         if sources is not None:
             names = sources.get(fqn, names)
+        is_tensor = isinstance(target, torch.Tensor) or hasattr(target, "__create_chunk_list__")
         if not names:
             missing.append(fqn)
-            continue
-        is_tensor = isinstance(target, torch.Tensor) or hasattr(target, "__create_chunk_list__")
-        if sources is None and is_tensor != isinstance(entry, TensorStorageMetadata):
+        elif sources is None and is_tensor != isinstance(entry, TensorStorageMetadata):
             kind = "tensor" if is_tensor else f"object ({type(target).__name__})"
             kinds.append((fqn, "object" if is_tensor else "tensor", kind))
-            continue
-        if not is_tensor:
-            continue
-        for name in names:
-            entry = outline(name)
-            if not isinstance(entry, TensorStorageMetadata):
-                continue
+        elif is_tensor:
             sizes = wanted_sizes(target) if sources is None else None
-            if sizes is not None and tuple(entry.size) != sizes:
-                shapes.append((fqn, tuple(entry.size), sizes))
+            entries = [one for one in map(outline, names) if isinstance(one, TensorStorageMetadata)]
+            shapes += [
+                (fqn, tuple(one.size), sizes)
+                for one in entries
+                if sizes is not None and tuple(one.size) != sizes
+            ]
             dtypes += [
-                (fqn, dtype_name(entry.properties.dtype), dtype_name(dtype))
+                (fqn, dtype_name(one.properties.dtype), dtype_name(dtype))
+                for one in entries
                 for dtype in (_dtypes(target) if is_dtype_known else ())
-                if dtype != entry.properties.dtype
+                if dtype != one.properties.dtype
             ]
     if mapped is not None:
-        missing, shapes, kinds = (
-            missing + mapped.missing,
-            shapes + mapped.shapes,
-            kinds + mapped.kinds,
-        )
+        missing += mapped.missing
+        shapes += mapped.shapes
+        kinds += mapped.kinds
     refused = [fqn for fqn in missing if rules.is_strict and not rules.may_miss(fqn)]
     found = Differences(tuple(missing), tuple(refused), tuple(shapes), tuple(dtypes), tuple(kinds))
     if not refused:
