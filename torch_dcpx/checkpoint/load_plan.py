@@ -33,7 +33,7 @@ from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader
 
 
-class Offer(NamedTuple):
+class LoadOffer(NamedTuple):
     """What a rank brings."""
 
     differences: Differences | None  # where the load cannot go on
@@ -44,7 +44,7 @@ class Offer(NamedTuple):
     has_stateful: bool
 
 
-class Answer(NamedTuple):
+class LoadAnswer(NamedTuple):
     """What a rank gets."""
 
     error: MismatchError | None
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
     has_stateful: bool = False  # any rank
 
 
-class RankPlan:
+class RankLoad:
     """One rank's state, what the checkpoint holds of it, and its plan."""
 
     def __init__(
@@ -100,7 +100,7 @@ class RankPlan:
         self.plan = LoadPlan([])
         self._stored: Mapping[str, Any] = {}
 
-    def prepare(self, target: Mapping[str, Any], rank: int, is_coordinator: bool) -> Offer:
+    def prepare(self, target: Mapping[str, Any], rank: int, is_coordinator: bool) -> LoadOffer:
         """Compares and plans; opens files only where the state fits.
 
         Source: state_dict_loader.load and _load_state_dict.
@@ -127,13 +127,13 @@ class RankPlan:
         self._stored = metadata.state_dict_metadata
         self._map_state(model_part(metadata) if self._is_model else "")
         if not self._make_plan():
-            return Offer(self.differences, None, False, (0, 0), b"", has_stateful)
+            return LoadOffer(self.differences, None, False, (0, 0), b"", has_stateful)
         self.plan = reader.prepare_local_plan(self.plan)
         names = "\0".join(map(str, self._stored)).encode(errors="surrogatepass")
         is_light = self._is_light()
         if self._is_handed is not None:
             has_stateful |= self._is_handed(self.differences.missing)
-        return Offer(
+        return LoadOffer(
             None,
             dataclasses.replace(self.plan, items=[]) if is_light else self.plan,
             is_light,
@@ -232,7 +232,7 @@ def is_stateful(value: Any) -> TypeGuard[Stateful]:
     return hasattr(value, "load_state_dict") and isinstance(value, Stateful)
 
 
-def agree(own: RankPlan, offers: Sequence[Offer]) -> list[Answer]:
+def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
     """The coordinator's part: one error for all ranks, or a plan for each.
 
     Args:
@@ -245,7 +245,7 @@ def agree(own: RankPlan, offers: Sequence[Offer]) -> list[Answer]:
     differences = [offer.differences or Differences() for offer in offers]
     error = mismatch_error(str(own.reader.path), differences, own.rules)
     if error is not None:
-        return [Answer(error)] * len(offers)
+        return [LoadAnswer(error)] * len(offers)
     plans = [offer.plan for offer in offers if offer.plan is not None]
     if len(plans) < len(offers) or len({offer.is_light for offer in offers}) > 1:
         raise PlanError("ranks gave load different arguments: strict, cast or planner")
@@ -253,10 +253,10 @@ def agree(own: RankPlan, offers: Sequence[Offer]) -> list[Answer]:
     plans = own.reader.prepare_global_plan(own.planner.create_global_plan(plans))
     unasked = _by_all(offers)
     has_stateful = any(offer.has_stateful for offer in offers)
-    return [Answer(None, None if is_light else plan, unasked, has_stateful) for plan in plans]
+    return [LoadAnswer(None, None if is_light else plan, unasked, has_stateful) for plan in plans]
 
 
-def _by_all(offers: Sequence[Offer]) -> bytes | None:
+def _by_all(offers: Sequence[LoadOffer]) -> bytes | None:
     """Returns which stored names no rank asks for, where all ranks see the same ones."""
     if len({offer.stored_id for offer in offers}) > 1:
         return None

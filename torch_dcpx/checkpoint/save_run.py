@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
-from torch_dcpx.checkpoint.save_plan import Answer, Offer, PlanRound
+from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer, SaveOffer
 from torch_dcpx.metadata.committed import stored_save_id
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange
@@ -60,7 +60,7 @@ class _Look(NamedTuple):
     """What a rank is told where paths differ: to look at its directory first."""
 
     probe: str
-    answer: Answer
+    answer: SaveAnswer
 
 
 class SaveRun:
@@ -108,7 +108,7 @@ class SaveRun:
 
         same_directory = SameDirectory(exchange)
 
-        def offer() -> tuple[Offer, bytes]:
+        def offer() -> tuple[SaveOffer, bytes]:
             check()
             # Not before: an error that the others are not told of leaves them waiting for this
             # rank, and the numbers of later operations out of step.
@@ -116,10 +116,10 @@ class SaveRun:
             self._set_up()
             return planning.offer(), self._place().digest
 
-        def answer(offers: list[Offer]) -> list[Answer]:
+        def answer(offers: list[SaveOffer]) -> list[SaveAnswer]:
             return planning.answer(self._begun[0].save_id, offers)
 
-        def first_answer(brought: list[tuple[Offer, bytes]]) -> list[Answer | _Look]:
+        def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer | _Look]:
             answers: list[Any] = answer([offer for offer, _ in brought])
             probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
             return [_Look(probe, each) for each in answers] if probe else answers
