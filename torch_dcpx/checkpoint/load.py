@@ -2,7 +2,7 @@
 
 1. Each rank: state dicts of `Stateful` objects, metadata, what differs, its plan (`load_plan`).
 2. Coordinator: one error of all ranks' differences, or the global plan. No byte was read so far.
-3. Each rank reads, and its parts check what came (`load_part`). Nobody goes on before all have.
+3. Each rank reads, and its parts check what came (`stateful`). Nobody goes on before all have.
 4. Each rank hands what was read to `Stateful` objects and to the caller's dict.
 
 Ranks agree through the process group's store (`exchange`), never by a collective: a group that has
@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_dcpx.checkpoint.load_checks import LoadRules
-from torch_dcpx.checkpoint.load_part import LoadPart
-from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree, is_stateful
+from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree
+from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.keys.rules import KeyRules, checked_map
 from torch_dcpx.load_report import LoadReport

@@ -13,18 +13,17 @@ import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx._compat import flattened_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
-from torch_dcpx.checkpoint.load_part import LoadPart
+from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
 from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
 from torch_dcpx.keys.rules import KeyRules, keeps_names
@@ -225,11 +224,6 @@ class RankLoad:
         asked = {item.storage_index.fqn for item in self.plan.items}
         asked.update(_state_of(self.planner))
         return zlib.compress(bytes(name not in asked for name in self._stored), 1)
-
-
-def is_stateful(value: Any) -> TypeGuard[Stateful]:
-    """Returns what `isinstance(value, Stateful)` does, which takes 8 us for what is not."""
-    return hasattr(value, "load_state_dict") and isinstance(value, Stateful)
 
 
 def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
