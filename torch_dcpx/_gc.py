@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch_dcpx._guard import Guard
+from torch_dcpx._waiting import Guard
 
 _MANY_ITEMS = 2000  # from here on collections cost a plan more than the timer does, 0.1 ms
 _MAX_PAUSE_S = 10.0  # where DCP does not come back

@@ -1,15 +1,33 @@
-"""Which hooks of a load planner are stock's, so that what they do is known without a call."""
+"""Hooks of DCP's planners, writers and readers: which are stock's or ours, which nobody calls.
+
+An overridden hook is called, or refused by name; never ignored. Where a planner's hooks are stock's
+what they do is known without a call. Public methods are DCP's own hooks and work as with stock.
+Stock's private methods, `fs` and `transforms` are parts of an engine that ours replaces: an
+override would be passed over in silence. They are read from stock's classes, so that those of a
+newer torch are refused as well. docs/options.md, "Subclasses", is the table of this.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     create_default_local_load_plan,
 )
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+    _StorageReaderTransforms,
+    _StorageWriterTransforms,
+)
 from torch.distributed.checkpoint.planner import LoadPlanner
+
+from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.options import WriteOptions
 
 _Planner = TypeVar("_Planner", bound=DefaultLoadPlanner)
 _AnyPlanner = TypeVar("_AnyPlanner", bound=LoadPlanner)
@@ -39,6 +57,23 @@ _ANY_ORDER: set[type[LoadPlanner]] = set()
 _OURS: dict[str, Any] = {}  # those of our planner that come to the same, by their names
 
 
+def is_hook(plugin: object, name: str, *known: object) -> bool:
+    """Returns whether a hook of a plugin is one of the known ones. Its class may have replaced it,
+    or the plugin itself.
+    """
+    return getattr(type(plugin), name) in known and name not in vars(plugin)
+
+
+def has_hooks(plugin: object, known: Mapping[str, object]) -> bool:
+    """Returns whether all hooks of a plugin that are `known`, by name, are the known ones."""
+    return all(is_hook(plugin, name, hook) for name, hook in known.items())
+
+
+def is_own(plugin: object, cls: type, *names: str) -> bool:
+    """Returns whether the hooks `names` of a plugin are those that `cls` has now."""
+    return all(is_hook(plugin, name, getattr(cls, name)) for name in names)
+
+
 def plans_as_stock(planner: type[_Planner]) -> type[_Planner]:
     """Says that a class' own hooks make the plan that stock's make."""
     _OURS.update({name: vars(planner)[name] for name in PLAN_HOOKS if name in vars(planner)})
@@ -61,16 +96,96 @@ def has_stock_hooks(planner: LoadPlanner, names: Iterable[str] = _HOOKS) -> bool
     those whose stock form hands out views of the state's own tensors.
     """
     return isinstance(planner, DefaultLoadPlanner) and all(
-        name in _STOCK
-        and getattr(type(planner), name) in (_STOCK[name], _OURS.get(name))
-        and name not in vars(planner)
-        for name in names
+        name in _STOCK and is_hook(planner, name, _STOCK[name], _OURS.get(name)) for name in names
     )
 
 
-def has_plain_state(planner: LoadPlanner) -> bool:
+def has_plain_state(planner: object) -> bool:
     """Returns whether the planner's state is a dict that answers as dicts do."""
     state = type(getattr(planner, "state_dict", None))
     return issubclass(state, dict) and all(
         getattr(state, name) is getattr(dict, name) for name in _LOOKUPS
     )
+
+
+# ---- Writers and readers ---------------------------------------------------------------------
+
+Plugin = FileSystemWriter | FileSystemReader
+
+_STOCK_MODULE = FileSystemWriter.__module__
+_HONOURED = {"_get_metadata_path", "_metadata_exists"}
+
+
+def _bypassed(ours: type[Plugin]) -> Iterator[str]:
+    """Yields the private methods of stock's class that `ours` never calls."""
+    for stock in ours.__mro__:
+        if stock.__module__ == _STOCK_MODULE:
+            for name, value in vars(stock).items():
+                is_private = name.startswith("_") and not name.startswith("__")
+                if (
+                    is_private
+                    and name not in _HONOURED
+                    and (
+                        callable(value) or isinstance(value, (classmethod, staticmethod, property))
+                    )
+                ):
+                    yield name
+
+
+def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
+    """Raises UnsupportedError for what a subclass or an instance has replaced in vain.
+
+    Args:
+        plugin: a writer or reader.
+        ours: the class of torch-dcpx that it is an instance of.
+    """
+    for name in _bypassed(ours):
+        if not is_own(plugin, ours, name):
+            raise UnsupportedError(
+                f"{type(plugin).__name__} overrides `{name}`, which the engine of {ours.__name__} "
+                f"does not call; use torch's own {ours.__bases__[0].__name__} for it"
+            )
+    transforms = type(plugin.transforms)
+    replaced = {
+        "fs": (type(plugin.fs) is FileSystem and not vars(plugin.fs), plugin.fs),
+        "transforms": (
+            transforms in (_StorageWriterTransforms, _StorageReaderTransforms),
+            plugin.transforms,
+        ),
+    }
+    for name, (is_stock, value) in replaced.items():
+        if not is_stock:
+            raise UnsupportedError(
+                f"{ours.__name__} goes through its own engine, which would bypass the replaced "
+                f"`{name}` ({type(value).__module__}.{type(value).__qualname__}); use torch's own "
+                f"{ours.__bases__[0].__name__} for it"
+            )
+
+
+def refuse_changed(writer: FileSystemWriter, options: WriteOptions) -> None:
+    """Raises for attributes of stock's, set now or later, that say what cannot be done.
+
+    Raises:
+        UnsupportedError: another serialization format.
+        OptionError: `sync_files` or `single_file_per_rank` contradicts the options.
+    """
+    if writer.serialization_format != SerializationFormat.TORCH_SAVE:
+        raise UnsupportedError(
+            f"serialization_format={writer.serialization_format} is not written by DcpxWriter; use "
+            "torch's HuggingFaceStorageWriter for safetensors"
+        )
+    is_durable = options.durability == "full"
+    if writer.sync_files != is_durable:
+        raise OptionError(
+            f"sync_files was set to {writer.sync_files} on a writer made with {is_durable}; give "
+            "it to the constructor",
+            option="sync_files",
+            value=writer.sync_files,
+        )
+    if not writer.single_file_per_rank and options.files_per_rank > 1:
+        raise OptionError(
+            f"single_file_per_rank=False, a file for each item, contradicts files_per_rank="
+            f"{options.files_per_rank}; give one of them",
+            option="files_per_rank",
+            value=options.files_per_rank,
+        )

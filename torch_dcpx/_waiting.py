@@ -1,9 +1,12 @@
-"""A point in time until which one waits, by the monotonic clock of the process or of a test."""
+"""Waiting: until a deadline, by the clock of the process or of a test, and for a lock."""
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -14,7 +17,7 @@ class Clock(Protocol):
 
 
 class Deadline:
-    """Immutable. Every wait of one operation ends here, whatever the number of its waits."""
+    """A point in time at which every wait of one operation ends. Immutable."""
 
     def __init__(self, timeout_s: float, clock: Clock = time) -> None:
         """Begins to run now.
@@ -57,3 +60,28 @@ class Deadline:
     def has_passed(self) -> bool:
         """Whether no time is left."""
         return self.waited_s >= self.timeout_s
+
+
+class Guard:
+    """A re-entrant lock of threads, which is released at whatever line an exception comes.
+
+    A signal handler may take it while its thread holds it. After the last line of a plain
+    `with lock:` an exception may come before the release: from a signal (Python 3.10), for want of
+    memory, from a tracer. Then nobody ever gets the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.RLock()  # Any: what asks for its owner has no stub
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds it in the block. If the end of the block is not reached, the generator is deleted
+        with the frame's stack, which releases the lock as well.
+        """
+        was_held = self._lock._is_owned()
+        try:
+            with self._lock:
+                yield
+        finally:
+            while not was_held and self._lock._is_owned():
+                self._lock.release()

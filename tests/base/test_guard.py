@@ -13,7 +13,7 @@ import pytest
 
 import torch_dcpx
 from torch_dcpx import _gc
-from torch_dcpx._guard import Guard
+from torch_dcpx._waiting import Guard
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import SaveLock

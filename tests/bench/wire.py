@@ -37,8 +37,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx.planners.kept_load_plan import KeptPlan
-from torch_dcpx.ranks.plan_wire import WirePlan
-from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import RankPlan, WirePlan
 from torch_dcpx.writer.commit import WriteResults
 
 RANKS = 1024  # of the job, of which some are looked at

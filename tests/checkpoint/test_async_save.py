@@ -38,7 +38,7 @@ from torch_dcpx import (
 )
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.checkpoint import save as save_checkpoint
-from torch_dcpx.ranks.local_exchange import LocalExchange
+from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.staging.arena import process_pool
 
 __all__ = ["no_save_is_left"]
@@ -279,7 +279,7 @@ def test_path_that_is_none_is_told_to_the_other_ranks(
 ) -> None:
     told: list[str] = []
 
-    class Noting(LocalExchange):
+    class Noting(Exchange):
         def fail(self, error: BaseException) -> None:
             told.append(type(error).__name__)
 

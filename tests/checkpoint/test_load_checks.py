@@ -16,8 +16,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
-from torch_dcpx.checkpoint.near_names import NearNames
+from torch_dcpx.checkpoint.load_checks import (
+    Differences,
+    LoadRules,
+    NearNames,
+    compare,
+    mismatch_error,
+)
 from torch_dcpx.errors import MismatchError, OptionError
 
 STRICT = LoadRules.of(True, (), "error")

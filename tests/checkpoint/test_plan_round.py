@@ -13,9 +13,9 @@ from support.rank_hooks import states_of
 from torch.distributed.tensor import Replicate
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
-from torch_dcpx.checkpoint.save_plan import Answer, PlanRound
+from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer
 from torch_dcpx.planners.cache import PlanCache
-from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import RankPlan
 
 State = dict[str, Any]
 
@@ -131,7 +131,7 @@ def test_rank_that_offered_a_plan_takes_no_agreement(ranks: tuple[Rank, Rank, Ra
     started.offer()
     plan_of(first, second, "group")  # now there is one, which was not offered
     with pytest.raises(PlanError, match="agreement that this rank does not know"):
-        started.finish(Answer("id"))
+        started.finish(SaveAnswer("id"))
 
 
 @pytest.mark.parametrize(

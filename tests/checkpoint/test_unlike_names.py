@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor, Shard
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
-from torch_dcpx.checkpoint.save_plan import Offer, PlanRound
+from torch_dcpx.checkpoint.save_plan import PlanRound, SaveOffer
 
 
 def shard(rows: int, dtype: torch.dtype = torch.float32) -> DTensor:
@@ -25,7 +25,7 @@ def shard(rows: int, dtype: torch.dtype = torch.float32) -> DTensor:
     )
 
 
-def offered(planner: Any, state: MakeState, path: Path) -> tuple[PlanRound, list[Offer]]:
+def offered(planner: Any, state: MakeState, path: Path) -> tuple[PlanRound, list[SaveOffer]]:
     """Returns the coordinator's part of `dcpx.save` of three ranks, and what all offer."""
     rounds, offers = [], []
     for rank in range(3):

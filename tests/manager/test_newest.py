@@ -258,7 +258,7 @@ def test_pieces_of_the_pointer_go(tmp_path: Path) -> None:
 
 
 def test_same_call_is_compared() -> None:
-    from torch_dcpx.checkpoint.call_agreement import Call, check_same_call
+    from torch_dcpx.checkpoint.same_call import Call, check_same_call
 
     same = Call("save", {"tag": "a", "model": "one"})
     assert check_same_call([same, Call("save", dict(same.arguments))]) is same

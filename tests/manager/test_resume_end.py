@@ -11,7 +11,6 @@ from trainings import Training, manager_of
 
 from torch_dcpx import OptionError, PerRank
 from torch_dcpx.ranks.exchange import Exchange
-from torch_dcpx.ranks.local_exchange import LocalExchange
 
 WORKER = Path(__file__).with_name("resume_end_worker.py")
 
@@ -73,12 +72,12 @@ def test_ranks_agree_no_more_often_than_there_is_something_to_apply(
     manager = manager_of(tmp_path)
     manager.save(1, state={"x": 1}, dataloader=Loader(), user_content={"a": PerRank(3)})
     found: list[str] = []
-    plain = LocalExchange.all_reduce
+    plain = Exchange.all_reduce
 
     def counted(self: Exchange, step: str, *args: Any) -> Any:
         found.append(step)
         return plain(self, step, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LocalExchange, "all_reduce", counted)
+    monkeypatch.setattr(Exchange, "all_reduce", counted)
     assert manager.resume(**{**part, **own}).user_content == {"a": 3}
     assert list(dict.fromkeys(found)) == steps

@@ -24,7 +24,7 @@ from torch_dcpx import (
     Transpose,
     UnsupportedError,
 )
-from torch_dcpx.checkpoint.call_agreement import told_rules
+from torch_dcpx.checkpoint.same_call import told_rules
 
 RENAMES = KeyMap((r"^0\.", "first."), (r"^1\.", "net.module.last."))
 

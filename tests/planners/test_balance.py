@@ -20,7 +20,7 @@ from support.plan_states import as_rank, mesh_of
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx import DcpxSavePlanner
-from torch_dcpx.ranks.rank_plan import offered
+from torch_dcpx.ranks.plan_wire import offered
 
 HIDDEN, LAYERS, VOCABULARY = 768, 12, 50257
 

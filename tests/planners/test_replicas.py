@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, PlanError
 from torch_dcpx.planners import save_planner
-from torch_dcpx.ranks.rank_plan import RankPlan, offered
+from torch_dcpx.ranks.plan_wire import RankPlan, offered
 
 State = dict[str, Any]
 

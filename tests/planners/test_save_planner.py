@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_dcpx import DcpxReader, DcpxSavePlanner, DcpxWriter, PlanError
 from torch_dcpx._compat import HAS_STRIDES
-from torch_dcpx.writer.table import has_stock_hooks
+from torch_dcpx.writer.table import gives_state_as_it_is
 
 
 def assert_same_plans(make_state: MakeState, ranks: int, **arguments: Any) -> None:
@@ -262,7 +262,7 @@ def test_rows_lie_in_the_tensor_and_hooks_stay_stocks() -> None:
     assert first > 0
     assert rows.data_ptr() == large[first:].data_ptr()
     assert type(rows) is torch.Tensor
-    assert has_stock_hooks(planners[1])
+    assert gives_state_as_it_is(planners[1])
 
 
 def test_piece_that_no_rank_has_is_refused() -> None:

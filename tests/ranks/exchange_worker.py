@@ -19,7 +19,7 @@ from support.leaks import Held
 
 from torch_dcpx.errors import OptionError, RankError, UnsupportedError
 from torch_dcpx.ranks.ballot import Ballot
-from torch_dcpx.ranks.members import LocalExchange, exchange_for
+from torch_dcpx.ranks.members import Exchange, exchange_for
 from torch_dcpx.ranks.store_client import client_of
 
 
@@ -49,8 +49,8 @@ def check_groups(rank: int, world_size: int) -> None:
     if rank in (1, 2):
         assert save(pair, "again") == ["again"] * 2
     alone = dist.new_group([rank], use_local_synchronization=True)
-    assert type(exchange_for(alone, no_dist=False, timeout_s=5)) is LocalExchange
-    assert type(exchange_for(None, no_dist=True, timeout_s=5)) is LocalExchange
+    assert type(exchange_for(alone, no_dist=False, timeout_s=5)) is Exchange
+    assert type(exchange_for(None, no_dist=True, timeout_s=5)) is Exchange
 
 
 def check_two_groups_in_turns(rank: int) -> None:

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import RankError, StorageError
 from torch_dcpx.ranks.ballot import Ballot
-from torch_dcpx.ranks.members import Exchange, LocalExchange
+from torch_dcpx.ranks.members import Exchange
 from torch_dcpx.ranks.store import StoreExchange
 
 
@@ -36,7 +36,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture
 def local() -> Exchange:
-    return LocalExchange(60)
+    return Exchange(60)
 
 
 def test_alone_the_commit_gets_the_very_payload_and_its_result_comes_back(local: Exchange) -> None:

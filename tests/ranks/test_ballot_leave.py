@@ -14,7 +14,7 @@ from torch.distributed import HashStore, PrefixStore
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import RankError
 from torch_dcpx.ranks.ballot import Ballot
-from torch_dcpx.ranks.members import LocalExchange
+from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.store import StoreExchange
 
 
@@ -63,7 +63,7 @@ def test_rank_that_leaves_ends_the_vote_unless_the_others_can_do_without_it(
 
 
 def test_leave_once_it_commits_changes_nothing(storage: Storage) -> None:
-    exchange = LocalExchange(60)
+    exchange = Exchange(60)
     ballot = Ballot(exchange, exchange.deadline)
     ballot.vote(1)
 
@@ -75,7 +75,7 @@ def test_leave_once_it_commits_changes_nothing(storage: Storage) -> None:
 
 
 def test_alone_a_save_that_is_left_is_not_committed(storage: Storage) -> None:
-    exchange = LocalExchange(60)
+    exchange = Exchange(60)
     ballot = Ballot(exchange, exchange.deadline)
     ballot.vote(1)
     ballot.leave(Deadline(10))
@@ -86,7 +86,7 @@ def test_alone_a_save_that_is_left_is_not_committed(storage: Storage) -> None:
 
 
 def test_leave_does_not_wait_for_whoever_waits_for_a_silent_store() -> None:
-    exchange = LocalExchange(60)
+    exchange = Exchange(60)
     ballot = Ballot(exchange, exchange.deadline)
     with ballot._guard:  # as `check` holds it
         ballot.leave(Deadline(0))

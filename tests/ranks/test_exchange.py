@@ -14,7 +14,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from torch_dcpx.errors import PlanError, RankError, StorageError
 from torch_dcpx.ranks import store_keys
-from torch_dcpx.ranks.members import Exchange, LocalExchange, exchange_for
+from torch_dcpx.ranks.members import Exchange, exchange_for
 from torch_dcpx.ranks.store import StoreExchange
 
 # ---- One process --------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ def local() -> Exchange:
 
 
 def test_without_torch_distributed_the_exchange_is_local(local: Exchange) -> None:
-    assert type(local) is LocalExchange
+    assert type(local) is Exchange
     assert (local.rank, local.world_size, local.is_coordinator) == (0, 1, True)
     assert local.what == "save"
     assert 0 < local.deadline.remaining_s <= 5

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx import PlanError
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.ranks.plan_wire import WirePlan
-from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import RankPlan, WirePlan
 from torch_dcpx.storage.names import FileEntry
 from torch_dcpx.writer.commit import WriteResults
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from support.simulated_ranks import Client, Store, Task, World
 
-from torch_dcpx.checkpoint.call_agreement import Call, check_same_call
+from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.errors import DcpxError, NotCommittedError
 from torch_dcpx.ranks import store_keys
 from torch_dcpx.ranks.ballot import Ballot

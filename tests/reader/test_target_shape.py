@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxLoadPlanner, DcpxReader, PlanError
 from torch_dcpx.checkpoint.load_checks import LoadRules
-from torch_dcpx.checkpoint.load_plan import RankPlan
+from torch_dcpx.checkpoint.load_plan import RankLoad
 
 WHOLE = torch.arange(11 * 3, dtype=torch.float32).reshape(11, 3)
 
@@ -81,7 +81,7 @@ def test_odd_shard_is_refused_while_the_ranks_of_a_load_agree(
     saved: Path, planner: type[DefaultLoadPlanner]
 ) -> None:
     with as_rank(1, 2):
-        own = RankPlan(DcpxReader(saved), planner(), LoadRules.of(True, (), "error"))
+        own = RankLoad(DcpxReader(saved), planner(), LoadRules.of(True, (), "error"))
         with pytest.raises(PlanError, match=r"\[5, 3\] at offsets \[6, 0\] into .* shape \[6, 3\]"):
             own.prepare({"w": shard_of(6, 2)}, 1, is_coordinator=False)
 

@@ -39,7 +39,7 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
-from torch_dcpx._overrides import _bypassed
+from torch_dcpx._hooks import _bypassed
 
 STATE = {"weight": torch.arange(9000.0).view(90, 100), "step": 3}
 

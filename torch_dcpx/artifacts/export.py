@@ -41,7 +41,7 @@ from torch_dcpx.artifacts.layout import ExportTensor, Layout, index_of, safetens
 from torch_dcpx.artifacts.rows import ExportRows, Target
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, selected
 from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
-from torch_dcpx.checkpoint.call_agreement import Call, has_functions
+from torch_dcpx.checkpoint.same_call import Call, has_functions
 from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.keys.rules import KeyRules

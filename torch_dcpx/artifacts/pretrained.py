@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torch_dcpx.checkpoint.handed_state import EXTRA_STATE, HandedState
+from torch_dcpx.artifacts.handed_state import EXTRA_STATE, HandedState
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.load_checks import LoadRules
-from torch_dcpx.checkpoint.load_plan import RankPlan
+from torch_dcpx.checkpoint.load_plan import RankLoad
 from torch_dcpx.errors import OptionError, UnsupportedError
 from torch_dcpx.keys.rules import KeyRules, checked_map
 from torch_dcpx.options import ReadOptions
@@ -85,7 +85,7 @@ def load_pretrained(
     weights = _Weights(model, device)
     target: dict[str, Any] = {}
 
-    def prepared() -> RankPlan:
+    def prepared() -> RankLoad:
         # `state_dict` may be collective: before anything that one rank alone could raise.
         twins = weights.materialise()
         target.update(model.state_dict())
@@ -95,7 +95,7 @@ def load_pretrained(
         rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
         names = checked_map(key_map) or KeyRules()
         reader = PretrainedReader(path, options=own_options)
-        return RankPlan(
+        return RankLoad(
             reader, DcpxLoadPlanner(), rules, names, is_model=True, twins=twins,
             is_handed=handed.is_needed,
         )  # fmt: skip

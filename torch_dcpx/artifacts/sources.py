@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
 from torch_dcpx.artifacts.layout import ExportTensor, file_view
 from torch_dcpx.artifacts.rows import ExportRows, Target
-from torch_dcpx.checkpoint.load_plan import is_stateful
+from torch_dcpx.checkpoint.stateful import with_state_dicts
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.reader.generation import Generation
@@ -102,7 +102,7 @@ class LiveSource:
         if isinstance(source, nn.Module):
             state: dict[str, Any] = source.state_dict()
         else:
-            state = {k: v.state_dict() if is_stateful(v) else v for k, v in source.items()}
+            state = with_state_dicts(source)
         self.state, paths = flatten_state_dict(state)
         is_part = any(len(path) > 1 and path[0] == "model" for path in paths.values())
         self._part = "model." if is_part else ""

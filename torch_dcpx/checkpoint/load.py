@@ -2,7 +2,7 @@
 
 1. Each rank: state dicts of `Stateful` objects, metadata, what differs, its plan (`load_plan`).
 2. Coordinator: one error of all ranks' differences, or the global plan. No byte was read so far.
-3. Each rank reads, and its parts check what came (`load_part`). Nobody goes on before all have.
+3. Each rank reads, and its parts check what came (`stateful`). Nobody goes on before all have.
 4. Each rank hands what was read to `Stateful` objects and to the caller's dict.
 
 Ranks agree through the process group's store (`exchange`), never by a collective: a group that has
@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_dcpx.checkpoint.load_checks import LoadRules
-from torch_dcpx.checkpoint.load_part import LoadPart
-from torch_dcpx.checkpoint.load_plan import Answer, Offer, RankPlan, agree, is_stateful
+from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree
+from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
 from torch_dcpx.keys.rules import KeyRules, checked_map
 from torch_dcpx.options import ReadOptions
@@ -97,11 +97,11 @@ def load(
     """
     began = time.perf_counter()
 
-    def prepared() -> RankPlan:
+    def prepared() -> RankLoad:
         reader = _reader_for(storage_reader, checkpoint_id, options)
         rules = LoadRules.of(strict, allow_missing, cast)
         own_planner = planner if planner is not None else DcpxLoadPlanner()
-        return RankPlan(reader, own_planner, rules, checked_map(key_map))
+        return RankLoad(reader, own_planner, rules, checked_map(key_map))
 
     call = CallId("load", last_component(checkpoint_id) or path_name(storage_reader))
     timeout_s = ReadOptions.load_timeout_s
@@ -125,18 +125,18 @@ class LoadRun:
         self._began = began
         self._exchange = exchange
         self._target = target
-        self._own: RankPlan | None = None
-        self._answer = Answer(None)
+        self._own: RankLoad | None = None
+        self._answer = LoadAnswer(None)
         self._items = 0
         self._seconds = {"plan": 0.0, "read": 0.0, "apply": 0.0}
 
     @property
-    def own(self) -> RankPlan:
+    def own(self) -> RankLoad:
         """This rank's plan. REQUIRES: `plan` made it."""
         assert self._own is not None  # noqa: S101 - for the type checker
         return self._own
 
-    def run(self, make_own: Callable[[], RankPlan]) -> MismatchError | None:
+    def run(self, make_own: Callable[[], RankLoad]) -> MismatchError | None:
         """Plans, reads and applies. Returns the error of all ranks, if the state does not fit."""
         try:
             error = self.plan(make_own)
@@ -158,16 +158,16 @@ class LoadRun:
             raise error
         return self.report(time.perf_counter() - self._began)
 
-    def plan(self, make_own: Callable[[], RankPlan]) -> MismatchError | None:
+    def plan(self, make_own: Callable[[], RankLoad]) -> MismatchError | None:
         """Agrees on the plan. Returns the error of all ranks, if there is one."""
         exchange = self._exchange
 
-        def prepare() -> Offer:
+        def prepare() -> LoadOffer:
             # What is wrong with this rank's arguments is said where the other ranks hear it.
             self._own = make_own()
             return self._own.prepare(self._target, exchange.rank, exchange.is_coordinator)
 
-        def reduce(offers: list[Offer]) -> list[Answer]:
+        def reduce(offers: list[LoadOffer]) -> list[LoadAnswer]:
             return agree(self.own, offers)
 
         self._answer = exchange.reduce_scatter(

@@ -1,11 +1,13 @@
 """Does the checkpoint hold what a state asks for? All differences at once, before a byte is read.
 
 Stock raises at the first name, converts dtypes without a word, puts objects where tensors were, and
-leaves other ranks to find out by themselves.
+leaves other ranks to find out by themselves. The error names stored names that are near to missing
+ones.
 """
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections import Counter
@@ -16,9 +18,9 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_dcpx._compat import dtype_name, wanted_sizes
-from torch_dcpx.checkpoint.near_names import NearNames
 from torch_dcpx.errors import MismatchError, must_be
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
+from torch_dcpx.keys.rules import WRAPPERS
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.planners.load_planner import unlike_names
 
@@ -26,6 +28,11 @@ _T = TypeVar("_T")
 
 _MAX_SHOWN = 10  # of each list, in the message
 _MAX_NAME = 160  # characters of a name, in the message
+
+# Of near names.
+_MAX_LENGTH = 300  # of names that are compared letter by letter
+_MAX_COMPARED = 1000  # names, for one that is missing
+_MAX_NEAREST = 3
 
 
 class LoadRules(NamedTuple):
@@ -99,34 +106,30 @@ def compare(
         names: Collection[str] = (fqn,) if entry is not None else ()
         if sources is not None:
             names = sources.get(fqn, names)
+        is_tensor = isinstance(target, torch.Tensor) or hasattr(target, "__create_chunk_list__")
         if not names:
             missing.append(fqn)
-            continue
-        is_tensor = isinstance(target, torch.Tensor) or hasattr(target, "__create_chunk_list__")
-        if sources is None and is_tensor != isinstance(entry, TensorStorageMetadata):
+        elif sources is None and is_tensor != isinstance(entry, TensorStorageMetadata):
             kind = "tensor" if is_tensor else f"object ({type(target).__name__})"
             kinds.append((fqn, "object" if is_tensor else "tensor", kind))
-            continue
-        if not is_tensor:
-            continue
-        for name in names:
-            entry = outline(name)
-            if not isinstance(entry, TensorStorageMetadata):
-                continue
+        elif is_tensor:
             sizes = wanted_sizes(target) if sources is None else None
-            if sizes is not None and tuple(entry.size) != sizes:
-                shapes.append((fqn, tuple(entry.size), sizes))
+            entries = [one for one in map(outline, names) if isinstance(one, TensorStorageMetadata)]
+            shapes += [
+                (fqn, tuple(one.size), sizes)
+                for one in entries
+                if sizes is not None and tuple(one.size) != sizes
+            ]
             dtypes += [
-                (fqn, dtype_name(entry.properties.dtype), dtype_name(dtype))
+                (fqn, dtype_name(one.properties.dtype), dtype_name(dtype))
+                for one in entries
                 for dtype in (_dtypes(target) if is_dtype_known else ())
-                if dtype != entry.properties.dtype
+                if dtype != one.properties.dtype
             ]
     if mapped is not None:
-        missing, shapes, kinds = (
-            missing + mapped.missing,
-            shapes + mapped.shapes,
-            kinds + mapped.kinds,
-        )
+        missing += mapped.missing
+        shapes += mapped.shapes
+        kinds += mapped.kinds
     refused = [fqn for fqn in missing if rules.is_strict and not rules.may_miss(fqn)]
     found = Differences(tuple(missing), tuple(refused), tuple(shapes), tuple(dtypes), tuple(kinds))
     if not refused:
@@ -194,6 +197,52 @@ def mismatch_error(
         nearest=nearest,
         ranks=tuple(ranks),
     )
+
+
+def _unwrapped(name: str) -> str:
+    """Returns a name without the components of wrappers, and without a leading `model`."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    begin = next((i for i, part in enumerate(parts) if part != "model"), 0)
+    return ".".join(parts[begin:])
+
+
+class NearNames:
+    """Finds stored names that are near to a missing one: other wrappers around it, a typing error.
+
+    Wrappers put a component into a name (`_orig_mod.` of torch.compile, `module.` of DDP) where the
+    save had none, or the other way round. States are nested one level deeper or shallower.
+    """
+
+    def __init__(self, stored: Iterable[str]) -> None:
+        """Searches `stored`, the names that nobody asks for."""
+        self._stored = list(stored)
+        self._by_unwrapped: dict[str, list[str]] = {}
+        for name in self._stored:
+            self._by_unwrapped.setdefault(_unwrapped(name), []).append(name)
+
+    def is_wrapped(self, name: str) -> bool:
+        """Returns whether a stored name differs from this one by wrappers only."""
+        return _unwrapped(name) in self._by_unwrapped
+
+    def nearest(self, name: str) -> tuple[str, ...]:
+        """Returns up to three stored names, the most likely first."""
+        found = self._by_unwrapped.get(_unwrapped(name), [])
+        if not found:
+            found = [
+                one
+                for one in self._stored
+                if one.endswith(f".{name}") or (one and name.endswith(f".{one}"))
+            ]
+        return tuple((found or self._alike(name))[:_MAX_NEAREST])
+
+    def _alike(self, name: str) -> list[str]:
+        if len(name) > _MAX_LENGTH:
+            return []
+        last = name.rpartition(".")[2]
+        short = [one for one in self._stored if len(one) <= _MAX_LENGTH]
+        # Among many, those of the same parameter are more likely than any others.
+        short.sort(key=lambda one: one.rpartition(".")[2] != last)
+        return difflib.get_close_matches(name, short[:_MAX_COMPARED], _MAX_NEAREST, cutoff=0.75)
 
 
 def _dtypes(target: Any) -> Iterable[torch.dtype]:

@@ -17,8 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch_dcpx import _last_jobs as last_jobs
-from torch_dcpx._guard import Guard
-from torch_dcpx._waiting import Deadline
+from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.errors import OptionError, must_be
 

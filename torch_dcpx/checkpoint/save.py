@@ -26,7 +26,8 @@ from torch_dcpx.checkpoint.background import BackgroundSave, report_of
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.save_items import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.checkpoint.save_plan import default_save_planner, forget_default_plans
-from torch_dcpx.checkpoint.save_run import SaveRun, asked
+from torch_dcpx.checkpoint.save_run import SaveRun
+from torch_dcpx.checkpoint.stateful import with_state_dicts
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     OptionError,
@@ -176,7 +177,7 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
     """
     options = options or WriteOptions()
     planner = DcpxSavePlanner(enable_plan_caching=False)
-    planner.set_up_planner(asked(state_dict), is_coordinator=True)
+    planner.set_up_planner(with_state_dicts(state_dict), is_coordinator=True)
     plan = planner.create_local_plan()
     window_bytes = _window_bytes(options)
     if window_bytes is not None and _staged_bytes(plan) > window_bytes:

@@ -24,7 +24,12 @@ from torch_dcpx.staging.snapshot import stage_guarded
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import is_plain_tensor
 from torch_dcpx.writer.items import StagedItems, planned_bytes
-from torch_dcpx.writer.table import check_shapes, has_stock_hooks, is_kept_as_it_is, vetted
+from torch_dcpx.writer.table import (
+    check_shapes,
+    gives_state_as_it_is,
+    is_kept_as_it_is,
+    vetted,
+)
 
 _ARENA_BYTES = 2 << 20  # the least of an arena
 _MAX_GROUP_BYTES = 32 << 20  # of small tensors that leave a device together
@@ -51,7 +56,7 @@ def stage_items(
         StagingError: no memory for the copies.
     """
     staged = StagedItems()
-    is_stock = has_stock_hooks(planner)
+    is_stock = gives_state_as_it_is(planner)
     state: dict[str, Any] = planner.state_dict if is_stock else {}  # type: ignore[attr-defined]
     lookup, byte_io = state.get, WriteItemType.BYTE_IO
     whole: dict[str, torch.Tensor] = {}
@@ -116,7 +121,7 @@ class ItemsInWaves:
                 others would be written before it is asked for.
         """
         check_shapes(items, planner)
-        self.dcpx_gives_state = has_stock_hooks(planner)
+        self.dcpx_gives_state = gives_state_as_it_is(planner)
         self._streams = device_memory.streams_in_use()
         self._pool = ArenaPool()
         # Small ones pass through an arena that is none of the window's copies.
@@ -176,7 +181,7 @@ class ItemsInWaves:
         found: dict[MetadataIndex, torch.Tensor] = {}
         is_next = self._items[self._next - 1].index == item.index
         # Else they would be asked for before their time.
-        if self._ahead or not is_next or not has_stock_hooks(self._planner):
+        if self._ahead or not is_next or not gives_state_as_it_is(self._planner):
             return found
         for other in itertools.islice(self._items, self._next, self._next + _MAX_LOOKED_AT):
             is_large = planned_bytes(other) >= self._group_bytes

@@ -25,22 +25,22 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
+from torch_dcpx._hooks import has_hooks
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
 from torch_dcpx.planners import cache as plan_cache
 from torch_dcpx.planners.cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.planners.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.ranks.failures import from_rank
-from torch_dcpx.ranks.plan_wire import WirePlan
-from torch_dcpx.ranks.rank_plan import RankPlan, offered
+from torch_dcpx.ranks.plan_wire import RankPlan, WirePlan, offered
 from torch_dcpx.tensors.digests import digests_of, report_conflicts
 from torch_dcpx.tensors.offences import refuse_unlike
 from torch_dcpx.writer.rows import SAVE_ROWS
-from torch_dcpx.writer.table import check_shapes, has_stock_hooks
+from torch_dcpx.writer.table import check_shapes, gives_state_as_it_is
 from torch_dcpx.writer.writer import DcpxWriter
 
 
-class Offer(NamedTuple):
+class SaveOffer(NamedTuple):
     """What a rank brings."""
 
     plan: SavePlan | None  # None: `agreement` holds
@@ -49,7 +49,7 @@ class Offer(NamedTuple):
     values: bytes = b""  # beside an agreement one digest, beside a plan without digests all of them
 
 
-class Answer(NamedTuple):
+class SaveAnswer(NamedTuple):
     """What a rank is told."""
 
     save_id: str  # the coordinator's: what its `.metadata` will name
@@ -86,19 +86,18 @@ class PlanRound:
         self._full: SavePlan | None = None  # this rank's local plan
         self.metadata: Metadata | None = None
 
-    def offer(self) -> Offer:
+    def offer(self) -> SaveOffer:
         """Makes this rank's offer. REQUIRES: planner and writer are set up.
 
         Raises:
             PlanError: a tensor has another shape than planned.
             What the planner's and the writer's hooks raise.
         """
-        own_hooks = (_is_own(self._writer, name) for name in _WRITER_HOOKS)
-        if keeps_plans(self._planner) and all(own_hooks):
+        if keeps_plans(self._planner) and has_hooks(self._writer, _PLAN_HOOKS):
             self._planning = self._planner.dcpx_planning
             self._planning.group = self._group
             is_default = self._planning.plans is _DEFAULT_PLANS
-            self._is_private = is_default and _is_own(self._writer, "finish")
+            self._is_private = is_default and has_hooks(self._writer, _FINISH)
         plan = self._planner.create_local_plan()
         values = b""
         if not isinstance(self._planner, DcpxSavePlanner):  # which has looked
@@ -109,26 +108,26 @@ class PlanRound:
         if agreement is None:
             self._full = self._writer.prepare_local_plan(plan)
             objects = known.objects if known is not None else None
-            return Offer(self._full, objects, values=values)
+            return SaveOffer(self._full, objects, values=values)
         # Its items were looked at when they were new.
         prepared = self._writer.prepare_local_plan(dataclasses.replace(plan, items=[]))
         self._full = dataclasses.replace(prepared, items=plan.items)
         has_others = self._group[1] > 1
         values = values_digest(plan.digests, agreement.compared) if has_others else b""
-        return Offer(None, None, agreement.name, values)
+        return SaveOffer(None, None, agreement.name, values)
 
     def _digests(self, plan: SavePlan) -> bytes:
         """Returns the digests of the Python values that a planner of stock's hooks plans, pickled;
         b"" where there are none, or nobody to compare them with.
         """
-        if self._group[1] == 1 or not has_stock_hooks(self._planner):
+        if self._group[1] == 1 or not gives_state_as_it_is(self._planner):
             return b""
         names = [item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO]
         state = self._planner.state_dict
         digests = digests_of({name: state[name] for name in names if name in state})
         return pickle.dumps(digests) if digests else b""
 
-    def offer_again(self) -> Offer:
+    def offer_again(self) -> SaveOffer:
         """Makes the offer that never is an agreement."""
         known = self._known
         if known is not None and known.agreement is self._offered:
@@ -136,18 +135,18 @@ class PlanRound:
         if self._offered is not None and self._full is not None:
             self._full = offered(self._full)  # the writer has seen none of its items
         self._offered = None
-        return Offer(self._full, known.objects if known is not None else None)
+        return SaveOffer(self._full, known.objects if known is not None else None)
 
-    def answer(self, save_id: str, offers: Sequence[Offer]) -> list[Answer]:
+    def answer(self, save_id: str, offers: Sequence[SaveOffer]) -> list[SaveAnswer]:
         """Returns the answer for each rank: on the coordinator."""
         if all(offer.plan is None for offer in offers) and len(set(offers)) == 1:
             kept = self._agreement().metadata
             self.metadata = kept and self._handed(kept)
             for name in ("global_plan", "metadata"):  # of another save
                 vars(self._planner).pop(name, None)
-            return [Answer(save_id)] * len(offers)
+            return [SaveAnswer(save_id)] * len(offers)
         if any(offer.plan is None for offer in offers):
-            return [Answer(save_id, is_again=True)] * len(offers)
+            return [SaveAnswer(save_id, is_again=True)] * len(offers)
         plans = [offer.plan for offer in offers if offer.plan is not None]
         if not isinstance(self._planner, DcpxSavePlanner) and HAS_KNOWN_ITEMS:  # ours looks
             refuse_unlike(plans, MAKER.unlike_items([list(plan.items) for plan in plans]))
@@ -157,11 +156,11 @@ class PlanRound:
         plans = self._writer.prepare_global_plan(plans)
         compared = self._compared(offers)
         if compared is None:
-            return [Answer(save_id, plan) for plan in plans]
+            return [SaveAnswer(save_id, plan) for plan in plans]
         name = uuid.uuid4().hex
-        return [Answer(save_id, plan, agreement=name, compared=compared) for plan in plans]
+        return [SaveAnswer(save_id, plan, agreement=name, compared=compared) for plan in plans]
 
-    def finish(self, answer: Answer) -> SavePlan:
+    def finish(self, answer: SaveAnswer) -> SavePlan:
         """Returns this rank's final plan.
 
         Raises:
@@ -224,7 +223,7 @@ class PlanRound:
                 f"'{fqn}': a plan that was kept writes {wants}, the state has {has}", fqn=fqn
             )
 
-    def _compared(self, offers: Sequence[Offer]) -> tuple[str, ...] | None:
+    def _compared(self, offers: Sequence[SaveOffer]) -> tuple[str, ...] | None:
         """Returns the names of values that several ranks have, which are equal now; None where
         the plan is not to be kept.
         """
@@ -257,16 +256,12 @@ def _copied(items: Sequence[Any]) -> list[Any]:
     return copied
 
 
-# Hooks of a writer that see a plan before it is final.
-_WRITER_HOOKS = ("prepare_local_plan", "prepare_global_plan")
-
-
-def _is_own(writer: DcpxWriter, name: str) -> bool:
-    """Returns whether no subclass or instance has replaced a hook."""
-    return getattr(type(writer), name) is _OWN_HOOKS[name] and name not in vars(writer)
-
-
-_OWN_HOOKS = {name: getattr(DcpxWriter, name) for name in (*_WRITER_HOOKS, "finish")}
+# Our writer's hooks that see a plan before it is final, and the one that sees the metadata.
+_PLAN_HOOKS = {
+    "prepare_local_plan": DcpxWriter.prepare_local_plan,
+    "prepare_global_plan": DcpxWriter.prepare_global_plan,
+}
+_FINISH = {"finish": DcpxWriter.finish}
 
 _DEFAULT = DcpxSavePlanner()
 _DEFAULT_PLANS = _DEFAULT.dcpx_planning.plans

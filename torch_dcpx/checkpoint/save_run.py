@@ -18,13 +18,13 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
-from torch_dcpx.checkpoint.save_plan import Answer, Offer, PlanRound
+from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer, SaveOffer
+from torch_dcpx.checkpoint.stateful import with_state_dicts
 from torch_dcpx.metadata.committed import stored_save_id
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange
@@ -32,19 +32,6 @@ from torch_dcpx.reports import WriteReport
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.writer.writer import DcpxWriter, abandon_save
-
-
-def _is_stateful(value: Any) -> bool:
-    """Returns what `isinstance(value, Stateful)` does, which takes 8 us for what is not."""
-    return hasattr(value, "load_state_dict") and isinstance(value, Stateful)
-
-
-def asked(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state with what `Stateful` objects say of themselves."""
-    return {
-        key: value.state_dict() if _is_stateful(value) else value
-        for key, value in state_dict.items()
-    }
 
 
 class Committed(NamedTuple):
@@ -60,7 +47,7 @@ class _Look(NamedTuple):
     """What a rank is told where paths differ: to look at its directory first."""
 
     probe: str
-    answer: Answer
+    answer: SaveAnswer
 
 
 class SaveRun:
@@ -108,18 +95,18 @@ class SaveRun:
 
         same_directory = SameDirectory(exchange)
 
-        def offer() -> tuple[Offer, bytes]:
+        def offer() -> tuple[SaveOffer, bytes]:
             check()
             # Not before: an error that the others are not told of leaves them waiting for this
             # rank, and the numbers of later operations out of step.
-            self._state_dict = asked(self._state_dict)
+            self._state_dict = with_state_dicts(self._state_dict)
             self._set_up()
             return planning.offer(), self._place().digest
 
-        def answer(offers: list[Offer]) -> list[Answer]:
+        def answer(offers: list[SaveOffer]) -> list[SaveAnswer]:
             return planning.answer(self._begun[0].save_id, offers)
 
-        def first_answer(brought: list[tuple[Offer, bytes]]) -> list[Answer | _Look]:
+        def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer | _Look]:
             answers: list[Any] = answer([offer for offer, _ in brought])
             probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
             return [_Look(probe, each) for each in answers] if probe else answers

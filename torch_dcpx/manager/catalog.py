@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch_dcpx.checkpoint.call_agreement import Call, check_same_call
+from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     NotCommittedError,

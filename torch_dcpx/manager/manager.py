@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
-from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_rules
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.load import load
+from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_rules
 from torch_dcpx.checkpoint.save import async_save as save_in_background
 from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.keys.rules import KeyRules

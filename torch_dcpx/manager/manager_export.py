@@ -15,7 +15,7 @@ from torch import nn
 
 from torch_dcpx.artifacts.arguments import ExportArguments, checked_arguments
 from torch_dcpx.artifacts.export import ExportReport, export
-from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_rules
+from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_rules
 from torch_dcpx.errors import MismatchError, NotCommittedError, OptionError
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.keys.rules import KeyRules

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from torch_dcpx.checkpoint.load_part import LoadPart
+from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import MismatchError
 from torch_dcpx.manager.optimizer_groups import (
     check_classes,

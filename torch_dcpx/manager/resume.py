@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcpx.checkpoint.load_part import LoadPart
+from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.manager.content import decode_content, with_own

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx.checkpoint.call_agreement import Call
+from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager.checkpoint_tags import check_step, step_of_name, tag_of
 from torch_dcpx.manager.content import encode_content, split_content

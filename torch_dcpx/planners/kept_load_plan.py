@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from torch_dcpx._hooks import has_stock_hooks
+from torch_dcpx._hooks import has_stock_hooks, is_own
 from torch_dcpx.errors import PlanError
 from torch_dcpx.reader.reader import DcpxReader
 
@@ -102,8 +102,7 @@ def is_kept(planner: LoadPlanner, reader: object) -> bool:
 
 
 def _leaves_items(reader: FileSystemReader, hook: str) -> bool:
-    own = getattr(type(reader), hook)
-    is_known = own is getattr(DcpxReader, hook) or (
-        own is getattr(FileSystemReader, hook) and own.__module__ == FileSystemReader.__module__
+    is_stock = is_own(reader, FileSystemReader, hook)
+    return is_own(reader, DcpxReader, hook) or (
+        is_stock and getattr(FileSystemReader, hook).__module__ == FileSystemReader.__module__
     )
-    return is_known and hook not in vars(reader)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_dcpx.errors import PlanError
-from torch_dcpx.ranks.rank_plan import RankPlan, names_hash
+from torch_dcpx.ranks.plan_wire import RankPlan, names_hash
 from torch_dcpx.tensors.memory import ChunkFinder, Part, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.writer.rows import SAVE_ROWS
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
 from torch_dcpx._gc import bounded_pause, paused_gc
+from torch_dcpx._hooks import has_hooks, is_own
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError, must_be
 from torch_dcpx.planners.cache import KnownPlan, Planning, fingerprint_of, flattened
@@ -33,7 +34,7 @@ from torch_dcpx.planners.replicas import (
     replicas_of,
     with_pieces,
 )
-from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors.digests import report_conflicts, shared_digests
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.tensors.offences import check_shape, offence_text, refuse_unlike
@@ -150,7 +151,9 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """
         self._restore_state()
         may_split = self.split_replicas is None or self.split_replicas
-        self._can_split = HAS_KNOWN_ITEMS and may_split and all(map(self._is_own, _DATA_HOOKS))
+        self._can_split = (
+            HAS_KNOWN_ITEMS and may_split and is_own(self, DcpxSavePlanner, *_DATA_HOOKS)
+        )
         plan = self._kept_local_plan() if keeps_plans(self) else self._local_plan()
         self._can_split = plan.can_split or bool(plan.replicas)
         if self.flatten_state_dict:
@@ -218,7 +221,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
         chunks = ChunkFinder()
         uses_grad = torch.is_grad_enabled()
         objects: dict[str, Any] = {}
-        gives_state = all(map(self._is_own, _LOOKUP_HOOKS))  # else they may give what is planned
+        # Else they may give what is planned.
+        gives_state = is_own(self, DcpxSavePlanner, *_LOOKUP_HOOKS)
         with bounded_pause(len(self.state_dict)):
             for fqn, value in self.state_dict.items():
                 if is_plain_tensor(value):
@@ -271,13 +275,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
             names_hash=replicas.names_hash if replicas is not None else 0,
             digests=shared_digests(objects),
             is_shared=type(self) is DcpxSavePlanner,
-            has_paths=self.flatten_state_dict and self._is_own("finish_plan"),
+            has_paths=self.flatten_state_dict and is_own(self, DcpxSavePlanner, "finish_plan"),
         )
-
-    def _is_own(self, hook: str) -> bool:
-        """Returns whether nobody has overridden a hook."""
-        is_ours = getattr(type(self), hook) is getattr(DcpxSavePlanner, hook)
-        return is_ours and hook not in vars(self)
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         """Returns the plans with each chunk in one of them only, or rows of it in several.
@@ -367,10 +366,7 @@ def keeps_plans(planner: SavePlanner) -> TypeGuard[DcpxSavePlanner]:
         isinstance(planner, DcpxSavePlanner)
         and planner.dcpx_planning.is_enabled
         and HAS_KNOWN_ITEMS
-        and all(
-            getattr(type(planner), name) is hook and name not in vars(planner)
-            for name, hook in _PLANNING.items()
-        )
+        and has_hooks(planner, _PLANNING)
     )
 
 

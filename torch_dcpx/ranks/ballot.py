@@ -79,7 +79,7 @@ class Ballot:
         self._has_voted = self.may_be_committed = True
         self._deadline = self._deadline.anew()
         try:
-            vote = exchange.sealed(packed)
+            vote = exchange.seal + packed
             self._keys.set(f"{_VOTES}/{exchange.rank}", vote, self._deadline)
             if self._keys.add(_COUNT, 1, self._deadline) == exchange.world_size:
                 self._keys.set(_WAKE, b"full", self._deadline)

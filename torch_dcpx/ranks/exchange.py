@@ -1,19 +1,26 @@
-"""What the ranks of one operation (a save, a load) do together."""
+"""The ranks of one operation (a save, a load), and what they do together.
+
+`Exchange` is the operation of one process by itself: its keys lie in a dict, nothing is pickled for
+anybody, and nobody is waited for. `StoreExchange` (store.py) is that of a process group: its keys
+lie in the group's store.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import pickle
 import socket
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from torch_dcpx._waiting import Deadline
-from torch_dcpx.errors import PlanError
+from torch_dcpx._waiting import Clock, Deadline
+from torch_dcpx.errors import PlanError, StoreLostError
 from torch_dcpx.ranks.call_id import CallId
-from torch_dcpx.ranks.failures import RankFailure
+from torch_dcpx.ranks.failures import RankFailure, error_of, from_rank, lost_error
+from torch_dcpx.ranks.store_keys import Keys, LocalKeys
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,25 +34,11 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-class Keys(Protocol):
-    """What the vote does with the keys of an operation; see StoreKeys."""
+class Exchange:
+    """One process by itself. Not thread-safe, but for the vote: other calls come from one thread.
 
-    def set(self, key: str, value: bytes, deadline: Deadline) -> None: ...
-    def get(self, key: str, deadline: Deadline) -> bytes | None: ...
-    def multi_get(self, keys: Sequence[str], deadline: Deadline) -> list[bytes]: ...
-    def add(self, key: str, amount: int, deadline: Deadline) -> int: ...
-    def wait_for(
-        self, key: str, deadline: Deadline, until: Deadline | None = None
-    ) -> bytes | None: ...
-    def post(self, key: str, value: bytes) -> None: ...
-    def post_delete(self, keys: Sequence[str]) -> None: ...
-
-
-class Exchange(ABC):
-    """The ranks of one operation. Not thread-safe: its calls come from one thread, in one order.
-
-    Every rank of the group makes the same calls. As a context manager, an exception that leaves the
-    block is told to the other ranks (`fail`), and the exchange is closed.
+    Every rank of a group makes the same calls in the same order. As a context manager, the exchange
+    tells the other ranks of an exception that leaves the block (`fail`), and closes itself.
 
     Attributes:
         what: what the ranks do, for messages: "save".
@@ -53,22 +46,41 @@ class Exchange(ABC):
         world_size: ranks in the group.
         host: this machine's name.
         deadline: until when the ranks wait for each other.
-        phase: what `note_phase` said last, "planning" at first.
+        phase: the last of `note_phase`, "planning" at first.
         keys: of this operation, for the vote.
-        group: which of this process' groups they are, by a name that other processes do not
-            share; "" where this process is by itself.
+        group: the name of the group in this process, which no other group of it shares; "" where
+            this process is by itself.
         call: what all ranks must call alike; compared in the first step.
     """
 
-    what: str
-    rank: int
-    world_size: int
-    host: str
-    deadline: Deadline
-    phase: str
+    rank = 0
+    world_size = 1
+    group = ""
     keys: Keys
-    group: str = ""
-    call: CallId
+    _drawn = b""  # ends a proposal
+
+    def __init__(
+        self,
+        timeout_s: float,
+        what: str = "save",
+        call: CallId | None = None,
+        clock: Clock = time,
+    ) -> None:
+        """Begins an operation.
+
+        Args:
+            timeout_s: seconds until which ranks wait for each other.
+            what: what is done, for messages.
+            call: which call it is. Default: named as what is done.
+            clock: by which it waits. Default: the process'.
+        """
+        self.what = what
+        self.call = call or CallId(what)
+        self.host = host_name()
+        self.deadline = Deadline(timeout_s, clock)
+        self.phase = "planning"
+        self.keys = LocalKeys()
+        self._proposals = itertools.count()
 
     @property
     def is_coordinator(self) -> bool:
@@ -76,30 +88,31 @@ class Exchange(ABC):
         return self.rank == 0
 
     def agree_on(self, **options: Any) -> None:
-        """Says which options must be equal on all ranks. REQUIRES: no step has begun."""
+        """Names options that must be equal on all ranks. REQUIRES: no step has begun."""
         told = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
         self.call = dataclasses.replace(self.call, options=told)
 
     def leave_out_target(self) -> None:
-        """Says that ranks may have different paths. REQUIRES: no step has begun."""
+        """Allows ranks different paths. REQUIRES: no step has begun."""
         self.call = dataclasses.replace(self.call, target=None)
 
     def restart(self, timeout_s: float | None = None) -> None:
         """Begins the deadline anew, with other seconds if they are given."""
         self.deadline = self.deadline.anew(timeout_s)
 
-    @abstractmethod
     def note_phase(self, phase: str) -> None:
-        """Says what this rank does from now on.
+        """Notes what this rank does from now on.
 
         Args:
             phase: "planning", "staging", "writing" or "committing"; others name it where this rank
                 is lost, and its errors begin with it.
         """
+        self.phase = phase
 
-    @abstractmethod
     def all_reduce(self, step: str, local: Callable[[], T], reduce: Callable[[list[T]], R]) -> R:
         """Runs `local` on each rank and `reduce` on the coordinator.
+
+        A process by itself runs both in place, and raises their errors as they are.
 
         Args:
             step: its name, the same on all ranks; in messages.
@@ -116,36 +129,50 @@ class Exchange(ABC):
             RankLostError: ranks did not come by the deadline.
             StoreLostError: the store did not answer by the deadline.
         """
+        return reduce([local()])
 
-    @abstractmethod
     def reduce_scatter(
         self, step: str, local: Callable[[], T], reduce: Callable[[list[T]], list[R]]
     ) -> R:
         """As `all_reduce`, but `reduce` returns one value a rank, and each rank gets its own."""
+        return self.checked_pieces(step, reduce([local()]))[0]
 
-    @abstractmethod
+    def checked_pieces(self, step: str, pieces: list[R]) -> list[R]:
+        """Returns what a `reduce` returned. Raises PlanError unless it is one piece a rank."""
+        if len(pieces) != self.world_size:
+            raise PlanError(
+                f"reduce of {step!r} returned {len(pieces)} pieces for {self.world_size} ranks"
+            )
+        return pieces
+
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks, at once, that this one leaves the operation with an error.
 
         They raise it in the step that they are in, or in their next. Never raises.
         """
+        self.propose(BALLOT, "error", [self.failure_of(error)], self.deadline)
 
-    @abstractmethod
     def close(self) -> None:
         """Ends the operation for this rank, and removes what it left in the store. Never raises."""
 
     # ---- For the vote (torch_dcpx/ranks/ballot.py) -----------------------------------------------
 
-    def sealed(self, value: bytes) -> bytes:
-        """Returns a value that says of which operation it is."""
-        return value
+    @property
+    def seal(self) -> bytes:
+        """The beginning of each value, which names the operation."""
+        return b""
 
     def opened(self, rank: int, value: bytes) -> bytes:
-        """Returns what `sealed` was given by a rank. Raises PlanError: of another operation."""
-        return value
+        """Returns a rank's value without the seal. Raises PlanError: of another operation."""
+        if not value.startswith(self.seal):
+            raise PlanError(
+                f"rank {rank} answers for another {self.what}: every rank must make the same calls "
+                "in the same order"
+            )
+        return value[len(self.seal) :]
 
     def wait(self, key: str, deadline: Deadline, step: str, prefix: str) -> bytes | None:
-        """Waits for a key, and says now and then for which ranks.
+        """Waits for a key, and logs now and then for which ranks.
 
         Args:
             key: to wait for.
@@ -160,11 +187,11 @@ class Exchange(ABC):
 
     def failure_of(self, error: BaseException, phase: str | None = None) -> RankFailure:
         """Returns what to tell the others of an error of this rank, in its phase unless given."""
-        return RankFailure.of(error, self.rank, self.host, phase or self.phase)
+        calls = (self.call.identity,)
+        return RankFailure.of(error, self.rank, self.host, phase or self.phase, calls)
 
-    @abstractmethod
     def propose(self, name: str, kind: str, failures: list[RankFailure], by: Deadline) -> str:
-        """Claims an answer; returns the one that stands, "KIND RANK".
+        """Claims an answer; returns the one that stands, "KIND RANK.NUMBER TOKEN".
 
         Args:
             name: of the step, or BALLOT.
@@ -172,44 +199,63 @@ class Exchange(ABC):
             failures: what it is, if an error.
             by: the deadline.
         """
+        # A rank that is interrupted proposes again: what stands already is not to be changed.
+        number = f"{self.rank}.{next(self._proposals)}"
+        body = f"{name}/b/{number}"
+        if failures:
+            self.keys.set(body, pickle.dumps(failures), by)
+        mine = f"{kind} {number} {self._drawn.hex()}"
+        stands = self.keys.claim(f"{name}/a", mine.encode(), by).decode()
+        if failures and stands != mine:
+            self.keys.post_delete([body])
+        return stands
 
-    @abstractmethod
+    def proposed(self, name: str, answer: str) -> list[RankFailure]:
+        """Returns the failures of an answer. Raises StoreLostError: the store has lost them."""
+        failures: list[RankFailure] = from_rank(self.read(f"{name}/b/{answer.split()[1]}"))
+        return failures
+
+    def read(self, key: str) -> bytes:
+        """Returns the value of a key that was set. Raises StoreLostError: the store has lost it."""
+        value = self.keys.get(key, self.deadline)
+        if value is None:
+            raise StoreLostError(
+                f"{self.what} on rank {self.rank} ({self.host}): the process group's store has "
+                f"lost {key!r}"
+            )
+        return value
+
     def error_in(self, name: str, answer: str, own: BaseException | None) -> BaseException:
         """Returns the error that an answer names.
 
         Args:
             name: of the step, or BALLOT.
-            answer: "KIND RANK".
+            answer: as `propose` returned it.
             own: this rank's own error, if it had one.
         """
+        return own if own is not None else error_of(self.proposed(name, answer))
 
-    @abstractmethod
     def missing(self, prefix: str) -> list[int]:
         """Returns the ranks that have no key `prefix/RANK`."""
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        absent = self.keys.absent(keys, self.deadline)
+        return [int(key.rsplit("/", 1)[1]) for key in absent]
 
-    @abstractmethod
     def lost_error(self, ranks: Iterable[int], waited_s: float, step: str) -> RankFailure:
-        """Returns the failure that says which ranks did not come, and what they were last doing."""
+        """Returns the failure that names the ranks that did not come, and their last phases."""
+        lost = self._last_phases(ranks)
+        return self.failure_of(lost_error(lost, waited_s, f"{step} of the {self.what}"))
 
-    @abstractmethod
+    def _last_phases(self, ranks: Iterable[int]) -> list[tuple[int, str, str]]:
+        return [(rank, self.host, self.phase) for rank in ranks]
+
     def note_failure(self, error: BaseException) -> None:
-        """Says that the operation has ended so, and all ranks know or will learn it."""
+        """Notes how the operation has ended: all ranks know it, or will learn it."""
 
     def __enter__(self) -> Exchange:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             self.fail(error)
         self.close()
-
-
-def check_pieces(step: str, pieces: int, world_size: int) -> None:
-    """Raises PlanError unless there is one piece a rank."""
-    if pieces != world_size:
-        raise PlanError(f"reduce of {step!r} returned {pieces} pieces for {world_size} ranks")

@@ -37,7 +37,9 @@ class RankFailure:
     calls: tuple[str, ...] = ()  # that it ends, by CallId.identity
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, host: str, phase: str) -> RankFailure:
+    def of(
+        cls, error: BaseException, rank: int, host: str, phase: str, calls: tuple[str, ...] = ()
+    ) -> RankFailure:
         """Returns what to tell of an error of this rank, even one that cannot be pickled."""
         kind = type(error)
         return cls(
@@ -48,6 +50,7 @@ class RankFailure:
             "".join(traceback.format_tb(error.__traceback__)[-_MAX_FRAMES:]).rstrip(),
             f"{kind.__module__}.{kind.__qualname__}",
             _pickled(error),
+            calls,
         )
 
     @property

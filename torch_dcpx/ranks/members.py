@@ -10,11 +10,10 @@ from typing import Any
 
 from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.ranks.call_id import CallId
-from torch_dcpx.ranks.exchange import Exchange, Keys
-from torch_dcpx.ranks.local_exchange import LocalExchange
+from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.store import StoreExchange
 from torch_dcpx.ranks.store_client import client_of
-from torch_dcpx.ranks.store_keys import StoreKeys
+from torch_dcpx.ranks.store_keys import Keys, LocalKeys, StoreKeys
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -39,8 +38,8 @@ def exchange_for(
         call: which call it is, the same on all ranks. Default None: named as what is done.
 
     Returns:
-        A LocalExchange with `no_dist`, in a group of one, and where torch.distributed is
-        unavailable or uninitialised.
+        A StoreExchange in a group of several ranks. An Exchange of this process by itself with
+        `no_dist`, in a group of one, and where torch.distributed is unavailable or uninitialised.
 
     Raises:
         OptionError: this rank is no member of the group; or this is one of several processes that a
@@ -50,7 +49,7 @@ def exchange_for(
     """
     group, rank, world_size = _members(process_group, no_dist, what)
     if world_size == 1:
-        return LocalExchange(timeout_s, what, call)
+        return Exchange(timeout_s, what, call)
     exchange = StoreExchange(client_of(group), rank, world_size, timeout_s, what, call)
     return exchange.entered()
 
@@ -101,7 +100,7 @@ def keys_for(process_group: Any, no_dist: bool, what: str, name: str) -> tuple[K
     """
     group, rank, world_size = _members(process_group, no_dist, what)
     if world_size == 1:
-        return LocalExchange(1.0, what).keys, rank, world_size
+        return LocalKeys(), rank, world_size
     who = f"{what} on rank {rank}"
     return StoreKeys(client_of(group), f"dcpx/{name}/", who, world_size), rank, world_size
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, HAS_KNOWN_RESULTS
@@ -21,16 +21,15 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
 
-_Plan = TypeVar("_Plan", bound="WirePlan")
-
 _MIN_DEFLATED = 512  # bytes of a message that is worth a compressor's setup
+_DIGEST_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WirePlan(SavePlan):
     """A SavePlan whose pickle holds columns; equal to a SavePlan of its fields.
 
-    A subclass is pickled as any dataclass, unless it is one of `packed_fields`.
+    A subclass is pickled as any dataclass is, unless `_BLANKS` names it.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -72,13 +71,65 @@ class WirePlan(SavePlan):
         return cls(items, **beside)
 
 
-_BLANKS = {WirePlan: vars(WirePlan([]))}  # the fields of each class that is packed
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankPlan(WirePlan):
+    """What a rank of `DcpxSavePlanner` tells the coordinator beside its items, and what it gets
+    back.
+    """
+
+    can_split: bool = False  # whether this rank can write rows of its tensors
+    whole_names: frozenset[str] = frozenset()  # of tensors of which it cannot
+    replicas: bytes = b""  # `Replicas.key`: of these alone, once a writer says that it keeps rows
+    names_hash: int = 0  # of the items that `replicas` is of; of this process alone
+    digests: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # of Python values
+    is_shared: bool = False  # whether nobody changes a chunk or properties of one item alone
+    has_paths: bool = False  # whether this rank takes `planner_data` from its planner
+    sent_paths: Any = None  # the coordinator's: what the rank has, so is not sent back
+    cut_names: frozenset[str] | None = None  # of tensors of which it writes rows, once it knows
+
+    def planned(self, items: list[Any]) -> RankPlan:
+        """Returns the coordinator's answer: other items, without what only it is told."""
+        return dataclasses.replace(
+            self,
+            items=items,
+            whole_names=frozenset(),
+            replicas=b"",
+            digests={},
+            sent_paths=self.planner_data if self.has_paths else None,
+        )
+
+    def _beside(self) -> tuple[list[str], dict[str, Any]]:
+        names, beside = super()._beside()
+        if beside.pop("sent_paths", None) is self.planner_data:
+            beside.pop("planner_data", None)
+        beside.pop("digests", None)
+        beside.pop("names_hash", None)
+        whole, digests = list(self.whole_names), dict(self.digests)
+        if set(map(type, (*whole, *digests))) <= {str} and all(map(_is_digest, digests.values())):
+            beside.pop("whole_names", None)
+            names = [*whole, *digests]
+            beside["sums"] = b"".join(digests.values())
+        else:
+            beside["digests"] = digests
+        return names, beside
+
+    @classmethod
+    def _whole(cls, items: list[Any], names: list[str], beside: dict[str, Any]) -> RankPlan:
+        sums = beside.pop("sums", None)
+        if sums is not None:
+            first = len(names) - len(sums) // _DIGEST_BYTES
+            parts = [sums[at : at + _DIGEST_BYTES] for at in range(0, len(sums), _DIGEST_BYTES)]
+            beside["whole_names"] = frozenset(names[:first])
+            beside["digests"] = dict(zip(names[first:], parts, strict=True))
+        return cls(items, **beside)
 
 
-def packed_fields(kind: type[_Plan]) -> type[_Plan]:
-    """Says that `_beside` and the constructor of a subclass know all of its fields."""
-    _BLANKS[kind] = vars(kind([]))
-    return kind
+# The fields of the classes that are packed: `_beside` and the constructor know all of them.
+_BLANKS = {kind: vars(kind([])) for kind in (WirePlan, RankPlan)}
+
+
+def _is_digest(digest: object) -> bool:
+    return type(digest) is bytes and len(digest) == _DIGEST_BYTES
 
 
 def travelling(plan: SavePlan) -> SavePlan:
@@ -90,6 +141,22 @@ def travelling(plan: SavePlan) -> SavePlan:
     if not HAS_KNOWN_ITEMS or vars(plan).keys() != _BLANKS[WirePlan].keys():
         return plan
     return WirePlan(**vars(plan))
+
+
+def offered(plan: SavePlan) -> SavePlan:
+    """Returns a rank's plan as a writer sends it that keeps several chunks of a name.
+
+    One to which somebody has added items, or taken or renamed some, is written whole: what the
+    planner said of its names is not of these, and others rely on it.
+    """
+    if isinstance(plan, RankPlan) and plan.replicas and plan.names_hash == names_hash(plan.items):
+        return dataclasses.replace(plan, can_split=True, names_hash=0)
+    return travelling(plan)
+
+
+def names_hash(items: Iterable[WriteItem]) -> int:
+    """Returns the hash of the names of items, in no order: equal in this process alone."""
+    return hash(frozenset(item.index.fqn for item in items))
 
 
 def _has_other_ranks() -> bool:

@@ -19,7 +19,6 @@ order. Ranks that do not are found out, and meet again:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
 import pickle
@@ -29,11 +28,10 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from torch_dcpx._waiting import Clock, Deadline
-from torch_dcpx.errors import PlanError, RankLostError, StoreLostError
+from torch_dcpx.errors import RankLostError, StoreLostError
 from torch_dcpx.ranks.call_id import CallId
-from torch_dcpx.ranks.exchange import BALLOT, Exchange, check_pieces, host_name
-from torch_dcpx.ranks.failures import RankFailure, error_of, from_rank, lost_error, lost_ranks
-from torch_dcpx.ranks.long_wait import wait_looking
+from torch_dcpx.ranks.exchange import BALLOT, Exchange
+from torch_dcpx.ranks.failures import RankFailure, error_of, from_rank, lost_ranks
 from torch_dcpx.ranks.presence import UNKNOWN, Presence, differing, missed, of_call, presence_of
 from torch_dcpx.ranks.store_client import Client
 from torch_dcpx.ranks.store_keys import StoreKeys
@@ -78,17 +76,12 @@ class StoreExchange(Exchange):
         self._client = client
         self._number = client.next_number()  # before anything can fail
         self._call_number = client.next_call()
+        super().__init__(timeout_s, what, call, clock)
         self.group = client.name
-        self.what = what
-        self.call = call or CallId(what)
         self.rank = rank
         self.world_size = world_size
-        self.host = host_name()
-        self.deadline = Deadline(timeout_s, clock)
-        self.phase = "planning"
         self.keys = self._keys_of(self._number)
         self._name = uuid.uuid4().hex  # of this rank's part
-        self._proposals = itertools.count()
         self._drawn = os.urandom(8)  # the coordinator's becomes the operation's
         self._token = b""  # of the operation, once it is agreed
         self._is_late = False  # it had failed when this rank entered
@@ -150,7 +143,7 @@ class StoreExchange(Exchange):
             return result
 
         def receive() -> R:
-            result: R = from_rank(self._read(f"{prefix}/b/0"))
+            result: R = from_rank(self.read(f"{prefix}/b/0"))
             return result
 
         return self._agree(step, local, answer, receive)
@@ -161,15 +154,14 @@ class StoreExchange(Exchange):
         prefix = str(self._steps)
 
         def answer(values: list[T]) -> R:
-            pieces = reduce(values)
-            check_pieces(step, len(pieces), self.world_size)
+            pieces = self.checked_pieces(step, reduce(values))
             others = ((f"{prefix}/s/{r}", pickle.dumps(pieces[r])) for r in self._followers())
             self.keys.set_all(others, self.deadline)
             return pieces[0]
 
         def receive() -> R:
             key = f"{prefix}/s/{self.rank}"
-            piece: R = from_rank(self._read(key))
+            piece: R = from_rank(self.read(key))
             self.keys.post_delete([key])
             return piece
 
@@ -222,20 +214,8 @@ class StoreExchange(Exchange):
 
     # ---- For the vote, too ---------------------------------------------------------------------
 
-    def failure_of(self, error: BaseException, phase: str | None = None) -> RankFailure:
-        failure = super().failure_of(error, phase)
-        return dataclasses.replace(failure, calls=(self.call.identity,))
-
     def propose(self, name: str, kind: str, failures: list[RankFailure], by: Deadline) -> str:
-        # A rank that is interrupted proposes again: what stands already is not to be changed.
-        number = f"{self.rank}.{next(self._proposals)}"
-        body = f"{name}/b/{number}"
-        if failures:
-            self.keys.set(body, pickle.dumps(failures), by)
-        mine = f"{kind} {number} {self._drawn.hex()}"
-        stands = self.keys.claim(f"{name}/a", mine.encode(), by).decode()
-        if failures and stands != mine:
-            self.keys.post_delete([body])
+        stands = super().propose(name, kind, failures, by)
         if kind in (ERROR, VOID) and name != BALLOT:  # also for who comes when all have left
             self.keys.set(f"{name}/wake", b"fail", by)
             if name == FIRST:
@@ -243,7 +223,7 @@ class StoreExchange(Exchange):
         return stands
 
     def error_in(self, name: str, answer: str, own: BaseException | None) -> BaseException:
-        failures = self._proposed(name, answer)
+        failures = self.proposed(name, answer)
         if name == FIRST:  # those of this rank's call, if there are any
             error = own or differing(failures[0], self.rank, self.presence())
             call = self.call
@@ -253,40 +233,20 @@ class StoreExchange(Exchange):
         is_own = min(failure.rank for failure in failures) == self.rank
         return error_of(failures, own if is_own else None)
 
-    def _proposed(self, name: str, answer: str) -> list[RankFailure]:
-        failures: list[RankFailure] = from_rank(self._read(f"{name}/b/{answer.split()[1]}"))
-        return failures
-
-    def lost_error(self, ranks: Iterable[int], waited_s: float, step: str) -> RankFailure:
+    def _last_phases(self, ranks: Iterable[int]) -> list[tuple[int, str, str]]:
         lost: list[tuple[int, str, str]] = []
         for rank in ranks:
             is_known = len(lost) < _MAX_PHASES
             found = presence_of(rank, self.keys, self.deadline) if is_known else UNKNOWN
             lost.append((rank, found.host, found.phase))
-        return self.failure_of(lost_error(lost, waited_s, f"{step} of the {self.what}"))
-
-    def missing(self, prefix: str) -> list[int]:
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
-        absent = self.keys.absent(keys, self.deadline)
-        return [int(key.rsplit("/", 1)[1]) for key in absent]
+        return lost
 
     def note_failure(self, error: BaseException) -> None:
         self._error = self._error or error
 
-    def sealed(self, value: bytes) -> bytes:
-        return self.seal + value
-
-    def opened(self, rank: int, value: bytes) -> bytes:
-        if not value.startswith(self.seal):
-            raise PlanError(
-                f"rank {rank} answers for another {self.what}: every rank must make the same calls "
-                "in the same order"
-            )
-        return value[len(self.seal) :]
-
     def wait(self, key: str, deadline: Deadline, step: str, prefix: str) -> bytes | None:
-        return wait_looking(
-            self.keys, key, deadline, self.waiting(step), lambda: self.missed(prefix)
+        return self.keys.wait_looking(
+            key, deadline, self.waiting(step), lambda: self.missed(prefix)
         )
 
     def missed(self, prefix: str) -> list[int]:
@@ -346,7 +306,7 @@ class StoreExchange(Exchange):
             return True  # left by this very rank, in an earlier group of the same name
         if not self._is_late:
             return False
-        own = of_call(self.call, self._proposed(FIRST, standing))
+        own = of_call(self.call, self.proposed(FIRST, standing))
         if own and all(self.rank in lost_ranks(failure) for failure in own):
             self._has_missed = True
             return True
@@ -382,15 +342,6 @@ class StoreExchange(Exchange):
 
     def _followers(self) -> range:
         return range(1, self.world_size)
-
-    def _read(self, key: str) -> bytes:
-        value = self.keys.get(key, self.deadline)
-        if value is None:
-            raise StoreLostError(
-                f"{self.what} on rank {self.rank} ({self.host}): the process group's store has "
-                f"lost {key!r}"
-            )
-        return value
 
     def _delete_all(self, by: Deadline) -> None:
         """Removes what is left when all ranks are out."""

@@ -1,20 +1,25 @@
-"""The keys of one operation in a store: named beneath its prefix, values cut to what a store takes.
+"""The keys of one operation: in a dict of this process, or in a store that ranks share.
 
-Nothing here blocks on a key that is absent: a key is read by a `compare_set` that cannot match.
-(`get` would wait for it in C++, for the store's own timeout.)
+In a store they lie beneath the operation's prefix, their values cut to what a store takes. Nothing
+here blocks on a key that is absent: a `compare_set` that cannot match reads it. (`get` would wait
+for it in C++, for the store's own timeout.)
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
 from torch_dcpx.ranks.store_client import Client
 
 T = TypeVar("T")
+
+logger = logging.getLogger("torch_dcpx")
 
 # TCPStore drops the connection at a value of more than 8 MiB.
 _PART_BYTES = 4 << 20
@@ -24,6 +29,13 @@ _NO_MATCH = b"?"  # never stored
 _FIRST_POLL_S = 0.001
 _MAX_POLL_S = 0.020
 _MAX_POLL_S_PER_RANK = 20e-6  # 10,000 ranks ask one server 50,000 times a second
+
+# Of `wait_looking`.
+_FIRST_LOOK_S = 1.0
+_MAX_LOOK_S = 30.0
+_FIRST_WARNING_S = 30.0
+_WARNING_S = 60.0  # between two
+_MAX_NAMED = 8  # ranks in one warning
 
 
 def _part(key: str, index: int) -> str:
@@ -92,8 +104,45 @@ def _absent(store: Any, names: list[str]) -> list[str]:
     return [*_absent(store, names[:middle]), *_absent(store, names[middle:])]
 
 
+class LocalKeys:
+    """The keys of a process by itself, which never waits. As StoreKeys; `add` from one thread."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes, deadline: Deadline) -> None:
+        self._values[key] = value
+
+    def get(self, key: str, deadline: Deadline) -> bytes | None:
+        return self._values.get(key)
+
+    def multi_get(self, keys: Sequence[str], deadline: Deadline) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
+    def add(self, key: str, amount: int, deadline: Deadline) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def claim(self, key: str, value: bytes, deadline: Deadline) -> bytes:
+        return self._values.setdefault(key, value)
+
+    def absent(self, keys: Sequence[str], deadline: Deadline) -> list[str]:
+        return [key for key in keys if key not in self._values]
+
+    def wait_for(self, key: str, deadline: Deadline, until: Deadline | None = None) -> bytes | None:
+        return self._values.get(key)
+
+    def post(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def post_delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._values.pop(key, None)
+
+
 class StoreKeys:
-    """The keys of one operation. Thread-safe.
+    """The keys of one operation in a store. Thread-safe.
 
     Once the store was lost to it, each further call that waits raises at once.
     """
@@ -188,6 +237,34 @@ class StoreKeys:
             until.sleep(poll_s)
         return value
 
+    def wait_looking(
+        self, key: str, deadline: Deadline, what: str, look: Callable[[], Sequence[int] | None]
+    ) -> bytes | None:
+        """Waits for a key; after 30 s a WARNING a minute names the ranks that are missing.
+
+        Args:
+            key: to wait for.
+            deadline: until when.
+            what: who waits for what, "'plan' of the save on rank 3 (node7)".
+            look: called now and then; returns the missing ranks, or None to end the wait.
+
+        Returns:
+            The key's value; None when the deadline has passed, or `look` has ended the wait.
+        """
+        waiting = deadline.anew(float("inf"))
+        look_s, warn_at_s = _FIRST_LOOK_S, _FIRST_WARNING_S
+        while True:
+            value = self.wait_for(key, deadline, deadline.sooner(look_s))
+            if value is not None or deadline.has_passed:
+                return value
+            look_s = min(2 * look_s, _MAX_LOOK_S)
+            missing = look()
+            if missing is None:
+                return None
+            if waiting.waited_s >= warn_at_s:
+                warn_at_s = waiting.waited_s + _WARNING_S
+                _warn(what, missing, waiting.waited_s, deadline)
+
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         """Removes keys, those that are absent too."""
         for batch in self._batches(keys):
@@ -215,3 +292,18 @@ class StoreKeys:
         except StoreLostError as error:
             self._lost = error
             raise
+
+
+def _warn(what: str, missing: Sequence[int], waited_s: float, deadline: Deadline) -> None:
+    named = ", ".join(map(str, missing[:_MAX_NAMED]))
+    if len(missing) > _MAX_NAMED:
+        named += f" and {len(missing) - _MAX_NAMED} more"
+    whom = f"rank{'s' if len(missing) > 1 else ''} {named}" if missing else "the answer of rank 0"
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
+    logger.warning(
+        "%s waits for %s since %s (%.0f s); it gives up in %.0f s",
+        what, whom, since, waited_s, deadline.remaining_s,
+    )  # fmt: skip
+
+
+Keys: TypeAlias = LocalKeys | StoreKeys

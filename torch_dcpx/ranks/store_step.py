@@ -19,7 +19,6 @@ from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
 from torch_dcpx.ranks.exchange import BALLOT
 from torch_dcpx.ranks.failures import RankFailure, from_rank
-from torch_dcpx.ranks.long_wait import wait_looking
 from torch_dcpx.ranks.presence import calls_of, gone_on, presence_of, refuse
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ class Step:
     def _wait(self, key: str) -> bytes | None:
         """Waits for a key. None: the time is up, or a look around gave an answer."""
         waiting = self._exchange.waiting(self._title)
-        return wait_looking(self._keys, self._key(key), self._deadline, waiting, self._look)
+        return self._keys.wait_looking(self._key(key), self._deadline, waiting, self._look)
 
     def _look(self) -> Sequence[int] | None:
         """Looks where the others are. Returns who is missing; None once there is an answer."""

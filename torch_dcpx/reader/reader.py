@@ -32,8 +32,8 @@ from torch.futures import Future
 
 from torch_dcpx._compat import is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
+from torch_dcpx._hooks import is_own, refuse_bypassed
 from torch_dcpx._native import _C
-from torch_dcpx._overrides import has_own_hooks, refuse_bypassed
 from torch_dcpx.errors import (
     DcpxError,
     NotCommittedError,
@@ -54,6 +54,8 @@ from torch_dcpx.storage.reader_lock import ReadersHold
 logger = logging.getLogger("torch_dcpx")
 
 _WAY_OUT = "DcpxReader reads mounted file systems. Use torch's FsspecReader"
+# By which a subclass can change what the planner has planned.
+_PLAN_HOOKS = ("prepare_local_plan", "prepare_global_plan", "read_data")
 
 
 class DcpxReader(FileSystemReader):
@@ -206,7 +208,7 @@ class DcpxReader(FileSystemReader):
             found = self.__take_found(plan.items)
             is_tiled = False
             try:
-                if found is not None and has_own_hooks(self, DcpxReader):
+                if found is not None and is_own(self, DcpxReader, *_PLAN_HOOKS):
                     name = metadata_file(self, None if self.use_collectives else self.rank)
                     is_tiled = check_coverage(plan.items, planner, str(Path(self.path) / name))
                 found = found or self.__find(plan.items)

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from torch_dcpx._compat import saved_through
-from torch_dcpx._guard import Guard
+from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.options import ProgressFunction
 

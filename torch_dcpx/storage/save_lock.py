@@ -21,7 +21,7 @@ import weakref
 from pathlib import Path
 from typing import Literal
 
-from torch_dcpx._guard import Guard
+from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.running_save import RunningSave

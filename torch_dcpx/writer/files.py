@@ -166,7 +166,7 @@ class _Window:
 
     def add(self, item: WriteItem, file: int) -> None:
         """Asks for the item's data; writes what is there already when both exceed the budget."""
-        makes_temporaries = not self._table.has_stock_hooks
+        makes_temporaries = not self._table.gives_state_as_it_is
         announced_bytes = planned_bytes(item) if makes_temporaries else 0
         self._make_room(math.ceil(announced_bytes * self._made_ratio))
         resolved = self._table.resolve(item, file)
@@ -219,7 +219,7 @@ def _write_windows(
     window_bytes: int,
 ) -> Placed:
     window = _Window(job, table, progress, window_bytes)
-    if table.has_stock_hooks:
+    if table.gives_state_as_it_is:
         # All that needs no memory comes first: what cannot be kept is refused before the first
         # byte. The rows point into the state; their tensors live as long as `in_place` does.
         with paused_gc():

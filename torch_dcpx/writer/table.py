@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from torch_dcpx._compat import dtype_name
+from torch_dcpx._hooks import has_hooks, has_plain_state
 from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
-from torch_dcpx.ranks.rank_plan import RankPlan
+from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import (
     check_storage,
@@ -83,8 +84,6 @@ _STOCK_HOOKS = {
     for name in ("resolve_data", "lookup_object", "transform_object")
 }
 
-_LOOKUPS = ("get", "__getitem__", "__contains__")
-
 
 def is_kept_as_it_is(value: object) -> bool:
     """Returns whether a bytes item's value is pickled by itself, not by torch.save."""
@@ -98,20 +97,12 @@ def looked_up(item: WriteItem, state: Mapping[str, Any]) -> torch.Tensor | None:
     return data if is_plain_whole else None
 
 
-def has_stock_hooks(planner: SavePlanner | StagedItems) -> bool:
-    """Returns whether the planner hands out tensors that are there, never temporaries."""
-    if isinstance(planner, StagedItems):
-        return True
-    if not isinstance(planner, DefaultSavePlanner):
-        return False
-    state = type(getattr(planner, "state_dict", None))
-    return (
-        issubclass(state, dict)  # that makes nothing on the fly, either
-        and all(getattr(state, name) is getattr(dict, name) for name in _LOOKUPS)
-        and all(
-            getattr(type(planner), name) is hook and name not in vars(planner)
-            for name, hook in _STOCK_HOOKS.items()
-        )
+def gives_state_as_it_is(planner: SavePlanner | StagedItems) -> bool:
+    """Returns whether the planner hands out the tensors of its state, never temporaries."""
+    return isinstance(planner, StagedItems) or (
+        isinstance(planner, DefaultSavePlanner)
+        and has_plain_state(planner)  # which makes nothing on the fly, either
+        and has_hooks(planner, _STOCK_HOOKS)
     )
 
 
@@ -173,7 +164,7 @@ def check_shapes(items: Sequence[WriteItem], planner: SavePlanner | StagedItems)
         PlanError: one has another shape.
         As `vetted`.
     """
-    if has_stock_hooks(planner):
+    if gives_state_as_it_is(planner):
         for number in SAVE_ROWS.strangers(items, planner.state_dict):  # type: ignore[union-attr]
             if items[number].type is not WriteItemType.BYTE_IO:
                 vetted(items[number], planner.resolve_data(items[number]), gives_state=True)
@@ -198,11 +189,11 @@ class WriteTable:
             cut_names = frozenset(item.index.fqn for item in plan.items)
         self._cut_names = cut_names or frozenset()
         self.types: list[ItemType] = [BYTES_TYPE]
-        self.has_stock_hooks = has_stock_hooks(planner)
-        self._gives_state = self.has_stock_hooks or getattr(planner, "dcpx_gives_state", False)
+        self.gives_state_as_it_is = gives_state_as_it_is(planner)
+        self._gives_state = self.gives_state_as_it_is or getattr(planner, "dcpx_gives_state", False)
         self.descriptors = transform.descriptors if transform is not None else None
         self._planner = planner
-        self._state = planner.state_dict if self.has_stock_hooks else {}  # type: ignore[attr-defined]
+        self._state = planner.state_dict if self.gives_state_as_it_is else {}  # type: ignore[attr-defined]
         self._paths = paths if isinstance(paths, dict) else {}
         self._transform = transform
         self._known: dict[tuple[Any, ...], int] = {}  # what makes a type -> its index
@@ -230,7 +221,7 @@ class WriteTable:
         """Describes the items that lie in memory, of the host or a device, as they are written.
 
         Makes no temporary, so that all items can be asked before the first byte is written.
-        REQUIRES: has_stock_hooks.
+        REQUIRES: gives_state_as_it_is.
 
         Raises:
             AssertionError: the planner gave a wrong type (stock's texts).

@@ -29,10 +29,10 @@ from torch.futures import Future
 
 from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
-from torch_dcpx._overrides import refuse_bypassed, refuse_changed
+from torch_dcpx._hooks import refuse_bypassed, refuse_changed
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.options import WriteOptions, merge_write_options
-from torch_dcpx.ranks.rank_plan import offered
+from torch_dcpx.ranks.plan_wire import offered
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.staging.staged_state import note_state_written
 from torch_dcpx.staging.stager import DcpxStager
