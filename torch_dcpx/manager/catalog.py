@@ -18,9 +18,9 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.manager.checkpoint_tags import tag_of, tag_or_none
 from torch_dcpx.manager.fallback import Attempts
 from torch_dcpx.manager.own_directory import OwnDirectory, lies_there
+from torch_dcpx.manager.pointer import tag_of, tag_or_none
 from torch_dcpx.manager.removal import PIN_NAME, remove_checkpoint
 from torch_dcpx.manager.resume import Chosen
 from torch_dcpx.manager.retention import KeepRules, Retention

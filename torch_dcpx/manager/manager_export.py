@@ -20,7 +20,7 @@ from torch_dcpx.errors import MismatchError, NotCommittedError, OptionError
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.manager.catalog import CheckpointCatalog
-from torch_dcpx.manager.checkpoint_tags import tag_of
+from torch_dcpx.manager.pointer import tag_of
 from torch_dcpx.manager.resume import Chosen
 from torch_dcpx.manager.state import ModelPart
 from torch_dcpx.manager.translate import MODEL, checked_translate

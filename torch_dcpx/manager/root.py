@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
-from torch_dcpx.manager.checkpoint_tags import is_tag
-from torch_dcpx.manager.pointer import Pointer, is_own_name, read_pointer, write_pointer
+from torch_dcpx.manager.pointer import Pointer, is_own_name, is_tag, read_pointer, write_pointer
 from torch_dcpx.manager.stored import Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, fsync_path

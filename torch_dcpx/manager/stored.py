@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.errors import CorruptionError, NotCommittedError, ShortReadError, StorageError
 from torch_dcpx.integrity.verify import open_checkpoint
-from torch_dcpx.manager.checkpoint_tags import step_of_name
+from torch_dcpx.manager.pointer import step_of_name
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory
