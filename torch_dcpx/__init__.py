@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from .keys.key_map import KeyMap
     from .keys.rules import Merge, Split, Transpose
     from .load_report import LoadReport
+    from .manager.content import PerRank
     from .manager.manager import CheckpointManager
-    from .manager.per_rank import PerRank
     from .manager.preemption import Preemption
     from .manager.resume import ResumeInfo
     from .options import ReadOptions, WriteOptions
@@ -131,7 +131,7 @@ _MODULE_OF = {
     "Finding": "integrity.verify_report",
     "KeyMap": "keys.key_map",
     "LoadReport": "load_report",
-    "PerRank": "manager.per_rank",
+    "PerRank": "manager.content",
     "Preemption": "manager.preemption",
     "ReadOptions": "options",
     "RepairReport": "integrity.repair_report",

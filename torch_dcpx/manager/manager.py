@@ -21,9 +21,9 @@ from torch_dcpx.checkpoint.load import load
 from torch_dcpx.checkpoint.save import async_save as save_in_background
 from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.keys.rules import KeyRules
+from torch_dcpx.manager.content import Merge, checked_merge
 from torch_dcpx.manager.fallback import Attempts
 from torch_dcpx.manager.manager_export import ExportingCatalog
-from torch_dcpx.manager.per_rank import Merge, checked_merge
 from torch_dcpx.manager.pointer import tag_of
 from torch_dcpx.manager.preemption import Preemption
 from torch_dcpx.manager.resume import Chosen, ResumeInfo, Wanted

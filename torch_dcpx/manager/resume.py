@@ -21,10 +21,16 @@ from torch_dcpx.checkpoint.load_part import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.load_report import LoadReport
-from torch_dcpx.manager.content import decode_content, with_own
+from torch_dcpx.manager.content import (
+    Merge,
+    PerRank,
+    check_mergeable,
+    decode_content,
+    merged,
+    with_own,
+)
 from torch_dcpx.manager.optimizer_groups import NAMED_GROUPS
 from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
-from torch_dcpx.manager.per_rank import Merge, PerRank, check_mergeable, merged
 from torch_dcpx.manager.save import Parts
 from torch_dcpx.manager.state import ModelPart, StatePart, paired_states
 from torch_dcpx.manager.stored import Record

@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx.checkpoint.call_agreement import Call
 from torch_dcpx.errors import OptionError, StorageError
-from torch_dcpx.manager.content import encode_content, split_content
+from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_groups import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
 from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.manager.own_directory import OwnDirectory
-from torch_dcpx.manager.per_rank import PerRank
 from torch_dcpx.manager.pointer import check_step, step_of_name, tag_of
 from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
