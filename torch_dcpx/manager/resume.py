@@ -29,12 +29,11 @@ from torch_dcpx.manager.content import (
     merged,
     with_own,
 )
-from torch_dcpx.manager.optimizer_groups import NAMED_GROUPS
 from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.manager.save import Parts
 from torch_dcpx.manager.state import ModelPart, StatePart, paired_states
 from torch_dcpx.manager.stored import Record
-from torch_dcpx.manager.translate import TrainingRules
+from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules
 from torch_dcpx.options import ReadOptions
 
 

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx.checkpoint.call_agreement import Call
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
-from torch_dcpx.manager.optimizer_groups import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
 from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.manager.own_directory import OwnDirectory
 from torch_dcpx.manager.pointer import check_step, step_of_name, tag_of
@@ -36,6 +35,7 @@ from torch_dcpx.manager.state import (
     states_of,
 )
 from torch_dcpx.manager.stored import Record
+from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
 from torch_dcpx.metadata.committed import committed_save_id
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.reader_lock import make_readers_file
