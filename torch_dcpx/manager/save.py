@@ -22,7 +22,6 @@ from torch_dcpx.checkpoint.call_agreement import Call
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
-from torch_dcpx.manager.own_directory import OwnDirectory
 from torch_dcpx.manager.pointer import check_step, step_of_name, tag_of
 from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
@@ -34,7 +33,7 @@ from torch_dcpx.manager.state import (
     kind_of,
     states_of,
 )
-from torch_dcpx.manager.stored import Record
+from torch_dcpx.manager.stored import OwnDirectory, Record
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
 from torch_dcpx.metadata.committed import committed_save_id
 from torch_dcpx.options import WriteOptions
