@@ -44,10 +44,10 @@ if TYPE_CHECKING:
         UnsafePickleError,
         UnsupportedError,
     )
+    from .integrity.findings import Finding, VerifyReport
     from .integrity.repair import repair
     from .integrity.repair_report import RepairReport
     from .integrity.verify import verify
-    from .integrity.verify_report import Finding, VerifyReport
     from .keys.key_map import KeyMap
     from .keys.rules import Merge, Split, Transpose
     from .load_report import LoadReport
@@ -128,7 +128,7 @@ _MODULE_OF = {
     "DcpxSavePlanner": "planners.save_planner",
     "DcpxStager": "staging.stager",
     "DcpxWriter": "writer.writer",
-    "Finding": "integrity.verify_report",
+    "Finding": "integrity.findings",
     "KeyMap": "keys.key_map",
     "LoadReport": "load_report",
     "PerRank": "manager.content",
@@ -138,7 +138,7 @@ _MODULE_OF = {
     "ResumeInfo": "manager.resume",
     "SaveHandle": "checkpoint.handle",
     "SaveReport": "save_report",
-    "VerifyReport": "integrity.verify_report",
+    "VerifyReport": "integrity.findings",
     "WriteOptions": "options",
     "guard_optimizer": "tensors.copy_guard",
     "load": "checkpoint.load",

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_dcpx._compat import common_properties
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
-from torch_dcpx.integrity.findings import file_finding, of_error
-from torch_dcpx.integrity.verify_report import Finding
+from torch_dcpx.integrity.findings import Finding, file_finding, of_error
 from torch_dcpx.metadata.file import decode_metadata, encode_pieces
 from torch_dcpx.metadata.lazy import plain_metadata
 from torch_dcpx.metadata.parts import decode_parts

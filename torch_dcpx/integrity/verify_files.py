@@ -11,9 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch_dcpx._compat import dtype_name
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.compare import Item, StoredCheckpoint
-from torch_dcpx.integrity.findings import ItemRanges, file_finding, of_error, of_raw
+from torch_dcpx.integrity.findings import Finding, ItemRanges, file_finding, of_error, of_raw
 from torch_dcpx.integrity.footers import BYTES, TENSOR, FileFacts, FooterRow, RawFinding, add_file
-from torch_dcpx.integrity.verify_report import Finding
 from torch_dcpx.storage.names import FileEntry
 
 if TYPE_CHECKING:
