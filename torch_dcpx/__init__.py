@@ -44,9 +44,8 @@ if TYPE_CHECKING:
         UnsafePickleError,
         UnsupportedError,
     )
-    from .integrity.findings import Finding, VerifyReport
+    from .integrity.findings import Finding, RepairReport, VerifyReport
     from .integrity.repair import repair
-    from .integrity.repair_report import RepairReport
     from .integrity.verify import verify
     from .keys.key_map import KeyMap
     from .keys.rules import Merge, Split, Transpose
@@ -134,7 +133,7 @@ _MODULE_OF = {
     "PerRank": "manager.content",
     "Preemption": "manager.preemption",
     "ReadOptions": "options",
-    "RepairReport": "integrity.repair_report",
+    "RepairReport": "integrity.findings",
     "ResumeInfo": "manager.resume",
     "SaveHandle": "checkpoint.handle",
     "SaveReport": "save_report",

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafePickleError
 from torch_dcpx.integrity.compare import StoredCheckpoint, items_by_file
-from torch_dcpx.integrity.findings import Finding
+from torch_dcpx.integrity.findings import Finding, RepairedMetadata, RepairReport, Source
 from torch_dcpx.integrity.footers import TENSOR, FileFacts
 from torch_dcpx.integrity.rebuild import (
     check_ranks,
@@ -31,7 +31,6 @@ from torch_dcpx.integrity.rebuild import (
     one_generation,
     one_save,
 )
-from torch_dcpx.integrity.repair_report import RepairedMetadata, RepairReport, Source
 from torch_dcpx.integrity.verify import open_checkpoint, verify_job
 from torch_dcpx.integrity.verify_files import look_at_file, look_at_named
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
