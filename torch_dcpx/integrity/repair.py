@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafePickleError
-from torch_dcpx.integrity.compare import StoredCheckpoint, items_by_file
+from torch_dcpx.integrity.compare import (
+    StoredCheckpoint,
+    items_by_file,
+    look_at_file,
+    look_at_named,
+)
 from torch_dcpx.integrity.findings import Finding, RepairedMetadata, RepairReport, Source
 from torch_dcpx.integrity.footers import TENSOR, FileFacts
 from torch_dcpx.integrity.rebuild import (
@@ -32,7 +37,6 @@ from torch_dcpx.integrity.rebuild import (
     one_save,
 )
 from torch_dcpx.integrity.verify import open_checkpoint, verify_job
-from torch_dcpx.integrity.verify_files import look_at_file, look_at_named
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
