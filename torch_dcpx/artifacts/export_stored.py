@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torch_dcpx._compat import dtype_name
 from torch_dcpx._hooks import takes_in_any_order
-from torch_dcpx.artifacts.export_pieces import BackgroundRows
 from torch_dcpx.artifacts.layout import ExportTensor, file_view
-from torch_dcpx.artifacts.rows import ExportRows, Target, share_of, slabs
+from torch_dcpx.artifacts.rows import BackgroundRows, ExportRows, Target, share_of, slabs
 from torch_dcpx.artifacts.sources import Box, Entry, Offer, narrowed
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.errors import PlanError
