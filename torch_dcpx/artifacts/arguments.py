@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torch_dcpx.artifacts.export_stored import StoredSource
-from torch_dcpx.artifacts.sources import LiveSource
+from torch_dcpx.artifacts.sources import LiveSource, StoredSource
 from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_globs, told_rules
 from torch_dcpx.errors import OptionError
 from torch_dcpx.keys.rules import KeyRules, checked_map

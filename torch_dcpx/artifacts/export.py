@@ -35,11 +35,10 @@ from torch_dcpx.artifacts.export_plan import (
     tied,
     united,
 )
-from torch_dcpx.artifacts.export_stored import StoredSource
 from torch_dcpx.artifacts.files import ArtifactFiles, open_job, temporary_name
 from torch_dcpx.artifacts.layout import ExportTensor, Layout, index_of, safetensors_layout
 from torch_dcpx.artifacts.rows import ExportRows, Target
-from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, selected
+from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, StoredSource, selected
 from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
 from torch_dcpx.checkpoint.call_agreement import Call, has_functions
 from torch_dcpx.errors import PlanError
