@@ -20,19 +20,17 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch_dcpx._native import _C
 from torch_dcpx.artifacts.arguments import (
     ExportArguments,
-    check_same_export,
-    checked_arguments,
-    source_of,
-    told_source,
-)
-from torch_dcpx.artifacts.export_plan import (
     RankPart,
     assigned,
+    check_same_export,
     check_same_tensors,
+    checked_arguments,
     refuse_objects,
     renamed_digest,
+    source_of,
     tensors_of,
     tied,
+    told_source,
     united,
 )
 from torch_dcpx.artifacts.files import ArtifactFiles, open_job, temporary_name
