@@ -21,10 +21,10 @@ from torch_dcpx.errors import (
 from torch_dcpx.manager.fallback import Attempts
 from torch_dcpx.manager.pointer import tag_of, tag_or_none
 from torch_dcpx.manager.removal import PIN_NAME, remove_checkpoint
-from torch_dcpx.manager.resume import Chosen
 from torch_dcpx.manager.retention import KeepRules, Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import OwnDirectory, identity_of, lies_there
+from torch_dcpx.manager.wanted import Chosen
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard, TypeVar
 
 from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError, UnsupportedError
 from torch_dcpx.load_report import LoadReport
-from torch_dcpx.manager.resume import Chosen, PassedOver, ResumeInfo, Wanted
 from torch_dcpx.manager.root import ManagerRoot
+from torch_dcpx.manager.wanted import Chosen, PassedOver, ResumeInfo, Wanted
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.reader.pretrained_reader import stored_sizes
 

@@ -26,7 +26,6 @@ from torch_dcpx.manager.fallback import Attempts
 from torch_dcpx.manager.manager_export import ExportingCatalog
 from torch_dcpx.manager.pointer import tag_of
 from torch_dcpx.manager.preemption import Preemption
-from torch_dcpx.manager.resume import Chosen, ResumeInfo, Wanted
 from torch_dcpx.manager.retention import KeepRules
 from torch_dcpx.manager.save import (
     ManagedWriter,
@@ -38,6 +37,7 @@ from torch_dcpx.manager.save import (
 )
 from torch_dcpx.manager.stored import Record
 from torch_dcpx.manager.translate import checked_translate
+from torch_dcpx.manager.wanted import Chosen, ResumeInfo, Wanted
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import keys_for, told_to_next

@@ -21,9 +21,9 @@ from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import tag_of
-from torch_dcpx.manager.resume import Chosen
 from torch_dcpx.manager.state import ModelPart
 from torch_dcpx.manager.translate import MODEL, checked_translate
+from torch_dcpx.manager.wanted import Chosen
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.reader.pretrained_reader import stored_sizes
 
