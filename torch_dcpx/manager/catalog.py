@@ -18,9 +18,9 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.manager.fallback import Attempts
 from torch_dcpx.manager.pointer import tag_of, tag_or_none
 from torch_dcpx.manager.removal import PIN_NAME, remove_checkpoint
+from torch_dcpx.manager.resume import Attempts
 from torch_dcpx.manager.retention import KeepRules, Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import OwnDirectory, identity_of, lies_there

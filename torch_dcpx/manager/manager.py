@@ -22,10 +22,10 @@ from torch_dcpx.checkpoint.save import async_save as save_in_background
 from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.manager.content import Merge, checked_merge
-from torch_dcpx.manager.fallback import Attempts
 from torch_dcpx.manager.manager_export import ExportingCatalog
 from torch_dcpx.manager.pointer import tag_of
 from torch_dcpx.manager.preemption import Preemption
+from torch_dcpx.manager.resume import Attempts
 from torch_dcpx.manager.retention import KeepRules
 from torch_dcpx.manager.save import (
     ManagedWriter,
