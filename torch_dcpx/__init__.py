@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .manager.content import PerRank
     from .manager.manager import CheckpointManager
     from .manager.preemption import Preemption
-    from .manager.wanted import ResumeInfo
+    from .manager.resume import ResumeInfo
     from .options import ReadOptions, WriteOptions
     from .planners.load_planner import DcpxLoadPlanner
     from .planners.save_planner import DcpxSavePlanner
@@ -134,7 +134,7 @@ _MODULE_OF = {
     "Preemption": "manager.preemption",
     "ReadOptions": "options",
     "RepairReport": "integrity.findings",
-    "ResumeInfo": "manager.wanted",
+    "ResumeInfo": "manager.resume",
     "SaveHandle": "checkpoint.handle",
     "SaveReport": "save_report",
     "VerifyReport": "integrity.findings",

@@ -1,109 +1,194 @@
-"""What `resume` does where the newest checkpoint is damaged: it takes the commit before it.
+"""One `resume` of a manager, with another attempt for each checkpoint that is damaged.
 
-1. Bytes of a checkpoint are not what was written: its load raises a `CorruptionError`, on which the
-   ranks agree as on any error of a load.
-2. All ranks pass it over and choose again: the newest of those that were not passed over. The
-   coordinator notes what is damaged, so that retention lets it take no good one's place.
-3. What is read then overwrites all that the damaged read may have filled. Where it would not, or
-   does not fit, the damage is the error: nobody goes on with parts of two checkpoints.
+1. The coordinator chooses: the newest whole checkpoint, or the tag that the caller named. It holds
+   the readers' lock from here on, so that nobody's retention takes the checkpoint away.
+2. `Wanted` refuses parts that are not there, and values that were each of other ranks' own.
+3. `dcpx.load` checks the checkpoint as a whole, then reads it. Small values are decoded and merged
+   behind the read: an error of that is raised on all ranks before any part is filled on any.
+4. Still in the load: model, optimizers and state are filled, then scheduler, data loader and what
+   is each rank's own. An error on one rank is raised on all, and none returns before.
+
+Where bytes of the newest checkpoint are not what was written:
+5. Its load raises a `CorruptionError`, on which the ranks agree as on any error of a load.
+6. All ranks pass it over and begin anew: the newest of those that they did not pass over. The
+   coordinator notes what is damaged, so that retention keeps a good one in its place.
+7. The next load overwrites all that the damaged read may have filled. Where it would not, or does
+   not fit, the damage is the error: nobody goes on with parts of two checkpoints.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeGuard, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
+from torch_dcpx.checkpoint.call_agreement import Call, told_rules
+from torch_dcpx.checkpoint.load import load
 from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError, UnsupportedError
+from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.load_report import LoadReport
-from torch_dcpx.manager.root import ManagerRoot
-from torch_dcpx.manager.wanted import Chosen, PassedOver, ResumeInfo, Wanted
-from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.manager.catalog import CheckpointCatalog
+from torch_dcpx.manager.content import Merge, checked_merge
+from torch_dcpx.manager.pointer import tag_of
+from torch_dcpx.manager.save import Parts
+from torch_dcpx.manager.stored import Skipped, Stored
+from torch_dcpx.manager.translate import checked_translate
+from torch_dcpx.manager.wanted import Wanted
+from torch_dcpx.ranks.call_id import CallId, last_component
+from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reader.pretrained_reader import stored_sizes
-
-_T = TypeVar("_T")
 
 _MAX_SHOWN = 5  # names in one message
 
 logger = logging.getLogger("torch_dcpx")
 
 
+class PassedOver(NamedTuple):
+    """A newer checkpoint that was whole, as far as sizes tell, and damaged."""
+
+    tag: str
+    file: str  # whose bytes are not what was written
+    reason: str
+
+
+@dataclass(frozen=True)
+class ResumeInfo:
+    """What a training goes on from.
+
+    Attributes:
+        tag: of the checkpoint; None: there is none, the training starts fresh.
+        step: that it was saved with; None of a fresh start, and of a checkpoint of others whose
+            name is not "step-N".
+        user_content: as it was saved; None if nothing was.
+        metrics: that were saved with it.
+        report: of the load; None of a fresh start.
+        skipped: (tag, reason) of directories that were no whole checkpoints on the way to this one.
+        passed_over: newer checkpoints that were damaged, the newest first.
+    """
+
+    tag: str | None = None
+    step: int | None = None
+    user_content: Any = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    report: LoadReport | None = None
+    skipped: tuple[tuple[str, str], ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there was nothing to resume."""
+        return self.tag is None
+
+
 class _Damage(NamedTuple):
-    """What was passed over, and why. Not the error, whose frames would keep what was read."""
+    """A checkpoint that was passed over. Not the error, whose frames would keep what was read."""
 
     over: PassedOver
     path: str
     fields: dict[str, Any]
 
 
-class Attempts:
-    """What one `resume` has tried so far: the same on every rank."""
+@dataclass
+class Resume:
+    """One `resume` and what it has tried so far: the same on every rank. Not thread-safe.
 
-    def __init__(self, root: ManagerRoot, tag: str | int | None, fallback: bool) -> None:
-        """Begins with none.
+    The arguments are those of `CheckpointManager.resume`.
+    """
 
-        Args:
-            root: of the checkpoints.
-            tag: that is asked for; it has no other in its place.
-            fallback: whether the newest has.
-        """
-        self.tag = tag
-        self._root = root
-        self._fallback = fallback
-        self._damages: list[_Damage] = []
-        self._skipped: tuple[tuple[str, str], ...] = ()
+    catalog: CheckpointCatalog
+    parts: Parts
+    tag: str | int | None
+    strict: bool
+    merge: Merge
+    translate: Any
+    fallback: bool
+    allow_fresh: bool
+    _damages: list[_Damage] = field(default_factory=list)
+    _skipped: Skipped = ()
 
-    @property
-    def passed_over(self) -> tuple[PassedOver, ...]:
-        """What was damaged, the newest first."""
-        return tuple(damage.over for damage in self._damages)
-
-    @property
-    def passed_tags(self) -> list[str]:
-        """The tags of what was damaged."""
-        return [damage.over.tag for damage in self._damages]
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """What all ranks compare."""
-        passed = self.passed_tags
-        return {"fallback": self._fallback, **({"passed": passed} if passed else {})}
-
-    def until_read(self, attempt: Callable[[], _T | None]) -> _T:
-        """Returns what an attempt gives, and repeats one that gives None.
+    def run(self) -> ResumeInfo:
+        """Returns what the first attempt gives that meets no damage.
 
         Raises:
             CorruptionError: what was saved before something damaged does not fit.
         """
-        while True:
+        found = None
+        while found is None:
             try:
-                found = attempt()
+                found = self._attempt()
             except (PlanError, UnsupportedError) as error:
                 if self._damages:
                     self._raise(f"what was to take its place does not fit: {error}", error)
                 raise
-            if found is not None:
-                return found
+        return found
 
-    def tell_damaged(self) -> None:
-        """Writes down what was passed over so far; asked of the coordinator, in an exchange."""
+    def _attempt(self) -> ResumeInfo | None:
+        """Resumes from one checkpoint; None: it is damaged, and older ones may be tried."""
+        catalog = self.catalog
+        group, no_dist, options = catalog.group, catalog.no_dist, catalog.read_options
+        with ExitStack() as stack:
+            with catalog.exchange("resume", self.tag) as exchange:
+                rank, world_size = exchange.rank, exchange.world_size
+                rules, (chosen, self._skipped) = catalog.agree(
+                    exchange, "choose", self._call, lambda calls, _: self._choose(calls, stack)
+                )
+            if chosen is None:
+                if self._damages:
+                    more = "".join(f"; '{tag}': {reason}" for tag, reason in self._skipped)
+                    self._raise(f"there is no other whole checkpoint{more}")
+                return ResumeInfo(skipped=self._skipped)
+            path = str(chosen.path)
+            call = CallId("load", last_component(path))
+            with told_to_next(group, no_dist, options.load_timeout_s, "load", call):
+                wanted = Wanted(
+                    self.parts, chosen, rank, world_size, strict=self.strict, merge=self.merge,
+                    translate=rules, options=options,
+                )  # fmt: skip
+                target = wanted.target()
+            try:
+                report = load(
+                    target, path, process_group=group, no_dist=no_dist, options=options,
+                    strict=self.strict, key_map=wanted.rules,
+                )  # fmt: skip
+            except BaseException as error:
+                if self._passes_over(chosen, error, logs=rank == 0):
+                    return None
+                raise
+            if self._damages and not self.strict:
+                self._check_filled(report.missing, wanted)
+        metrics = {} if chosen.record is None else chosen.record.metrics
+        over = tuple(damage.over for damage in self._damages)
+        return ResumeInfo(
+            chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, over
+        )
+
+    def _call(self) -> tuple[KeyRules | None, Call]:
+        """Returns the rules for the model's names, and this rank's call."""
+        self.parts.check()
+        rules = checked_translate(self.translate, self.parts.model)
+        tag = None if self.tag is None else tag_of(self.tag)
+        passed = self._passed_tags()
+        call = self.parts.call(
+            "resume", None, tag=tag, strict=self.strict, merge=checked_merge(self.merge),
+            translate=told_rules(rules), fallback=self.fallback,
+            **({"passed": passed} if passed else {}),
+        )  # fmt: skip
+        return rules, call
+
+    def _choose(self, calls: list[Call], stack: ExitStack) -> tuple[Stored | None, Skipped]:
+        """The coordinator's: the checkpoint of this attempt."""
         if self._damages:
-            self._root.tell_damaged()
+            self.catalog.root.tell_damaged()
+        tag, passed = calls[0].arguments["tag"], self._passed_tags()
+        return self.catalog.choose(tag, stack, passed, allow_fresh=self.allow_fresh)
 
-    def is_fresh(self, chosen: Chosen) -> bool:
-        """Returns whether there is nothing to load; notes what was skipped on the way.
+    def _passed_tags(self) -> list[str]:
+        return [damage.over.tag for damage in self._damages]
 
-        Raises:
-            CorruptionError: all that was there is damaged.
-        """
-        self._skipped = chosen.skipped
-        if chosen.tag is None and self._damages:
-            more = "".join(f"; '{tag}': {reason}" for tag, reason in self._skipped)
-            self._raise(f"there is no other whole checkpoint{more}")
-        return chosen.tag is None
-
-    def passes_over(self, chosen: Chosen, error: BaseException, *, logs: bool) -> bool:
+    def _passes_over(self, chosen: Stored, error: BaseException, *, logs: bool) -> bool:
         """Returns whether an older checkpoint is to be loaded where this load has failed.
 
         Args:
@@ -111,29 +196,29 @@ class Attempts:
             error: of the load, agreed by the ranks.
             logs: whether this rank says so.
         """
-        if chosen.tag is None or not _is_damage(error, chosen.path):
+        if not _is_damage(error, chosen.path):
             return False
-        self._root.note_damaged(chosen.tag)
-        if self.tag is not None or not self._fallback:
+        root = self.catalog.root
+        root.note_damaged(chosen.tag)
+        if self.tag is not None or not self.fallback:
             return False
         file = str(error.path)
         fields = {name: getattr(error, name) for name in CorruptionError.FIELDS}
         over = PassedOver(chosen.tag, file, error.message)
-        self._damages.append(_Damage(over, chosen.path, fields))
+        self._damages.append(_Damage(over, str(chosen.path), fields))
         if logs:
             logger.warning(
                 "passed over checkpoint '%s' beneath '%s', for '%s' is damaged; the one before it "
-                "is tried: %s", chosen.tag, self._root.path, file, error.message,
+                "is tried: %s", chosen.tag, root.path, file, error.message,
             )  # fmt: skip
         return True
 
-    def check_filled(self, missing: Sequence[str], wanted: Wanted, exchange: Exchange) -> None:
+    def _check_filled(self, missing: Sequence[str], wanted: Wanted) -> None:
         """Makes sure that nothing of a damaged checkpoint is left in what was filled.
 
         Args:
             missing: names that were not read, as `strict=False` allows.
             wanted: what was asked of the checkpoint that was read.
-            exchange: in which the ranks agree.
 
         Raises:
             CorruptionError: something may be, on any rank.
@@ -148,26 +233,20 @@ class Attempts:
                     names = ", ".join(left[:_MAX_SHOWN])
                     self._raise(f"what was read in its place does not hold {names}")
 
-        with exchange:
+        with self.catalog.exchange("resume") as exchange:
             exchange.all_reduce("fallback", check, lambda _: None)
 
-    def resumed(self, chosen: Chosen, content: Any, report: LoadReport) -> ResumeInfo:
-        """Returns what `resume` returns."""
-        metrics = {} if chosen.record is None else chosen.record.metrics
-        return ResumeInfo(
-            chosen.tag, chosen.step, content, metrics, report, chosen.skipped, self.passed_over
-        )
-
     def _raise(self, why: str, cause: BaseException | None = None) -> NoReturn:
-        damages = "; ".join(f"'{tag}' ('{file}': {text})" for tag, file, text in self.passed_over)
+        overs = [damage.over for damage in self._damages]
+        damages = "; ".join(f"'{tag}' ('{file}': {text})" for tag, file, text in overs)
         raise CorruptionError(
-            f"resume from '{self._root.path}': damaged: {damages}; {why}. What was to be filled "
-            "may hold bytes of them; tag= takes a checkpoint by name",
+            f"resume from '{self.catalog.root.path}': damaged: {damages}; {why}. What was to be "
+            "filled may hold bytes of them; tag= takes a checkpoint by name",
             **self._damages[0].fields,
         ) from cause
 
 
-def _is_damage(error: BaseException, path: str) -> TypeGuard[CorruptionError]:
+def _is_damage(error: BaseException, path: Path) -> TypeGuard[CorruptionError]:
     """Returns whether bytes of a file of the checkpoint in `path` are not what was written.
 
     A class that is on no list is no damage, nor are names in the metadata that contradict each

@@ -16,7 +16,7 @@ import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.errors import (
@@ -33,6 +33,8 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.system_calls import uninterrupted
+
+Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tag and reason of what is not whole
 
 _RECORD_ITEM = "dcpx.manager"
 _FORMAT = 1

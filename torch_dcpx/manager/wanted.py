@@ -1,26 +1,17 @@
-"""One `resume` of a manager.
+"""What one rank asks of the checkpoint that a resume has chosen, and what it gets.
 
-1. The coordinator chooses: the newest whole checkpoint, or the tag that was asked for. It holds the
-   readers' lock from here on, so that nobody's retention takes it away. Damage that 3 finds leads
-   back here (`manager_fallback`).
-2. What was asked for and is not there, and what was each of other ranks' own, is refused.
-3. `dcpx.load`: checked as a whole, then read. What is small is taken apart, and merged, behind the
-   read: an error of that is raised on all ranks before anything is handed over on any.
-4. Still in the load: model, optimizers and state get what is theirs, then scheduler, data loader
-   and what is each rank's own. An error on one rank is raised on all, and none returns before.
+`Wanted` refuses parts that were not saved, before anything is read. It names what the load fills.
+It decodes and merges the small values behind the read, and hands them over after the tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_dcpx.checkpoint.load_part import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.rules import KeyRules
-from torch_dcpx.load_report import LoadReport
 from torch_dcpx.manager.content import (
     Merge,
     PerRank,
@@ -32,56 +23,9 @@ from torch_dcpx.manager.content import (
 from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
 from torch_dcpx.manager.save import Parts
 from torch_dcpx.manager.state import ModelPart, StatePart, paired_states
-from torch_dcpx.manager.stored import Record
+from torch_dcpx.manager.stored import Stored
 from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules
 from torch_dcpx.options import ReadOptions
-
-
-class PassedOver(NamedTuple):
-    """A newer checkpoint that was whole, as far as sizes tell, and damaged."""
-
-    tag: str
-    file: str  # whose bytes are not what was written
-    reason: str
-
-
-@dataclass(frozen=True)
-class ResumeInfo:
-    """What a training goes on from.
-
-    Attributes:
-        tag: of the checkpoint; None: there is none, the training starts fresh.
-        step: that it was saved with; None of a fresh start, and of a checkpoint of others whose
-            name is not "step-N".
-        user_content: as it was saved; None if nothing was.
-        metrics: that were saved with it.
-        report: of the load; None of a fresh start.
-        skipped: (tag, reason) of directories that were no whole checkpoints on the way to this one.
-        passed_over: newer checkpoints that were damaged, the newest first.
-    """
-
-    tag: str | None = None
-    step: int | None = None
-    user_content: Any = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    report: LoadReport | None = None
-    skipped: tuple[tuple[str, str], ...] = ()
-    passed_over: tuple[PassedOver, ...] = ()
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether there was nothing to resume."""
-        return self.tag is None
-
-
-class Chosen(NamedTuple):
-    """What the coordinator tells all ranks of the checkpoint it has chosen."""
-
-    tag: str | None
-    path: str
-    step: int | None
-    record: Record | None
-    skipped: tuple[tuple[str, str], ...]
 
 
 class Wanted:
@@ -90,7 +34,7 @@ class Wanted:
     def __init__(
         self,
         parts: Parts,
-        chosen: Chosen,
+        chosen: Stored,
         rank: int,
         world_size: int,
         *,
@@ -101,7 +45,7 @@ class Wanted:
     ) -> None:
         """Raises MismatchError where it does not have that: the same on every rank."""
         self._parts = parts
-        self._chosen = chosen
+        self._path = str(chosen.path)
         self._rank = rank
         self._world_size = world_size
         self._merge = merge
@@ -109,12 +53,13 @@ class Wanted:
         self._stored = frozenset() if record is None else frozenset(record.parts)
         self._own_names = () if record is None else record.per_rank
         saved_ranks = 0 if record is None else record.ranks
+        self._is_same_size = saved_ranks == world_size
         self._check_parts(strict=strict)
         self._names = self._asked_own()
-        check_mergeable(self._names, merge, saved_ranks, world_size, chosen.path)
+        check_mergeable(self._names, merge, saved_ranks, world_size, self._path)
         self._ranks: Iterable[int] = ()  # whose own is read
         if self._names:
-            self._ranks = [rank] if saved_ranks == world_size else range(saved_ranks)
+            self._ranks = [rank] if self._is_same_size else range(saved_ranks)
         self._options = options
         self._given: dict[str, Any] = {}  # what is small, by part
         self._own_values: dict[str, Any] = {}  # what is this rank's own, by path
@@ -127,7 +72,6 @@ class Wanted:
 
     def _check_parts(self, *, strict: bool) -> None:
         """Small parts that were not saved are an error; of the others `load` says so by name."""
-        chosen = self._chosen
         missing = [
             name
             for name in ("lr_scheduler", "dataloader")
@@ -137,10 +81,10 @@ class Wanted:
         missing += [name for name in own if name not in self._own_names]
         if missing and strict:
             raise MismatchError(
-                f"resume from '{chosen.path}': {', '.join(missing)} was not saved there; "
+                f"resume from '{self._path}': {', '.join(missing)} was not saved there; "
                 "strict=False leaves it as it is",
                 fqn=missing[0],
-                path=chosen.path,
+                path=self._path,
                 missing=tuple(missing),
             )
 
@@ -205,7 +149,7 @@ class Wanted:
             OptionError: there are more or fewer schedulers than were saved.
             What the user's merge raises.
         """
-        path, options = self._chosen.path, self._options
+        path, options = self._path, self._options
         own = self._own(small, options)
         for name in ("user_content", "lr_scheduler"):
             if name in small:
@@ -234,16 +178,15 @@ class Wanted:
         """Returns this rank's own by path: what it saved, or what the merge gives."""
         if not self._names:
             return {}
-        path, record = Path(self._chosen.path), self._chosen.record
         stored = [
-            decode_content(small["rank"][str(rank)], f"dcpx.rank.{rank}", str(path), options)
+            decode_content(small["rank"][str(rank)], f"dcpx.rank.{rank}", self._path, options)
             for rank in self._ranks
         ]
         for rank, value in zip(self._ranks, stored, strict=True):
             missing = [name for name in self._names if type(value) is not dict or name not in value]
             if missing:
-                raise _none_of_ours(f"dcpx.rank.{rank}", str(path), f"no '{missing[0]:.80}'")
-        if record is not None and record.ranks == self._world_size:
+                raise _none_of_ours(f"dcpx.rank.{rank}", self._path, f"no '{missing[0]:.80}'")
+        if self._is_same_size:
             return {name: stored[0][name] for name in self._names}
         return merged(stored, self._names, self._merge, self._rank, self._world_size)
 
