@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     from .errors import StoreLostError as StoreLostError
     from .errors import UnsafePickleError as UnsafePickleError
     from .errors import UnsupportedError as UnsupportedError
+    from .integrity.findings import Finding as Finding
+    from .integrity.findings import RepairReport as RepairReport
+    from .integrity.findings import VerifyReport as VerifyReport
     from .integrity.repair import repair as repair
-    from .integrity.repair_report import RepairReport as RepairReport
     from .integrity.verify import verify as verify
-    from .integrity.verify_report import Finding as Finding
-    from .integrity.verify_report import VerifyReport as VerifyReport
     from .keys.key_map import KeyMap as KeyMap
     from .keys.rules import Merge as Merge
     from .keys.rules import Split as Split
     from .keys.rules import Transpose as Transpose
+    from .manager.content import PerRank as PerRank
     from .manager.manager import CheckpointManager as CheckpointManager
-    from .manager.per_rank import PerRank as PerRank
     from .manager.preemption import Preemption as Preemption
     from .manager.resume import ResumeInfo as ResumeInfo
     from .options import ReadOptions as ReadOptions
@@ -86,14 +86,13 @@ _PUBLIC = {
         "ShortReadError StagingError StorageError StoreLostError UnsafePickleError "
         "UnsupportedError"
     ),
+    "integrity.findings": "Finding RepairReport VerifyReport",
     "integrity.repair": "repair",
-    "integrity.repair_report": "RepairReport",
     "integrity.verify": "verify",
-    "integrity.verify_report": "Finding VerifyReport",
     "keys.key_map": "KeyMap",
     "keys.rules": "Merge Split Transpose",
     "manager.manager": "CheckpointManager",
-    "manager.per_rank": "PerRank",
+    "manager.content": "PerRank",
     "manager.preemption": "Preemption",
     "manager.resume": "ResumeInfo",
     "options": "ReadOptions WriteOptions",

@@ -18,10 +18,9 @@ from torch.distributed import HashStore
 import torch_dcpx as dcpx
 from torch_dcpx import KeyMap, Merge, Split, WriteOptions
 from torch_dcpx.artifacts import export as export_artifact
-from torch_dcpx.artifacts.export_plan import RankPart, check_same_tensors
-from torch_dcpx.artifacts.export_stored import StoredSource
+from torch_dcpx.artifacts.arguments import RankPart, check_same_tensors
 from torch_dcpx.artifacts.layout import ExportTensor
-from torch_dcpx.artifacts.sources import Offer
+from torch_dcpx.artifacts.sources import Offer, StoredSource
 
 WHOLE = {name: torch.full((6, 5), float(n)) for n, name in enumerate("abcd")}
 

@@ -18,9 +18,8 @@ from support.warm import warm_parent
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C, WriteOptions
-from torch_dcpx.artifacts.export_pieces import BackgroundRows, PieceMemory
 from torch_dcpx.artifacts.files import open_job
-from torch_dcpx.artifacts.rows import ExportRows, Target
+from torch_dcpx.artifacts.rows import BackgroundRows, ExportRows, PieceMemory, Target
 from torch_dcpx.reader import files as read_files
 from torch_dcpx.storage.directory import Directory
 

@@ -24,7 +24,7 @@ from support.ranks import leave_well
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxWriter, PlanError, WriteOptions
-from torch_dcpx.ranks.members import StoreExchange
+from torch_dcpx.ranks.store import StoreExchange
 
 ROOT, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
 Names = Callable[[Path], str]

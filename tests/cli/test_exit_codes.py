@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from support.saves import save
 
 import torch_dcpx.cli.listing
-import torch_dcpx.cli.verify
 from torch_dcpx import _C
 from torch_dcpx.cli.app import app
 from torch_dcpx.errors import StorageError
@@ -36,7 +35,7 @@ def test_interrupt_and_bug_are_no_damage(
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(torch_dcpx.cli.verify, "verify", fail)
+    monkeypatch.setattr(torch_dcpx.cli.listing, "verify", fail)
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert result.exit_code == 2
     words = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__

@@ -25,6 +25,7 @@ from torch_dcpx import (
 )
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.manager import root as manager_root
+from torch_dcpx.manager.catalog import CheckpointCatalog
 
 WORKER = Path(__file__).with_name("fallback_worker.py")
 
@@ -248,10 +249,10 @@ def test_good_resume_has_no_more_rounds_and_looks_than_without_fallback(
             name,
             lambda self, *args, _real=real, _name=name: calls.append(_name) or _real(self, *args),
         )
-    rounds = CheckpointManager._exchange
+    rounds = CheckpointCatalog.exchange
     monkeypatch.setattr(
-        CheckpointManager,
-        "_exchange",
+        CheckpointCatalog,
+        "exchange",
         lambda self, what, *more: calls.append(what) or rounds(self, what, *more),
     )
     manager_of(root).resume(state={"x": large(0)}, strict=False)

@@ -17,7 +17,7 @@ import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, DcpxError, StorageError, UnsupportedError
 from torch_dcpx.cli import listing as cli_list
 from torch_dcpx.manager import removal, retention
-from torch_dcpx.manager.own_directory import OwnDirectory
+from torch_dcpx.manager.stored import OwnDirectory
 
 WORKER = Path(__file__).with_name("links_worker.py")
 

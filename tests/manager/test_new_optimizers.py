@@ -11,7 +11,7 @@ from support.states import assert_same
 from trainings import Training, manager_of
 
 from torch_dcpx import MismatchError, StorageError, load, save
-from torch_dcpx.manager import manager
+from torch_dcpx.manager import resume
 from torch_dcpx.manager.optimizer_part import OptimizerPart
 
 
@@ -35,7 +35,7 @@ def test_resume_that_is_refused_leaves_a_new_optimizer_without_state(
         target["optimizer"].state_dict()
         raise StorageError("read")
 
-    monkeypatch.setattr(manager, "load", failing)
+    monkeypatch.setattr(resume, "load", failing)
     with pytest.raises(StorageError, match="read"):
         saves.resume(model=other.model, optimizer=other.optimizer)
     assert not other.optimizer.state

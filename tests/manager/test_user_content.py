@@ -15,8 +15,14 @@ from support.states import assert_same
 from trainings import manager_of
 
 from torch_dcpx import MismatchError, PerRank, UnsupportedError, load
-from torch_dcpx.manager.content import decode_content, encode_content, split_content, with_own
-from torch_dcpx.manager.per_rank import check_mergeable, merged
+from torch_dcpx.manager.content import (
+    check_mergeable,
+    decode_content,
+    encode_content,
+    merged,
+    split_content,
+    with_own,
+)
 
 SHARED = torch.arange(1000.0)
 CONTENT: dict[str, Any] = {

@@ -23,7 +23,8 @@ from support.states import assert_same
 
 from torch_dcpx import _C
 from torch_dcpx.errors import CorruptionError, StorageError
-from torch_dcpx.reader.rows import Located, ReadRow
+from torch_dcpx.reader.locate import Located
+from torch_dcpx.reader.rows import ReadRow
 
 BLOCK_BYTES = 64 << 10
 PAGE_BYTES = 4096

@@ -19,7 +19,8 @@ from support.leaks import Held
 
 from torch_dcpx.errors import OptionError, RankError, UnsupportedError
 from torch_dcpx.ranks.ballot import Ballot
-from torch_dcpx.ranks.members import Exchange, exchange_for
+from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.ranks.store_client import client_of
 
 

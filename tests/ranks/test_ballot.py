@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import RankError, StorageError
 from torch_dcpx.ranks.ballot import Ballot
-from torch_dcpx.ranks.members import Exchange
+from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.store import StoreExchange
 
 

@@ -14,7 +14,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from torch_dcpx.errors import PlanError, RankError, StorageError
 from torch_dcpx.ranks import store_keys
-from torch_dcpx.ranks.members import Exchange, exchange_for
+from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.ranks.store import StoreExchange
 
 # ---- One process --------------------------------------------------------------------------------

@@ -20,26 +20,23 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch_dcpx._native import _C
 from torch_dcpx.artifacts.arguments import (
     ExportArguments,
-    check_same_export,
-    checked_arguments,
-    source_of,
-    told_source,
-)
-from torch_dcpx.artifacts.export_plan import (
     RankPart,
     assigned,
+    check_same_export,
     check_same_tensors,
+    checked_arguments,
     refuse_objects,
     renamed_digest,
+    source_of,
     tensors_of,
     tied,
+    told_source,
     united,
 )
-from torch_dcpx.artifacts.export_stored import StoredSource
 from torch_dcpx.artifacts.files import ArtifactFiles, open_job, temporary_name
 from torch_dcpx.artifacts.layout import ExportTensor, Layout, index_of, safetensors_layout
 from torch_dcpx.artifacts.rows import ExportRows, Target
-from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, selected
+from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, StoredSource, selected
 from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
 from torch_dcpx.checkpoint.same_call import Call, has_functions
 from torch_dcpx.errors import PlanError

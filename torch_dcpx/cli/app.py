@@ -56,7 +56,7 @@ def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json
 @command
 def verify(path: Path, workers: int | None, as_json: bool) -> int:
     """Compare every byte of a checkpoint with its checksums, and say all that is wrong."""
-    from torch_dcpx.cli.verify import run_verify
+    from torch_dcpx.cli.listing import run_verify
 
     return run_verify(path, workers=workers, as_json=as_json)
 
@@ -87,7 +87,7 @@ def repair(
     Exits with 1 where what is there does not prove what the metadata said, and writes nothing then;
     where it does with assumptions, --dry-run lists them, and --accept-assumptions takes them.
     """
-    from torch_dcpx.cli.verify import run_repair
+    from torch_dcpx.cli.listing import run_repair
 
     return run_repair(
         path,

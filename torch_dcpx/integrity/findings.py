@@ -1,15 +1,138 @@
-"""Findings as they are made, of errors and of C++'s tables, with the items that they are in."""
+"""What `verify` and `repair` report: findings, and the two reports.
+
+`torch_dcpx.verify` makes its findings of errors and of C++'s tables, with the items that they are
+in. `torch_dcpx.repair` reports what it made, of what, and what it had to assume.
+"""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
+from torch_dcpx._text import printable
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.footers import RawFinding
-from torch_dcpx.integrity.verify_report import Finding
+
+_MAX_NAMES = 3  # in a line of text
+_MAX_LINES = 100
+
+# A note says what is worth knowing; everything else is a fault.
+NOTES = frozenset({"leftover", "padding", "unchecked"})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or worth a note.
+
+    Attributes:
+        kind: what sort of thing. Faults: "uncommitted" (nothing commits what is there), "metadata"
+            (a `.metadata` is damaged, or cannot be read), "disagreement" (its pickle and columns
+            say different things), "missing", "unreadable", "file" (a link, a pipe, a name that
+            leaves the directory), "size", "generation" (a file of another save), "tail", "index",
+            "table" (parts of a footer), "data" (bytes that fail their checksum), "item" (what the
+            metadata names and the file does not hold so), "overlap", "hole". Notes: "leftover"
+            (nothing names the file), "padding" (bytes that nobody reads), "unchecked" (bytes
+            without a checksum).
+        file: name beneath the directory.
+        offset: where in the file, in bytes; None: the file as a whole.
+        nbytes: how many bytes; None with `offset`.
+        fqns: names of the items that the range belongs to.
+        expected: what was written, where that is known: a checksum, a size, a file id.
+        found: what is there instead.
+        message: all of it in words.
+    """
+
+    kind: str
+    file: str
+    offset: int | None
+    nbytes: int | None
+    fqns: tuple[str, ...]
+    expected: str | None
+    found: str | None
+    message: str
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it makes the checkpoint one that is not as it was written."""
+        return self.kind not in NOTES
+
+    def __str__(self) -> str:
+        names = ", ".join(f"'{fqn}'" for fqn in self.fqns[:_MAX_NAMES])
+        more = len(self.fqns) - _MAX_NAMES
+        tail = f" and {more} more" if more > 0 else ""
+        items = f" (in {names}{tail})" if names else ""
+        return printable(f"{self.kind}: {self.message}{items}")
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What one `verify` has found.
+
+    Attributes:
+        path: the directory.
+        findings: faults and notes, by file and offset.
+        metadata_files: the files that commit what was looked at.
+        files: data files that were read.
+        items: stored tensors, shards and Python objects that the metadata names.
+        checked_bytes: bytes that were compared with a checksum.
+        metadata_s: seconds for `.metadata`, footers and what is compared between them.
+        sum_s: seconds for reading and summing the data files.
+        total_s: seconds, all in all.
+    """
+
+    path: str
+    findings: tuple[Finding, ...]
+    metadata_files: tuple[str, ...]
+    files: int
+    items: int
+    checked_bytes: int
+    metadata_s: float
+    sum_s: float
+    total_s: float
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that are no notes."""
+        return tuple(finding for finding in self.findings if finding.is_fault)
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """The findings that are no faults."""
+        return tuple(finding for finding in self.findings if not finding.is_fault)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all that was written is there as it was written."""
+        return not self.faults
+
+    @property
+    def gb_per_s(self) -> float:
+        """Speed of the checksums, in 10^9 bytes a second."""
+        return self.checked_bytes / self.sum_s / 1e9 if self.sum_s > 0 else 0.0
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        faults = len(self.faults)
+        verdict = "is whole" if self.ok else f"has {faults} fault{'s' * (faults != 1)}"
+        lines = [
+            f"'{printable(self.path)}' {verdict}: {self.items} items in {self.files} files, "
+            f"{self.checked_bytes} B compared with their checksums in {self.total_s:.2f} s "
+            f"({self.gb_per_s:.2f} GB/s)"
+        ]
+        shown = (*self.faults, *self.notes)[:_MAX_LINES]
+        lines += [f"  {finding}" for finding in shown]
+        if len(self.findings) > len(shown):
+            lines.append(f"  and {len(self.findings) - len(shown)} more")
+        return "\n".join(lines)
+
+
+# ---- Findings of errors and of C++'s tables ------------------------------------------------------
 
 
 class ItemRanges:
@@ -78,3 +201,63 @@ def of_error(kind: str, error: DcpxError, name: str, fqns: Iterable[str] = ()) -
         offset, nbytes = error.offset, error.nbytes
         found = os.strerror(error.errno) if error.errno else None
     return Finding(kind, name, offset, nbytes, tuple(fqns), expected, found, str(error))
+
+
+# ---- What repair made ----------------------------------------------------------------------------
+
+
+Source = Literal["columns", "pickle", "footers"]
+
+
+@dataclass(frozen=True)
+class RepairedMetadata:
+    """One file of metadata that was made anew.
+
+    Attributes:
+        name: `.metadata`, or `__{rank}.metadata`.
+        source: what it was made of: the "columns" or the "pickle" of the damaged file, which name
+            the data files of the save, or the "footers" of the data files alone.
+        save_id: the save's own, where the columns were whole or footers say it; else a new one.
+        files: the data files that it names.
+        items: tensors, shards and Python objects that it names.
+        assumed: what nothing in the directory could prove.
+    """
+
+    name: str
+    source: Source
+    save_id: str
+    files: tuple[str, ...]
+    items: int
+    assumed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """What one `repair` has done, or with `dry_run` would do.
+
+    Attributes:
+        path: the directory.
+        repaired: each file of metadata that was made anew.
+        is_dry_run: nothing was written.
+    """
+
+    path: str
+    repaired: tuple[RepairedMetadata, ...]
+    is_dry_run: bool
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What must be true beyond what is there, of all files of metadata."""
+        return tuple(dict.fromkeys(text for one in self.repaired for text in one.assumed))
+
+    def __str__(self) -> str:
+        verb = "would make" if self.is_dry_run else "made"
+        path = printable(self.path)
+        lines = []
+        for one in self.repaired:
+            lines.append(
+                f"{verb} '{one.name}' in '{path}' of the {one.source}: {one.items} items in "
+                f"{len(one.files)} files"
+            )
+            lines += [f"  assumed: {text}" for text in one.assumed]
+        return "\n".join(lines)

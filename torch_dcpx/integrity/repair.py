@@ -20,8 +20,14 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafePickleError
-from torch_dcpx.integrity.compare import StoredCheckpoint, items_by_file
-from torch_dcpx.integrity.footers import TENSOR, FileFacts
+from torch_dcpx.integrity.compare import (
+    StoredCheckpoint,
+    items_by_file,
+    look_at_file,
+    look_at_named,
+)
+from torch_dcpx.integrity.findings import Finding, RepairedMetadata, RepairReport, Source
+from torch_dcpx.integrity.footers import FileFacts
 from torch_dcpx.integrity.rebuild import (
     check_ranks,
     data_file_rank,
@@ -30,13 +36,11 @@ from torch_dcpx.integrity.rebuild import (
     one_generation,
     one_save,
 )
-from torch_dcpx.integrity.repair_report import RepairedMetadata, RepairReport, Source
 from torch_dcpx.integrity.verify import open_checkpoint, verify_job
-from torch_dcpx.integrity.verify_files import look_at_file, look_at_named
-from torch_dcpx.integrity.verify_report import Finding
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
+from torch_dcpx.metadata.stock_classes import TENSOR
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (

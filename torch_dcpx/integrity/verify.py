@@ -21,11 +21,15 @@ from typing import Any
 
 from torch_dcpx._native import _C
 from torch_dcpx.errors import NotCommittedError, StorageError
-from torch_dcpx.integrity.compare import StoredCheckpoint, read_checkpoint
-from torch_dcpx.integrity.findings import file_finding, of_raw
+from torch_dcpx.integrity.compare import (
+    LookedAt,
+    StoredCheckpoint,
+    look_at_file,
+    look_at_named,
+    read_checkpoint,
+)
+from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, of_raw
 from torch_dcpx.integrity.footers import RawFinding
-from torch_dcpx.integrity.verify_files import LookedAt, look_at_file, look_at_named
-from torch_dcpx.integrity.verify_report import Finding, VerifyReport
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.reader import fitting_workers
 from torch_dcpx.storage.directory import Directory

@@ -1,238 +1,138 @@
-"""What a manager's root holds: asked and changed by the coordinator, in the name of all ranks."""
+"""What a manager's root holds: the coordinator looks at it and changes it, for all ranks.
+
+`agree` compares the ranks' calls, and the coordinator answers for all of them. `export` and
+`dry_run` hold the readers' lock of the checkpoint, so that nobody's retention takes it away
+meanwhile.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from torch_dcpx.checkpoint.same_call import Call, check_same_call
+from torch import nn
+
+from torch_dcpx.artifacts.arguments import ExportArguments, checked_arguments
+from torch_dcpx.artifacts.export import ExportReport, export
+from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_rules
 from torch_dcpx.errors import (
     ConcurrentSaveError,
+    MismatchError,
     NotCommittedError,
     OptionError,
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.manager.checkpoint_tags import tag_of, tag_or_none
-from torch_dcpx.manager.fallback import Attempts
-from torch_dcpx.manager.own_directory import OwnDirectory, lies_there
+from torch_dcpx.keys.key_map import DryRun, KeyMap
+from torch_dcpx.keys.rules import KeyRules
+from torch_dcpx.manager.pointer import tag_of, tag_or_none
 from torch_dcpx.manager.removal import PIN_NAME, remove_checkpoint
-from torch_dcpx.manager.resume import Chosen
-from torch_dcpx.manager.retention import KeepRules, Retention
+from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
-from torch_dcpx.manager.stored import identity_of
+from torch_dcpx.manager.state import ModelPart
+from torch_dcpx.manager.stored import OwnDirectory, Skipped, Stored, identity_of, lies_there
+from torch_dcpx.manager.translate import MODEL, checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.storage.paths import AnyPath, checked_path
+from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 
 _T = TypeVar("_T")
-_WAY_OUT = "a CheckpointManager's root is a directory of a mounted file system"
+_Own = TypeVar("_Own")
 
 logger = logging.getLogger("torch_dcpx")
 
-_MAX_CHOICES = 8  # while others delete what is chosen
+_MAX_CHOICES = 8  # while others delete the chosen checkpoint
 
 
+@dataclass
 class CheckpointCatalog:
-    """The checkpoints beneath one root. Every rank makes every call. Belongs to one process."""
+    """The checkpoints beneath one root. Every rank makes every call. Belongs to one process.
 
-    def __init__(
-        self,
-        root: AnyPath,
-        rules: KeepRules,
-        process_group: Any,
-        no_dist: bool,
-        options: WriteOptions,
-        read_options: ReadOptions,
-    ) -> None:
-        """Touches nothing yet; the arguments are those of CheckpointManager."""
-        self.root = Path(checked_path(root, _WAY_OUT)).absolute()
-        self._group = process_group
-        self._no_dist = no_dist
-        self._options = options
-        self._read_options = read_options
-        is_durable = options.durability == "full"
-        self._root = ManagerRoot(self.root, read_options, is_durable=is_durable)
-        self._retention = Retention(self._root, rules)
-        self._is_closed = False
-        self._pid = os.getpid()
+    It touches nothing before the first call; group and options are those of CheckpointManager.
+    """
 
-    def latest(self) -> str | None:
-        """Returns the tag that `resume` would try first; None where there is none."""
-
-        def look() -> str | None:
-            stored = self._root.newest().stored
-            return None if stored is None else stored.tag
-
-        return self._on_coordinator("latest", None, lambda _: look())
-
-    def tags(self) -> list[str]:
-        """Returns the tags of all whole checkpoints, the oldest first: what no manager saved, by
-        step, then the others in the order of their commits.
-        """
-
-        def look() -> list[str]:
-            return [stored.tag for stored in reversed(self._root.listed()[0])]
-
-        return self._on_coordinator("tags", None, lambda _: look())
-
-    def pin(self, tag: str | int) -> None:
-        """Keeps a checkpoint from retention and `delete`, until `unpin`, beyond this job.
-
-        Raises:
-            UnsupportedError: it is a link.
-            NotCommittedError, and others: it is not there, or not whole.
-            ConcurrentSaveError: it is being deleted at this moment.
-        """
-
-        def mark(name: str) -> None:
-            lies_there(self.root / name, "pin")
-            path = self._root.examined(name).path
-            with OwnDirectory(path, "pin") as directory:
-                try:
-                    make_readers_file(path, dir_fd=directory.fd)
-                except StorageError as error:
-                    logger.debug("%s: pinned without a lock", error)
-                with being_read(path) as is_left_alone:
-                    # Who deletes looks for the mark under the same lock.
-                    if not is_left_alone or identity_of(path) is None:
-                        raise ConcurrentSaveError(
-                            f"pin '{path}': it is being deleted", errno=errno.EBUSY, path=str(path)
-                        )
-                    if not directory.is_regular(PIN_NAME):
-                        directory.create(PIN_NAME, [], is_durable=self._root.is_durable)
-                        directory.sync()
-
-        self._on_coordinator("pin", tag, mark)
-
-    def unpin(self, tag: str | int) -> None:
-        """Takes the mark of `pin` away; none is fine.
-
-        Raises:
-            UnsupportedError: it is a link.
-            StorageError: no such checkpoint.
-        """
-
-        def unmark(name: str) -> None:
-            with OwnDirectory(self.root / name, "unpin") as directory:
-                directory.unlink(PIN_NAME)
-                directory.sync()
-
-        self._on_coordinator("unpin", tag, unmark)
-
-    def delete(self, tag: str | int) -> None:
-        """Deletes a checkpoint now.
-
-        Raises:
-            UnsupportedError: it is pinned, or a link, or the last one that is whole and not known
-                to be damaged: links to it are no others.
-            ConcurrentSaveError: somebody saves or reads there.
-            NotCommittedError, and others: it is not there, or not whole.
-        """
-
-        def remove(name: str) -> None:
-            self._retention.wait()
-            root = self._root
-            lies_there(root.path / name, "delete")
-            root.examined(name)
-            if self._retention.is_pinned(name):
-                raise UnsupportedError(f"delete '{root.path / name}': it is pinned; unpin it first")
-            if name in self._retention.busy:
-                raise ConcurrentSaveError(
-                    f"delete '{root.path / name}': a save to it is under way; wait for it",
-                    errno=errno.EBUSY,
-                    path=str(root.path / name),
-                )
-            newest = root.newest().stored  # anew: what lies there now
-            stored = root.listed()[0]
-            good = {each.tag for each in stored if each.save_id not in root.damaged}
-            others = [each for each in stored if each.tag != name]
-            if not others or good == {name}:
-                raise UnsupportedError(
-                    f"delete '{root.path / name}': it is the last whole checkpoint beneath "
-                    f"'{root.path}'{' that is not damaged' if others else ''}; remove the "
-                    "directory by hand"
-                )
-            remove_checkpoint(root, name)
-            if newest is not None and newest.tag == name:
-                root.point_away(name, next((o for o in others if o.tag in good), others[0]))
-
-        self._on_coordinator("delete", tag, remove)
-
-    def _choose(
-        self,
-        tag: str | None,
-        stack: ExitStack,
-        attempts: Attempts | None = None,
-        *,
-        allow_fresh: bool,
-    ) -> Chosen:
-        """Returns what is resumed, and keeps it from deletion until the stack ends.
-
-        Args:
-            tag: that was asked for. None: the newest.
-            stack: holds the lock.
-            attempts: of this resume; what it has passed over is not chosen again. Default None.
-            allow_fresh: whether nothing is chosen where nothing is whole.
-        """
-        passed = () if attempts is None else attempts.passed_tags
-        self._retention.wait()  # what it removes is not to be chosen
-        for _ in range(_MAX_CHOICES):
-            skipped: tuple[tuple[str, str], ...] = ()
-            if tag is not None:
-                stored = self._root.examined(tag)
-            else:
-                root = self._root
-                newest = root.newest_but(passed) if passed else root.newest()
-                skipped = newest.skipped
-                if newest.stored is None:
-                    if not allow_fresh and not passed:
-                        self._root.check_fresh(newest)
-                    return Chosen(None, "", None, None, skipped)
-                stored = newest.stored
-            try:
-                make_readers_file(stored.path)
-            except StorageError as error:
-                logger.debug("%s: read without a lock", error)
-            stack.enter_context(being_read(stored.path))
-            if identity_of(stored.path) is not None:
-                path = str(stored.path)
-                return Chosen(stored.tag, path, stored.step, stored.record, skipped)
-        raise NotCommittedError(
-            f"resume from '{self.root}': checkpoints are deleted faster than one can be chosen",
-            errno=errno.ESTALE,
-            path=str(self.root),
-        )
+    root: ManagerRoot
+    retention: Retention
+    group: Any
+    no_dist: bool
+    options: WriteOptions
+    read_options: ReadOptions
+    _is_closed: bool = False
+    _pid: int = field(default_factory=os.getpid)
 
     # ---- With all ranks ------------------------------------------------------------------------
 
-    def _exchange(self, what: str, tag: Any = None, timeout_s: float | None = None) -> Exchange:
-        name = self.root.name if tag is None else tag_or_none(tag)
+    def exchange(self, what: str, tag: Any = None, timeout_s: float | None = None) -> Exchange:
+        """Begins an operation of all ranks; the default timeout is that of loads."""
+        name = self.root.path.name if tag is None else tag_or_none(tag)
         call = CallId(f"CheckpointManager.{what}", name, is_write=what in ("save", "export"))
-        seconds = self._read_options.load_timeout_s if timeout_s is None else timeout_s
-        return exchange_for(self._group, self._no_dist, seconds, what, call)
+        seconds = self.read_options.load_timeout_s if timeout_s is None else timeout_s
+        return exchange_for(self.group, self.no_dist, seconds, what, call)
 
-    def _on_coordinator(self, name: str, tag: Any, work: Callable[[Any], _T]) -> _T:
-        """Has the coordinator do something that all ranks ask for; all get the answer or error."""
+    def agree(
+        self,
+        exchange: Exchange,
+        step: str,
+        local: Callable[[], tuple[_Own, Call]],
+        reduce: Callable[[list[Call], _Own], _T],
+    ) -> tuple[_Own, _T]:
+        """Compares the ranks' calls, and has the coordinator answer for all of them.
 
-        def local() -> Call:
+        Args:
+            exchange: of the ranks.
+            step: its name.
+            local: makes, on each rank, a value of its own and its call.
+            reduce: makes, on the coordinator, the answer of all calls, which are the same, and of
+                the coordinator's own value.
+
+        Returns:
+            This rank's own value, and the coordinator's answer.
+
+        Raises:
+            UnsupportedError, OptionError: this process cannot use the manager.
+            PlanError: ranks made different calls.
+            As `Exchange.all_reduce`.
+        """
+        own: _Own
+
+        def call() -> Call:
+            nonlocal own
             self._check_usable()
-            return Call(name, {} if tag is None else {"tag": tag_of(tag)})
+            own, told = local()
+            return told
 
-        def reduce(calls: list[Call]) -> _T:
-            return work(check_same_call(calls).arguments.get("tag"))
+        def answer(calls: list[Call]) -> _T:
+            check_same_call(calls)
+            return reduce(calls, own)
 
-        with self._exchange(name, tag) as exchange:
-            answer: _T = exchange.all_reduce(name, local, reduce)
-        return answer
+        answered = exchange.all_reduce(step, call, answer)
+        return own, answered
+
+    def on_coordinator(self, name: str, tag: Any, work: Callable[[Any], _T]) -> _T:
+        """Has the coordinator do work that all ranks ask for; all get the answer or the error."""
+
+        def local() -> tuple[None, Call]:
+            return None, Call(name, {} if tag is None else {"tag": tag_of(tag)})
+
+        def reduce(calls: list[Call], _: None) -> _T:
+            return work(calls[0].arguments.get("tag"))
+
+        with self.exchange(name, tag) as exchange:
+            return self.agree(exchange, name, local, reduce)[1]
+
+    def close(self) -> bool:
+        """Refuses every later call. Returns False in a process that was forked from the owner."""
+        is_own = os.getpid() == self._pid
+        self._is_closed = self._is_closed or is_own
+        return is_own
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -242,3 +142,203 @@ class CheckpointCatalog:
             )
         if self._is_closed:
             raise OptionError("this manager is closed: make a new one", option=None, value=None)
+
+    # ---- On the coordinator --------------------------------------------------------------------
+
+    def pin(self, name: str) -> None:
+        """Puts the mark into a directory that keeps it from deletion."""
+        lies_there(self.root.path / name, "pin")
+        path = self.root.examined(name).path
+        with OwnDirectory(path, "pin") as directory:
+            try:
+                make_readers_file(path, dir_fd=directory.fd)
+            except StorageError as error:
+                logger.debug("%s: pinned without a lock", error)
+            with being_read(path) as is_left_alone:
+                # A deletion looks for the mark under the same lock.
+                if not is_left_alone or identity_of(path) is None:
+                    raise ConcurrentSaveError(
+                        f"pin '{path}': it is being deleted", errno=errno.EBUSY, path=str(path)
+                    )
+                if not directory.is_regular(PIN_NAME):
+                    directory.create(PIN_NAME, [], is_durable=self.root.is_durable)
+                    directory.sync()
+
+    def unpin(self, name: str) -> None:
+        """Takes the mark away."""
+        with OwnDirectory(self.root.path / name, "unpin") as directory:
+            directory.unlink(PIN_NAME)
+            directory.sync()
+
+    def delete(self, name: str) -> None:
+        """Removes a checkpoint that is neither pinned, nor saved to, nor the last good one."""
+        self.retention.wait()
+        root, path = self.root, self.root.path / name
+        lies_there(path, "delete")
+        root.examined(name)
+        if self.retention.is_pinned(name):
+            raise UnsupportedError(f"delete '{path}': it is pinned; unpin it first")
+        if name in self.retention.busy:
+            raise ConcurrentSaveError(
+                f"delete '{path}': a save to it is under way; wait for it",
+                errno=errno.EBUSY,
+                path=str(path),
+            )
+        newest, _ = root.newest()  # anew: what lies there now
+        stored = root.listed()[0]
+        good = {each.tag for each in stored if each.save_id not in root.damaged}
+        others = [each for each in stored if each.tag != name]
+        if not others or good == {name}:
+            raise UnsupportedError(
+                f"delete '{path}': it is the last whole checkpoint beneath "
+                f"'{root.path}'{' that is not damaged' if others else ''}; remove the "
+                "directory by hand"
+            )
+        remove_checkpoint(root, name)
+        if newest is not None and newest.tag == name:
+            root.point_away(name, next((o for o in others if o.tag in good), others[0]))
+
+    def choose(
+        self,
+        tag: str | None,
+        stack: ExitStack,
+        passed: Collection[str] = (),
+        *,
+        allow_fresh: bool,
+    ) -> tuple[Stored | None, Skipped]:
+        """Returns the checkpoint that is resumed, and keeps it from deletion until the stack ends.
+
+        Args:
+            tag: that the caller named. None: the newest.
+            stack: holds the lock.
+            passed: tags that a resume has passed over; none of them is chosen. Default (): none.
+            allow_fresh: whether nothing is chosen where nothing is whole.
+        """
+        root = self.root
+        self.retention.wait()  # what it removes is not to be chosen
+        for _ in range(_MAX_CHOICES):
+            skipped: Skipped = ()
+            stored: Stored | None
+            if tag is not None:
+                stored = root.examined(tag)
+            else:
+                stored, skipped = root.newest_but(passed) if passed else root.newest()
+            if stored is None:
+                if not allow_fresh and not passed:
+                    root.check_fresh(skipped)
+                return None, skipped
+            try:
+                make_readers_file(stored.path)
+            except StorageError as error:
+                logger.debug("%s: read without a lock", error)
+            stack.enter_context(being_read(stored.path))
+            if identity_of(stored.path) is not None:
+                return stored, skipped
+        raise NotCommittedError(
+            f"resume from '{root.path}': checkpoints are deleted faster than one can be chosen",
+            errno=errno.ESTALE,
+            path=str(root.path),
+        )
+
+    # ---- Handed out ----------------------------------------------------------------------------
+
+    def export(
+        self,
+        tag_or_model: str | int | nn.Module,
+        path: str | os.PathLike[str],
+        file_format: Any,
+        keys: Iterable[str] | None,
+        key_map: KeyRules | None,
+        max_shard_bytes: int | str,
+        options: WriteOptions | None,
+    ) -> ExportReport:
+        """Does `CheckpointManager.export`."""
+        with ExitStack() as stack:
+
+            def local() -> tuple[ExportArguments, Call]:
+                own = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
+                is_model = isinstance(tag_or_model, nn.Module)
+                tag = None if is_model else tag_of(tag_or_model)
+                return own, Call("export", {"tag": tag, **own.told()})
+
+            def reduce(calls: list[Call], own: ExportArguments) -> str | None:
+                tag = calls[0].arguments["tag"]
+                chosen = None if tag is None else self.choose(tag, stack, allow_fresh=False)[0]
+                if chosen is None:
+                    return None
+                if own.keys is None:
+                    _check_model(chosen)
+                return str(chosen.path)
+
+            with self.exchange("export") as exchange:
+                checked, stored = self.agree(exchange, "export", local, reduce)
+            source: Any = _Live(tag_or_model) if stored is None else stored
+            return export(
+                source, path, format=file_format, keys=checked.keys, key_map=checked.key_map,
+                max_shard_bytes=checked.max_shard_bytes, process_group=self.group,
+                no_dist=self.no_dist, options=options or self.options,
+            )  # fmt: skip
+
+    def dry_run(self, translate: Any, tag: str | int | None) -> DryRun:
+        """Does `CheckpointManager.dry_run`."""
+        with ExitStack() as stack:
+
+            def local() -> tuple[KeyRules, Call]:
+                found = checked_translate(translate, True)
+                if found is None:
+                    raise OptionError(
+                        "dry_run needs a translate to try", option="translate", value=None
+                    )
+                named = None if tag is None else tag_of(tag)
+                return found, Call("dry_run", {"tag": named, "translate": told_rules(found)})
+
+            def reduce(calls: list[Call], rules: KeyRules) -> DryRun:
+                chosen, _ = self.choose(calls[0].arguments["tag"], stack, allow_fresh=False)
+                if chosen is None:
+                    raise NotCommittedError(
+                        f"dry_run: nothing lies beneath '{self.root.path}'",
+                        errno=errno.ENOENT,
+                        path=str(self.root.path),
+                    )
+                model = {
+                    name.removeprefix(MODEL): size
+                    for name, size in stored_sizes(str(chosen.path)).items()
+                    if name.startswith(MODEL)
+                }
+                return KeyMap(*rules.rules, wrappers=rules.wrappers).dry_run(model)
+
+            with self.exchange("dry_run") as exchange:
+                return self.agree(exchange, "dry_run", local, reduce)[1]
+
+
+class _Live(Mapping[str, Any]):
+    """A module's state, made where an error of it is raised on all ranks."""
+
+    def __init__(self, model: Any) -> None:
+        self._part = ModelPart(model)
+        self._state: dict[str, Any] | None = None
+
+    def _asked(self) -> dict[str, Any]:
+        if self._state is None:
+            self._state = self._part.state_dict()
+        return self._state
+
+    def __getitem__(self, name: str) -> Any:
+        return self._asked()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._asked())
+
+    def __len__(self) -> int:
+        return len(self._asked())
+
+
+def _check_model(chosen: Stored) -> None:
+    """Raises MismatchError where a manager saved no model, and the caller names no keys."""
+    if chosen.record is not None and "model" not in chosen.record.parts:
+        held = ", ".join(chosen.record.parts) or "nothing"
+        raise MismatchError(
+            f"export '{chosen.path}': no model was saved there, but {held}; keys= names what to "
+            "export",
+            path=str(chosen.path),
+        )

@@ -1,13 +1,18 @@
-"""Small values of a user's own, kept exactly and loaded without execution.
+"""Small values: those that every rank saves alike, and those that each rank has of its own.
 
-They are saved as one byte item, a `torch.save` archive, so that tuples stay tuples, keys keep their
-types, and what is empty is there. Only exact types whose archives load through the allow-list of
-`trust` are taken; anything else is refused when it is saved, by its path, not when it is needed.
+Every rank saves `user_content` alike, as one byte item. The item is a `torch.save` archive, so that
+tuples stay tuples, keys keep their types, and empty containers stay. A save takes only exact types
+whose archives load through the allow-list of `unpickle.byte_items`, without execution. It refuses
+any other type by its path; a refusal at load time would come too late.
 
     None bool int float complex str bytes bytearray
     list tuple set frozenset dict OrderedDict Counter      of these
     numpy arrays and scalars (no objects), torch tensors, torch.Size, torch.dtype, torch.device
-    PerRank of any of these: each rank's own (see `per_rank`)
+    PerRank of any of these: each rank's own
+
+A rank's own values, such as the state of its data loader or of its random generators, are saved
+under a name a rank and come back to the same rank. Where the number of ranks has changed nobody can
+know whose is whose: then a function of the user's merges the values of all ranks.
 """
 
 from __future__ import annotations
@@ -15,15 +20,96 @@ from __future__ import annotations
 import collections
 import io
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from torch_dcpx.errors import CorruptionError, UnsupportedError
-from torch_dcpx.manager.per_rank import PerRank
+from torch_dcpx.errors import CorruptionError, MismatchError, OptionError, UnsupportedError
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.unpickle.byte_items import decode_byte_item
+
+# What this rank gets: from the objects of all ranks that saved, by rank; rank; ranks now.
+MergeFunction: TypeAlias = Callable[[list[Any], int, int], Any]
+Merge: TypeAlias = MergeFunction | Mapping[str, MergeFunction] | None
+
+
+class PerRank:
+    """A value of this rank alone; anywhere in `user_content`, or a value of `state`.
+
+    Attributes:
+        value: of the types of `user_content`. `resume(state={"name": PerRank(None)})` sets it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def checked_merge(merge: Any) -> list[str] | bool:
+    """Returns what ranks compare of `resume(merge=)`. Raises OptionError: it cannot be called."""
+    if merge is None or callable(merge):
+        return merge is not None
+    if not isinstance(merge, Mapping) or not all(
+        type(name) is str and callable(function) for name, function in merge.items()
+    ):
+        raise OptionError(
+            f"merge must be a function, or a dict of functions by name, got {merge!r:.80}",
+            option="merge",
+            value=None,
+        )
+    return sorted(merge)
+
+
+def merged(
+    stored: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    merge: Merge,
+    rank: int,
+    world_size: int,
+) -> dict[str, Any]:
+    """Returns what this rank gets of each name.
+
+    Args:
+        stored: what each rank that saved had, by name.
+        names: that are asked for.
+        merge: one function for all names, or one each.
+        rank: this one.
+        world_size: ranks now; another number than those that saved.
+    """
+    return {
+        name: _function(merge, name)([own[name] for own in stored], rank, world_size)
+        for name in names
+    }
+
+
+def check_mergeable(
+    names: Sequence[str], merge: Merge, saved_ranks: int, world_size: int, path: str
+) -> None:
+    """Raises MismatchError where ranks have changed in number and nobody says how to merge."""
+    if saved_ranks == world_size:
+        return
+    missing = [name for name in names if _function(merge, name) is None]
+    if missing:
+        raise MismatchError(
+            f"resume from '{path}': {', '.join(map(repr, missing[:5]))} is each rank's own, of "
+            f"{saved_ranks} ranks, and there are {world_size} now; give resume(merge=function) or "
+            "merge={name: function}, called as function(values_by_rank, rank, world_size), or do "
+            "not ask for it",
+            fqn=missing[0],
+            path=path,
+            missing=tuple(missing),
+        )
+
+
+def _function(merge: Merge, name: str) -> Any:
+    return merge.get(name) if isinstance(merge, Mapping) else merge
+
+
+# ---- Values that every rank saves alike ----------------------------------------------------------
+
 
 _MAX_DEPTH = 64
 _MARK = "__dcpx_per_rank__"  # key of the dict that stands where a PerRank was

@@ -1,7 +1,7 @@
 """CheckpointManager: what a training job calls. Steps, the newest checkpoint, what is kept.
 
 Every rank makes every call, in one order. What ranks must agree on goes through the process group's
-store; what lies in the root is looked at, and changed, by the coordinator alone (rank 0).
+store. The coordinator alone (rank 0) looks at the root and changes it.
 """
 
 from __future__ import annotations
@@ -10,44 +10,34 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
+from torch import nn
+
+from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
-from torch_dcpx.checkpoint.load import load
-from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_rules
-from torch_dcpx.checkpoint.save import async_save as save_in_background
-from torch_dcpx.checkpoint.save import save as save_now
+from torch_dcpx.keys.key_map import DryRun
 from torch_dcpx.keys.rules import KeyRules
-from torch_dcpx.manager.checkpoint_tags import tag_of
-from torch_dcpx.manager.fallback import Attempts
-from torch_dcpx.manager.manager_export import ExportingCatalog
-from torch_dcpx.manager.per_rank import Merge, checked_merge
+from torch_dcpx.manager.catalog import CheckpointCatalog
+from torch_dcpx.manager.content import Merge
 from torch_dcpx.manager.preemption import Preemption
-from torch_dcpx.manager.resume import Chosen, ResumeInfo, Wanted
-from torch_dcpx.manager.retention import KeepRules
-from torch_dcpx.manager.save import (
-    ManagedWriter,
-    Parts,
-    Small,
-    checked_metrics,
-    state_of,
-    step_of,
-)
-from torch_dcpx.manager.stored import Record
-from torch_dcpx.manager.translate import checked_translate
+from torch_dcpx.manager.resume import Resume, ResumeInfo
+from torch_dcpx.manager.retention import KeepRules, Retention
+from torch_dcpx.manager.root import ManagerRoot
+from torch_dcpx.manager.save import Parts, Saves
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.ranks.call_id import CallId, last_component
-from torch_dcpx.ranks.members import keys_for, told_to_next
+from torch_dcpx.ranks.members import keys_for
 from torch_dcpx.reports import SaveReport
-from torch_dcpx.storage.paths import AnyPath
+from torch_dcpx.storage.paths import AnyPath, checked_path
+
+_WAY_OUT = "a CheckpointManager's root is a directory of a mounted file system"
 
 logger = logging.getLogger("torch_dcpx")
 
 
-class CheckpointManager(ExportingCatalog):
+class CheckpointManager:
     """The checkpoints of one training, each in a directory beneath one root.
 
     As a context manager, the end of the block waits for what is under way, also when an exception
@@ -89,20 +79,18 @@ class CheckpointManager(ExportingCatalog):
             OptionError: values that cannot work.
             UnsupportedError: a URL as root.
         """
-        super().__init__(
-            root,
-            KeepRules.of(keep_last, keep_every, keep_best),
-            process_group,
-            no_dist,
-            options or WriteOptions(),
-            read_options or ReadOptions(),
+        rules = KeepRules.of(keep_last, keep_every, keep_best)
+        options, read_options = options or WriteOptions(), read_options or ReadOptions()
+        self.root = Path(checked_path(root, _WAY_OUT)).absolute()
+        is_durable = options.durability == "full"
+        self._root = ManagerRoot(self.root, read_options, is_durable=is_durable)
+        self._retention = Retention(self._root, rules)
+        self._catalog = CheckpointCatalog(
+            self._root, self._retention, process_group, no_dist, options, read_options
         )
-        self._is_async = async_save
+        self._saves = Saves(self._catalog, is_async=async_save)
         self._allow_fresh = allow_fresh
-        self._handles: list[SaveHandle] = []
         self._watches: list[Preemption] = []
-        self._last_step = 0
-        self._last_save_s: float | None = None
 
     # ---- Saving --------------------------------------------------------------------------------
 
@@ -145,75 +133,7 @@ class CheckpointManager(ExportingCatalog):
             As `dcpx.save` and `dcpx.async_save`, whose earlier errors too.
         """
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
-        small: list[Small] = []
-        reserved: list[str] = []  # by the coordinator
-
-        def local() -> Call:
-            self._check_usable()
-            tag = tag_of(tag_or_step)
-            parts.check()
-            number = step_of(tag_or_step, step)
-            number = self._last_step if number is None else number
-            small.append(parts.small())
-            call = parts.call("save", small[0], tag=tag, step=number, is_async=self._is_async)
-            note = checked_metrics(metrics), parts.groups()
-            return Call(call.name, call.arguments, call.digests, note)
-
-        def reduce(calls: list[Call]) -> Record:
-            tag = check_same_call(calls).arguments["tag"]
-            self._retention.reserve(tag)
-            reserved.append(tag)
-            return parts.record(calls, self._root.take_order())
-
-        try:
-            with self._exchange("save", tag_or_step, self._options.save_timeout_s) as exchange:
-                rank = exchange.rank
-                record = exchange.all_reduce("agree", local, reduce)
-        except BaseException:
-            for tag in reserved:
-                self._retention.free(tag)
-            raise
-        return self._write(record, lambda: state_of(parts, small[0], record, rank))
-
-    def _write(
-        self, record: Record, make_state: Callable[[], dict[str, Any]]
-    ) -> SaveHandle | SaveReport:
-        path, group, no_dist = self.root / record.tag, self._group, self._no_dist
-        name = "async_save" if self._is_async else "save"
-        call = CallId(name, last_component(path), is_target_compared=False, is_write=True)
-        try:
-            with told_to_next(group, no_dist, self._options.save_timeout_s, "save", call):
-                self._last_step = record.step
-                state = make_state()
-                self._collect()
-                writer = ManagedWriter(path, self._options, record, self._root, self._retention)
-            if not self._is_async:
-                report = save_now(
-                    state, path, storage_writer=writer, process_group=group, no_dist=no_dist
-                )
-                self._note_end(record.tag, report)
-                return report
-            handle = save_in_background(
-                state, path, storage_writer=writer, process_group=group, no_dist=no_dist
-            )
-        except BaseException:
-            self._note_end(record.tag, None)
-            raise
-        self._handles.append(handle)
-        handle.durable.add_done_callback(lambda _: self._note_end(record.tag, handle.report()))
-        return handle
-
-    def _note_end(self, tag: str, report: SaveReport | None) -> None:
-        self._retention.free(tag)
-        if report is not None:
-            self._last_save_s = report.total_s
-
-    def _collect(self) -> None:
-        """Forgets saves that have ended and whose error somebody has, or who had none."""
-        self._handles = [
-            h for h in self._handles
-            if not h.done() or (h.report() is None and not h.durable.is_collected)
-        ]  # fmt: skip
+        return self._saves.save(tag_or_step, parts, metrics, step)
 
     # ---- Resuming ------------------------------------------------------------------------------
 
@@ -266,57 +186,120 @@ class CheckpointManager(ExportingCatalog):
         if not load_optimizer:
             optimizer = lr_scheduler = None
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
-        attempts = Attempts(self._root, tag, fallback)
-        return attempts.until_read(lambda: self._attempt(parts, attempts, strict, merge, translate))
+        resume = Resume(
+            self._catalog, parts, tag, strict, merge, translate, fallback, self._allow_fresh
+        )
+        info = resume.run()
+        if not info.is_fresh:
+            self._saves.last_step = info.step or 0
+        return info
 
-    def _attempt(
-        self, parts: Parts, attempts: Attempts, strict: bool, merge: Merge, translate: Any
-    ) -> ResumeInfo | None:
-        """Resumes from one checkpoint; None: it is damaged, and older ones may be tried."""
-        key_maps: list[KeyRules | None] = []
-        with ExitStack() as stack:
+    # ---- What lies beneath the root ------------------------------------------------------------
 
-            def local() -> Call:
-                self._check_usable()
-                parts.check()
-                key_maps.append(checked_translate(translate, parts.model))
-                named = None if attempts.tag is None else tag_of(attempts.tag)
-                return parts.call(
-                    "resume", None, tag=named, strict=strict, merge=checked_merge(merge),
-                    translate=told_rules(key_maps[0]), **attempts.told,
-                )  # fmt: skip
+    def latest(self) -> str | None:
+        """Returns the tag that `resume` would try first; None where there is none."""
 
-            def reduce(calls: list[Call]) -> Chosen:
-                tag = check_same_call(calls).arguments["tag"]
-                attempts.tell_damaged()
-                return self._choose(tag, stack, attempts, allow_fresh=self._allow_fresh)
+        def look(_: None) -> str | None:
+            stored, _skipped = self._root.newest()
+            return None if stored is None else stored.tag
 
-            with self._exchange("resume", attempts.tag) as exchange:
-                rank, world_size = exchange.rank, exchange.world_size
-                chosen = exchange.all_reduce("choose", local, reduce)
-            if attempts.is_fresh(chosen):
-                return ResumeInfo(skipped=chosen.skipped)
-            group, no_dist, options = self._group, self._no_dist, self._read_options
-            call = CallId("load", last_component(chosen.path))
-            with told_to_next(group, no_dist, options.load_timeout_s, "load", call):
-                wanted = Wanted(
-                    parts, chosen, rank, world_size, strict=strict, merge=merge,
-                    translate=key_maps[0], options=options,
-                )  # fmt: skip
-                target = wanted.target()
-            try:
-                report = load(
-                    target, chosen.path, process_group=group, no_dist=no_dist, options=options,
-                    strict=strict, key_map=wanted.rules,
-                )  # fmt: skip
-            except BaseException as error:
-                if attempts.passes_over(chosen, error, logs=rank == 0):
-                    return None
-                raise
-            if attempts.passed_over and not strict:
-                attempts.check_filled(report.missing, wanted, self._exchange("resume"))
-        self._last_step = chosen.step or 0
-        return attempts.resumed(chosen, wanted.content, report)
+        return self._catalog.on_coordinator("latest", None, look)
+
+    def tags(self) -> list[str]:
+        """Returns the tags of all whole checkpoints, the oldest first: what no manager saved, by
+        step, then the others in the order of their commits.
+        """
+
+        def look(_: None) -> list[str]:
+            return [stored.tag for stored in reversed(self._root.listed()[0])]
+
+        return self._catalog.on_coordinator("tags", None, look)
+
+    def pin(self, tag: str | int) -> None:
+        """Keeps a checkpoint from retention and `delete`, until `unpin`, beyond this job.
+
+        Raises:
+            UnsupportedError: it is a link.
+            NotCommittedError, and others: it is not there, or not whole.
+            ConcurrentSaveError: it is being deleted at this moment.
+        """
+        self._catalog.on_coordinator("pin", tag, self._catalog.pin)
+
+    def unpin(self, tag: str | int) -> None:
+        """Takes the mark of `pin` away; none is fine.
+
+        Raises:
+            UnsupportedError: it is a link.
+            StorageError: no such checkpoint.
+        """
+        self._catalog.on_coordinator("unpin", tag, self._catalog.unpin)
+
+    def delete(self, tag: str | int) -> None:
+        """Deletes a checkpoint now.
+
+        Raises:
+            UnsupportedError: it is pinned, or a link, or the last one that is whole and not known
+                to be damaged: links to it are no others.
+            ConcurrentSaveError: somebody saves or reads there.
+            NotCommittedError, and others: it is not there, or not whole.
+        """
+        self._catalog.on_coordinator("delete", tag, self._catalog.delete)
+
+    def export(
+        self,
+        tag_or_model: str | int | nn.Module,
+        path: str | os.PathLike[str],
+        *,
+        format: Literal["safetensors", "torch"] = "safetensors",  # noqa: A002 - as `dcpx.export`
+        keys: Iterable[str] | None = None,
+        key_map: KeyRules | None = None,
+        max_shard_bytes: int | str = "5GB",
+        options: WriteOptions | None = None,
+    ) -> ExportReport:
+        """Writes one artifact for inference, by all ranks at once.
+
+        Args:
+            tag_or_model: a checkpoint by tag or step, which is kept from deletion meanwhile; or a
+                module as it is now, by the names that a checkpoint of it would have.
+            path: directory, or the file in it, of the artifact; the same on every rank.
+            format, keys, key_map, max_shard_bytes: as `torch_dcpx.export`. Default: the model only,
+                as safetensors. Of a tag, `keys` are names with "model.", "optimizer." and so on.
+            options: of the export. Default None: those of the manager.
+
+        Returns:
+            What was written.
+
+        Raises:
+            NotCommittedError, and others: the tag is not there, or not whole.
+            MismatchError: the checkpoint holds no model, and `keys` is None.
+            OptionError: an argument that cannot work.
+            PlanError: ranks made different calls; nothing was written.
+            As `torch_dcpx.export`.
+        """
+        return self._catalog.export(
+            tag_or_model, path, format, keys, key_map, max_shard_bytes, options
+        )
+
+    def dry_run(
+        self,
+        translate: KeyRules | Callable[[str], str | None],
+        tag: str | int | None = None,
+    ) -> DryRun:
+        """Returns what `resume(translate=)` would make of the model's names. Loads nothing.
+
+        Args:
+            translate: as in `resume`.
+            tag: which checkpoint. Default None: the newest.
+
+        Returns:
+            Stored and new names, both without "model."; `print()` shows them.
+
+        Raises:
+            PlanError: the rules do not fit what is stored, or ranks made different calls.
+            NotCommittedError, and others: nothing whole is there, or not the tag.
+            OptionError: `translate` is no KeyMap and no function.
+        """
+        return self._catalog.dry_run(translate, tag)
 
     # ---- The end, and what may bring it --------------------------------------------------------
 
@@ -336,11 +319,14 @@ class CheckpointManager(ExportingCatalog):
             OptionError: not on the main thread; no signals, or one that cannot be handled.
             PlanError: ranks made different calls.
         """
-        name = self._on_coordinator("save_on_signal", None, lambda _: f"signals/{uuid.uuid4().hex}")
-        keys, rank, world_size = keys_for(self._group, self._no_dist, "save on a signal", name)
+        catalog = self._catalog
+        name = catalog.on_coordinator(
+            "save_on_signal", None, lambda _: f"signals/{uuid.uuid4().hex}"
+        )
+        keys, rank, world_size = keys_for(catalog.group, catalog.no_dist, "save on a signal", name)
         watch = Preemption(
-            keys, rank, world_size, timeout_s=self._options.save_timeout_s,
-            time_left_s=time_left_s, last_save_s=lambda: self._last_save_s,
+            keys, rank, world_size, timeout_s=catalog.options.save_timeout_s,
+            time_left_s=time_left_s, last_save_s=lambda: self._saves.last_save_s,
         )  # fmt: skip
         watch.watch(signals)
         self._watches.append(watch)
@@ -356,25 +342,12 @@ class CheckpointManager(ExportingCatalog):
             DcpxError: what failed and nobody had asked for; of several the first, others logged.
             TimeoutError: a save is still under way.
         """
-        failed: list[BaseException] = []
-        for handle in self._handles:
-            if not handle.done() or not handle.durable.is_collected:
-                try:
-                    handle.result(timeout_s)
-                except Exception as error:  # noqa: BLE001 - raised below, or logged
-                    failed.append(error)
-        self._collect()
-        self._retention.wait()
-        for other in failed[1:]:
-            logger.error("another save beneath '%s' failed: %s", self.root, other)
-        if failed:
-            raise failed[0]
+        self._saves.wait(timeout_s)
 
     def close(self) -> None:
         """Waits as `wait` does, and puts signals' handlers back; safe to call twice."""
-        if os.getpid() != self._pid:
-            return  # of the parent
-        self._is_closed = True
+        if not self._catalog.close():
+            return  # the parent's
         try:
             while self._watches:
                 self._watches.pop().close()
@@ -384,12 +357,7 @@ class CheckpointManager(ExportingCatalog):
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as failed:

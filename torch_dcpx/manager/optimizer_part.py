@@ -26,13 +26,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import MismatchError
-from torch_dcpx.manager.optimizer_groups import (
-    check_classes,
-    check_sources,
-    groups_by_parameter,
-    settings_by_parameter,
-    translated_groups,
-)
 from torch_dcpx.manager.optimizer_state import (
     StoredNames,
     blank_groups,
@@ -40,7 +33,14 @@ from torch_dcpx.manager.optimizer_state import (
     owner_of,
     with_own_keys,
 )
-from torch_dcpx.manager.translate import TrainingRules
+from torch_dcpx.manager.translate import (
+    TrainingRules,
+    check_classes,
+    check_sources,
+    groups_by_parameter,
+    settings_by_parameter,
+    translated_groups,
+)
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import OptionError, RankLostError
-from torch_dcpx.manager.checkpoint_tags import check_step
+from torch_dcpx.manager.pointer import check_step
 from torch_dcpx.ranks.store_keys import Keys
 
 logger = logging.getLogger("torch_dcpx")

@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError, UnsupportedError
-from torch_dcpx.manager.own_directory import OwnDirectory
 from torch_dcpx.manager.root import TRASH_PREFIX, ManagerRoot
+from torch_dcpx.manager.stored import OwnDirectory
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import (
     LOCK_NAME,

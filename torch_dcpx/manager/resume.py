@@ -1,35 +1,54 @@
-"""One `resume` of a manager.
+"""One `resume` of a manager, with another attempt for each checkpoint that is damaged.
 
-1. The coordinator chooses: the newest whole checkpoint, or the tag that was asked for. It holds the
-   readers' lock from here on, so that nobody's retention takes it away. Damage that 3 finds leads
-   back here (`manager_fallback`).
-2. What was asked for and is not there, and what was each of other ranks' own, is refused.
-3. `dcpx.load`: checked as a whole, then read. What is small is taken apart, and merged, behind the
-   read: an error of that is raised on all ranks before anything is handed over on any.
-4. Still in the load: model, optimizers and state get what is theirs, then scheduler, data loader
-   and what is each rank's own. An error on one rank is raised on all, and none returns before.
+1. The coordinator chooses: the newest whole checkpoint, or the tag that the caller named. It holds
+   the readers' lock from here on, so that nobody's retention takes the checkpoint away.
+2. `Wanted` refuses parts that are not there, and values that were each of other ranks' own.
+3. `dcpx.load` checks the checkpoint as a whole, then reads it. Small values are decoded and merged
+   behind the read: an error of that is raised on all ranks before any part is filled on any.
+4. Still in the load: model, optimizers and state are filled, then scheduler, data loader and what
+   is each rank's own. An error on one rank is raised on all, and none returns before.
+
+Where bytes of the newest checkpoint are not what was written:
+5. Its load raises a `CorruptionError`, on which the ranks agree as on any error of a load.
+6. All ranks pass it over and begin anew: the newest of those that they did not pass over. The
+   coordinator notes what is damaged, so that retention keeps a good one in its place.
+7. The next load overwrites all that the damaged read may have filled. Where it would not, or does
+   not fit, the damage is the error: nobody goes on with parts of two checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
-from torch_dcpx.checkpoint.stateful import LoadPart
-from torch_dcpx.errors import CorruptionError, MismatchError
+from torch_dcpx.checkpoint.load import load
+from torch_dcpx.checkpoint.same_call import Call, told_rules
+from torch_dcpx.errors import (
+    CorruptionError,
+    PlanError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from torch_dcpx.keys.rules import KeyRules
-from torch_dcpx.manager.content import decode_content, with_own
-from torch_dcpx.manager.optimizer_groups import NAMED_GROUPS
-from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
-from torch_dcpx.manager.per_rank import Merge, PerRank, check_mergeable, merged
+from torch_dcpx.manager.catalog import CheckpointCatalog
+from torch_dcpx.manager.content import Merge, checked_merge
+from torch_dcpx.manager.pointer import tag_of
 from torch_dcpx.manager.save import Parts
-from torch_dcpx.manager.state import ModelPart, StatePart, paired_states
-from torch_dcpx.manager.stored import Record
-from torch_dcpx.manager.translate import TrainingRules
-from torch_dcpx.options import ReadOptions
+from torch_dcpx.manager.stored import Skipped, Stored
+from torch_dcpx.manager.translate import checked_translate
+from torch_dcpx.manager.wanted import Wanted
+from torch_dcpx.ranks.call_id import CallId, last_component
+from torch_dcpx.ranks.members import told_to_next
+from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.reports import LoadReport
+
+_MAX_SHOWN = 5  # names in one message
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class PassedOver(NamedTuple):
@@ -69,203 +88,175 @@ class ResumeInfo:
         return self.tag is None
 
 
-class Chosen(NamedTuple):
-    """What the coordinator tells all ranks of the checkpoint it has chosen."""
+class _Damage(NamedTuple):
+    """A checkpoint that was passed over. Not the error, whose frames would keep what was read."""
 
-    tag: str | None
+    over: PassedOver
     path: str
-    step: int | None
-    record: Record | None
-    skipped: tuple[tuple[str, str], ...]
+    fields: dict[str, Any]
 
 
-class Wanted:
-    """What one rank asks of the chosen checkpoint."""
+@dataclass
+class Resume:
+    """One `resume` and what it has tried so far: the same on every rank. Not thread-safe.
 
-    def __init__(
-        self,
-        parts: Parts,
-        chosen: Chosen,
-        rank: int,
-        world_size: int,
-        *,
-        strict: bool,
-        merge: Merge,
-        translate: KeyRules | None = None,
-        options: ReadOptions | None = None,
-    ) -> None:
-        """Raises MismatchError where it does not have that: the same on every rank."""
-        self._parts = parts
-        self._chosen = chosen
-        self._rank = rank
-        self._world_size = world_size
-        self._merge = merge
-        record = chosen.record
-        self._stored = frozenset() if record is None else frozenset(record.parts)
-        self._own_names = () if record is None else record.per_rank
-        saved_ranks = 0 if record is None else record.ranks
-        self._check_parts(strict=strict)
-        self._names = self._asked_own()
-        check_mergeable(self._names, merge, saved_ranks, world_size, chosen.path)
-        self._ranks: Iterable[int] = ()  # whose own is read
-        if self._names:
-            self._ranks = [rank] if saved_ranks == world_size else range(saved_ranks)
-        self._options = options
-        self._given: dict[str, Any] = {}  # what is small, by part
-        self._own_values: dict[str, Any] = {}  # what is this rank's own, by path
-        self._strict = strict
-        self._has_named_groups = NAMED_GROUPS in self._stored
-        self.rules: TrainingRules | None = None  # that the load goes by
-        if translate is not None:
-            names = () if parts.optimizer is None else by_name(parts.optimizer)
-            self.rules = TrainingRules(translate, names, has_named_groups=self._has_named_groups)
+    The arguments are those of `CheckpointManager.resume`.
+    """
 
-    def _check_parts(self, *, strict: bool) -> None:
-        """Small parts that were not saved are an error; of the others `load` says so by name."""
-        chosen = self._chosen
-        missing = [
-            name
-            for name in ("lr_scheduler", "dataloader")
-            if getattr(self._parts, name) is not None and name not in self._stored
-        ]
-        own = [f"state.{k}" for k, v in (self._parts.state or {}).items() if type(v) is PerRank]
-        missing += [name for name in own if name not in self._own_names]
-        if missing and strict:
-            raise MismatchError(
-                f"resume from '{chosen.path}': {', '.join(missing)} was not saved there; "
-                "strict=False leaves it as it is",
-                fqn=missing[0],
-                path=chosen.path,
-                missing=tuple(missing),
-            )
+    catalog: CheckpointCatalog
+    parts: Parts
+    tag: str | int | None
+    strict: bool
+    merge: Merge
+    translate: Any
+    fallback: bool
+    allow_fresh: bool
+    _damages: list[_Damage] = field(default_factory=list)
+    _skipped: Skipped = ()
 
-    def _asked_own(self) -> list[str]:
-        """Returns the names of what is each rank's own that this call gives back."""
-        state = self._parts.state or {}
-        found: list[str] = []
-        for name in self._own_names:
-            part, _, key = name.partition(".")
-            is_asked = part == "user_content"
-            is_asked |= part == "dataloader" and self._parts.dataloader is not None
-            is_asked |= part == "lr_scheduler" and self._parts.lr_scheduler is not None
-            is_asked |= part == "state" and type(state.get(key)) is PerRank
-            if is_asked:
-                found.append(name)
-        return found
-
-    def target(self) -> dict[str, Any]:
-        """Returns what `dcpx.load` is to fill."""
-        parts = self._parts
-        target: dict[str, Any] = {}
-        small: dict[str, Any] = {}
-        if parts.model is not None:
-            target["model"] = ModelPart(parts.model, strict=self._strict)
-        if parts.optimizer is not None:
-            target["optimizer"] = OptimizerPart(
-                parts.model,
-                parts.optimizer,
-                strict=self._strict,
-                has_named_groups=self._has_named_groups,
-                rules=self.rules,
-            )
-        if parts.state is not None:
-            target["state"] = StatePart(parts.state)
-        if "user_content" in self._stored:
-            small["user_content"] = b""
-        if "lr_scheduler" in self._stored and parts.lr_scheduler is not None:
-            small["lr_scheduler"] = b""
-        if self._names:
-            small["rank"] = {str(rank): b"" for rank in self._ranks}
-        if small:
-            target["dcpx"] = _SmallPart(self, small)
-        return target
-
-    @property
-    def content(self) -> Any:
-        """The user's content, when it was loaded."""
-        return self._given.get("user_content")
-
-    @property
-    def has_small(self) -> bool:
-        """Whether something that is small is handed to anybody."""
-        parts = self._parts
-        is_own = any(not name.startswith("user_content") for name in self._names)
-        return is_own or (parts.lr_scheduler is not None and "lr_scheduler" in self._stored)
-
-    def take_apart(self, small: dict[str, Any]) -> None:
-        """Decodes and merges what is small; nobody has any of it yet.
+    def run(self) -> ResumeInfo:
+        """Returns what the first attempt gives that meets no damage.
 
         Raises:
-            CorruptionError: it is not what a manager saves.
-            OptionError: there are more or fewer schedulers than were saved.
-            What the user's merge raises.
+            CorruptionError: what was saved before something damaged does not fit.
         """
-        path, options = self._chosen.path, self._options
-        own = self._own(small, options)
-        for name in ("user_content", "lr_scheduler"):
-            if name in small:
-                value = decode_content(small[name], f"dcpx.{name}", path, options)
-                try:
-                    self._given[name] = with_own(value, own)
-                except (KeyError, TypeError, RecursionError) as error:
-                    raise _none_of_ours(f"dcpx.{name}", path, error) from error
-        self._own_values = own
-        if "lr_scheduler" in self._given:
-            paired_states(self._parts.lr_scheduler, self._given["lr_scheduler"])
+        found = None
+        while found is None:
+            try:
+                found = self._attempt()
+            except (PlanError, UnsupportedError) as error:
+                if self._damages:
+                    self._raise(f"what was to take its place does not fit: {error}", error)
+                raise
+        return found
 
-    def hand_over(self) -> None:
-        """Gives what is small to whom it belongs. REQUIRES: `take_apart`."""
-        parts, own = self._parts, self._own_values
-        if "lr_scheduler" in self._given:
-            for one, state in paired_states(parts.lr_scheduler, self._given["lr_scheduler"]):
-                one.load_state_dict(state)
-        if parts.dataloader is not None and "dataloader" in own:
-            parts.dataloader.load_state_dict(own["dataloader"])
-        for key, value in (parts.state or {}).items():
-            if type(value) is PerRank and f"state.{key}" in own:
-                value.value = own[f"state.{key}"]
+    def _attempt(self) -> ResumeInfo | None:
+        """Resumes from one checkpoint; None: it is damaged, and older ones may be tried."""
+        catalog = self.catalog
+        group, no_dist, options = catalog.group, catalog.no_dist, catalog.read_options
+        with ExitStack() as stack:
+            with catalog.exchange("resume", self.tag) as exchange:
+                rank, world_size = exchange.rank, exchange.world_size
+                rules, (chosen, self._skipped) = catalog.agree(
+                    exchange, "choose", self._call, lambda calls, _: self._choose(calls, stack)
+                )
+            if chosen is None:
+                if self._damages:
+                    more = "".join(f"; '{tag}': {reason}" for tag, reason in self._skipped)
+                    self._raise(f"there is no other whole checkpoint{more}")
+                return ResumeInfo(skipped=self._skipped)
+            path = str(chosen.path)
+            call = CallId("load", last_component(path))
+            with told_to_next(group, no_dist, options.load_timeout_s, "load", call):
+                wanted = Wanted(
+                    self.parts, chosen, rank, world_size, strict=self.strict, merge=self.merge,
+                    translate=rules, options=options,
+                )  # fmt: skip
+                target = wanted.target()
+            try:
+                report = load(
+                    target, path, process_group=group, no_dist=no_dist, options=options,
+                    strict=self.strict, key_map=wanted.rules,
+                )  # fmt: skip
+            except BaseException as error:
+                if self._passes_over(chosen, error, logs=rank == 0):
+                    return None
+                raise
+            if self._damages and not self.strict:
+                self._check_filled(report.missing, wanted)
+        metrics = {} if chosen.record is None else chosen.record.metrics
+        over = tuple(damage.over for damage in self._damages)
+        return ResumeInfo(
+            chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, over
+        )
 
-    def _own(self, small: dict[str, Any], options: ReadOptions | None) -> dict[str, Any]:
-        """Returns this rank's own by path: what it saved, or what the merge gives."""
-        if not self._names:
-            return {}
-        path, record = Path(self._chosen.path), self._chosen.record
-        stored = [
-            decode_content(small["rank"][str(rank)], f"dcpx.rank.{rank}", str(path), options)
-            for rank in self._ranks
-        ]
-        for rank, value in zip(self._ranks, stored, strict=True):
-            missing = [name for name in self._names if type(value) is not dict or name not in value]
-            if missing:
-                raise _none_of_ours(f"dcpx.rank.{rank}", str(path), f"no '{missing[0]:.80}'")
-        if record is not None and record.ranks == self._world_size:
-            return {name: stored[0][name] for name in self._names}
-        return merged(stored, self._names, self._merge, self._rank, self._world_size)
+    def _call(self) -> tuple[KeyRules | None, Call]:
+        """Returns the rules for the model's names, and this rank's call."""
+        self.parts.check()
+        rules = checked_translate(self.translate, self.parts.model)
+        tag = None if self.tag is None else tag_of(self.tag)
+        passed = self._passed_tags()
+        call = self.parts.call(
+            "resume", None, tag=tag, strict=self.strict, merge=checked_merge(self.merge),
+            translate=told_rules(rules), fallback=self.fallback,
+            **({"passed": passed} if passed else {}),
+        )  # fmt: skip
+        return rules, call
+
+    def _choose(self, calls: list[Call], stack: ExitStack) -> tuple[Stored | None, Skipped]:
+        """The coordinator's: the checkpoint of this attempt."""
+        if self._damages:
+            self.catalog.root.tell_damaged()
+        tag, passed = calls[0].arguments["tag"], self._passed_tags()
+        return self.catalog.choose(tag, stack, passed, allow_fresh=self.allow_fresh)
+
+    def _passed_tags(self) -> list[str]:
+        return [damage.over.tag for damage in self._damages]
+
+    def _passes_over(self, chosen: Stored, error: BaseException, *, logs: bool) -> bool:
+        """Returns whether an older checkpoint is to be loaded where this load has failed.
+
+        Args:
+            chosen: what was loaded.
+            error: of the load, agreed by the ranks.
+            logs: whether this rank says so.
+        """
+        if not _is_damage(error, chosen.path):
+            return False
+        root = self.catalog.root
+        root.note_damaged(chosen.tag)
+        if self.tag is not None or not self.fallback:
+            return False
+        file = str(error.path)
+        fields = {name: getattr(error, name) for name in CorruptionError.FIELDS}
+        over = PassedOver(chosen.tag, file, error.message)
+        self._damages.append(_Damage(over, str(chosen.path), fields))
+        if logs:
+            logger.warning(
+                "passed over checkpoint '%s' beneath '%s', for '%s' is damaged; the one before it "
+                "is tried: %s", chosen.tag, root.path, file, error.message,
+            )  # fmt: skip
+        return True
+
+    def _check_filled(self, missing: Sequence[str], wanted: Wanted) -> None:
+        """Makes sure that nothing of a damaged checkpoint is left in what was filled.
+
+        Args:
+            missing: names that were not read, as `strict=False` allows.
+            wanted: what was asked of the checkpoint that was read.
+
+        Raises:
+            CorruptionError: something may be, on any rank.
+        """
+
+        def check() -> None:
+            for damage in self._damages if missing else ():
+                # Behind a map the names are not those that are stored.
+                held = missing if wanted.rules is not None else stored_sizes(damage.path)
+                left = [name for name in missing if name in held]
+                if left:
+                    names = ", ".join(left[:_MAX_SHOWN])
+                    self._raise(f"what was read in its place does not hold {names}")
+
+        with self.catalog.exchange("resume") as exchange:
+            exchange.all_reduce("fallback", check, lambda _: None)
+
+    def _raise(self, why: str, cause: BaseException | None = None) -> NoReturn:
+        overs = [damage.over for damage in self._damages]
+        damages = "; ".join(f"'{tag}' ('{file}': {text})" for tag, file, text in overs)
+        raise CorruptionError(
+            f"resume from '{self.catalog.root.path}': damaged: {damages}; {why}. What was to be "
+            "filled may hold bytes of them; tag= takes a checkpoint by name",
+            **self._damages[0].fields,
+        ) from cause
 
 
-class _SmallPart(LoadPart):
-    """What is small: it is handed over when model, optimizers and state have what is theirs."""
+def _is_damage(error: BaseException, path: Path) -> TypeGuard[CorruptionError]:
+    """Returns whether bytes of a file of the checkpoint in `path` are not what was written.
 
-    is_last = True
-
-    def __init__(self, wanted: Wanted, small: dict[str, Any]) -> None:
-        self.is_applied = wanted.has_small
-        self._wanted = wanted
-        self._small = small
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._small
-
-    def check(self, state: dict[str, Any]) -> None:
-        self._wanted.take_apart(state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._wanted.hand_over()
-
-
-def _none_of_ours(fqn: str, path: str, why: object) -> CorruptionError:
-    return CorruptionError(
-        f"take apart item '{fqn}' of '{path}': it is not what a manager saves: {why!s:.200}",
-        fqn=fqn,
-        path=path,
-    )
+    A class that is on no list is no damage, nor are names in the metadata that contradict each
+    other, and what some `load_state_dict` reads elsewhere is no part of the checkpoint.
+    """
+    if not isinstance(error, CorruptionError) or isinstance(error, UnsafePickleError):
+        return False
+    return error.path is not None and Path(error.path).is_relative_to(path)

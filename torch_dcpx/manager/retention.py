@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.errors import DcpxError, OptionError
-from torch_dcpx.manager.checkpoint_tags import check_step
-from torch_dcpx.manager.own_directory import lies_there
+from torch_dcpx.manager.pointer import check_step
 from torch_dcpx.manager.removal import (
     PIN_NAME,
     remove_checkpoint,
@@ -28,7 +27,7 @@ from torch_dcpx.manager.removal import (
     suppress_and_log,
 )
 from torch_dcpx.manager.root import ManagerRoot
-from torch_dcpx.manager.stored import Stored
+from torch_dcpx.manager.stored import Stored, lies_there
 
 logger = logging.getLogger("torch_dcpx")
 

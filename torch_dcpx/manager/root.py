@@ -17,12 +17,10 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
-from torch_dcpx.manager.checkpoint_tags import is_tag
-from torch_dcpx.manager.pointer import Pointer, is_own_name, read_pointer, write_pointer
-from torch_dcpx.manager.stored import Stored, examine, identity_of
+from torch_dcpx.manager.pointer import Pointer, is_own_name, is_tag, read_pointer, write_pointer
+from torch_dcpx.manager.stored import Skipped, Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, fsync_path
 
@@ -30,14 +28,6 @@ logger = logging.getLogger("torch_dcpx")
 
 TRASH_PREFIX = ".dcpx.trash."  # of directories on their way out
 _MAX_SHOWN = 8
-
-
-class Newest(NamedTuple):
-    """What a look for the newest checkpoint has found."""
-
-    stored: Stored | None
-    skipped: tuple[tuple[str, str], ...]  # tag, reason
-    order: int  # the highest that was seen
 
 
 class ManagerRoot:
@@ -155,8 +145,11 @@ class ManagerRoot:
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
-    def newest(self) -> Newest:
-        """Looks for the newest whole checkpoint, and starts from what it finds.
+    def newest(self) -> tuple[Stored | None, Skipped]:
+        """Looks for the newest whole checkpoint, and goes on from there.
+
+        Returns:
+            The checkpoint, None where nothing is whole; and the directories passed on the way.
 
         Raises:
             StorageError: the root cannot be listed.
@@ -186,18 +179,13 @@ class ManagerRoot:
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 self._pointer = _pointer_to(stored, order)
-        return Newest(stored, tuple(skipped), order)
+        return stored, tuple(skipped)
 
-    def newest_but(self, passed: Collection[str]) -> Newest:
-        """Looks at all directories for the newest whole checkpoint, but for these tags.
-
-        Raises:
-            StorageError: the root cannot be listed.
-        """
+    def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
+        """As `newest`, of all directories but these tags; notes nothing of what it finds."""
         found, skipped = self.listed()
         self._warn(skipped)
-        stored = next((each for each in found if each.tag not in passed), None)
-        return Newest(stored, tuple(skipped), 0 if stored is None else stored.order)
+        return next((each for each in found if each.tag not in passed), None), tuple(skipped)
 
     def _warn(self, skipped: Iterable[tuple[str, str]]) -> None:
         """Says why checkpoints are skipped, unless that was the last word on them."""
@@ -222,13 +210,13 @@ class ManagerRoot:
                 found.append(stored)
         return max(found, key=lambda each: each.order, default=None)
 
-    def check_fresh(self, newest: Newest) -> None:
-        """Raises NotCommittedError where nothing is whole, and yet something is there."""
+    def check_fresh(self, skipped: Skipped) -> None:
+        """Raises NotCommittedError where the root, of which nothing is whole, is not empty."""
         names = [name for name in self.names() if not is_own_name(name)]
         names = [name for name in names if not name.startswith(TRASH_PREFIX)]
-        if newest.stored is not None or not names:
+        if not names:
             return
-        reasons = dict(newest.skipped)
+        reasons = dict(skipped)
         shown = [f"'{name}' ({reasons.get(name, 'no checkpoint')})" for name in names[:_MAX_SHOWN]]
         more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
         raise NotCommittedError(

@@ -12,20 +12,23 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call
+from torch_dcpx.checkpoint.save import async_save as save_in_background
+from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.errors import OptionError, StorageError
-from torch_dcpx.manager.checkpoint_tags import check_step, step_of_name, tag_of
-from torch_dcpx.manager.content import encode_content, split_content
-from torch_dcpx.manager.optimizer_groups import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
+from torch_dcpx.manager.catalog import CheckpointCatalog
+from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
-from torch_dcpx.manager.own_directory import OwnDirectory
-from torch_dcpx.manager.per_rank import PerRank
+from torch_dcpx.manager.pointer import check_step, step_of_name, tag_of
 from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.state import (
@@ -36,9 +39,13 @@ from torch_dcpx.manager.state import (
     kind_of,
     states_of,
 )
-from torch_dcpx.manager.stored import Record
+from torch_dcpx.manager.stored import OwnDirectory, Record
+from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
 from torch_dcpx.metadata.committed import committed_save_id
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.ranks.call_id import CallId, last_component
+from torch_dcpx.ranks.members import told_to_next
+from torch_dcpx.reports import SaveReport
 from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.writer.writer import DcpxWriter
@@ -96,11 +103,8 @@ class Parts(NamedTuple):
 
     def groups(self) -> bytes:
         """Returns what tells this rank's groups of optimizers from other ranks'."""
-        return b"" if self.optimizer is None else digest_of_groups(self.model, self.optimizers())
-
-    def optimizers(self) -> list[Any]:
-        """Returns all optimizers."""
-        return list(flat(self.optimizer))
+        none = self.optimizer is None
+        return b"" if none else digest_of_groups(self.model, flat(self.optimizer))
 
     def call(self, name: str, small: Small | None, **arguments: Any) -> Call:
         """Returns what all ranks compare of a call."""
@@ -201,6 +205,106 @@ def _refuse_metric(value: Any) -> None:
         option="metrics",
         value=None,
     )
+
+
+class Saves:
+    """The saves of one manager: those under way, and what the next one takes from the last.
+
+    Not thread-safe, but for the end of a background save.
+    """
+
+    def __init__(self, catalog: CheckpointCatalog, *, is_async: bool) -> None:
+        self._catalog = catalog
+        self._is_async = is_async
+        self._handles: list[SaveHandle] = []
+        self.last_step = 0
+        self.last_save_s: float | None = None
+
+    def save(
+        self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None
+    ) -> SaveHandle | SaveReport:
+        """Does `CheckpointManager.save`."""
+        catalog, retention = self._catalog, self._catalog.retention
+
+        def local() -> tuple[Small, Call]:
+            tag = tag_of(tag_or_step)
+            parts.check()
+            number = step_of(tag_or_step, step)
+            number = self.last_step if number is None else number
+            small = parts.small()
+            call = parts.call("save", small, tag=tag, step=number, is_async=self._is_async)
+            return small, replace(call, note=(checked_metrics(metrics), parts.groups()))
+
+        with ExitStack() as undo:
+
+            def reduce(calls: list[Call], _: Small) -> Record:
+                tag = calls[0].arguments["tag"]
+                retention.reserve(tag)
+                undo.callback(retention.free, tag)
+                return parts.record(calls, catalog.root.take_order())
+
+            timeout_s = catalog.options.save_timeout_s
+            with catalog.exchange("save", tag_or_step, timeout_s) as exchange:
+                rank = exchange.rank
+                small, record = catalog.agree(exchange, "agree", local, reduce)
+            undo.pop_all()  # what was reserved is free when the save has ended
+        return self._write(record, parts, small, rank)
+
+    def _write(
+        self, record: Record, parts: Parts, small: Small, rank: int
+    ) -> SaveHandle | SaveReport:
+        catalog, options = self._catalog, self._catalog.options
+        path, group, no_dist = catalog.root.path / record.tag, catalog.group, catalog.no_dist
+        name = "async_save" if self._is_async else "save"
+        call = CallId(name, last_component(path), is_target_compared=False, is_write=True)
+        try:
+            with told_to_next(group, no_dist, options.save_timeout_s, "save", call):
+                self.last_step = record.step
+                state = state_of(parts, small, record, rank)
+                self._forget_ended()
+                writer = ManagedWriter(path, options, record, catalog.root, catalog.retention)
+            save: Any = save_in_background if self._is_async else save_now
+            saved: SaveHandle | SaveReport = save(
+                state, path, storage_writer=writer, process_group=group, no_dist=no_dist
+            )
+        except BaseException:
+            self._note_end(record.tag, None)
+            raise
+        if isinstance(saved, SaveReport):
+            self._note_end(record.tag, saved)
+        else:
+            handle = saved
+            self._handles.append(handle)
+            handle.durable.add_done_callback(lambda _: self._note_end(record.tag, handle.report()))
+        return saved
+
+    def _note_end(self, tag: str, report: SaveReport | None) -> None:
+        self._catalog.retention.free(tag)
+        if report is not None:
+            self.last_save_s = report.total_s
+
+    def _forget_ended(self) -> None:
+        """Forgets saves that ended well, or whose error the caller has."""
+        self._handles = [
+            h for h in self._handles
+            if not h.done() or (h.report() is None and not h.durable.is_collected)
+        ]  # fmt: skip
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Does `CheckpointManager.wait`."""
+        failed: list[BaseException] = []
+        for handle in self._handles:
+            if not handle.done() or not handle.durable.is_collected:
+                try:
+                    handle.result(timeout_s)
+                except Exception as error:  # noqa: BLE001 - raised below, or logged
+                    failed.append(error)
+        self._forget_ended()
+        self._catalog.retention.wait()
+        for other in failed[1:]:
+            logger.error("another save beneath '%s' failed: %s", self._catalog.root.path, other)
+        if failed:
+            raise failed[0]
 
 
 class ManagedWriter(DcpxWriter):

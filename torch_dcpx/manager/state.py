@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx.errors import OptionError
-from torch_dcpx.manager.per_rank import PerRank
+from torch_dcpx.manager.content import PerRank
 
 
 class ModelPart:

@@ -1,8 +1,11 @@
-"""What lies in one directory beneath a manager's root: is it whole, and what does it say of itself.
+"""One directory beneath a manager's root: is it a whole checkpoint, and may a manager change it?
 
 Whole: its `.metadata` reads, and every data file that it names is there with its size. No data are
 read but the manager's own record, a line of JSON that every checkpoint of a manager holds as its
 item `dcpx.manager`: `.metadata` commits it together with everything else.
+
+A manager changes only what the root itself holds under a tag. It reads through a user's link,
+`latest -> step-300`; a change through the link would reach another checkpoint, or leave the root.
 """
 
 from __future__ import annotations
@@ -13,16 +16,25 @@ import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch_dcpx.checkpoint.load import load
-from torch_dcpx.errors import CorruptionError, NotCommittedError, ShortReadError, StorageError
+from torch_dcpx.errors import (
+    CorruptionError,
+    NotCommittedError,
+    ShortReadError,
+    StorageError,
+    UnsupportedError,
+)
 from torch_dcpx.integrity.verify import open_checkpoint
-from torch_dcpx.manager.checkpoint_tags import step_of_name
+from torch_dcpx.manager.pointer import step_of_name
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
+from torch_dcpx.storage.system_calls import uninterrupted
+
+Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tag and reason of what is not whole
 
 _RECORD_ITEM = "dcpx.manager"
 _FORMAT = 1
@@ -183,3 +195,50 @@ def _check_files(directory: Directory, found: CheckpointMetadata) -> None:
                 offset=0,
                 nbytes=nbytes,
             )
+
+
+# ---- The directory, where a manager changes it ---------------------------------------------------
+
+
+_NO_LINK = frozenset({errno.EINVAL, errno.ENOENT, errno.ENOTDIR})
+_LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_DIRECTORY
+
+
+class OwnDirectory(Directory):
+    """An open directory that no link leads to, whenever somebody has put it there. The root, and
+    directories above it, may be links.
+    """
+
+    FLAGS = Directory.FLAGS | os.O_NOFOLLOW
+
+    def __init__(self, path: Path, doing: str = "save") -> None:
+        """Opens `path`, to do something to it. Raises: StorageError; as `lies_there`."""
+        try:
+            super().__init__(path)
+        except StorageError as error:
+            if error.errno in _LINK_OPENED:
+                lies_there(path, doing)
+            raise
+
+
+def lies_there(path: Path, doing: str) -> bool:
+    """Returns whether there is anything at a path that is about to be changed.
+
+    Args:
+        path: of a checkpoint beneath a manager's root.
+        doing: what is to be done to it, for the message: "delete".
+
+    Raises:
+        UnsupportedError: a symbolic link, leading to something or not.
+        StorageError: nobody can say.
+    """
+    try:
+        target = uninterrupted(os.readlink, path)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise storage_error("read link", path, error, is_read=True) from error
+        return error.errno == errno.EINVAL
+    raise UnsupportedError(
+        f"{doing} '{path}': it is a symbolic link to '{target}', and a manager changes nothing "
+        "through links; use the name of what it leads to, or another one"
+    )
