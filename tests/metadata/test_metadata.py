@@ -45,12 +45,14 @@ from torch_dcpx import _compat
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError
 from torch_dcpx.metadata import file as metadata_module
+from torch_dcpx.metadata import stock as stock_module
 from torch_dcpx.metadata.file import (
     CheckpointMetadata,
     decode_metadata,
     encode_metadata,
     encode_pieces,
 )
+from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.storage.names import FileEntry
 
 # ---- There and back -----------------------------------------------------------------------------
@@ -313,6 +315,42 @@ def test_planner_data_in_the_pickle_needs_leave() -> None:
         assert canonical(found.metadata.planner_data) == canonical(Plan("a"))
         assert found.files is not None
         assert found.files.keys() == {"__0_0.distcp", "__1_0.distcp"}
+
+
+# ---- A torch whose classes have fields that C++ does not know ------------------------------------
+
+
+@given(metadatas(), files)
+def test_torch_with_unknown_fields_reads_stocks_pickle_of_the_same_file(
+    metadata: Metadata, file_table: list[FileEntry]
+) -> None:
+    data = encode_metadata(metadata, file_table, "id")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata_module, "HAS_KNOWN_ITEMS", False)
+        patch.delattr(metadata_module, "open_columns")
+        found = decode_metadata(data, PATH)
+    assert type(found.metadata.state_dict_metadata) is type(found.metadata.storage_data) is dict
+    assert canonical(found) == canonical(decode_metadata(data, PATH))
+
+
+def test_torch_with_unknown_fields_executes_no_pickle_even_if_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The columns would not, and the file's planner_data is in them."""
+    data = encode_small()
+    monkeypatch.setattr(metadata_module, "HAS_KNOWN_ITEMS", False)
+    monkeypatch.setattr(stock_module, "_TrustingUnpickler", None)
+    assert canonical(decode_metadata(data, PATH, trusted=True).metadata) == canonical(small())
+
+
+def test_torch_with_unknown_fields_cannot_repair_by_columns_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = decode_parts(encode_small(), PATH).columns
+    assert columns is not None
+    assert metadata_module.decode_columns(columns) is not None
+    monkeypatch.setattr(metadata_module, "HAS_KNOWN_ITEMS", False)
+    assert metadata_module.decode_columns(columns) is None
 
 
 # ---- The garbage collector ----------------------------------------------------------------------
