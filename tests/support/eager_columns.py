@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx._compat import DTYPES, LAYOUTS, set_strides
 from torch_dcpx.metadata.columns import I64_MAX, ColumnReader
-from torch_dcpx.metadata.decode import decode_descriptors, unknown_constant
+from torch_dcpx.metadata.decode import _descriptors, _unknown_constant
 from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
 
 
@@ -33,7 +33,7 @@ def _constants(
     """The torch constants that a column names."""
     names = _texts(columns, name, count, strings)
     for text in set(names) - set(known):
-        raise unknown_constant(columns, name, text)
+        raise _unknown_constant(columns, name, text)
     return [known[text] for text in names]
 
 
@@ -141,7 +141,7 @@ def _storage(columns: ColumnReader, strings: list[str]) -> dict[MetadataIndex, _
     begins = columns.i64("storage_offset", count)
     lengths = columns.i64("storage_bytes", count)
     _check_ends(columns, "storage_bytes", begins, lengths)
-    descriptors = decode_descriptors(columns)
+    descriptors = _descriptors(columns)
     numbers = columns.i64("storage_descriptors", count, low=-1, high=len(descriptors) - 2)
     storage = {}
     at = 0

@@ -23,10 +23,15 @@ from torch_dcpx._native import _C
 from torch_dcpx._version import __version__
 from torch_dcpx.errors import CorruptionError, PlanError
 from torch_dcpx.metadata.columns import ColumnReader, encode_body
-from torch_dcpx.metadata.decode import decode_files, decode_storage_meta, optional_str
+from torch_dcpx.metadata.decode import (
+    decode_files,
+    decode_storage_meta,
+    open_columns,
+    open_planner,
+    optional_str,
+)
 from torch_dcpx.metadata.encode import encode_columns, stock_storage_meta
 from torch_dcpx.metadata.lazy import plain_metadata
-from torch_dcpx.metadata.open_columns import open_columns, open_planner
 from torch_dcpx.metadata.parts import (
     MAGIC,
     TAIL,
