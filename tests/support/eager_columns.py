@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_dcpx._compat import DTYPES, LAYOUTS, set_strides
 from torch_dcpx.metadata.columns import I64_MAX, ColumnReader
 from torch_dcpx.metadata.decode import _descriptors, _unknown_constant
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 
 
 def _texts(columns: ColumnReader, name: str, count: int | None, strings: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from torch_dcpx._native import _C
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.metadata.columns import I64_MAX, ColumnReader
 from torch_dcpx.metadata.lazy import StoredEntries, StoredPaths, StoredPlaces, stored_dicts
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 from torch_dcpx.storage.names import FileEntry, id_bytes
 
 

@@ -31,7 +31,7 @@ from torch_dcpx._compat import DTYPES, LAYOUTS, all_strides
 from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError
 from torch_dcpx.metadata.columns import I64_MAX, StringPool
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 from torch_dcpx.storage.names import FileEntry
 
 _NAMES: dict[object, str] = {value: name for name, value in (*DTYPES.items(), *LAYOUTS.items())}

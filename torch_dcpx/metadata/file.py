@@ -42,9 +42,8 @@ from torch_dcpx.metadata.parts import (
     has_tail,
     scan_stock,
 )
-from torch_dcpx.metadata.stock import load_stock_metadata
+from torch_dcpx.metadata.stock import load_stock_metadata, pickle_any
 from torch_dcpx.metadata.stock_columns import open_stock_metadata
-from torch_dcpx.metadata.stock_pickle import pickle_any
 from torch_dcpx.storage.directory import SmallFile
 from torch_dcpx.storage.names import FileEntry
 

@@ -30,7 +30,7 @@ from torch_dcpx import _compat
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 
 
 class _Filled(dict[Any, Any]):
