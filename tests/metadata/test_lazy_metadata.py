@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from support.eager_columns import decode_at_once
 from support.metadata_samples import (
     I64,
     PATH,
@@ -46,9 +47,9 @@ def decoded(data: bytes) -> Metadata:
 
 
 def eagerly(data: bytes) -> Metadata:
-    """What the decoder for a torch with unknown classes gives: the oracle."""
+    """What the oracle gives, which makes all objects at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metadata_module, "HAS_KNOWN_ITEMS", False)
+        patch.setattr(metadata_module, "open_columns", decode_at_once)
         found = decode_metadata(data, PATH).metadata
     assert type(found.state_dict_metadata) is type(found.storage_data) is dict
     return found

@@ -11,7 +11,6 @@ import pickle
 import pickletools
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from hypothesis import given
 from support.metadata_samples import (
     DTYPES,
     FORMATS,
-    I64,
     LAYOUTS,
     PATH,
     canonical,
@@ -43,14 +41,16 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx import _compat
 from torch_dcpx._gc import paused_gc
-from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError
+from torch_dcpx.errors import CorruptionError, UnsafePickleError
 from torch_dcpx.metadata import file as metadata_module
+from torch_dcpx.metadata import stock as stock_module
 from torch_dcpx.metadata.file import (
     CheckpointMetadata,
     decode_metadata,
     encode_metadata,
     encode_pieces,
 )
+from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.storage.names import FileEntry
 
 # ---- There and back -----------------------------------------------------------------------------
@@ -153,120 +153,6 @@ def test_metadata_of_newer_torch_loads_in_older_and_keeps_its_strides(
             assert found == ([(3, 1), None] if has_strides else [None, None])
 
 
-# ---- What cannot be kept is refused -------------------------------------------------------------
-
-
-def tensor(size: Any, offsets: Any, lengths: Any, **properties: Any) -> TensorStorageMetadata:
-    chunk = ChunkStorageMetadata(offsets, lengths)
-    return TensorStorageMetadata(TensorProperties(**properties), size, [chunk])
-
-
-def entry_of(key: Any, value: Any) -> Callable[[Metadata], None]:
-    return lambda metadata: metadata.state_dict_metadata.update({key: value})
-
-
-def place_of(key: Any, value: Any) -> Callable[[Metadata], None]:
-    return lambda metadata: metadata.storage_data.update({key: value})
-
-
-def strides_of(key: str, strides: Any) -> Callable[[Metadata], None]:
-    """Torch 2.15's field, in every torch."""
-    return lambda metadata: vars(metadata.state_dict_metadata[key].properties).update(  # type: ignore[union-attr]
-        strides=strides
-    )
-
-
-class Text(str):
-    """Pickled by its own name, which stock's readers need not know."""
-
-
-S = torch.Size
-PLACE = _StorageInfo("f", 0, 1)
-REFUSED: dict[str, tuple[Callable[[Metadata], None], str | None]] = {
-    "name no str": (entry_of(7, BytesStorageMetadata()), "7"),
-    "name of a subclass": (entry_of(Text("key"), BytesStorageMetadata()), "key"),
-    "unknown entry": (entry_of("key", "?"), "key"),
-    "chunk of more dimensions": (entry_of("key", tensor(S([4]), S([0, 0]), S([4]))), "key"),
-    "chunk of fewer dimensions": (entry_of("key", tensor(S([4]), S([0]), S([]))), "key"),
-    "negative offset": (entry_of("key", tensor(S([4]), S([-1]), S([4]))), "key"),
-    "size beyond int64": (entry_of("key", tensor((1 << 63,), S([0]), S([4]))), "key"),
-    "chunk that ends beyond int64": (entry_of("key", tensor(S([4]), S([I64]), S([4]))), "key"),
-    "size no int": (entry_of("key", tensor((4.0,), S([0]), S([4]))), "key"),
-    "size a bool": (entry_of("key", tensor((True,), S([0]), S([1]))), "key"),
-    "offsets a list": (entry_of("key", tensor(S([4]), [0], S([4]))), "key"),
-    "size None": (entry_of("key", tensor(None, S([0]), S([4]))), "key"),
-    "dtype no dtype": (entry_of("key", tensor(S([4]), S([0]), S([4]), dtype="float32")), "key"),
-    "flag no bool": (entry_of("key", tensor(S([4]), S([0]), S([4]), pin_memory=1)), "key"),
-    "foreign memory format": (
-        entry_of("key", tensor(S([4]), S([0]), S([4]), memory_format=torch.channels_last_3d)),
-        "key",
-    ),
-    "strides a list": (strides_of("step", [3, 1]), "step"),
-    "strides no ints": (strides_of("step", (3, "1")), "step"),
-    "strides negative": (strides_of("step", (3, -1)), "step"),
-    "chunks no list": (
-        entry_of("key", TensorStorageMetadata(TensorProperties(), S([]), ())),
-        "key",
-    ),
-    "chunk no chunk": (
-        entry_of("key", TensorStorageMetadata(TensorProperties(), S([]), [1])),
-        "key",
-    ),
-    "index of other dimensions": (
-        place_of(MetadataIndex("model.weight", [1]), PLACE),
-        "model.weight",
-    ),
-    "index no index": (place_of("key", PLACE), "key"),
-    "index name no str": (place_of(MetadataIndex(7), PLACE), "7"),  # type: ignore[arg-type]
-    "negative hint": (place_of(MetadataIndex("key", None, -1), PLACE), "key"),
-    "hint beyond int64": (place_of(MetadataIndex("key", None, 1 << 63), PLACE), "key"),
-    "negative index": (place_of(MetadataIndex("key", [-1]), PLACE), "key"),
-    "place no place": (place_of(MetadataIndex("key"), ("f", 0, 1)), "key"),
-    "path no str": (place_of(MetadataIndex("key"), _StorageInfo(None, 0, 1)), "key"),  # type: ignore[arg-type]
-    "negative length": (place_of(MetadataIndex("key"), _StorageInfo("f", 0, -1)), "key"),
-    "item that ends beyond int64": (
-        place_of(MetadataIndex("key"), _StorageInfo("f", I64, 1)),
-        "key",
-    ),
-    "descriptors a tuple": (place_of(MetadataIndex("key"), _StorageInfo("f", 0, 1, ("a",))), "key"),
-    "no storage_data": (lambda metadata: setattr(metadata, "storage_data", None), None),
-    "version no str": (lambda metadata: setattr(metadata, "version", 1), None),
-    "modules no list": (
-        lambda metadata: setattr(metadata, "storage_meta", StorageMeta("a", "b", None, None)),  # type: ignore[arg-type]
-        None,
-    ),
-    "planner_data that cannot be pickled": (
-        lambda metadata: setattr(metadata, "planner_data", lambda: None),
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_encode_refuses_what_would_not_come_back(case: str) -> None:
-    change, fqn = REFUSED[case]
-    metadata = small()
-    change(metadata)
-    with pytest.raises(PlanError) as caught:
-        encode_metadata(metadata, small_files(), "id")
-    assert caught.value.fqn == fqn
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        FileEntry("__0_0.distcp", bytes(16), 8192, 0),  # there already
-        FileEntry("a", bytes(15), 8192, 0),
-        FileEntry("a", bytes(16), -1, 0),
-        FileEntry("a", bytes(16), 8192, 1 << 32),
-        FileEntry(pathlib.Path("a"), bytes(16), 8192, 0),  # type: ignore[arg-type]
-    ],
-)
-def test_encode_refuses_a_wrong_file(file: FileEntry) -> None:
-    with pytest.raises(PlanError):
-        encode_metadata(small(), [*small_files(), file], "id")
-
-
 # ---- Stock's files, and planner_data that only the pickle holds ---------------------------------
 
 
@@ -313,6 +199,42 @@ def test_planner_data_in_the_pickle_needs_leave() -> None:
         assert canonical(found.metadata.planner_data) == canonical(Plan("a"))
         assert found.files is not None
         assert found.files.keys() == {"__0_0.distcp", "__1_0.distcp"}
+
+
+# ---- A torch whose classes have fields that C++ does not know ------------------------------------
+
+
+@given(metadatas(), files)
+def test_torch_with_unknown_fields_reads_stocks_pickle_of_the_same_file(
+    metadata: Metadata, file_table: list[FileEntry]
+) -> None:
+    data = encode_metadata(metadata, file_table, "id")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata_module, "HAS_KNOWN_ITEMS", False)
+        patch.delattr(metadata_module, "open_columns")
+        found = decode_metadata(data, PATH)
+    assert type(found.metadata.state_dict_metadata) is type(found.metadata.storage_data) is dict
+    assert canonical(found) == canonical(decode_metadata(data, PATH))
+
+
+def test_torch_with_unknown_fields_executes_no_pickle_even_if_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The columns would not, and the file's planner_data is in them."""
+    data = encode_small()
+    monkeypatch.setattr(metadata_module, "HAS_KNOWN_ITEMS", False)
+    monkeypatch.setattr(stock_module, "_TrustingUnpickler", None)
+    assert canonical(decode_metadata(data, PATH, trusted=True).metadata) == canonical(small())
+
+
+def test_torch_with_unknown_fields_cannot_repair_by_columns_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = decode_parts(encode_small(), PATH).columns
+    assert columns is not None
+    assert metadata_module.decode_columns(columns) is not None
+    monkeypatch.setattr(metadata_module, "HAS_KNOWN_ITEMS", False)
+    assert metadata_module.decode_columns(columns) is None
 
 
 # ---- The garbage collector ----------------------------------------------------------------------

@@ -16,9 +16,9 @@ from torch_dcpx import _C, DcpxLoadPlanner
 from torch_dcpx._compat import IS_SWEPT
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.metadata.columns import ColumnReader, encode_body
+from torch_dcpx.metadata.decode import open_columns
 from torch_dcpx.metadata.file import decode_metadata
 from torch_dcpx.metadata.lazy import StoredEntries, StoredPlaces
-from torch_dcpx.metadata.open_columns import open_columns
 
 ROWS = 5000
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 
 _T = TypeVar("_T")
 

@@ -73,6 +73,9 @@ def look(data: bytes) -> None:
 SIZE = number(4096)
 COMPLEX = named("builtins", "complex")
 COMPLEX_KEYS = b"".join(COMPLEX + number(n) + number(0) + b"\x86RN" for n in range(600))
+ENCODE = named("_codecs", "encode")
+LATIN1 = text("latin1") + b"\x86R"
+MEGABYTE = ENCODE + text("a" * (1 << 20)) + b"q\1" + LATIN1 + b"0"
 UNFOLDED = text("a") + b")" + b"2\x86" * 40 + b"\x86"  # a pair of a text and 2^40 tuples
 
 HOSTILE = {
@@ -90,6 +93,14 @@ HOSTILE = {
     "unwritten legacy storage": legacy(b"\x80\x02" + tensor(9, 1, b"N") + b"."),
     "unfolded tensor as a set": archive(called("builtins", "set", tensor(10**9, 0))),
     "unfolded pair as a set": archive(called("builtins", "set", b"]" + UNFOLDED + b"a")),
+    "65 numbers as a set": archive(called("builtins", "set", b"](" + SIZE * 65 + b"e")),
+    "memory by another function's list": archive(
+        indirect("builtins", "bytearray", b"]" + SIZE + b"a").replace(b"a\x85}t", b"a}t")
+    ),
+    "inflating codec": archive(b"\x80\x02" + ENCODE + text("a") + text("zip") + b"\x86R."),
+    "a text made bytes 40 times": archive(
+        b"\x80\x02" + MEGABYTE + (ENCODE + b"h\1" + LATIN1 + b"0") * 40 + b"N."
+    ),
     "results of calls as keys": archive(b"\x80\x02}(" + COMPLEX_KEYS + b"u."),
 }
 

@@ -27,8 +27,7 @@ from torch_dcpx._compat import DTYPES, LAYOUTS
 from torch_dcpx.errors import RepairError
 from torch_dcpx.integrity.compare import coverage_offences
 from torch_dcpx.integrity.footers import TORCH_TENSOR, FileFacts, FooterRow, key_path
-from torch_dcpx.metadata.stock_classes import BYTES
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.stock_classes import BYTES, MEMORY_FORMATS
 
 _NAME = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
 

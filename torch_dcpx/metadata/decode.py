@@ -1,53 +1,29 @@
-"""Stock's Metadata out of the columns of our `.metadata`, without any pickle.
+"""Stock's Metadata over the columns of our `.metadata`: the way back of `encode`, without a pickle.
 
-The way back of `metadata_encode`. A file whose checksums are right may still be hostile, so every
-length, number of a string, sum and range is checked before it is used, and nothing is built whose
-size the file's own size does not bound.
+A file whose checksums are right may still be hostile. So each length, number of a string, sum and
+range is checked, in C++ and over the columns themselves, before an object is handed out, and
+nothing takes more memory than the file's own size bounds. `lazy` then makes the objects on demand.
 """
 
 from __future__ import annotations
 
-from operator import add, mul
+import os
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION, set_strides
+from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION
+from torch_dcpx._native import _C
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.metadata.columns import I64_MAX, ColumnReader
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.lazy import StoredEntries, StoredPaths, StoredPlaces, stored_dicts
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 from torch_dcpx.storage.names import FileEntry, id_bytes
 
 
-def _texts(columns: ColumnReader, name: str, count: int | None, strings: list[str]) -> list[str]:
-    """The strings that a column of string numbers names."""
-    numbers = columns.i64(name, count, high=len(strings) - 1)
-    return [strings[number] for number in numbers]
-
-
-def _constants(
-    columns: ColumnReader, name: str, count: int, strings: list[str], known: dict[str, Any]
-) -> list[Any]:
-    """The torch constants that a column names."""
-    names = _texts(columns, name, count, strings)
-    for text in set(names) - set(known):
-        raise unknown_constant(columns, name, text)
-    return [known[text] for text in names]
-
-
-def unknown_constant(columns: ColumnReader, name: str, text: str) -> DcpxError:
-    """The error for a constant in column `name` that this torch lacks: written by another torch,
-    or by none.
+def _unknown_constant(columns: ColumnReader, name: str, text: str) -> DcpxError:
+    """Returns the error for a constant in column `name` that this torch lacks: another torch wrote
+    it, or none did.
     """
     error = columns.error(f"{text!r} is unknown to torch {TORCH_VERSION}", name)
     writer = columns.header.get("torch")
@@ -58,97 +34,8 @@ def unknown_constant(columns: ColumnReader, name: str, text: str) -> DcpxError:
     return unsupported
 
 
-def _check_ends(columns: ColumnReader, name: str, begins: list[int], lengths: list[int]) -> None:
-    if max(map(add, begins, lengths), default=0) > I64_MAX:
-        raise columns.error("a range ends beyond 2**63 - 1", name)
-
-
-def _decode_strides(columns: ColumnReader, count: int) -> list[tuple[int, ...] | None]:
-    """TensorProperties.strides of every tensor (None: unknown, as in files of older torch)."""
-    if not columns.has("tensor_stride_count"):
-        return [None] * count
-    ndims = columns.i64("tensor_stride_count", count, low=-1)
-    flat = columns.i64("tensor_strides", sum(max(ndim, 0) for ndim in ndims), low=-I64_MAX - 1)
-    strides: list[tuple[int, ...] | None] = []
-    begin = 0
-    for ndim in ndims:
-        strides.append(None if ndim < 0 else tuple(flat[begin : begin + ndim]))
-        begin += max(ndim, 0)
-    return strides
-
-
-def _decode_properties(
-    columns: ColumnReader, count: int, strings: list[str]
-) -> list[TensorProperties]:
-    properties = [
-        TensorProperties(dtype, layout, bool(flags & 1), MEMORY_FORMATS[code], bool(flags & 2))
-        for dtype, layout, flags, code in zip(
-            _constants(columns, "tensor_dtype", count, strings, DTYPES),
-            _constants(columns, "tensor_layout", count, strings, LAYOUTS),
-            columns.u8("tensor_flags", count, high=3),
-            columns.u8("tensor_memory_format", count, high=len(MEMORY_FORMATS) - 1),
-            strict=True,
-        )
-    ]
-    strides = _decode_strides(columns, count)
-    for one, its_strides in zip(properties, strides, strict=True):
-        set_strides(one, its_strides)
-    return properties
-
-
-def _decode_tensors(
-    columns: ColumnReader, count: int, strings: list[str]
-) -> list[TensorStorageMetadata]:
-    ndims = columns.i64("tensor_ndim", count)
-    flat_sizes = columns.i64("tensor_sizes", sum(ndims))
-    chunk_counts = columns.i64("tensor_chunk_count", count)
-    columns.u8("chunk_flags", sum(chunk_counts), high=0)  # bounds the chunks of 0-d tensors
-    cells = sum(map(mul, ndims, chunk_counts))
-    flat_offsets = columns.i64("chunk_offsets", cells)
-    flat_lengths = columns.i64("chunk_sizes", cells)
-    _check_ends(columns, "chunk_sizes", flat_offsets, flat_lengths)
-    tensors = []
-    size_at = chunk_at = 0
-    new_size = torch.Size
-    for ndim, chunk_count, properties in zip(
-        ndims, chunk_counts, _decode_properties(columns, count, strings), strict=True
-    ):
-        size = new_size(flat_sizes[size_at : size_at + ndim])
-        size_at += ndim
-        chunks = []
-        for _ in range(chunk_count):
-            end = chunk_at + ndim
-            chunks.append(
-                ChunkStorageMetadata(
-                    new_size(flat_offsets[chunk_at:end]), new_size(flat_lengths[chunk_at:end])
-                )
-            )
-            chunk_at = end
-        tensors.append(TensorStorageMetadata(properties, size, chunks))
-    return tensors
-
-
-def decode_entries(columns: ColumnReader, strings: list[str]) -> dict[str, STORAGE_TYPES]:
-    """Metadata.state_dict_metadata.
-
-    Raises:
-        CorruptionError: columns that contradict each other.
-        UnsupportedError: a dtype or layout of another torch, which the one that runs lacks.
-    """
-    kinds = columns.u8("entry_kind", None, high=1)
-    fqns = _texts(columns, "entry_fqn", len(kinds), strings)
-    tensors = iter(_decode_tensors(columns, kinds.count(0), strings))
-    entries: dict[str, STORAGE_TYPES] = {
-        fqn: BytesStorageMetadata() if kind else next(tensors)
-        for fqn, kind in zip(fqns, kinds, strict=True)
-    }
-    if len(entries) != len(fqns):
-        raise columns.error("a name is there twice", "entry_fqn")
-    return entries
-
-
-def decode_descriptors(columns: ColumnReader) -> list[list[str] | None]:
-    """The distinct transform_descriptors, None last so that number -1 finds it."""
+def _descriptors(columns: ColumnReader) -> list[list[str] | None]:
+    """Returns the distinct transform_descriptors, None last so that number -1 finds it."""
     lists = columns.header.get("descriptors")
     if type(lists) is not list or not all(
         type(names) is list and all(type(name) is str for name in names) for names in lists
@@ -157,73 +44,124 @@ def decode_descriptors(columns: ColumnReader) -> list[list[str] | None]:
     return [*lists, None]
 
 
-def decode_storage(columns: ColumnReader, strings: list[str]) -> dict[MetadataIndex, _StorageInfo]:
-    """Metadata.storage_data.
+def _check_ends(columns: ColumnReader, name: str, begins: memoryview, lengths: memoryview) -> None:
+    if not _C.have_ends(begins, lengths):
+        raise columns.error("a range ends beyond 2**63 - 1", name)
 
-    Raises:
-        CorruptionError: columns that contradict each other.
+
+def _constants(
+    columns: ColumnReader, name: str, numbers: memoryview, strings: list[str], known: dict[str, Any]
+) -> dict[int, Any]:
+    """Returns the torch constants that a column of string numbers names, by these numbers."""
+    found = set(numbers.cast("q"))
+    for number in found:
+        if strings[number] not in known:
+            raise _unknown_constant(columns, name, strings[number])
+    return {number: known[strings[number]] for number in found}
+
+
+def _check_entries(
+    columns: ColumnReader, strings: list[str]
+) -> tuple[dict[str, int], dict[str, memoryview], dict[int, Any], dict[int, Any]]:
+    """Returns the numbers of all entries by name, their columns, and the dtypes and layouts in them
+    by the numbers of their strings.
     """
-    fqns = _texts(columns, "storage_fqn", None, strings)
-    count = len(fqns)
-    ndims = columns.i64("storage_ndim", count, low=-1)
-    flat = columns.i64("storage_offsets", sum(max(ndim, 0) for ndim in ndims))
-    hints = columns.i64("storage_hint", count, low=-1)
-    paths = _texts(columns, "storage_path", count, strings)
-    begins = columns.i64("storage_offset", count)
-    lengths = columns.i64("storage_bytes", count)
+    last = len(strings) - 1
+    kinds = columns.u8("entry_kind", None, high=1)
+    fqns = columns.i64_view("entry_fqn", len(kinds), high=last)
+    count = kinds.count(0)
+    views = {"entry_kind": memoryview(kinds)}
+
+    def numbers(name: str, length: int, low: int = 0, high: int = I64_MAX) -> memoryview:
+        views[name] = columns.i64_view(name, length, low, high)
+        return views[name]
+
+    ndims = numbers("tensor_ndim", count)
+    numbers("tensor_sizes", _C.total(ndims))
+    chunk_counts = numbers("tensor_chunk_count", count)
+    # Bounds the chunks of 0-d tensors.
+    views["chunk_flags"] = columns.u8_view("chunk_flags", _C.total(chunk_counts), high=0)
+    cells = _C.total(ndims, chunk_counts)
+    offsets = numbers("chunk_offsets", cells)
+    _check_ends(columns, "chunk_sizes", offsets, numbers("chunk_sizes", cells))
+    dtypes = numbers("tensor_dtype", count, high=last)
+    dtype_of = _constants(columns, "tensor_dtype", dtypes, strings, DTYPES)
+    layouts = numbers("tensor_layout", count, high=last)
+    layout_of = _constants(columns, "tensor_layout", layouts, strings, LAYOUTS)
+    views["tensor_flags"] = columns.u8_view("tensor_flags", count, high=3)
+    highest = len(MEMORY_FORMATS) - 1
+    views["tensor_memory_format"] = columns.u8_view("tensor_memory_format", count, high=highest)
+    if columns.has("tensor_stride_count"):
+        ndims = numbers("tensor_stride_count", count, low=-1)
+        numbers("tensor_strides", _C.total(ndims), low=-I64_MAX - 1)
+    names = {strings[fqn]: number for number, fqn in enumerate(fqns.cast("q"))}
+    if len(names) != len(kinds):
+        raise columns.error("a name is there twice", "entry_fqn")
+    return names, views, dtype_of, layout_of
+
+
+def _check_places(columns: ColumnReader, strings: list[str]) -> dict[str, memoryview]:
+    """Returns the columns of storage_data."""
+    last = len(strings) - 1
+    fqns = columns.i64_view("storage_fqn", None, high=last)
+    count = len(fqns) // 8
+    ndims = columns.i64_view("storage_ndim", count, low=-1)
+    views = {"storage_fqn": fqns, "storage_ndim": ndims}
+    views["storage_offsets"] = columns.i64_view("storage_offsets", _C.total(ndims))
+    views["storage_hint"] = columns.i64_view("storage_hint", count, low=-1)
+    views["storage_path"] = columns.i64_view("storage_path", count, high=last)
+    views["storage_offset"] = begins = columns.i64_view("storage_offset", count)
+    views["storage_bytes"] = lengths = columns.i64_view("storage_bytes", count)
     _check_ends(columns, "storage_bytes", begins, lengths)
-    descriptors = decode_descriptors(columns)
-    numbers = columns.i64("storage_descriptors", count, low=-1, high=len(descriptors) - 2)
-    storage = {}
-    at = 0
-    for fqn, ndim, hint, path, begin, nbytes, number in zip(
-        fqns, ndims, hints, paths, begins, lengths, numbers, strict=True
-    ):
-        offset = None
-        if ndim >= 0:
-            offset = flat[at : at + ndim]
-            at += ndim
-        index = MetadataIndex(fqn, offset, None if hint < 0 else hint)
-        storage[index] = _StorageInfo(path, begin, nbytes, descriptors[number])
-    if len(storage) != count:
+    return views
+
+
+def open_columns(columns: ColumnReader, strings: list[str]) -> tuple[StoredEntries, StoredPlaces]:
+    """Checks state_dict_metadata and storage_data; returns them as dicts filled on demand.
+
+    Raises:
+        CorruptionError: columns that contradict each other.
+        UnsupportedError: a dtype or layout of another torch, which the one that runs lacks.
+    """
+    names, views, dtypes, layouts = _check_entries(columns, strings)
+    views |= _check_places(columns, strings)
+    descriptors = _descriptors(columns)
+    count, high = len(views["storage_fqn"]) // 8, len(descriptors) - 2
+    views["storage_descriptors"] = columns.i64_view("storage_descriptors", count, low=-1, high=high)
+    found = stored_dicts(strings, views, names, dtypes, layouts, descriptors, os.urandom(16))
+    if found is None:
         raise columns.error("an item is there twice", "storage_fqn")
-    return storage
+    return found
 
 
-def decode_planner(columns: ColumnReader, strings: list[str]) -> dict[str, tuple[str | int, ...]]:
-    """Metadata.planner_data where it is a flatten mapping.
+def open_planner(columns: ColumnReader, strings: list[str]) -> StoredPaths:
+    """Checks planner_data that is a flatten mapping; returns it as a dict made on demand.
 
     Raises:
         CorruptionError: columns that contradict each other.
     """
-    fqns = _texts(columns, "planner_fqn", None, strings)
-    counts = columns.i64("planner_len", len(fqns))
-    tags = columns.u8("planner_tag", sum(counts), high=1)
-    values = columns.i64("planner_value", len(tags), low=-I64_MAX - 1)
-    # Of one tag or the other: a number of a string or the integer itself.
-    is_known = range(len(strings)).__contains__
-    if not all(tag or is_known(value) for tag, value in zip(tags, values, strict=True)):
+    fqns = columns.i64_view("planner_fqn", None, high=len(strings) - 1)
+    counts = columns.i64_view("planner_len", len(fqns) // 8)
+    tags = columns.u8_view("planner_tag", _C.total(counts), high=1)
+    values = columns.i64_view("planner_value", len(tags), low=-I64_MAX - 1)
+    if not _C.are_keys(tags, values, len(strings)):
         raise columns.error("a value numbers no string", "planner_value")
-    keys: list[str | int] = [
-        value if tag else strings[value] for tag, value in zip(tags, values, strict=True)
-    ]
-    mapping = {}
-    begin = 0
-    for fqn, count in zip(fqns, counts, strict=True):
-        mapping[fqn] = tuple(keys[begin : begin + count])
-        begin += count
-    if len(mapping) != len(fqns):
-        raise columns.error("a name is there twice", "planner_fqn")
-    return mapping
+    # Usually the names of the entries in their order, which were compared.
+    if fqns != columns.i64_view("entry_fqn", None):
+        names = fqns.cast("q")
+        if len({strings[number] for number in names}) != len(names):
+            raise columns.error("a name is there twice", "planner_fqn")
+    return StoredPaths.over(strings, fqns.cast("q"), counts.cast("q"), tags, values.cast("q"))
 
 
 def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEntry]:
-    """The file table by path.
+    """Returns the file table by path.
 
     Raises:
         CorruptionError: columns that contradict each other.
     """
-    paths = _texts(columns, "file_path", None, strings)
+    numbers = columns.i64("file_path", None, high=len(strings) - 1)
+    paths = [strings[number] for number in numbers]
     ids = columns.u8("file_id", 16 * len(paths))
     sizes = columns.i64("file_bytes", len(paths))
     crcs = columns.i64("file_crc", len(paths), high=(1 << 32) - 1)
@@ -238,7 +176,7 @@ def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEnt
 
 
 def optional_str(columns: ColumnReader, values: dict[str, Any], name: str) -> str | None:
-    """Value `name` of the header or a dict in it, which is a string or null.
+    """Returns value `name` of the header or of a dict in it, which is a string or null.
 
     Raises:
         CorruptionError: it is missing or of another type.
@@ -250,7 +188,7 @@ def optional_str(columns: ColumnReader, values: dict[str, Any], name: str) -> st
 
 
 def decode_storage_meta(columns: ColumnReader) -> StorageMeta | None:
-    """Metadata.storage_meta.
+    """Returns Metadata.storage_meta.
 
     Raises:
         CorruptionError: values of another type than stock's.

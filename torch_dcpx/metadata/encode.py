@@ -1,16 +1,17 @@
 """A checkpoint's metadata as columns.
 
 A million objects are not looked at one by one: each pass takes one attribute of a batch of them, or
-asks one question, in C; a batch is so small that the next pass finds its objects in cache. What the
-columns could not give back exactly is noticed before anything is written, and `metadata_refusals`
-then finds the object. `metadata_decode` is the way back; docs/format.md names every column.
+makes one check, in C; a batch is so small that the next pass finds its objects in cache. The
+encoder refuses anything that the columns could not give back exactly, before a byte is written. It
+then halves the metadata until one object is left, which the error names. `decode` is the way back;
+docs/format.md names every column.
 """
 
 from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, compress, repeat
 from typing import Any, TypeVar
 
@@ -30,8 +31,7 @@ from torch_dcpx._compat import DTYPES, LAYOUTS, all_strides
 from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError
 from torch_dcpx.metadata.columns import I64_MAX, StringPool
-from torch_dcpx.metadata.refusals import NOT_STOCK, find_refusal, is_list_of_str
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 from torch_dcpx.storage.names import FileEntry
 
 _NAMES: dict[object, str] = {value: name for name, value in (*DTYPES.items(), *LAYOUTS.items())}
@@ -59,13 +59,22 @@ class Columns:
         return {**self.pool.columns(), **self._columns}
 
 
-def _require(is_stock: bool) -> None:
+# Objects that are not stock's make len, array, iteration and the columns' C++ raise one of these.
+_NOT_STOCK = (TypeError, ValueError, KeyError, OverflowError, AttributeError)
+
+
+def _require(is_stock: bool, offence: str) -> None:
     if not is_stock:
-        raise ValueError("not what a checkpoint holds")
+        raise ValueError(offence)
 
 
 def _are(values: Iterable[object], *types: type) -> bool:
     return set(map(type, values)) <= set(types)
+
+
+def _is_list_of_str(value: object) -> bool:
+    """Returns whether `value` is a list, and no subclass, of nothing but str."""
+    return type(value) is list and _are(value, str)
 
 
 class _Codes(dict[tuple[Any, ...], tuple[int, int, int, int]]):
@@ -111,13 +120,14 @@ def _encode_properties(properties: list[TensorProperties], codes: _Codes, out: C
     )
     if not properties:
         return
-    _require(_are(properties, TensorProperties, ShardProperties))
+    _require(_are(properties, TensorProperties, ShardProperties), "properties of another class")
     keys = [
         (one.dtype, one.layout, one.requires_grad, one.memory_format, one.pin_memory)
         for one in properties
     ]
     _, _, requires_grad, _, pin_memory = zip(*keys, strict=True)
-    _require(_are(requires_grad, bool) and _are(pin_memory, bool))  # 1 has the codes of True
+    are_flags = _are(requires_grad, bool) and _are(pin_memory, bool)
+    _require(are_flags, "a flag that is no bool")  # 1 has the codes of True
     rows = map(codes.__getitem__, keys)
     for column, values in zip(columns, zip(*rows, strict=True), strict=True):
         column.extend(values)
@@ -132,13 +142,13 @@ def _encode_strides(found: list[Any], out: Columns) -> None:
     out.i64("tensor_strides").frombytes(flat)
 
 
-def _encode_entries(metadata: Metadata, out: Columns) -> dict[str, int]:
+def _encode_entries(entries_of: dict[str, Any], out: Columns) -> dict[str, int]:
     """Columns of state_dict_metadata; returns the number of dimensions of every tensor."""
     codes = _Codes(out.pool)
     ndim_of: dict[str, int] = {}
     strides: list[Any] = []
-    for fqns, entries in _batches(metadata.state_dict_metadata):
-        _require(_are(entries, TensorStorageMetadata, BytesStorageMetadata))
+    for fqns, entries in _batches(entries_of):
+        _require(_are(entries, TensorStorageMetadata, BytesStorageMetadata), "of another class")
         out.i64("entry_fqn").frombytes(_C.text_column(fqns, out.pool.numbers))
         is_tensor = [type(entry) is TensorStorageMetadata for entry in entries]
         out.u8("entry_kind").extend([not is_one for is_one in is_tensor])
@@ -158,44 +168,47 @@ def _encode_regions(tensors: list[Any], out: Columns) -> array[int]:
     out.i64("tensor_ndim").frombytes(ndims)
     out.i64("tensor_sizes").frombytes(sizes)
     chunk_lists = [tensor.chunks for tensor in tensors]
-    _require(_are(chunk_lists, list))
+    _require(_are(chunk_lists, list), "chunks that are no list")
     counts = list(map(len, chunk_lists))
     out.i64("tensor_chunk_count").extend(array("q", counts))
     chunks = list(chain.from_iterable(chunk_lists))
-    _require(_are(chunks, ChunkStorageMetadata))
+    _require(_are(chunks, ChunkStorageMetadata), "a chunk of another class")
     # One byte a chunk, so that a file of n bytes cannot claim more than n chunks of a 0-d tensor,
     # whose offsets and sizes take no bytes.
     out.u8("chunk_flags").extend(bytes(len(chunks)))
     begin_ndims, begins = _C.row_columns([chunk.offsets for chunk in chunks], False)
     length_ndims, lengths = _C.row_columns([chunk.sizes for chunk in chunks], False)
-    tensor_ndims = array("q", ndims)
+    tensor_ndims, unlike = array("q", ndims), "a chunk of other dimensions than its tensor"
     if begin_ndims != ndims or set(counts) != {1}:
         of_chunks = array("q", list(chain.from_iterable(map(repeat, tensor_ndims, counts))))
-        _require(begin_ndims == of_chunks.tobytes())
-    _require(begin_ndims == length_ndims and _C.have_ends(begins, lengths))
+        _require(begin_ndims == of_chunks.tobytes(), unlike)
+    _require(begin_ndims == length_ndims, unlike)
+    _require(_C.have_ends(begins, lengths), "a chunk that ends beyond 2**63 - 1")
     out.i64("chunk_offsets").frombytes(begins)
     out.i64("chunk_sizes").frombytes(lengths)
     return tensor_ndims
 
 
-def _encode_storage(metadata: Metadata, ndim_of: dict[str, int], out: Columns) -> None:
+def _encode_storage(
+    storage: dict[MetadataIndex, Any], ndim_of: dict[str, int], out: Columns
+) -> None:
     """Columns of storage_data."""
-    storage = metadata.storage_data
-    _require(type(storage) is dict)
     known: dict[tuple[str, ...], int] = {}  # transform_descriptors
     for indices, places in _batches(storage):
-        _require(_are(indices, MetadataIndex) and _are(places, _StorageInfo))
+        _require(_are(indices, MetadataIndex), "an index of another class")
+        _require(_are(places, _StorageInfo), "a place of another class")
         _encode_indices(indices, ndim_of, out)
         paths = [place.relative_path for place in places]
         out.i64("storage_path").frombytes(_C.text_column(paths, out.pool.numbers))
         found = [place.transform_descriptors for place in places]
-        _require(all(names is None or is_list_of_str(names) for names in found))
+        are_lists = all(names is None or _is_list_of_str(names) for names in found)
+        _require(are_lists, "transform_descriptors that are no list of str")
         out.i64("storage_descriptors").extend(
             [-1 if names is None else known.setdefault(tuple(names), len(known)) for names in found]
         )
         begins = _C.size_column([place.offset for place in places], False)
         lengths = _C.size_column([place.length for place in places], False)
-        _require(_C.have_ends(begins, lengths))
+        _require(_C.have_ends(begins, lengths), "an item that ends beyond 2**63 - 1")
         out.i64("storage_offset").frombytes(begins)
         out.i64("storage_bytes").frombytes(lengths)
     out.descriptors = list(map(list, known))
@@ -214,7 +227,8 @@ def _encode_indices(indices: list[MetadataIndex], ndim_of: dict[str, int], out: 
     found = array("q", ndims).tolist()
     if found != wanted:  # items of bytes, and indices without an offset
         pairs = zip(found, wanted, strict=True)
-        _require(all(ndim in (-1, of_tensor) or of_tensor is None for ndim, of_tensor in pairs))
+        are_alike = all(ndim in (-1, wants) or wants is None for ndim, wants in pairs)
+        _require(are_alike, "another number of dimensions than its tensor's")
 
 
 def _encode_planner(metadata: Metadata, out: Columns) -> None:
@@ -260,20 +274,70 @@ def _encode_files(files: Sequence[FileEntry], out: Columns) -> None:
 
 
 def encode_columns(metadata: Metadata, files: Sequence[FileEntry]) -> Columns:
-    """Everything that `metadata` and `files` say, as columns.
+    """Returns all of `metadata` and `files` as columns.
 
     Raises:
-        PlanError: something that the columns cannot hold; its key is the error's `fqn`.
+        PlanError: the columns cannot hold an object; its key is the error's `fqn`.
     """
+    for name, is_any in (("state_dict_metadata", True), ("storage_data", False)):
+        kind = type(getattr(metadata, name))
+        if not (issubclass(kind, dict) if is_any else kind is dict):
+            raise PlanError(f"encode the metadata: {name} is a {kind.__name__}, no dict")
     out = Columns()
     try:
-        ndim_of = _encode_entries(metadata, out)
-        _encode_storage(metadata, ndim_of, out)
-    except NOT_STOCK as error:
-        raise find_refusal(metadata, error) from error
+        ndim_of = _encode_entries(metadata.state_dict_metadata, out)
+        _encode_storage(metadata.storage_data, ndim_of, out)
+    except _NOT_STOCK as error:
+        raise _refusal(metadata, error) from error
     _encode_planner(metadata, out)
     _encode_files(files, out)
     return out
+
+
+def _refusal(metadata: Metadata, error: Exception) -> PlanError:
+    """Returns the error for the first object that the columns cannot hold.
+
+    Args:
+        metadata: it was refused as a whole.
+        error: the refusal.
+    """
+    entries, storage = metadata.state_dict_metadata, metadata.storage_data
+    found = _first_refused(entries, lambda some: _encode_entries(some, Columns()))
+    if found is not None:
+        why = f"its entry is {found[1]!r:.300} ({found[2]})"
+    else:
+        sizes = {fqn: getattr(entry, "size", None) for fqn, entry in entries.items()}
+        ndim_of = {fqn: len(size) for fqn, size in sizes.items() if size is not None}
+        found = _first_refused(storage, lambda some: _encode_storage(some, ndim_of, Columns()))
+        if found is None:
+            return PlanError(f"encode the metadata: {error}, or it changed meanwhile")
+        why = f"{found[0]!r} lies in {found[1]!r} ({found[2]})"
+    fqn = str(getattr(found[0], "fqn", found[0]))
+    return PlanError(
+        f"encode the metadata of {fqn!r}: {why}; a checkpoint holds stock's classes, names of type "
+        "str, and sizes of type int in [0, 2**63)",
+        fqn=fqn,
+    )
+
+
+def _first_refused(
+    objects: dict[Any, Any], encode: Callable[[dict[Any, Any]], object]
+) -> tuple[Any, Any, Exception] | None:
+    """Returns the first key and value that `encode` refuses, and why; None: it takes them all.
+
+    Halving them costs thrice the encoding of all.
+    """
+    try:
+        encode(objects)
+    except _NOT_STOCK as error:
+        cause = error
+    else:
+        return None
+    items = list(objects.items())
+    if len(items) == 1:
+        return (*items[0], cause)
+    halves = items[: len(items) // 2], items[len(items) // 2 :]
+    return _first_refused(dict(halves[0]), encode) or _first_refused(dict(halves[1]), encode)
 
 
 def stock_storage_meta(metadata: Metadata) -> StorageMeta | None:
@@ -292,7 +356,7 @@ def stock_storage_meta(metadata: Metadata) -> StorageMeta | None:
         type(meta) is StorageMeta
         and (where is None or isinstance(where, (str, os.PathLike)))
         and (meta.save_id is None or type(meta.save_id) is str)
-        and is_list_of_str(meta.modules)
+        and _is_list_of_str(meta.modules)
     )
     if not is_stock:
         raise PlanError(f"encode the metadata: storage_meta is {meta!r}")

@@ -24,15 +24,14 @@ from torch_dcpx._version import __version__
 from torch_dcpx.errors import CorruptionError, PlanError
 from torch_dcpx.metadata.columns import ColumnReader, encode_body
 from torch_dcpx.metadata.decode import (
-    decode_entries,
     decode_files,
-    decode_storage,
     decode_storage_meta,
+    open_columns,
+    open_planner,
     optional_str,
 )
 from torch_dcpx.metadata.encode import encode_columns, stock_storage_meta
 from torch_dcpx.metadata.lazy import plain_metadata
-from torch_dcpx.metadata.open_columns import open_columns, open_planner
 from torch_dcpx.metadata.parts import (
     MAGIC,
     TAIL,
@@ -43,9 +42,8 @@ from torch_dcpx.metadata.parts import (
     has_tail,
     scan_stock,
 )
-from torch_dcpx.metadata.stock import load_stock_metadata
+from torch_dcpx.metadata.stock import load_stock_metadata, pickle_any
 from torch_dcpx.metadata.stock_columns import open_stock_metadata
-from torch_dcpx.metadata.stock_pickle import pickle_any
 from torch_dcpx.storage.directory import SmallFile
 from torch_dcpx.storage.names import FileEntry
 
@@ -165,33 +163,44 @@ def decode_metadata(
             metadata = _load_stock(whole, path, safe_globals, trusted)
             return CheckpointMetadata(metadata, _digest([whole]), None)
         pickle_bytes, pickle_crc, columns = check_tail(content, path)
-        planner: Any = None
-        if columns.header.get("planner_data") == "pickle":
+        pickled: Metadata | None = None
+        has_planner = columns.header.get("planner_data") == "pickle"
+        if has_planner or not HAS_KNOWN_ITEMS:
             stock = bytes(content.part(0, pickle_bytes))
             # The file may be another one by now: these bytes are decoded, these are checked.
             check_crc(_C.crc32(stock), pickle_crc, 0, pickle_bytes, "pickle", path)
-            planner = _load_pickle(stock, path, safe_globals, trusted).planner_data
-        metadata, save_id, files = _of_columns(columns, planner)
+            pickled = _load_pickle(stock, path, safe_globals, trusted and has_planner)
+        metadata, save_id, files = _of_columns(columns, pickled)
         return CheckpointMetadata(
             metadata, save_id or _digest(content.pieces(content.nbytes)), files
         )
 
 
 def _of_columns(
-    columns: ColumnReader, planner: Any
+    columns: ColumnReader, pickled: Metadata | None
 ) -> tuple[Metadata, str | None, dict[str, FileEntry]]:
-    """Returns metadata, save id and file table; `planner` is what the pickle alone holds."""
+    """Returns metadata, save id and file table.
+
+    Args:
+        columns: of the file.
+        pickled: the file's pickle, where it is needed: it alone holds planner_data of a user's own,
+            and where this torch's classes have fields that C++ does not know, stock's constructors
+            make the objects.
+    """
     strings = columns.strings()
     entries: dict[str, Any]
     storage: dict[MetadataIndex, Any]
-    if HAS_KNOWN_ITEMS:
+    if pickled is None or HAS_KNOWN_ITEMS:
         entries, storage = open_columns(columns, strings)
     else:
-        entries, storage = decode_entries(columns, strings), decode_storage(columns, strings)
+        entries, storage = pickled.state_dict_metadata, pickled.storage_data
     files = decode_files(columns, strings)
     where = columns.header.get("planner_data")
+    planner: Any = None
     if where == "columns":
         planner = open_planner(columns, strings)
+    elif where == "pickle" and pickled is not None:
+        planner = pickled.planner_data
     elif where not in ("none", "pickle"):
         raise columns.error(f"planner_data is said to be in {where!r}")
     meta = decode_storage_meta(columns)
@@ -201,12 +210,12 @@ def _of_columns(
 
 
 def decode_columns(columns: ColumnReader) -> CheckpointMetadata | None:
-    """What whole columns say alone; None where `planner_data` is in the pickle only.
+    """Returns the metadata that whole columns hold; None where the pickle is needed as well.
 
     Raises:
         CorruptionError, UnsupportedError: as `decode_metadata`.
     """
-    if columns.header.get("planner_data") == "pickle":
+    if columns.header.get("planner_data") == "pickle" or not HAS_KNOWN_ITEMS:
         return None
     metadata, save_id, files = _of_columns(columns, None)
     return CheckpointMetadata(metadata, save_id or "", files)

@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     Metadata,
     TensorStorageMetadata,
 )
 
+from torch_dcpx import _compat
 from torch_dcpx._gc import paused_gc
-
-if TYPE_CHECKING:
-    from torch_dcpx._native import _C
+from torch_dcpx._native import _C
+from torch_dcpx._plan_classes import MAKER
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 
 
 class _Filled(dict[Any, Any]):
@@ -96,13 +98,32 @@ for _name in _ALL_METHODS:
 
 
 class StoredPaths(_Filled):
-    """Metadata.planner_data, by a function that makes it."""
+    """Metadata.planner_data where it is a flatten mapping, over its columns."""
 
     __slots__ = ()
 
     @classmethod
-    def over(cls, make: Callable[[], dict[str, Any]]) -> StoredPaths:
-        """The dict that `make` returns, which it is asked for once."""
+    def over(
+        cls,
+        strings: list[str],
+        fqns: Sequence[int],
+        counts: Sequence[int],
+        tags: Sequence[int],
+        values: Sequence[int],
+    ) -> StoredPaths:
+        """The paths of these columns, which are known to fit each other (docs/format.md)."""
+
+        def make() -> dict[str, tuple[str | int, ...]]:
+            keys = [
+                value if tag else strings[value] for tag, value in zip(tags, values, strict=True)
+            ]
+            mapping = {}
+            begin = 0
+            for fqn, count in zip(fqns, counts, strict=True):
+                mapping[strings[fqn]] = tuple(keys[begin : begin + count])
+                begin += count
+            return mapping
+
         self = cls()
         self.columns = make
         return self
@@ -231,6 +252,41 @@ class StoredPlaces(_Filled):
     def _all(self) -> dict[Any, Any]:
         made: dict[Any, Any] = self.columns.all_places()
         return made
+
+
+def stored_dicts(
+    strings: list[str],
+    columns: dict[str, Any],
+    names: Mapping[str, int],
+    dtypes: Mapping[int, Any],
+    layouts: Mapping[int, Any],
+    descriptors: Sequence[list[str] | None],
+    hash_key: bytes,
+) -> tuple[StoredEntries, StoredPlaces] | None:
+    """Returns state_dict_metadata and storage_data over columns; None where two items are one.
+
+    Args:
+        strings: that the columns number.
+        columns: bytes or views of them by name (docs/format.md), which are known to fit each other.
+        names: numbers of the entries.
+        dtypes: torch's dtypes by the numbers of their strings.
+        layouts: and its layouts.
+        descriptors: the distinct transform_descriptors; the last one is None.
+        hash_key: 16 random bytes: which indices collide is not a file's choice.
+    """
+    values = {
+        "dtype": dtypes,
+        "layout": layouts,
+        "memory_formats": list(MEMORY_FORMATS),
+        "descriptors": descriptors,
+        "StorageInfo": _StorageInfo,
+        "hash_key": hash_key,
+        "has_strides": _compat.HAS_STRIDES,
+    }
+    stored = _C.StoredColumns(MAKER, strings, columns, values)
+    if stored.has_twins:
+        return None
+    return StoredEntries.over(stored, names), StoredPlaces.over(stored)
 
 
 def outline_of(stored: Mapping[str, Any]) -> Callable[[str], STORAGE_TYPES | None]:

@@ -1,20 +1,36 @@
-"""Reading a `.metadata` pickle of stock DCP without executing anything of it.
+"""Stock's pickle of a Metadata: read without executing it, and written where C++ does not.
 
-The pickle is decoded into stand-ins, then a fresh `Metadata` is made from what `stock_classes`
-rebuilds of them.
+`load_stock_metadata` decodes the pickle into stand-ins, and makes a fresh `Metadata` of the objects
+that `stock_classes` builds of them.
+
+`pickle_any` writes the pickle of a Metadata whose planner_data is a user's own;
+`csrc/format/metadata_pickle` writes all others from the columns. Objects of any class need Python's
+pickler, which evens out here where writers differ: torch 2.15 adds a sixth field to
+TensorProperties, on which older ones fail; Python 3.11.2 pickles an enum as a call of
+builtins.getattr; Python 3.13 pickles a Path as `pathlib._local.PosixPath`.
 """
 
 from __future__ import annotations
 
+import copyreg
+import dataclasses
 import io
 import pickle
 from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from torch_dcpx._compat import AnyProperties
+from torch_dcpx._compat import AnyProperties, common_properties
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.metadata.stock_classes import (
@@ -43,7 +59,7 @@ from torch_dcpx.unpickle.stand_ins import (
     user_globals,
 )
 
-DICT = METADATA["builtins", "dict"]
+_DICT = METADATA["builtins", "dict"]
 
 
 class _Rebuild:
@@ -61,11 +77,11 @@ class _Rebuild:
 
     def _pairs(self, value: Any, what: str) -> Collection[tuple[Any, Any]]:
         """The items of a dict, or of a call of `dict` that was filled: so is pickled what a reader
-        of ours has handed out (`lazy_metadata`). Its keys are not hashed before they are looked at.
+        of ours has handed out (`lazy`). Its keys are not hashed before they are looked at.
         """
         if type(value) is dict:
             return value.items()
-        if type(value) is not DICT or value.args:
+        if type(value) is not _DICT or value.args:
             self._refuse(None, f"{what} is a {_kind(value)}, not a dict")
         try:
             no_more_than(value, pairs=True)
@@ -189,3 +205,46 @@ def load_stock_metadata(
         if isinstance(made_of, type) and issubclass(made_of, Metadata):
             return _Rebuild(path, len(data)).metadata(raw.state if type(raw.state) is dict else {})
         return refuse(f"holds a {_kind(raw)}, not a Metadata")
+
+
+def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:
+    newobj: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+    return newobj, (TensorProperties,), common_properties(properties)
+
+
+def _reduce_memory_format(code: _MEM_FORMAT_ENCODING) -> tuple[Any, ...]:
+    return _MEM_FORMAT_ENCODING, (code.value,)
+
+
+def _with_stock_properties(
+    entry: TensorStorageMetadata | BytesStorageMetadata,
+) -> TensorStorageMetadata | BytesStorageMetadata:
+    """`entry`, or a copy with stock's TensorProperties where it has ShardedTensor's."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return entry
+    given: Any = entry.properties
+    if type(given) is not ShardProperties:
+        return entry
+    stock = TensorProperties(
+        given.dtype, given.layout, given.requires_grad, given.memory_format, given.pin_memory
+    )
+    return dataclasses.replace(entry, properties=stock)
+
+
+def pickle_any(metadata: Metadata) -> bytes:
+    """Pickles a Metadata with any planner_data, whose classes are up to its planner.
+
+    Raises:
+        Exception: whatever the objects in planner_data raise when they cannot be pickled.
+    """
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol=4)
+    pickler.dispatch_table = {
+        **copyreg.dispatch_table,
+        TensorProperties: _reduce_properties,
+        _MEM_FORMAT_ENCODING: _reduce_memory_format,
+    }
+    entries = metadata.state_dict_metadata
+    entries = {fqn: _with_stock_properties(entry) for fqn, entry in entries.items()}
+    pickler.dump(dataclasses.replace(metadata, state_dict_metadata=entries))
+    return out.getvalue()

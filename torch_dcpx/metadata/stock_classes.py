@@ -29,6 +29,7 @@ from torch_dcpx.unpickle.settle import Settler, no_more_than, refuse
 from torch_dcpx.unpickle.stand_ins import GlobalTable, StandIn, StateStandIn, brief, stand_in
 from torch_dcpx.unpickle.torch_objects import DTYPES, MAX_INT64, build_layout, dims
 
+# By the codes of stock's _MEM_FORMAT_ENCODING.
 MEMORY_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 

@@ -9,48 +9,24 @@ from __future__ import annotations
 
 import os
 import pathlib
-from array import array
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from torch_dcpx._compat import HAS_KNOWN_ITEMS, HAS_STRIDES
+from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._native import _C
-from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.metadata.lazy import StoredEntries, StoredPaths, StoredPlaces
+from torch_dcpx.metadata.lazy import StoredPaths, stored_dicts
 from torch_dcpx.metadata.stock_classes import METADATA
-from torch_dcpx.metadata.stock_pickle import MEMORY_FORMATS
 from torch_dcpx.unpickle.torch_objects import LAYOUTS
 
 
-def _numbers(column: bytes) -> array[int]:
-    return array("q", column)
+def _numbers(column: bytes) -> memoryview:
+    return memoryview(column).cast("q")
 
 
 def _distinct(column: bytes) -> set[int]:
     return set(_numbers(column))
-
-
-def _planner(columns: dict[str, bytes], strings: list[str]) -> StoredPaths:
-    """planner_data, made when it is first looked at."""
-    fqns, counts = columns["planner_fqn"], columns["planner_len"]
-    tags, values = columns["planner_tag"], columns["planner_value"]
-
-    def make() -> dict[str, Any]:
-        keys: list[str | int] = [
-            value if tag else strings[value]
-            for tag, value in zip(tags, _numbers(values), strict=True)
-        ]
-        mapping = {}
-        begin = 0
-        for fqn, count in zip(_numbers(fqns), _numbers(counts), strict=True):
-            mapping[strings[fqn]] = tuple(keys[begin : begin + count])
-            begin += count
-        return mapping
-
-    return StoredPaths.over(make)
 
 
 def _storage_meta(found: tuple[Any, ...] | None) -> StorageMeta | None:
@@ -83,23 +59,19 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
     layouts = {n: LAYOUTS.get(strings[n]) for n in _distinct(columns["tensor_layout"])}
     if not {*map(type, dtypes.values())} <= {torch.dtype} or None in layouts.values():
         return None
-    values: dict[str, Any] = {
-        "dtype": dtypes,
-        "layout": layouts,
-        "memory_formats": list(MEMORY_FORMATS),
-        "descriptors": [*found["descriptors"], None],
-        "StorageInfo": _StorageInfo,
-        "hash_key": hash_key,
-        "has_strides": HAS_STRIDES,
-    }
-    stored = _C.StoredColumns(MAKER, strings, columns, values)
-    if stored.has_twins:
-        return None
     names = {strings[n]: at for at, n in enumerate(_numbers(columns["entry_fqn"]))}
+    descriptors = [*found["descriptors"], None]
+    dicts = stored_dicts(strings, columns, names, dtypes, layouts, descriptors, hash_key)
+    if dicts is None:
+        return None
+    planner = None
+    if found["has_planner"]:
+        fqns, counts, values = (_numbers(columns[f"planner_{n}"]) for n in ("fqn", "len", "value"))
+        planner = StoredPaths.over(strings, fqns, counts, columns["planner_tag"], values)
     return Metadata(
-        state_dict_metadata=StoredEntries.over(stored, names),
-        planner_data=_planner(columns, strings) if found["has_planner"] else None,
-        storage_data=StoredPlaces.over(stored),
+        state_dict_metadata=dicts[0],
+        planner_data=planner,
+        storage_data=dicts[1],
         storage_meta=_storage_meta(found["storage_meta"]),
         version=found["version"],
     )

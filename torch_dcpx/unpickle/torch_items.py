@@ -20,7 +20,7 @@ import zlib
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -44,106 +44,79 @@ INFLATED_PER_BYTE = 16  # of the tensor; a sparse one keeps 8 B of each index be
 _PIECE_BYTES = 1 << 20
 _STORED, _DEFLATED = 0, 8
 _LEGACY_PICKLES = 5  # of torch.save before 1.6: magic, protocol, machine, object, keys
-# A number given to one of these is memory that nobody wrote.
-_NEVER_CALLED = re.compile(r"torch\.(Tensor|\w*Storage|storage\.\w+)|builtins\.bytearray")
-_TENSOR_CLASSES = frozenset(f"{one.__module__}.{one.__name__}" for one in torch._tensor_classes)
-_CALLING = "torch._tensor._rebuild_from_type_v2"  # calls its first argument with its third
-
-_HASHING = re.compile(r"collections\.\w+|builtins\.(set|frozenset|dict)")
-_OF_PAIRS = re.compile(r"collections\.OrderedDict|builtins\.dict")
 _CODECS = (("latin1",), ("latin-1",))
 _CALLS_BASE_BYTES, _CALLS_PER_BYTE = 16 << 20, 4  # what calls may make of a pickle's texts
 _MAX_CALLED = 64  # numbers; a tensor's own pickle calls OrderedDict() with none
-
-
-class _Budget:
-    """What the calls of one pickle may still do."""
-
-    __slots__ = ("nbytes", "result_keys")
-
-    def __init__(self, pickle_bytes: int) -> None:
-        self.nbytes = _CALLS_BASE_BYTES + _CALLS_PER_BYTE * pickle_bytes  # made of texts
-        self.result_keys = MAX_COMPOUND_KEYS  # whose hashes are the file's choice
-
-
-class _Looked(StandIn):
-    """Stand-in whose calls share a budget (`value`)."""
-
-    __slots__ = ()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        for arg in args:
-            if type(arg) in (str, bytes):
-                cls.value.nbytes -= len(arg)
-        if cls.value.nbytes < 0:
-            refuse("makes far more by its calls than it has bytes")
-        if cls.global_name == "_codecs.encode" and args[1:] not in _CODECS:
-            refuse("encodes bytes by another codec than latin1")
-        return super().__new__(cls, *args, **kwargs)
-
-    def __hash__(self) -> int:
-        # As a key. The real one is hashed by what it was called with, unlike this one.
-        budget = type(self).value
-        budget.result_keys -= 1
-        if budget.result_keys < 0:
-            refuse(f"has more than {MAX_COMPOUND_KEYS} keys that are results of calls")
-        return object.__hash__(self)
-
-
-class _NeverCalled(_Looked):
-    """Stand-in of what a tensor's pickle may name, as a class, and may not call with a size."""
-
-    __slots__ = ()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if not all(type(arg) in (str, bytes) or _is_encoded(arg) for arg in args):
-            refuse(f"calls {cls.global_name}, which no pickle of a tensor does")
-        return super().__new__(cls, *args, **kwargs)
-
-
-def _is_encoded(value: Any) -> bool:
-    """Whether this is how protocol 2 writes bytes."""
-    return isinstance(value, StandIn) and value.global_name == "_codecs.encode" and value.is_called
-
-
-class _Calling(_Looked):
-    """Stand-in of a function that calls another, which is looked at as if the pickle called it."""
-
-    __slots__ = ()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 4 or type(args[0]) is not StandInType or type(args[2]) is not tuple:
-            refuse(f"calls {cls.global_name} with other than a function, a class and arguments")
-        args[0](*args[2])
-        return super().__new__(cls, *args, **kwargs)
-
-
-class _Hashing(_Looked):
-    """Stand-in of what hashes what it is called with."""
-
-    __slots__ = ()
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        is_of_pairs = _OF_PAIRS.fullmatch(cls.global_name) is not None
-        for arg in args:
-            # A tensor that unfolds one number, for one, would be hashed element by element.
-            if type(arg) not in (list, tuple, dict, str, bytes):
-                refuse(f"calls {cls.global_name} with what is no plain container")
-            if type(arg) not in (list, tuple):
-                continue
-            keys = [_key_of_pair(value) for value in arg] if is_of_pairs else arg
-            numbers = sum(type(key) not in (str, bytes) for key in keys)
-            if numbers > _MAX_CALLED or not all(map(_is_simple, keys)):
-                refuse(f"calls {cls.global_name} with {len(arg)} keys or keys of many parts")
-        return super().__new__(cls, *args, **kwargs)
-
-
 _SIMPLE = (str, bytes, int, float, bool, type(None))
 _MAX_PARTS = 8
 
 
+class _Looked(StandIn):
+    """Stand-in whose `build` looks at each call as the pickle makes it; nothing is ever built.
+
+    All of one pickle share a budget: the table that they are in, as `value`.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        self = super().__new__(cls, *args, **kwargs)
+        cls.build(self, None)
+        cls.value.left_bytes -= sum(len(arg) for arg in args if type(arg) in (str, bytes))
+        if cls.value.left_bytes < 0:
+            refuse("makes far more by its calls than it has bytes")
+        return self
+
+    def __hash__(self) -> int:
+        # As a key. The real one is hashed by what it was called with, unlike this one.
+        table = type(self).value
+        table.left_keys -= 1
+        if table.left_keys < 0:
+            refuse(f"has more than {MAX_COMPOUND_KEYS} keys that are results of calls")
+        return object.__hash__(self)
+
+
+def _look_at_class(raw: StandIn, _settle: Any) -> None:
+    """Refuses a call with a size: what it made would be memory that nobody wrote."""
+    if not all(type(arg) in (str, bytes) or _is_encoded(arg) for arg in raw.args):
+        refuse(f"calls {raw.global_name}, which no pickle of a tensor does")
+
+
+def _is_encoded(value: Any) -> bool:
+    """Returns whether this is how protocol 2 writes bytes."""
+    return isinstance(value, StandIn) and value.global_name == "_codecs.encode" and value.is_called
+
+
+def _look_at_codec(raw: StandIn, _settle: Any) -> None:
+    if raw.args[1:] not in _CODECS:
+        refuse("encodes bytes by another codec than latin1")
+
+
+def _look_at_inner_call(raw: StandIn, _settle: Any) -> None:
+    """Makes the call that the function would make, so that it is looked at as well."""
+    args = raw.args
+    if len(args) != 4 or type(args[0]) is not StandInType or type(args[2]) is not tuple:
+        refuse(f"calls {raw.global_name} with other than a function, a class and arguments")
+    args[0](*args[2])
+
+
+def _look_at_keys(raw: StandIn, _settle: Any) -> None:
+    """Refuses arguments that take long to hash, in a call that hashes them."""
+    is_of_pairs = raw.global_name in ("collections.OrderedDict", "builtins.dict")
+    for arg in raw.args:
+        # A tensor that unfolds one number, for one, would be hashed element by element.
+        if type(arg) not in (list, tuple, dict, str, bytes):
+            refuse(f"calls {raw.global_name} with what is no plain container")
+        if type(arg) not in (list, tuple):
+            continue
+        keys = [_key_of_pair(value) for value in arg] if is_of_pairs else arg
+        numbers = sum(type(key) not in (str, bytes) for key in keys)
+        if numbers > _MAX_CALLED or not all(map(_is_simple, keys)):
+            refuse(f"calls {raw.global_name} with {len(arg)} keys or keys of many parts")
+
+
 def _is_simple(key: Any) -> bool:
-    """Whether this is hashed at once."""
+    """Returns whether this is hashed at once."""
     if type(key) is tuple and len(key) <= _MAX_PARTS:
         return all(type(part) in _SIMPLE for part in key)
     return type(key) in _SIMPLE
@@ -153,31 +126,37 @@ def _key_of_pair(value: Any) -> Any:
     return value[0] if type(value) in (list, tuple) and len(value) == 2 else value
 
 
-def _built(_raw: StandIn, _settle: Any) -> NoReturn:
-    """Build nothing: only the calls are looked at."""
-    refuse("builds an object where none is wanted")
+# The first pattern that matches a whole name says how its calls are looked at.
+_LOOKS: tuple[tuple[str, Callable[[StandIn, Any], None]], ...] = (
+    (
+        "|".join(re.escape(f"{one.__module__}.{one.__name__}") for one in torch._tensor_classes),
+        _look_at_class,
+    ),
+    (r"torch\.(Tensor|\w*Storage|storage\.\w+)|builtins\.bytearray", _look_at_class),
+    (r"collections\.\w+|builtins\.(set|frozenset|dict)", _look_at_keys),
+    (r"torch\._tensor\._rebuild_from_type_v2", _look_at_inner_call),
+    (r"_codecs\.encode", _look_at_codec),
+    (r"(?s:.*)", lambda _raw, _settle: None),
+)
 
 
 class _AnyName(dict[tuple[str, str], StandInType]):
-    """A table of all names there are; which of them are allowed is torch's own list's business."""
+    """A table of all names there are, of which torch's own list says which are allowed; and what
+    the calls of one pickle may still do.
+    """
 
     def __init__(self, pickle_bytes: int) -> None:
         super().__init__()
-        self._budget = _Budget(pickle_bytes)
+        self.left_bytes = _CALLS_BASE_BYTES + _CALLS_PER_BYTE * pickle_bytes  # made of texts
+        self.left_keys = MAX_COMPOUND_KEYS  # that are results of calls: the file chose the hashes
 
     def get(self, key: tuple[str, str], _default: Any = None) -> StandInType:
         if key not in self:
             # As torch reads it: pickles of protocol 2 have the names of Python 2.
             module, name = NAME_MAPPING.get(key, (IMPORT_MAPPING.get(key[0], key[0]), key[1]))
             name = f"{module}.{name}"
-            base: StandInType = _Looked
-            if name in _TENSOR_CLASSES or _NEVER_CALLED.fullmatch(name):
-                base = _NeverCalled
-            elif _HASHING.fullmatch(name):
-                base = _Hashing
-            elif name == _CALLING:
-                base = _Calling
-            self[key] = stand_in(name, _built, self._budget, base)
+            look = next(look for pattern, look in _LOOKS if re.fullmatch(pattern, name))
+            self[key] = stand_in(name, look, self, _Looked)
         return self[key]
 
 
