@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,17 @@ KERNEL = "csrc/device/pack.cu"
 ABI_CHECK = "csrc/device/cuda_abi_check.cpp"  # compares own declarations with the toolkit's
 # Of these, those that nvcc knows; PTX of the oldest serves what comes after them.
 KERNEL_ARCHS = (75, 80, 86, 89, 90, 100, 103, 110, 120)
+
+
+def check_setuptools() -> None:
+    """Stops the build with one line where setuptools cannot read pyproject.toml."""
+    needed = re.search(r"setuptools>=([\d.]+)", (ROOT / "pyproject.toml").read_text())[1]
+    found = setuptools.__version__
+    if [int(n) for n in re.findall(r"\d+", found)[:3]] < [int(n) for n in needed.split(".")]:
+        raise SystemExit(
+            f"torch-dcpx needs setuptools {needed} or newer to build, and this is {found}: "
+            f"pip install 'setuptools>={needed}', or build without --no-build-isolation"
+        )
 
 
 def check_platform() -> None:
@@ -214,6 +226,9 @@ def base_build_ext() -> Any:
         return setuptools_build_ext
     os.environ["MAX_JOBS"] = str(jobs())  # ninja's own default is cores + 2: too much memory
     return BuildExtension
+
+
+check_setuptools()  # before torch is imported: an old one fails there in its own way
 
 
 class BuildExt(base_build_ext()):

@@ -142,6 +142,40 @@ def test_import_error_of_another_module_is_not_blamed_on_the_extension(
     assert run_python(code, str(package.parent)).stdout.strip() == "a_module_that_is_not_there"
 
 
+# ---- The tools of the build ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "is_too_old"), [
+    ("68.0.0.post20230822", True), ("77.0.2", True), ("77.0.3", False), ("100.1", False),
+])  # fmt: skip
+def test_setuptools_that_is_too_old_ends_the_build_with_one_line(
+    tmp_path: Path, version: str, is_too_old: bool
+) -> None:
+    command = tmp_path / "setuptools" / "command"
+    command.mkdir(parents=True)
+    (command.parent / "__init__.py").write_text(
+        f"__version__ = {version!r}\nclass Extension: __init__ = lambda *_, **__: None\n"
+        "def setup(**_): print('setup')\n"
+    )
+    (command / "build_ext.py").write_text("class build_ext: pass\n")
+    done = subprocess.run(
+        [sys.executable, "-S", "setup.py", "bdist_wheel"],  # -S: without torch
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if not is_too_old:
+        assert (done.returncode, done.stdout, done.stderr) == (0, "setup\n", "")
+        return
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"torch-dcpx needs setuptools 77.0.3 or newer to build, and this is {version}: pip install"
+    )
+
+
 # ---- The distribution ---------------------------------------------------------------------------
 
 
