@@ -47,16 +47,6 @@ def are_keys(tags: Any, values: Any, strings: int) -> bool: ...
 def check_coverage(
     ndims: Any, sizes: Any, box_counts: Any, offsets: Any, lengths: Any
 ) -> list[tuple[int, str, int, int, tuple[int, ...]]]: ...
-def find_overlaps(
-    ndims: Any,
-    wanted_counts: Any,
-    wanted_offsets: Any,
-    wanted_sizes: Any,
-    stored_counts: Any,
-    stored_offsets: Any,
-    stored_sizes: Any,
-    is_swept: bool,
-) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]: ...  # columns of int64; see plan/overlap.h
 
 class ItemMaker:
     def __init__(self, classes: dict[str, Any]) -> None: ...
