@@ -4,21 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 def crc32(data: Any, crc: int = 0) -> int: ...
-def crc32_combine(a: int, b: int, nbytes: int) -> int: ...
 def crc32_implementations() -> list[str]: ...
-def crc32_with(name: str, data: Any, crc: int = 0) -> int: ...
-def zip_frame(
-    storage_module: str,
-    storage_name: str,
-    dtype_name: str,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    elem_bytes: int,
-    payload_bytes: int,
-    pad_bytes: int,
-    crc: int,
-) -> tuple[bytes, bytes]: ...
-def parse_zip_item(data: Any) -> dict[str, Any] | None: ...
 def zip_records(data: Any) -> list[tuple[str, int, int, int, int]]: ...
 def scan_pickle(
     data: Any, allow_persid: bool = False, max_depth: int = ..., max_ops: int = ...
@@ -47,16 +33,6 @@ def are_keys(tags: Any, values: Any, strings: int) -> bool: ...
 def check_coverage(
     ndims: Any, sizes: Any, box_counts: Any, offsets: Any, lengths: Any
 ) -> list[tuple[int, str, int, int, tuple[int, ...]]]: ...
-def find_overlaps(
-    ndims: Any,
-    wanted_counts: Any,
-    wanted_offsets: Any,
-    wanted_sizes: Any,
-    stored_counts: Any,
-    stored_offsets: Any,
-    stored_sizes: Any,
-    is_swept: bool,
-) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]: ...  # columns of int64; see plan/overlap.h
 
 class ItemMaker:
     def __init__(self, classes: dict[str, Any]) -> None: ...

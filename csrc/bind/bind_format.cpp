@@ -1,20 +1,17 @@
-// csrc/format for Python: checksums for whole buffers, the framing and the parsers. Used by the
-// slow paths and the tests; the engines call the C++ directly.
+// csrc/format for Python: checksums for whole buffers, lists of a zip's records, scans of pickles.
+// Used by the slow paths; the engines call the C++ directly.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "bind/bind.h"
-#include "common/error.h"
 #include "dcp/gil.h"
 #include "format/crc32.h"
 #include "format/pickle_scan.h"
-#include "format/zip_item.h"
-#include "format/zip_parse.h"
+#include "format/zip_directory.h"
 
 namespace dcpx {
 namespace {
@@ -50,10 +47,6 @@ class BytesReader : public RangeReader {
   const Bytes& bytes_;
 };
 
-py::bytes to_bytes(const std::vector<std::byte>& bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
-
 std::uint32_t py_crc32(const py::object& buffer, std::uint32_t crc) {
   const Bytes bytes(buffer);
   const ReleasedGil unlocked;
@@ -66,62 +59,6 @@ std::vector<std::string> implementation_names() {
     names.emplace_back(crc32_implementation_name(implementation));
   }
   return names;
-}
-
-std::uint32_t py_crc32_with(const std::string& name, const py::object& buffer, std::uint32_t crc) {
-  const Bytes bytes(buffer);
-  for (const Crc32Implementation implementation : crc32_implementations()) {
-    if (crc32_implementation_name(implementation) == name) {
-      const ReleasedGil unlocked;
-      return crc32_with(implementation, crc, bytes.data(), bytes.size());
-    }
-  }
-  throw Error(ErrorCode::kUnsupported, "this CPU has no CRC-32 by '" + name + "'");
-}
-
-std::pair<py::bytes, py::bytes> zip_frame(const std::string& storage_module,
-                                          const std::string& storage_name,
-                                          const std::string& dtype_name,
-                                          std::vector<std::int64_t> sizes,
-                                          std::vector<std::int64_t> strides,
-                                          std::uint64_t elem_bytes, std::uint64_t payload_bytes,
-                                          std::uint64_t pad_bytes, std::uint32_t crc) {
-  const TensorFraming framing{storage_module, storage_name, dtype_name};
-  const ZipItem item({&framing, std::move(sizes), std::move(strides), payload_bytes, elem_bytes});
-  std::vector<std::byte> tail(item.tail_bytes(pad_bytes));  // throws for a bad padding
-  std::vector<std::byte> head(item.head_bytes() + pad_bytes);
-  item.write_head(pad_bytes, head.data());
-  item.write_tail(pad_bytes, crc, tail.data());
-  DCPX_CHECK(head.size() + payload_bytes + tail.size() == item.item_bytes(pad_bytes),
-             "zip item of an unforeseen size");
-  return {to_bytes(head), to_bytes(tail)};
-}
-
-py::object py_parse_zip_item(const py::object& buffer) {
-  const Bytes bytes(buffer);
-  ParsedTensor tensor;
-  ZipShape shape;
-  {
-    const ReleasedGil unlocked;
-    BytesReader reader(bytes);
-    shape = parse_zip_item(reader, bytes.size(), &tensor);
-  }
-  if (shape != ZipShape::kPlainTensor) return py::none();
-  py::dict found;
-  found["storage_module"] = tensor.storage_module;
-  found["storage_name"] = tensor.storage_name;
-  found["dtype_name"] = tensor.dtype_name;
-  found["elem_bytes"] = tensor.elem_bytes;
-  found["payload_offset"] = tensor.payload_offset;
-  found["payload_bytes"] = tensor.payload_bytes;
-  found["payload_crc"] = tensor.payload_crc;
-  found["has_payload_crc"] = tensor.has_payload_crc;
-  found["is_big_endian"] = tensor.is_big_endian;
-  found["storage_numel"] = tensor.storage_numel;
-  found["storage_offset"] = tensor.storage_offset;
-  found["sizes"] = py::tuple(py::cast(tensor.sizes));
-  found["strides"] = py::tuple(py::cast(tensor.strides));
-  return std::move(found);
 }
 
 py::list zip_records(const py::object& buffer) {
@@ -171,18 +108,8 @@ void bind_format(py::module_& module) {
   const PickleLimits limits;
   module.def("crc32", &py_crc32, py::arg("buffer"), py::arg("crc") = 0,
              "CRC-32 of `buffer` as `zlib.crc32` computes it, by the fastest implementation.");
-  module.def("crc32_combine", &crc32_combine, py::arg("a"), py::arg("b"), py::arg("b_bytes"),
-             "CRC-32 of the bytes of `a` followed by the `b_bytes` bytes of `b`.");
   module.def("crc32_implementations", &implementation_names,
              "Names of the implementations that this CPU has, slowest first.");
-  module.def("crc32_with", &py_crc32_with, py::arg("name"), py::arg("buffer"), py::arg("crc") = 0,
-             "`crc32` by one named implementation. Raises UnsupportedError for others.");
-  module.def("zip_frame", &zip_frame, py::arg("storage_module"), py::arg("storage_name"),
-             py::arg("dtype_name"), py::arg("sizes"), py::arg("strides"), py::arg("elem_bytes"),
-             py::arg("payload_bytes"), py::arg("pad_bytes"), py::arg("crc"),
-             "Head and tail bytes of one tensor item; the payload goes between them.");
-  module.def("parse_zip_item", &py_parse_zip_item, py::arg("buffer"),
-             "Fields of a plain tensor's item; None for a valid zip of anything else.");
   module.def("zip_records", &zip_records, py::arg("buffer"),
              "(name, method, offset, nbytes, crc) of every record, in the directory's order.");
   module.def("scan_pickle", &py_scan_pickle, py::arg("buffer"), py::arg("allow_persid") = false,

@@ -10,7 +10,6 @@
 #include "dcp/plan_items.h"
 #include "dcp/python.h"
 #include "plan/coverage.h"
-#include "plan/overlap.h"
 
 namespace dcpx {
 namespace {
@@ -68,59 +67,12 @@ py::list check_coverage(const py::object& ndims, const py::object& sizes,
   return rows;
 }
 
-template <typename T>
-py::bytes to_bytes(const std::vector<T>& values) {
-  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)};
-}
-
-plan::Boxes boxes_of(const Column& offsets, const Column& sizes) {
-  if (offsets.count() != sizes.count()) {
-    throw py::value_error("columns of boxes differ in length");
-  }
-  return {offsets.data(), sizes.data(), offsets.count()};
-}
-
-py::tuple find_overlaps(const py::object& ndims, const py::object& wanted_counts,
-                        const py::object& wanted_offsets, const py::object& wanted_sizes,
-                        const py::object& stored_counts, const py::object& stored_offsets,
-                        const py::object& stored_sizes, bool is_swept) {
-  const Column ndim(ndims);
-  const Column wanted_count(wanted_counts);
-  const Column wanted_offset(wanted_offsets);
-  const Column wanted_size(wanted_sizes);
-  const Column stored_count(stored_counts);
-  const Column stored_offset(stored_offsets);
-  const Column stored_size(stored_sizes);
-  if (ndim.count() != wanted_count.count() || ndim.count() != stored_count.count()) {
-    throw py::value_error("columns of tensors differ in length");
-  }
-  const plan::OverlapColumns columns{ndim.data(),
-                                     wanted_count.data(),
-                                     stored_count.data(),
-                                     ndim.count(),
-                                     boxes_of(wanted_offset, wanted_size),
-                                     boxes_of(stored_offset, stored_size)};
-  plan::OverlapTable table;
-  {
-    const ReleasedGil no_gil;
-    table = plan::find_all_overlaps(
-        columns, is_swept ? plan::OverlapOrder::kSwept : plan::OverlapOrder::kNested);
-  }
-  return py::make_tuple(to_bytes(table.counts), to_bytes(table.wanted), to_bytes(table.stored),
-                        to_bytes(table.dest_offsets), to_bytes(table.storage_offsets),
-                        to_bytes(table.lengths));
-}
-
 }  // namespace
 
 void bind_plan(py::module_& module) {
   module.def("check_coverage", &check_coverage, py::arg("ndims"), py::arg("sizes"),
              py::arg("box_counts"), py::arg("offsets"), py::arg("lengths"),
              "(tensor, offence, box, other, point) of every tensor whose boxes do not tile it.");
-  module.def("find_overlaps", &find_overlaps, py::arg("ndims"), py::arg("wanted_counts"),
-             py::arg("wanted_offsets"), py::arg("wanted_sizes"), py::arg("stored_counts"),
-             py::arg("stored_offsets"), py::arg("stored_sizes"), py::arg("is_swept"),
-             "Which stored boxes hold which part of the wanted ones, of every tensor, as columns.");
   bind_plan_items(module);
 }
 

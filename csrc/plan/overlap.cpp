@@ -282,17 +282,6 @@ class Matching {
   Numbers stored_ends_;
 };
 
-// The next `count` boxes of a column, which moves on by them. Throws Error(kPlan) at its end.
-Boxes take(const Boxes& column, std::size_t ndim, std::int64_t count, std::size_t* at) {
-  DCPX_CHECK(count >= 0, "a negative count of boxes");
-  const auto boxes = static_cast<std::size_t>(count);
-  const std::uint64_t end = checked_add(*at, checked_mul(ndim, boxes));
-  DCPX_CHECK(end <= column.count, "columns of boxes are shorter than they say");
-  const Boxes taken{column.offsets + *at, column.sizes + *at, boxes};
-  *at = end;
-  return taken;
-}
-
 }  // namespace
 
 void find_overlaps(std::size_t ndim, const Boxes& wanted, const Boxes& stored, OverlapOrder order,
@@ -316,35 +305,6 @@ void overlap_region(std::size_t ndim, const Boxes& wanted, const Boxes& stored,
     storage_offsets[d] = begin - stored.offsets[s + d];
     lengths[d] = end - begin;
   }
-}
-
-OverlapTable find_all_overlaps(const OverlapColumns& columns, OverlapOrder order) {
-  OverlapTable table;
-  std::size_t wanted_at = 0;
-  std::size_t stored_at = 0;
-  std::vector<Overlap> overlaps;
-  for (std::size_t t = 0; t < columns.tensor_count; ++t) {
-    DCPX_CHECK(columns.ndims[t] >= 0, "a negative count of dimensions");
-    const auto ndim = static_cast<std::size_t>(columns.ndims[t]);
-    const Boxes wanted = take(columns.wanted, ndim, columns.wanted_counts[t], &wanted_at);
-    const Boxes stored = take(columns.stored, ndim, columns.stored_counts[t], &stored_at);
-    overlaps.clear();
-    find_overlaps(ndim, wanted, stored, order, &overlaps);
-    table.counts.push_back(static_cast<std::int64_t>(overlaps.size()));
-    for (const Overlap& overlap : overlaps) {
-      table.wanted.push_back(overlap.wanted);
-      table.stored.push_back(overlap.stored);
-      const std::size_t at = table.lengths.size();
-      table.dest_offsets.resize(at + ndim);
-      table.storage_offsets.resize(at + ndim);
-      table.lengths.resize(at + ndim);
-      overlap_region(ndim, wanted, stored, overlap, table.dest_offsets.data() + at,
-                     table.storage_offsets.data() + at, table.lengths.data() + at);
-    }
-  }
-  DCPX_CHECK(wanted_at == columns.wanted.count && stored_at == columns.stored.count,
-             "columns of boxes are longer than they say");
-  return table;
 }
 
 }  // namespace dcpx::plan

@@ -1,4 +1,4 @@
-// Which stored boxes hold which part of what is wanted? Of many tensors at once, in columns.
+// Which stored boxes of a tensor hold which part of what is wanted?
 #pragma once
 
 #include <cstddef>
@@ -44,29 +44,5 @@ void find_overlaps(std::size_t ndim, const Boxes& wanted, const Boxes& stored, O
 void overlap_region(std::size_t ndim, const Boxes& wanted, const Boxes& stored,
                     const Overlap& overlap, std::int64_t* dest_offsets,
                     std::int64_t* storage_offsets, std::int64_t* lengths);
-
-// The boxes of many tensors, behind one another.
-struct OverlapColumns {
-  const std::int64_t* ndims = nullptr;          // [tensors]
-  const std::int64_t* wanted_counts = nullptr;  // [tensors]
-  const std::int64_t* stored_counts = nullptr;  // [tensors]
-  std::size_t tensor_count = 0;
-  Boxes wanted;  // of all tensors; `count` is that of numbers, not of boxes
-  Boxes stored;  // as `wanted`
-};
-
-// The overlaps of all tensors, in the order of the tensors.
-struct OverlapTable {
-  std::vector<std::int64_t> counts;           // [tensors]
-  std::vector<std::int64_t> wanted;           // [overlaps], numbers within the tensor
-  std::vector<std::int64_t> stored;           // [overlaps]
-  std::vector<std::int64_t> dest_offsets;     // [sum of ndims x counts]
-  std::vector<std::int64_t> storage_offsets;  // as `dest_offsets`
-  std::vector<std::int64_t> lengths;          // as `dest_offsets`
-};
-
-// Throws Error(kPlan) as `find_overlaps`, and where the columns differ in length from what they
-// say.
-OverlapTable find_all_overlaps(const OverlapColumns& columns, OverlapOrder order);
 
 }  // namespace dcpx::plan

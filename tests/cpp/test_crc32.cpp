@@ -1,6 +1,7 @@
 #include "check.h"
 #include "format/crc32.h"
 #include "format/crc32_kernels.h"
+#include "random_source.h"
 
 namespace {
 
@@ -43,19 +44,54 @@ TEST(crc32_of_check_string_is_the_catalogued_value) {
 
 // Exactly sized allocations, so that ASan sees a load beyond either end.
 TEST(crc32_every_implementation_agrees_with_the_definition_and_stays_inside) {
-  const std::vector<std::byte> bytes = noise(3 * 4096);
-  for (const Crc32Implementation implementation : dcpx::crc32_implementations()) {
-    for (std::size_t nbytes = 0; nbytes < 1200; ++nbytes) {
-      const std::vector<std::byte> exact(bytes.begin(),
-                                         bytes.begin() + static_cast<std::ptrdiff_t>(nbytes));
-      CHECK_EQ(dcpx::crc32_with(implementation, 7, exact.data(), nbytes),
-               slow_crc32(7, exact.data(), nbytes));
-    }
-    for (std::size_t offset = 0; offset < 64; ++offset) {
-      CHECK_EQ(dcpx::crc32_with(implementation, 0, bytes.data() + offset, 8000 + 3 * offset),
-               slow_crc32(0, bytes.data() + offset, 8000 + 3 * offset));
+  const std::vector<std::byte> bytes = noise(2000);
+  for (std::size_t nbytes = 0; nbytes < bytes.size(); ++nbytes) {
+    const std::vector<std::byte> exact(bytes.begin(),
+                                       bytes.begin() + static_cast<std::ptrdiff_t>(nbytes));
+    const std::uint32_t from_0 = slow_crc32(0, exact.data(), nbytes);
+    const std::uint32_t from_7 = slow_crc32(7, exact.data(), nbytes);
+    for (const Crc32Implementation implementation : dcpx::crc32_implementations()) {
+      CHECK_EQ(dcpx::crc32_with(implementation, 0, exact.data(), nbytes), from_0);
+      CHECK_EQ(dcpx::crc32_with(implementation, 7, exact.data(), nbytes), from_7);
     }
   }
+}
+
+TEST(crc32_every_alignment_agrees_with_the_definition) {
+  const std::vector<std::byte> bytes = noise(130 + 40000);
+  for (std::size_t begin = 0; begin < 130; ++begin) {
+    std::uint32_t want = 0xDEADBEEF;  // of the bytes from `begin` to `end`
+    std::size_t end = 0;
+    for (const std::size_t nbytes : {0UL, 1UL, 15UL, 16UL, 63UL, 64UL, 65UL, 255UL, 256UL, 257UL,
+                                     511UL, 512UL, 513UL, 4099UL, 40000UL}) {
+      want = slow_crc32(want, bytes.data() + begin + end, nbytes - end);
+      end = nbytes;
+      for (const Crc32Implementation implementation : dcpx::crc32_implementations()) {
+        CHECK_EQ(dcpx::crc32_with(implementation, 0xDEADBEEF, bytes.data() + begin, nbytes), want);
+      }
+    }
+  }
+}
+
+TEST(crc32_any_bytes_from_any_start_agree_with_the_definition) {
+  RandomSource random(32);
+  for (int round = 0; round < 300; ++round) {
+    const std::vector<std::byte> bytes = random.bytes(random.below(3000));
+    const auto start = static_cast<std::uint32_t>(random.engine()());
+    const std::uint32_t want = slow_crc32(start, bytes.data(), bytes.size());
+    CHECK_EQ(dcpx::crc32(start, bytes.data(), bytes.size()), want);
+    for (const Crc32Implementation implementation : dcpx::crc32_implementations()) {
+      CHECK_EQ(dcpx::crc32_with(implementation, start, bytes.data(), bytes.size()), want);
+    }
+  }
+}
+
+TEST(crc32_uses_the_last_implementation_and_the_table_is_always_there) {
+  const std::vector<Crc32Implementation> all = dcpx::crc32_implementations();
+  CHECK(all.front() == Crc32Implementation::kTable);
+  const std::vector<std::byte> bytes = noise(65536);
+  CHECK_EQ(dcpx::crc32(0, bytes.data(), bytes.size()),
+           dcpx::crc32_with(all.back(), 0, bytes.data(), bytes.size()));
 }
 
 // The loop of the ARMv8 kernel, with its two instructions in software.
@@ -84,6 +120,32 @@ TEST(crc32_combine_and_shift_join_any_two_pieces) {
     const std::uint32_t b = dcpx::crc32(0, bytes.data() + cut, bytes.size() - cut);
     CHECK_EQ(dcpx::crc32_combine(a, b, bytes.size() - cut), whole);
     CHECK_EQ(dcpx::Crc32Shift(bytes.size() - cut).combine(a, b), whole);
+  }
+}
+
+TEST(crc32_combine_joins_any_bytes) {
+  RandomSource random(33);
+  for (int round = 0; round < 300; ++round) {
+    const std::vector<std::byte> bytes = random.bytes(random.below(4000));
+    const std::size_t cut = random.below(bytes.size() + 1);
+    const std::uint32_t a = slow_crc32(0, bytes.data(), cut);
+    const std::uint32_t b = slow_crc32(0, bytes.data() + cut, bytes.size() - cut);
+    CHECK_EQ(dcpx::crc32_combine(a, b, bytes.size() - cut),
+             slow_crc32(0, bytes.data(), bytes.size()));
+  }
+}
+
+TEST(crc32_combine_is_associative_for_any_length) {
+  RandomSource random(34);
+  const std::uint64_t most = std::uint64_t{1} << 62;
+  for (int round = 0; round < 1000; ++round) {
+    const auto a = static_cast<std::uint32_t>(random.engine()());
+    const auto b = static_cast<std::uint32_t>(random.engine()());
+    const auto c = static_cast<std::uint32_t>(random.engine()());
+    const std::uint64_t b_bytes = random.chance(8) ? most : random.below(most);
+    const std::uint64_t c_bytes = random.chance(8) ? most : random.below(most);
+    CHECK_EQ(dcpx::crc32_combine(dcpx::crc32_combine(a, b, b_bytes), c, c_bytes),
+             dcpx::crc32_combine(a, dcpx::crc32_combine(b, c, c_bytes), b_bytes + c_bytes));
   }
 }
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "check.h"
@@ -28,11 +29,31 @@ struct Side {
 
 using Pairs = std::vector<std::pair<std::uint32_t, std::uint32_t>>;
 
+// What both boxes hold along each dimension, against what `overlap_region` says.
+void check_region(std::size_t ndim, const Side& wanted, const Side& stored, const Overlap& one) {
+  Numbers dest(ndim), storage(ndim), lengths(ndim);
+  dcpx::plan::overlap_region(ndim, wanted.boxes(), stored.boxes(), one, dest.data(), storage.data(),
+                             lengths.data());
+  for (std::size_t d = 0; d < ndim; ++d) {
+    const std::size_t w = one.wanted * ndim + d;
+    const std::size_t s = one.stored * ndim + d;
+    const std::int64_t begin = std::max(wanted.offsets[w], stored.offsets[s]);
+    const std::int64_t end = std::min(wanted.offsets[w] + wanted.sizes[w],  //
+                                      stored.offsets[s] + stored.sizes[s]);
+    CHECK_EQ(dest[d], begin - wanted.offsets[w]);
+    CHECK_EQ(storage[d], begin - stored.offsets[s]);
+    CHECK_EQ(lengths[d], end - begin);
+  }
+}
+
 Pairs found(std::size_t ndim, const Side& wanted, const Side& stored, OverlapOrder order) {
   std::vector<Overlap> overlaps;
   dcpx::plan::find_overlaps(ndim, wanted.boxes(), stored.boxes(), order, &overlaps);
   Pairs pairs;
-  for (const Overlap& one : overlaps) pairs.emplace_back(one.wanted, one.stored);
+  for (const Overlap& one : overlaps) {
+    check_region(ndim, wanted, stored, one);
+    pairs.emplace_back(one.wanted, one.stored);
+  }
   return pairs;
 }
 
@@ -53,7 +74,26 @@ Pairs compared(std::size_t ndim, const Side& wanted, const Side& stored) {
   return pairs;
 }
 
-// Boxes anywhere, or the cells of a mesh; sometimes one is missing or there twice.
+// The same boxes, each at the place that `places` gives it.
+Side placed(std::size_t ndim, const Side& side, const std::vector<std::uint32_t>& places) {
+  Side out{Numbers(side.offsets.size()), Numbers(side.sizes.size()), side.count};
+  for (std::size_t i = 0; i < side.count; ++i) {
+    for (std::size_t d = 0; d < ndim; ++d) {
+      out.offsets[places[i] * ndim + d] = side.offsets[i * ndim + d];
+      out.sizes[places[i] * ndim + d] = side.sizes[i * ndim + d];
+    }
+  }
+  return out;
+}
+
+std::vector<std::uint32_t> shuffled(RandomSource& random, std::size_t count) {
+  std::vector<std::uint32_t> places(count);
+  std::iota(places.begin(), places.end(), 0U);
+  std::shuffle(places.begin(), places.end(), random.engine());
+  return places;
+}
+
+// Boxes anywhere, or the cells of a mesh in any order; sometimes one is missing or there twice.
 Side random_side(RandomSource& random, std::size_t ndim) {
   Side side;
   if (random.chance(2)) {
@@ -89,7 +129,7 @@ Side random_side(RandomSource& random, std::size_t ndim) {
     side.add(at, size);
     if (random.chance(300)) side.add(at, size);
   }
-  return side;
+  return random.chance(2) ? placed(ndim, side, shuffled(random, side.count)) : side;
 }
 
 TEST(overlaps_are_those_that_comparing_every_pair_finds) {
@@ -103,6 +143,43 @@ TEST(overlaps_are_those_that_comparing_every_pair_finds) {
     Pairs swept = found(ndim, wanted, stored, OverlapOrder::kSwept);
     std::sort(swept.begin(), swept.end());
     CHECK(swept == pairs);
+  }
+}
+
+TEST(mesh_of_three_dimensions_meets_itself_cell_by_cell) {
+  RandomSource random(78);
+  Side cells;
+  for (std::int64_t a = 0; a < 40; a += 4) {
+    for (std::int64_t b = 0; b < 40; b += 4) {
+      for (std::int64_t c = 0; c < 40; c += 4) cells.add({a, b, c}, {4, 4, 4});
+    }
+  }
+  const std::vector<std::uint32_t> places = shuffled(random, cells.count);
+  Pairs pairs;
+  for (std::uint32_t w = 0; w < cells.count; ++w) pairs.emplace_back(w, places[w]);
+  CHECK(found(3, cells, placed(3, cells, places), OverlapOrder::kNested) == pairs);
+}
+
+// Along either dimension half of the pairs meet, of which there are 10^10.
+TEST(columns_over_rows_meet_others_such_in_a_moment) {
+  constexpr std::int64_t kHalf = 50000;
+  RandomSource random(79);
+  Side wanted;
+  for (std::int64_t i = 0; i < kHalf; ++i) wanted.add({0, i}, {kHalf, 1});
+  for (std::int64_t i = 0; i < kHalf; ++i) wanted.add({kHalf + i, 0}, {1, kHalf});
+  const std::vector<std::uint32_t> places = shuffled(random, wanted.count);
+  Pairs pairs;
+  for (std::uint32_t w = 0; w < wanted.count; ++w) pairs.emplace_back(w, places[w]);
+  CHECK(found(2, wanted, placed(2, wanted, places), OverlapOrder::kNested) == pairs);
+}
+
+TEST(no_box_meets_none) {
+  Side one;
+  one.add({0}, {1});
+  for (const OverlapOrder order : {OverlapOrder::kSwept, OverlapOrder::kNested}) {
+    CHECK(found(1, Side{}, Side{}, order).empty());
+    CHECK(found(1, one, Side{}, order).empty());
+    CHECK(found(1, Side{}, one, order).empty());
   }
 }
 

@@ -31,6 +31,21 @@ TEST(zip_parse_reads_what_torch_wrote) {
   CHECK_EQ(list_zip_records(*std::make_unique<MemoryReader>(bytes), bytes.size()).size(), 7U);
 }
 
+TEST(zip_parse_finds_a_view_in_a_larger_storage) {
+  ParsedTensor tensor;
+  CHECK(parse(check::corpus("zip_parse/view_2x2.pt"), &tensor) == ZipShape::kPlainTensor);
+  CHECK_EQ(tensor.storage_offset, 8);
+  CHECK_EQ(tensor.storage_numel, 24);
+  CHECK(tensor.sizes == (std::vector<std::int64_t>{2, 2}));
+  CHECK(tensor.strides == (std::vector<std::int64_t>{6, 1}));
+}
+
+TEST(zip_parse_says_where_torch_was_told_to_sum_nothing) {
+  ParsedTensor tensor;
+  CHECK(parse(check::corpus("zip_parse/without_crcs.pt"), &tensor) == ZipShape::kPlainTensor);
+  CHECK(!tensor.has_payload_crc);
+}
+
 TEST(zip_parse_leaves_other_objects_to_torch) {
   ParsedTensor tensor;
   CHECK(parse(check::corpus("zip_parse/parameter.pt"), &tensor) == ZipShape::kOther);

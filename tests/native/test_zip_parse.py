@@ -17,6 +17,7 @@ from support.zip_samples import (
     LAYOUTS,
     SparseFile,
     crc_of_zeros,
+    find,
     frame,
     framing_of,
     name_of,
@@ -32,48 +33,57 @@ from torch_dcpx import _C, errors
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
 
+def sizes_of(item: bytes) -> tuple[int, ...]:
+    found = find(item)
+    assert found is not None
+    return found.sizes
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_stock_item_of_every_dtype_is_parsed(dtype: torch.dtype) -> None:
     for sizes, strides in LAYOUTS:
         tensor = strided_tensor(dtype, sizes, strides)
         item = saved(tensor)
-        found = _C.parse_zip_item(item)
-        begin = found["payload_offset"]
+        found = find(item)
+        assert found is not None
+        begin = found.payload_offset
         payload = payload_of(tensor)
-        assert item[begin : begin + found["payload_bytes"]] == payload
-        assert (found["sizes"], found["strides"]) == (tensor.shape, tensor.stride())
-        framing = (found["storage_module"], found["storage_name"], found["dtype_name"])
-        assert framing == framing_of(dtype)
-        assert found["elem_bytes"] == dtype.itemsize
-        assert found["has_payload_crc"]
-        assert found["payload_crc"] == zlib.crc32(payload)
-        assert not found["is_big_endian"]
+        assert item[begin : begin + found.payload_bytes] == payload
+        assert (found.sizes, found.strides) == (tensor.shape, tensor.stride())
+        assert (found.storage_name, found.dtype_name) == framing_of(dtype)[1:]
+        assert found.storage_offset == 0
+        assert not found.is_big_endian
+        crcs = [crc for _, _, offset, _, crc in _C.zip_records(item) if offset == begin]
+        assert crcs == [zlib.crc32(payload)]
         # Our own framing of the same tensor says the same.
-        ours = _C.parse_zip_item(frame(tensor))
-        assert ours | {"payload_offset": begin} == found
+        ours = find(frame(tensor))
+        assert ours is not None
+        assert ours._replace(payload_offset=begin) == found
 
 
 def test_stock_view_of_a_larger_storage_is_parsed_with_its_offset() -> None:
     whole = torch.arange(24.0).reshape(4, 6)
-    found = _C.parse_zip_item(saved(whole[1:3, 2:4]))
-    assert (found["storage_offset"], found["storage_numel"]) == (8, 24)
-    assert (found["sizes"], found["strides"]) == ((2, 2), (6, 1))
+    found = find(saved(whole[1:3, 2:4]))
+    assert found is not None
+    assert (found.storage_offset, found.payload_bytes) == (8, 24 * 4)
+    assert (found.sizes, found.strides) == ((2, 2), (6, 1))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_stock_item_of_every_pickle_protocol_is_parsed(protocol: int) -> None:
     buffer = io.BytesIO()
     torch.save(torch.arange(5.0), buffer, pickle_protocol=protocol)
-    assert _C.parse_zip_item(buffer.getvalue())["sizes"] == (5,)
+    assert sizes_of(buffer.getvalue()) == (5,)
 
 
-def test_stock_item_without_crcs_says_so() -> None:
+def test_stock_item_without_crcs_is_parsed() -> None:
     torch.serialization.set_crc32_options(False)
     try:
         item = saved(torch.arange(5.0))
     finally:
         torch.serialization.set_crc32_options(True)
-    assert not _C.parse_zip_item(item)["has_payload_crc"]
+    assert {crc for *_, crc in _C.zip_records(item)} == {0}
+    assert sizes_of(item) == (5,)
 
 
 def other_objects() -> dict[str, Any]:
@@ -98,24 +108,27 @@ def other_objects() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(other_objects()))
 def test_other_objects_are_left_to_torch(name: str) -> None:
-    assert _C.parse_zip_item(saved(other_objects()[name])) is None
+    assert find(saved(other_objects()[name])) is None
 
 
 def test_records_may_come_in_any_order_and_under_any_folder() -> None:
     for order in ([6, 5, 4, 3, 2, 1, 0], [4, 0, 1, 2, 3, 5, 6]):
-        assert _C.parse_zip_item(rewritten(order=order, folder="x"))["sizes"] == (6,)
+        assert sizes_of(rewritten(order=order, folder="x")) == (6,)
 
 
 def test_small_records_other_than_the_pickle_may_be_missing() -> None:
     names = [".format_version", ".storage_alignment", ".data/serialization_id", "byteorder"]
-    found = _C.parse_zip_item(rewritten(dict.fromkeys(names)))
-    assert not found["is_big_endian"]
+    found = find(rewritten(dict.fromkeys(names)))
+    assert found is not None
+    assert not found.is_big_endian
 
 
 def test_byte_order_is_reported() -> None:
-    assert _C.parse_zip_item(rewritten({"byteorder": b"big"}))["is_big_endian"]
+    found = find(rewritten({"byteorder": b"big"}))
+    assert found is not None
+    assert found.is_big_endian
     with pytest.raises(errors.CorruptionError):
-        _C.parse_zip_item(rewritten({"byteorder": b"middle"}))
+        find(rewritten({"byteorder": b"middle"}))
 
 
 def stock_pickle(**tokens: bytes) -> bytes:
@@ -146,9 +159,9 @@ def stock_pickle(**tokens: bytes) -> bytes:
 
 
 def test_the_handmade_pickle_is_a_plain_tensor() -> None:
-    assert _C.parse_zip_item(rewritten({"data.pkl": stock_pickle()}))["sizes"] == (2, 3)
+    assert sizes_of(rewritten({"data.pkl": stock_pickle()})) == (2, 3)
     with_grad = stock_pickle(grad=b"\x88")
-    assert _C.parse_zip_item(rewritten({"data.pkl": with_grad}))["sizes"] == (2, 3)
+    assert sizes_of(rewritten({"data.pkl": with_grad})) == (2, 3)
 
 
 HUGE = b"\x8a\x08" + (2**62).to_bytes(8, "little")
@@ -177,7 +190,7 @@ HUGE = b"\x8a\x08" + (2**62).to_bytes(8, "little")
 )
 def test_tensor_that_contradicts_its_storage_raises_corruption(tokens: dict[str, bytes]) -> None:
     with pytest.raises(errors.CorruptionError):
-        _C.parse_zip_item(rewritten({"data.pkl": stock_pickle(**tokens)}))
+        find(rewritten({"data.pkl": stock_pickle(**tokens)}))
 
 
 @pytest.mark.parametrize(
@@ -198,19 +211,19 @@ def test_tensor_that_contradicts_its_storage_raises_corruption(tokens: dict[str,
     ],
 )
 def test_any_other_pickle_is_left_to_torch(pickle: bytes) -> None:
-    assert _C.parse_zip_item(rewritten({"data.pkl": pickle})) is None
+    assert find(rewritten({"data.pkl": pickle})) is None
 
 
 def test_pickle_of_more_than_a_mebibyte_is_left_to_torch() -> None:
     few = rewritten({"data.pkl": b"\x80\x02" * 1000 + stock_pickle()})
-    assert _C.parse_zip_item(few)["sizes"] == (2, 3)
+    assert sizes_of(few) == (2, 3)
     many = rewritten({"data.pkl": b"\x80\x02" * (1 << 19) + stock_pickle()})
-    assert _C.parse_zip_item(many) is None
+    assert find(many) is None
 
 
 def test_compressed_records_are_left_to_torch_and_are_listed() -> None:
     item = rewritten(compression=zipfile.ZIP_DEFLATED, value=torch.zeros(1000))
-    assert _C.parse_zip_item(item) is None
+    assert find(item) is None
     assert {row[1] for row in _C.zip_records(item)} == {8}
 
 
@@ -218,17 +231,17 @@ def test_item_of_the_format_before_zips_is_left_to_torch() -> None:
     buffer = io.BytesIO()
     torch.save(torch.zeros(2000), buffer, _use_new_zipfile_serialization=False)
     legacy = buffer.getvalue()
-    assert _C.parse_zip_item(legacy) is None
-    assert _C.parse_zip_item(legacy[:15]) is None
+    assert find(legacy) is None
+    assert find(legacy[:15]) is None
     for other in (legacy[:14], b"x" + legacy, legacy[:4] + b"x" + legacy[5:]):
         with pytest.raises(errors.CorruptionError):
-            _C.parse_zip_item(other)
+            find(other)
 
 
 def test_missing_payload_or_pickle_raises_corruption() -> None:
     for name in ("data.pkl", "data/0"):
         with pytest.raises(errors.CorruptionError):
-            _C.parse_zip_item(rewritten({name: None}))
+            find(rewritten({name: None}))
 
 
 def test_duplicate_names_raise_corruption() -> None:
@@ -238,7 +251,7 @@ def test_duplicate_names_raise_corruption() -> None:
         with zipfile.ZipFile(buffer, "a") as archive:
             archive.writestr("archive/data/0", bytes(24))
     with pytest.raises(errors.CorruptionError, match="twice"):
-        _C.parse_zip_item(buffer.getvalue())
+        find(buffer.getvalue())
 
 
 def patched(item: bytes, signature: bytes, index: int, at: int, new: bytes) -> bytes:
@@ -290,7 +303,7 @@ def test_item_that_contradicts_itself_raises_corruption(
     bad = patched(item, signature, index, at, new)
     assert bad != item
     with pytest.raises(errors.CorruptionError):
-        _C.parse_zip_item(bad)
+        find(bad)
     with pytest.raises(errors.CorruptionError) as caught:
         _C.zip_records(bad)
     offset, nbytes = caught.value.offset, caught.value.nbytes
@@ -316,7 +329,7 @@ def test_overlapping_records_raise_corruption() -> None:
 @pytest.mark.parametrize("junk", [b"", b"PK", bytes(22), b"PK\x05\x06" + bytes(18), b"z" * 9000])
 def test_what_is_no_zip_raises_corruption(junk: bytes) -> None:
     with pytest.raises(errors.CorruptionError):
-        _C.parse_zip_item(junk)
+        find(junk)
 
 
 @pytest.mark.slow
@@ -330,6 +343,9 @@ def test_stock_item_above_4_gib_is_parsed(distance: int, tmp_path: Path) -> None
     path = tmp_path / "item"
     with SparseFile(path) as sparse:
         torch.save(tensor, sparse)
+    found = find(path)
+    assert found is not None
+    assert found.payload_bytes == nbytes
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
-        found = _C.parse_zip_item(view)
-    assert (found["payload_bytes"], found["payload_crc"]) == (nbytes, crc_of_zeros(nbytes))
+        crcs = {name: crc for name, *_, crc in _C.zip_records(view)}
+    assert crcs["archive/data/0"] == crc_of_zeros(nbytes)
