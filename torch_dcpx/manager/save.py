@@ -37,7 +37,7 @@ from torch_dcpx.manager.state import (
     states_of,
 )
 from torch_dcpx.manager.stored import Record
-from torch_dcpx.metadata.committed import committed_save_id
+from torch_dcpx.metadata.file import committed_save_id
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.tensors.digests import digests_of
