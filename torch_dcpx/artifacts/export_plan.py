@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch_dcpx._native import _C
 from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name
 from torch_dcpx.artifacts.sources import Box, Entry, Offer
 from torch_dcpx.errors import CorruptionError, PlanError, UnsupportedError
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.keys.rules import KeyRules
+from torch_dcpx.tensors.tiling import untiled
 
 _MAX_SHOWN = 10
 
@@ -147,14 +146,7 @@ def assigned(
 
 def check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
     """Raises CorruptionError unless the boxes hold each element once."""
-    ndims, sizes, counts = (
-        array("q", values) for values in ([len(tensor.sizes)], tensor.sizes, [len(boxes)])
-    )
-    offsets = array("q", [at for box in boxes for at in box[0]])
-    lengths = array("q", [n for box in boxes for n in box[1]])
-    for _, offence, first, second, point in _C.check_coverage(
-        ndims, sizes, counts, offsets, lengths
-    ):
+    for _, offence, first, second, point in untiled([(tensor.sizes, boxes)]):
         what = (
             f"no rank and no chunk holds element {list(point)}"
             if offence == "hole"

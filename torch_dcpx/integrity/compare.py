@@ -6,14 +6,12 @@ compared; and the chunks of each tensor must hold every element once.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torch_dcpx._compat import common_properties
-from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.findings import file_finding, of_error
 from torch_dcpx.integrity.verify_report import Finding
@@ -23,7 +21,7 @@ from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
-from torch_dcpx.tensors.offences import offence_text
+from torch_dcpx.tensors.tiling import offence_text, untiled
 
 
 class Item(NamedTuple):
@@ -164,7 +162,7 @@ def _check_chunks(metadata: Metadata, name: str, *, is_whole: bool) -> Iterator[
 def coverage_offences(entries: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yields (fqn, offence, text) of each tensor that its chunks do not hold exactly once."""
     fqns: list[str] = []
-    ndims, sizes, counts, offsets, lengths = columns = [array("q") for _ in range(5)]
+    tensors = []
     for fqn, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
@@ -173,12 +171,7 @@ def coverage_offences(entries: Mapping[str, Any]) -> Iterator[tuple[str, str, st
             yield fqn, "outside", offence_text(entries, fqn, "", -1, -1, ())
             continue
         fqns.append(fqn)
-        ndims.append(ndim)
-        sizes.extend(entry.size)
-        counts.append(len(entry.chunks))
-        for chunk in entry.chunks:
-            offsets.extend(chunk.offsets)
-            lengths.extend(chunk.sizes)
-    for number, offence, box, other, point in _C.check_coverage(*columns):
+        tensors.append((entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]))
+    for number, offence, box, other, point in untiled(tensors):
         fqn = fqns[number]
         yield fqn, offence, offence_text(entries, fqn, offence, box, other, point)

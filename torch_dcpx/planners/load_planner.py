@@ -8,7 +8,7 @@ exactly once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -45,8 +45,8 @@ from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
 from torch_dcpx.metadata.lazy import StoredEntries, chunks_in, outline_of
 from torch_dcpx.planners.kept_load_plan import KeptPlan, is_kept
 from torch_dcpx.planners.load_targets import flattened_target, whole_rows
-from torch_dcpx.reader.coverage import WAY_OUT
 from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
+from torch_dcpx.tensors.tiling import WAY_OUT, box_text
 
 # (name, wanted: its sizes for a whole tensor, else its chunks; stored chunks, or the entry's number
 # in the columns of the metadata; sizes of the tensor)
@@ -273,10 +273,6 @@ def _size_error(stored: Sequence[int], wanted: torch.Size, fqn: str) -> ValueErr
     return ValueError(f"Size mismatch between saved {stored} and current: {wanted} for {fqn}")
 
 
-def _box(offsets: Iterable[int], sizes: Iterable[int]) -> str:
-    return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(offsets, sizes, strict=True)) + "]"
-
-
 def _error(
     row: _Row,
     entries: Any,
@@ -286,9 +282,7 @@ def _error(
     other: int,
     point: Sequence[int],
 ) -> CorruptionError:
-    """Returns what is wrong with the chunks that a tensor is stored in, of which no more are made
-    than it names.
-    """
+    """Returns the error of a tensor's stored chunks; it makes only those that it names."""
     fqn, chunks, stored, size = row
     if offence == "numbers":
         what = "its sizes" if box < 0 else f"the offsets and sizes of its chunk {box}"
@@ -298,13 +292,13 @@ def _error(
         offsets, sizes = [0] * len(chunks), chunks
     else:
         offsets, sizes = list(chunks[wanted].offsets), chunks[wanted].sizes
-    where = f"'{fqn}' of sizes {list(size)}, of which {_box(offsets, sizes)} is wanted"
+    where = f"'{fqn}' of sizes {list(size)}, of which {box_text(offsets, sizes)} is wanted"
     if offence == "hole":
         at = [begin + place for begin, place in zip(offsets, point, strict=True)]
         message = f"no chunk of the checkpoint holds element {at} of {where}"
     elif offence == "overlap":
         named = [entries.chunk(fqn, i) if type(stored) is int else stored[i] for i in (box, other)]
-        both = " and ".join(_box(one.offsets, one.sizes) for one in named)
+        both = " and ".join(box_text(one.offsets, one.sizes) for one in named)
         message = f"chunks {both} of the checkpoint hold the same elements of {where}"
     else:
         message = f"the metadata gives {where} sizes that no tensor has"

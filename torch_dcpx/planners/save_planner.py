@@ -31,8 +31,9 @@ from torch_dcpx.planners.replicas import Replicas, doubtful_names, replicas_of
 from torch_dcpx.planners.row_pieces import cut_names, with_pieces
 from torch_dcpx.ranks.rank_plan import RankPlan
 from torch_dcpx.tensors.digests import report_conflicts, shared_digests
-from torch_dcpx.tensors.offences import check_shape, offence_text, refuse_unlike
+from torch_dcpx.tensors.offences import check_shape, refuse_unlike
 from torch_dcpx.tensors.own_chunks import ChunkFinder, is_plain_dtensor, is_plain_tensor
+from torch_dcpx.tensors.tiling import offence_text
 
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.
