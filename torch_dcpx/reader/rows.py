@@ -8,7 +8,6 @@ devices, and refuses as stock does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.reader.locate import Located
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.memory import check_storage, has_strides, is_disjoint, is_plain
+from torch_dcpx.tensors.memory import (
+    byte_strides,
+    check_storage,
+    has_strides,
+    is_disjoint,
+    is_plain,
+)
 
 
 class ReadRow(NamedTuple):
@@ -164,24 +169,14 @@ def plan_tensor_read(
         located.payload_offset + first * elem_bytes,
         elem_bytes,
         lengths,
-        _byte_strides(lengths, form.strides, elem_bytes),
-        _byte_strides(lengths, into.stride(), elem_bytes),
+        byte_strides(lengths, form.strides, elem_bytes),
+        byte_strides(lengths, into.stride(), elem_bytes),
         into.data_ptr(),
         (reach + 1) * elem_bytes,
         fqn,
         place.device,
     )
     return TensorRead(item, target, staged, row)
-
-
-def _byte_strides(
-    lengths: Sequence[int], strides: Sequence[int], elem_bytes: int
-) -> tuple[int, ...]:
-    """Returns strides in bytes; 0 where one element has none, whatever torch keeps there."""
-    return tuple(
-        stride * elem_bytes if length > 1 else 0
-        for length, stride in zip(lengths, strides, strict=True)
-    )
 
 
 def finish_tensor_read(read: TensorRead, is_big_endian: bool) -> None:

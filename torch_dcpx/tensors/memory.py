@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torch_dcpx.errors import UnsupportedError
+
+PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)  # exact types; others may keep more than values
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -36,7 +40,7 @@ def is_disjoint(tensor: torch.Tensor) -> bool:
 def has_strides(tensor: torch.Tensor) -> bool:
     """Returns whether the elements lie in a storage as strides say, in one way or another."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in PLAIN_CLASSES
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
@@ -46,6 +50,16 @@ def has_strides(tensor: torch.Tensor) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether addresses and strides say all about the tensor's values."""
     return has_strides(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def byte_strides(
+    lengths: Sequence[int], strides: Sequence[int], elem_bytes: int
+) -> tuple[int, ...]:
+    """Returns strides in bytes; 0 where one element has none, whatever torch keeps there."""
+    return tuple(
+        stride * elem_bytes if length > 1 else 0
+        for length, stride in zip(lengths, strides, strict=True)
+    )
 
 
 def check_storage(tensor: torch.Tensor, fqn: str) -> None:

@@ -29,7 +29,7 @@ from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.ranks.rank_plan import RankPlan
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.memory import check_storage, has_strides, is_dense, is_plain
+from torch_dcpx.tensors.memory import PLAIN_CLASSES, check_storage, has_strides, is_dense, is_plain
 from torch_dcpx.tensors.offences import check_shape, is_folded
 from torch_dcpx.tensors.own_chunks import is_plain_tensor
 from torch_dcpx.writer.items import StagedItems
@@ -72,7 +72,6 @@ def transform_by(transforms: Any) -> Transform:
 
 _SCALARS = frozenset((int, float, bool, type(None)))  # exact types: no class is named
 _MAX_CHARS = 1 << 20  # of a string that is pickled in one piece
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _STOCK_HOOKS = {
     name: getattr(DefaultSavePlanner, name)
     for name in ("resolve_data", "lookup_object", "transform_object")
@@ -133,7 +132,7 @@ def vetted(
     if isinstance(data, AsyncCollectiveTensor):
         # Stock pickles the wrapper, which no load takes.
         data = data.trigger_wait()  # type: ignore[no-untyped-call]
-    if type(data) not in _PLAIN_CLASSES:
+    if type(data) not in PLAIN_CLASSES:
         data = data.detach()  # of a class derived from Parameter a plain tensor
     if data.is_meta:
         raise UnsupportedError(
