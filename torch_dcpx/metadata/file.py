@@ -108,21 +108,19 @@ def encode_pieces(
             "descriptors": encoded.descriptors,
         }
         body, header_bytes = encode_body(header, columns)
+    return [stock, *body, _tail(stock, body, header_bytes)]
+
+
+def _tail(
+    stock: bytes | memoryview, body: Sequence[bytes | memoryview], header_bytes: int
+) -> bytes:
+    """Returns the last 64 bytes of the file: sizes and checksums of the parts before it."""
     body_crc = 0
     for piece in body:
         body_crc = _C.crc32(piece, body_crc)
-    tail = TAIL.pack(
-        MAGIC,
-        VERSION,
-        _C.crc32(stock),
-        len(stock),
-        sum(map(len, body)),
-        header_bytes,
-        body_crc,
-        b"",
-        0,
-    )[:-4]
-    return [stock, *body, tail + struct.pack("<I", _C.crc32(tail))]
+    sizes = len(stock), sum(map(len, body)), header_bytes
+    tail = TAIL.pack(MAGIC, VERSION, _C.crc32(stock), *sizes, body_crc, b"", 0)[:-4]
+    return tail + struct.pack("<I", _C.crc32(tail))
 
 
 def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str) -> bytes:

@@ -109,6 +109,42 @@ def _region(item: ReadItem, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tu
     return (*begins, *[0] * len(missing)), (*counts, *missing)
 
 
+def _first_element(
+    located: Located, fqn: str, offsets: tuple[int, ...], lengths: tuple[int, ...], elem_bytes: int
+) -> int:
+    """Returns which element of the payload a region begins with.
+
+    Raises:
+        CorruptionError: the stored tensor does not hold the region.
+    """
+    form = located.form
+    inside = len(form.sizes) == len(lengths) == len(offsets) and all(
+        offset >= 0 and length >= 0 and offset + length <= size
+        for offset, length, size in zip(offsets, lengths, form.sizes, strict=True)
+    )
+    if not inside:
+        raise CorruptionError(
+            f"'{fqn}' in '{located.path}' has sizes {form.sizes}, which do not hold the region "
+            f"at {offsets} of {lengths} that the metadata promises",
+            fqn=fqn,
+            path=located.path,
+        )
+    first = located.storage_offset + sum(
+        offset * stride for offset, stride in zip(offsets, form.strides, strict=True)
+    )
+    last = first + sum(
+        (length - 1) * stride for length, stride in zip(lengths, form.strides, strict=True)
+    )
+    if 0 not in lengths and (last + 1) * elem_bytes > located.payload_bytes:
+        raise CorruptionError(
+            f"'{fqn}' in '{located.path}': the tensor reaches byte {(last + 1) * elem_bytes} of a "
+            f"payload of {located.payload_bytes} B",
+            fqn=fqn,
+            path=located.path,
+        )
+    return first
+
+
 def plan_tensor_read(
     item: ReadItem, located: Located, target: torch.Tensor, dtype: torch.dtype, place: Place
 ) -> TensorRead:
@@ -126,32 +162,9 @@ def plan_tensor_read(
             f"req {item.storage_index} mismatch sizes {target.size()} vs {torch.Size(lengths)}"
         )
     elem_bytes = dtype.itemsize
-    inside = len(form.sizes) == len(lengths) == len(offsets) and all(
-        offset >= 0 and length >= 0 and offset + length <= size
-        for offset, length, size in zip(offsets, lengths, form.sizes, strict=True)
-    )
-    if not inside:
-        raise CorruptionError(
-            f"'{fqn}' in '{located.path}' has sizes {form.sizes}, which do not hold the region "
-            f"at {offsets} of {lengths} that the metadata promises",
-            fqn=fqn,
-            path=located.path,
-        )
-    first = located.storage_offset + sum(
-        offset * stride for offset, stride in zip(offsets, form.strides, strict=True)
-    )
+    first = _first_element(located, fqn, offsets, lengths, elem_bytes)
     if 0 in lengths:
         return TensorRead(item, target, None, None)
-    last = first + sum(
-        (length - 1) * stride for length, stride in zip(lengths, form.strides, strict=True)
-    )
-    if (last + 1) * elem_bytes > located.payload_bytes:
-        raise CorruptionError(
-            f"'{fqn}' in '{located.path}': the tensor reaches byte {(last + 1) * elem_bytes} of a "
-            f"payload of {located.payload_bytes} B",
-            fqn=fqn,
-            path=located.path,
-        )
     if (place.device >= 0 or device_memory.is_host(target)) and is_plain(target):
         check_storage(target, fqn)
     staged = None

@@ -29,13 +29,7 @@ def brief(value: object, limit: int = 40) -> str:
     return f"a {type(value).__name__}"
 
 
-class _Empty:
-    """Type of `EMPTY`: no state was set (None is a state)."""
-
-    __slots__ = ()
-
-
-EMPTY = _Empty()
+EMPTY: Any = object()  # no state was set (None is a state), a name has no value, and the like
 
 
 class StandInType(type):
