@@ -17,13 +17,8 @@ from torch_dcpx.errors import CorruptionError, OptionError, UnsafePickleError
 from torch_dcpx.metadata.stock_classes import METADATA
 from torch_dcpx.unpickle.byte_items import OBJECTS
 from torch_dcpx.unpickle.settle import Settler, build_user_object
-from torch_dcpx.unpickle.stand_ins import (
-    RestrictedUnpickler,
-    StandInType,
-    malformed_is_corruption,
-    user_globals,
-    with_python2_names,
-)
+from torch_dcpx.unpickle.stand_ins import StandInType, with_python2_names
+from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption, user_globals
 
 TABLES = {"metadata": METADATA, "objects": OBJECTS}
 

@@ -21,7 +21,7 @@ import torch
 
 from torch_dcpx._native import _C
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.memory import check_storage, is_plain
+from torch_dcpx.tensors.memory import byte_strides, check_storage, is_plain
 
 _MOST_ROWS = 20_000  # that wait for one call
 _MOST_PIECE_BYTES = 16 << 20
@@ -103,7 +103,7 @@ class ExportRows:
     def _add_row(self, source: torch.Tensor, place: torch.Tensor, target: Target) -> None:
         width = source.element_size()
         lengths = tuple(source.shape)
-        strides = _byte_strides(lengths, source.stride(), width)
+        strides = byte_strides(lengths, source.stride(), width)
         reach = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
         self._rows.append(
             ExportRow(
@@ -112,7 +112,7 @@ class ExportRows:
                 width,
                 lengths,
                 strides,
-                _byte_strides(lengths, place.stride(), width),
+                byte_strides(lengths, place.stride(), width),
                 source.data_ptr(),
                 reach + width,
                 target.tag,
@@ -151,12 +151,6 @@ def slabs(
 def share_of(begin: int, total: int, ranks: int) -> int:
     """Returns which rank reads and writes what begins at this byte of all."""
     return min(ranks - 1, begin * ranks // max(1, total))
-
-
-def _byte_strides(lengths: Sequence[int], strides: Sequence[int], width: int) -> tuple[int, ...]:
-    return tuple(
-        stride * width if length > 1 else 0 for length, stride in zip(lengths, strides, strict=True)
-    )
 
 
 def volume(lengths: Sequence[int]) -> int:

@@ -25,7 +25,7 @@ from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
 from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer, SaveOffer
 from torch_dcpx.checkpoint.stateful import with_state_dicts
-from torch_dcpx.metadata.committed import stored_save_id
+from torch_dcpx.metadata.file import stored_save_id
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.reports import WriteReport

@@ -8,7 +8,6 @@ file is compared with the metadata that names it: its size, its footer, its item
 from __future__ import annotations
 
 import errno
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from torch_dcpx.metadata.stock import load_stock_metadata
 from torch_dcpx.metadata.stock_classes import BYTES, TENSOR
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
-from torch_dcpx.tensors.offences import offence_text
+from torch_dcpx.tensors.tiling import offence_text, untiled
 
 
 class Item(NamedTuple):
@@ -167,7 +166,7 @@ def _check_chunks(metadata: Metadata, name: str, *, is_whole: bool) -> Iterator[
 def coverage_offences(entries: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yields (fqn, offence, text) of each tensor that its chunks do not hold exactly once."""
     fqns: list[str] = []
-    ndims, sizes, counts, offsets, lengths = columns = [array("q") for _ in range(5)]
+    tensors = []
     for fqn, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             continue
@@ -176,13 +175,8 @@ def coverage_offences(entries: Mapping[str, Any]) -> Iterator[tuple[str, str, st
             yield fqn, "outside", offence_text(entries, fqn, "", -1, -1, ())
             continue
         fqns.append(fqn)
-        ndims.append(ndim)
-        sizes.extend(entry.size)
-        counts.append(len(entry.chunks))
-        for chunk in entry.chunks:
-            offsets.extend(chunk.offsets)
-            lengths.extend(chunk.sizes)
-    for number, offence, box, other, point in _C.check_coverage(*columns):
+        tensors.append((entry.size, [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]))
+    for number, offence, box, other, point in untiled(tensors):
         fqn = fqns[number]
         yield fqn, offence, offence_text(entries, fqn, offence, box, other, point)
 

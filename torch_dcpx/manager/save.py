@@ -41,7 +41,7 @@ from torch_dcpx.manager.state import (
 )
 from torch_dcpx.manager.stored import OwnDirectory, Record
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
-from torch_dcpx.metadata.committed import committed_save_id
+from torch_dcpx.metadata.file import committed_save_id
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import told_to_next

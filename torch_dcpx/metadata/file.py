@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
+import os
 import struct
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -21,7 +24,7 @@ from torch_dcpx._compat import HAS_KNOWN_ITEMS, TORCH_VERSION
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx._version import __version__
-from torch_dcpx.errors import CorruptionError, PlanError
+from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
 from torch_dcpx.metadata.columns import ColumnReader, encode_body
 from torch_dcpx.metadata.decode import (
     decode_files,
@@ -44,8 +47,10 @@ from torch_dcpx.metadata.parts import (
 )
 from torch_dcpx.metadata.stock import load_stock_metadata, pickle_any
 from torch_dcpx.metadata.stock_columns import open_stock_metadata
-from torch_dcpx.storage.directory import SmallFile
-from torch_dcpx.storage.names import FileEntry
+from torch_dcpx.storage.directory import Directory, SmallFile
+from torch_dcpx.storage.names import METADATA_NAME, FileEntry
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class CheckpointMetadata(NamedTuple):
@@ -103,21 +108,19 @@ def encode_pieces(
             "descriptors": encoded.descriptors,
         }
         body, header_bytes = encode_body(header, columns)
+    return [stock, *body, _tail(stock, body, header_bytes)]
+
+
+def _tail(
+    stock: bytes | memoryview, body: Sequence[bytes | memoryview], header_bytes: int
+) -> bytes:
+    """Returns the last 64 bytes of the file: sizes and checksums of the parts before it."""
     body_crc = 0
     for piece in body:
         body_crc = _C.crc32(piece, body_crc)
-    tail = TAIL.pack(
-        MAGIC,
-        VERSION,
-        _C.crc32(stock),
-        len(stock),
-        sum(map(len, body)),
-        header_bytes,
-        body_crc,
-        b"",
-        0,
-    )[:-4]
-    return [stock, *body, tail + struct.pack("<I", _C.crc32(tail))]
+    sizes = len(stock), sum(map(len, body)), header_bytes
+    tail = TAIL.pack(MAGIC, VERSION, _C.crc32(stock), *sizes, body_crc, b"", 0)[:-4]
+    return tail + struct.pack("<I", _C.crc32(tail))
 
 
 def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str) -> bytes:
@@ -249,6 +252,33 @@ def decode_save_id(data: bytes | SmallFile, path: str) -> str | None:
         return None
     columns = check_tail(content, path)[-1]
     return optional_str(columns, columns.header, "save_id")
+
+
+def stored_save_id(path: str | os.PathLike[str]) -> str | None:
+    """Returns the id of the save that committed the checkpoint in directory `path`.
+
+    None where there is no metadata, or none that says: of stock DCP.
+
+    Raises:
+        DcpxError: it cannot be read.
+    """
+    with Directory(Path(path)) as directory:
+        if not directory.is_regular(METADATA_NAME):
+            return None
+        with directory.open_small(METADATA_NAME) as file:
+            return decode_save_id(file, str(directory.path / METADATA_NAME))
+
+
+def committed_save_id(path: str | os.PathLike[str]) -> str | None:
+    """Returns `stored_save_id`; None, too, where it cannot be read, which is logged.
+
+    A rank calls it when the coordinator of a save does not answer.
+    """
+    try:
+        return stored_save_id(path)
+    except DcpxError as error:
+        logger.warning("which save committed '%s' cannot be said: %s", path, str(error))
+        return None
 
 
 def _digest(pieces: Iterable[bytes | memoryview]) -> str:

@@ -16,7 +16,7 @@ from torch_dcpx._version import __version__
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.metadata.columns import ColumnReader
 from torch_dcpx.storage.directory import SmallFile
-from torch_dcpx.unpickle.stand_ins import malformed_is_corruption
+from torch_dcpx.unpickle.unpickler import malformed_is_corruption
 
 MAGIC = b"DCPXMETA"
 VERSION = 1

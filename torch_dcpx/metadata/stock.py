@@ -52,12 +52,8 @@ from torch_dcpx.metadata.stock_classes import (
 )
 from torch_dcpx.unpickle.hashed_keys import check_keys
 from torch_dcpx.unpickle.settle import Settler, build_user_object, no_more_than, refuse
-from torch_dcpx.unpickle.stand_ins import (
-    RestrictedUnpickler,
-    StandIn,
-    malformed_is_corruption,
-    user_globals,
-)
+from torch_dcpx.unpickle.stand_ins import StandIn
+from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption, user_globals
 
 _DICT = METADATA["builtins", "dict"]
 

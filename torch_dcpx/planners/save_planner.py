@@ -37,7 +37,8 @@ from torch_dcpx.planners.replicas import (
 from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors.digests import report_conflicts, shared_digests
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor, is_plain_tensor
-from torch_dcpx.tensors.offences import check_shape, offence_text, refuse_unlike
+from torch_dcpx.tensors.offences import check_shape, refuse_unlike
+from torch_dcpx.tensors.tiling import offence_text
 
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.

@@ -22,8 +22,8 @@ from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.unpickle.byte_items import decode_byte_item, reencode_byte_item
-from torch_dcpx.unpickle.stand_ins import MAX_MESSAGE
 from torch_dcpx.unpickle.torch_items import load_by_torch
+from torch_dcpx.unpickle.unpickler import MAX_MESSAGE
 
 # What one load may decode once for all items of the same bytes: nobody can change it. A list or a
 # tensor that two items shared would be a bug.

@@ -9,7 +9,6 @@ may want a part, or fill the rest its own way.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import add
 from typing import Any, NamedTuple
@@ -21,12 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from torch_dcpx._compat import wanted_chunks
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks
-from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor
-
-WAY_OUT = "torch's DefaultLoadPlanner with FileSystemReader loads what there is"
+from torch_dcpx.tensors.tiling import WAY_OUT, box_text, untiled
 
 
 class _Wanted(NamedTuple):
@@ -124,20 +121,18 @@ def meeting_targets(items: Iterable[ReadItem]) -> frozenset[MetadataIndex]:
             meeting.add(target)
         elif len(parts) > 1:
             ends = [map(add, part.dest_offsets, part.lengths) for part in parts]
+            sizes = [max(0, *at) for at in zip(*ends, strict=True)]
             asked.append(target)
-            boxes.append(
-                _Wanted(target.fqn, (), [max(0, *at) for at in zip(*ends, strict=True)], parts)
-            )
-    meeting.update(asked[number] for number, offence, *_ in _offences(boxes) if offence != "hole")
+            boxes.append(_Wanted(target.fqn, (), sizes, parts))
+    meeting.update(asked[row[0]] for row in _offences(boxes) if row[1] != "hole")
     return frozenset(meeting)
 
 
 def _quick(fqn: str, target: Any, items: Sequence[ReadItem]) -> list[_Wanted]:
-    """What `_exact` says, without DTensor's costly arithmetic; may want more than it."""
+    """Returns `_exact` without DTensor's costly arithmetic; its chunks may be larger."""
     if type(target) is not DTensor or type(target._local_tensor) is not torch.Tensor:
         return _exact(fqn, target, items, None)
-    local = target._local_tensor.shape
-    return [_Wanted(fqn, (), local, items)]
+    return [_Wanted(fqn, (), target._local_tensor.shape, items)]
 
 
 def _exact(
@@ -156,42 +151,36 @@ def _exact(
 
 
 def _offences(wanted: Sequence[_Wanted]) -> list[tuple[int, str, int, int, tuple[int, ...]]]:
-    """Returns (number, offence, box, other, point) of every chunk that its items do not tile."""
-    columns = [array("q") for _ in range(5)]
-    ndims, sizes, counts, offsets, lengths = columns
+    """Returns `untiled` of the chunks and their items.
+
+    Raises:
+        PlanError: an item has another number of dimensions than its chunk.
+    """
     for one in wanted:
-        ndim = len(one.sizes)
-        ndims.append(ndim)
-        sizes.extend(one.sizes)
-        counts.append(len(one.items))
-        for item in one.items:
-            if not len(item.dest_offsets) == len(item.lengths) == ndim:
-                raise _error(one, "outside", one.items.index(item), -1, (), path="")
-            offsets.extend(item.dest_offsets)
-            lengths.extend(item.lengths)
-    return _C.check_coverage(*columns)
-
-
-def _box(offsets: Iterable[int], lengths: Iterable[int]) -> str:
-    return "[" + ", ".join(f"{at}:{at + n}" for at, n in zip(offsets, lengths, strict=False)) + "]"
+        for number, item in enumerate(one.items):
+            if not len(item.dest_offsets) == len(item.lengths) == len(one.sizes):
+                raise _error(one, "outside", number, -1, (), path="")
+    return untiled(
+        (one.sizes, [(item.dest_offsets, item.lengths) for item in one.items]) for one in wanted
+    )
 
 
 def _error(
     one: _Wanted, offence: str, box: int, other: int, point: tuple[int, ...], *, path: str
 ) -> DcpxError:
-    where = f"'{one.fqn}', of which {_box(one.offsets, one.sizes)} is wanted"
+    where = f"'{one.fqn}', of which {box_text(one.offsets, one.sizes)} is wanted"
     if offence == "hole":
         at = [begin + place for begin, place in zip(one.offsets, point, strict=True)]
         message = f"the metadata in '{path}' names no stored chunk with element {at} of {where}"
     elif offence == "overlap":
         a, b = (
-            f"{_box(item.dest_offsets, item.lengths)} from the chunk at "
+            f"{box_text(item.dest_offsets, item.lengths)} from the chunk at "
             f"{list(item.storage_index.offset or ())}"
             for item in (one.items[box], one.items[other])
         )
         message = f"the metadata in '{path}' stores elements of {where} twice: {a}, and {b}"
     else:
         item = one.items[box] if box >= 0 else None
-        place = _box(item.dest_offsets, item.lengths) if item is not None else "a region"
+        place = box_text(item.dest_offsets, item.lengths) if item is not None else "a region"
         return PlanError(f"the plan reads {place} into a chunk of {where}", fqn=one.fqn)
     return CorruptionError(f"{message}; {WAY_OUT}", fqn=one.fqn, path=path, touched=())

@@ -8,7 +8,6 @@ devices, and refuses as stock does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.reader.locate import Located
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.memory import check_storage, has_strides, is_disjoint, is_plain
+from torch_dcpx.tensors.memory import (
+    byte_strides,
+    check_storage,
+    has_strides,
+    is_disjoint,
+    is_plain,
+)
 
 
 class ReadRow(NamedTuple):
@@ -104,6 +109,42 @@ def _region(item: ReadItem, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tu
     return (*begins, *[0] * len(missing)), (*counts, *missing)
 
 
+def _first_element(
+    located: Located, fqn: str, offsets: tuple[int, ...], lengths: tuple[int, ...], elem_bytes: int
+) -> int:
+    """Returns which element of the payload a region begins with.
+
+    Raises:
+        CorruptionError: the stored tensor does not hold the region.
+    """
+    form = located.form
+    inside = len(form.sizes) == len(lengths) == len(offsets) and all(
+        offset >= 0 and length >= 0 and offset + length <= size
+        for offset, length, size in zip(offsets, lengths, form.sizes, strict=True)
+    )
+    if not inside:
+        raise CorruptionError(
+            f"'{fqn}' in '{located.path}' has sizes {form.sizes}, which do not hold the region "
+            f"at {offsets} of {lengths} that the metadata promises",
+            fqn=fqn,
+            path=located.path,
+        )
+    first = located.storage_offset + sum(
+        offset * stride for offset, stride in zip(offsets, form.strides, strict=True)
+    )
+    last = first + sum(
+        (length - 1) * stride for length, stride in zip(lengths, form.strides, strict=True)
+    )
+    if 0 not in lengths and (last + 1) * elem_bytes > located.payload_bytes:
+        raise CorruptionError(
+            f"'{fqn}' in '{located.path}': the tensor reaches byte {(last + 1) * elem_bytes} of a "
+            f"payload of {located.payload_bytes} B",
+            fqn=fqn,
+            path=located.path,
+        )
+    return first
+
+
 def plan_tensor_read(
     item: ReadItem, located: Located, target: torch.Tensor, dtype: torch.dtype, place: Place
 ) -> TensorRead:
@@ -121,32 +162,9 @@ def plan_tensor_read(
             f"req {item.storage_index} mismatch sizes {target.size()} vs {torch.Size(lengths)}"
         )
     elem_bytes = dtype.itemsize
-    inside = len(form.sizes) == len(lengths) == len(offsets) and all(
-        offset >= 0 and length >= 0 and offset + length <= size
-        for offset, length, size in zip(offsets, lengths, form.sizes, strict=True)
-    )
-    if not inside:
-        raise CorruptionError(
-            f"'{fqn}' in '{located.path}' has sizes {form.sizes}, which do not hold the region "
-            f"at {offsets} of {lengths} that the metadata promises",
-            fqn=fqn,
-            path=located.path,
-        )
-    first = located.storage_offset + sum(
-        offset * stride for offset, stride in zip(offsets, form.strides, strict=True)
-    )
+    first = _first_element(located, fqn, offsets, lengths, elem_bytes)
     if 0 in lengths:
         return TensorRead(item, target, None, None)
-    last = first + sum(
-        (length - 1) * stride for length, stride in zip(lengths, form.strides, strict=True)
-    )
-    if (last + 1) * elem_bytes > located.payload_bytes:
-        raise CorruptionError(
-            f"'{fqn}' in '{located.path}': the tensor reaches byte {(last + 1) * elem_bytes} of a "
-            f"payload of {located.payload_bytes} B",
-            fqn=fqn,
-            path=located.path,
-        )
     if (place.device >= 0 or device_memory.is_host(target)) and is_plain(target):
         check_storage(target, fqn)
     staged = None
@@ -164,24 +182,14 @@ def plan_tensor_read(
         located.payload_offset + first * elem_bytes,
         elem_bytes,
         lengths,
-        _byte_strides(lengths, form.strides, elem_bytes),
-        _byte_strides(lengths, into.stride(), elem_bytes),
+        byte_strides(lengths, form.strides, elem_bytes),
+        byte_strides(lengths, into.stride(), elem_bytes),
         into.data_ptr(),
         (reach + 1) * elem_bytes,
         fqn,
         place.device,
     )
     return TensorRead(item, target, staged, row)
-
-
-def _byte_strides(
-    lengths: Sequence[int], strides: Sequence[int], elem_bytes: int
-) -> tuple[int, ...]:
-    """Returns strides in bytes; 0 where one element has none, whatever torch keeps there."""
-    return tuple(
-        stride * elem_bytes if length > 1 else 0
-        for length, stride in zip(lengths, strides, strict=True)
-    )
 
 
 def finish_tensor_read(read: TensorRead, is_big_endian: bool) -> None:

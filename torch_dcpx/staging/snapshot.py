@@ -23,9 +23,7 @@ from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.staging.arena import ArenaPool, make_ready, process_pool
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.copy_guard import CopyGuard
-from torch_dcpx.tensors.memory import check_storage, has_strides
-
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+from torch_dcpx.tensors.memory import PLAIN_CLASSES, check_storage, has_strides
 
 
 def staging_workers() -> int:
@@ -70,7 +68,7 @@ class StagePlan:
                 on_host = is_host(tensor)
                 device = -1 if on_host else ordinal_of(tensor)
                 if (
-                    type(tensor) in _PLAIN_CLASSES
+                    type(tensor) in PLAIN_CLASSES
                     and (on_host or device >= 0)
                     and has_conj(tensor.dtype) is False
                     and not tensor.is_neg()
@@ -160,7 +158,7 @@ class StagePlan:
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
         tensor = tensor.detach()
-        if type(tensor) in _PLAIN_CLASSES and (tensor.is_conj() or tensor.is_neg()):
+        if type(tensor) in PLAIN_CLASSES and (tensor.is_conj() or tensor.is_neg()):
             tensor = tensor.resolve_conj().resolve_neg()
         if not has_strides(tensor) or tensor.is_meta:
             self._cloned[index] = tensor

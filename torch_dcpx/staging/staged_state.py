@@ -34,9 +34,9 @@ from torch_dcpx.staging.arena import ArenaPool, attach, has_arenas, note_written
 from torch_dcpx.staging.snapshot import StagePlan
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.copy_guard import CopyGuard
-from torch_dcpx.tensors.memory import is_plain
+from torch_dcpx.tensors.memory import PLAIN_CLASSES, is_plain
 
-_PLAIN_CLASSES = frozenset((torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor))
+_COPIED_KINDS = frozenset((*PLAIN_CLASSES, AsyncCollectiveTensor))
 _ATOMIC_CLASSES = frozenset((int, float, bool, complex, str, bytes, type(None)))
 _DICT_METHODS = ("__getitem__", "__iter__", "items", "keys", "values")
 
@@ -95,7 +95,7 @@ class StateWalk:
         add_tensor, add_slot = self.tensors.append, self._slots.append
         for key, value in values.items():
             out[key] = None  # in the order of the original
-            if type(value) in _PLAIN_CLASSES and not value.__dict__:
+            if type(value) in _COPIED_KINDS and not value.__dict__:
                 add_tensor(value)
                 add_slot((out, key))
             else:
@@ -187,7 +187,7 @@ def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 def _is_in_memory(value: Any) -> bool:
     """Returns whether a plain tensor says all of `value`. Of a Parameter's class nothing is saved,
     and what hangs on it (hooks, loaders, gradients) is no part of the state."""
-    return type(value) in _PLAIN_CLASSES or (
+    return type(value) in _COPIED_KINDS or (
         isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value)
     )
 
@@ -315,7 +315,7 @@ def note_state_written(state: object) -> None:
         return
     for value in list(state.values()):
         tensor = value._local_tensor if isinstance(value, DTensor) else value
-        if type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and is_plain(tensor) and tensor.numel():
+        if type(tensor) in _COPIED_KINDS and tensor.is_cpu and is_plain(tensor) and tensor.numel():
             note_written(tensor.data_ptr())
             return
 

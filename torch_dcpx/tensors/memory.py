@@ -17,6 +17,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, stock_chunks
 from torch_dcpx.errors import PlanError, UnsupportedError
 
+PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)  # exact types; others may keep more than values
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Returns whether the elements fill one run of memory, in any order, without overlap."""
@@ -47,7 +49,7 @@ def is_disjoint(tensor: torch.Tensor) -> bool:
 def has_strides(tensor: torch.Tensor) -> bool:
     """Returns whether the elements lie in a storage as strides say, in one way or another."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in PLAIN_CLASSES
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
@@ -57,6 +59,16 @@ def has_strides(tensor: torch.Tensor) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether addresses and strides say all about the tensor's values."""
     return has_strides(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def byte_strides(
+    lengths: Sequence[int], strides: Sequence[int], elem_bytes: int
+) -> tuple[int, ...]:
+    """Returns strides in bytes; 0 where one element has none, whatever torch keeps there."""
+    return tuple(
+        stride * elem_bytes if length > 1 else 0
+        for length, stride in zip(lengths, strides, strict=True)
+    )
 
 
 def check_storage(tensor: torch.Tensor, fqn: str) -> None:

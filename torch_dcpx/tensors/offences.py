@@ -1,9 +1,9 @@
-"""Errors in the plan of a save, in stock's words: in a rank's items, in the chunks of all ranks."""
+"""Checks of a save's plan before any rank writes: its items, and one name on all ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,33 +15,6 @@ from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.tensors.memory import Part
 
 _MAX_SHOWN = 5
-
-
-def offence_text(
-    entries: Mapping[str, Any],
-    fqn: str,
-    offence: str,
-    chunk: int,
-    other: int,
-    point: tuple[int, ...],
-) -> str:
-    """Returns one tensor's error."""
-    entry = entries[fqn]
-    if offence == "outside":
-        return (
-            f"key:{fqn} has out of bounds chunk: tensor-size:{entry.size} chunk: "
-            f"{entry.chunks[chunk]}"
-        )
-    if offence == "overlap":
-        return f"key:{fqn} has overlapping chunks: {entry.chunks[other]} {entry.chunks[chunk]}"
-    if offence == "hole":
-        return (
-            f"key:{fqn} invalid fill tensor-volume: no chunk holds element {list(point)} of "
-            f"tensor-size:{entry.size}"
-        )
-    if offence == "too large":
-        return f"key:{fqn} has 2**63 elements or more: tensor-size:{entry.size}"
-    return f"key:{fqn} has chunks of other dimensions than tensor-size:{entry.size}"
 
 
 def check_plan(items: Sequence[WriteItem]) -> None:

@@ -27,13 +27,9 @@ from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.unpickle.numpy_objects import NUMPY
 from torch_dcpx.unpickle.plain_objects import PLAIN
 from torch_dcpx.unpickle.settle import Settler, build_user_object, refuse
-from torch_dcpx.unpickle.stand_ins import (
-    GlobalTable,
-    RestrictedUnpickler,
-    malformed_is_corruption,
-    user_globals,
-)
+from torch_dcpx.unpickle.stand_ins import GlobalTable
 from torch_dcpx.unpickle.torch_objects import TORCH, StorageRef, storage_ref
+from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption, user_globals
 
 OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY}
 DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")

@@ -35,11 +35,7 @@ ELEMENT_BYTES = 32  # of a container that a call makes
 ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype})
 
 
-class _Building:
-    __slots__ = ()
-
-
-BUILDING = _Building()  # in the memo: a tuple, set or stand-in that is not complete yet
+BUILDING = object()  # in the memo: a tuple, set or stand-in that is not complete yet
 
 
 def refuse(what: str) -> NoReturn:
@@ -182,22 +178,29 @@ class Settler:
             made = kind(parts)
             if kind is tuple:
                 self._nodes[id(made)] = nodes
-        elif kind is torch.Size:  # in metadata only; torch.Size itself takes any int
-            if any(type(n) is not int or not 0 <= n < 2**63 for n in raw):
-                refuse("has a size that is no tuple of ints in [0, 2^63)")
-            made = raw
         elif type(kind) is StandInType:
             made = kind.build(raw, self)
             self._charge(raw, made)
-        elif kind is StandInType and raw.value is not EMPTY:
-            made = raw.value
-        elif kind is StandInType:
-            refuse(f"stores {raw.global_name} itself, not an object of it")
         else:
-            refuse(f"contains a bare {kind.__name__}")
+            made = _value(raw)
         self._memo[id(raw)] = made
         self._depth -= 1
         return made
+
+
+def _value(raw: Any) -> Any:
+    """Returns what `raw` means, which has no parts to settle."""
+    kind = type(raw)
+    if kind is StandInType and raw.value is not EMPTY:
+        return raw.value
+    if kind is StandInType:
+        refuse(f"stores {raw.global_name} itself, not an object of it")
+    if kind is not torch.Size:
+        refuse(f"contains a bare {kind.__name__}")
+    # In metadata only; torch.Size itself takes any int.
+    if any(type(n) is not int or not 0 <= n < 2**63 for n in raw):
+        refuse("has a size that is no tuple of ints in [0, 2^63)")
+    return raw
 
 
 def _user_class_state(made: Any, state: Any, owner: str) -> None:

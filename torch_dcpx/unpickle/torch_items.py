@@ -31,13 +31,8 @@ from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS
 from torch_dcpx.unpickle.settle import refuse
-from torch_dcpx.unpickle.stand_ins import (
-    RestrictedUnpickler,
-    StandIn,
-    StandInType,
-    malformed_is_corruption,
-    stand_in,
-)
+from torch_dcpx.unpickle.stand_ins import StandIn, StandInType, stand_in
+from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption
 
 INFLATED_BASE_BYTES = 64 << 20
 INFLATED_PER_BYTE = 16  # of the tensor; a sparse one keeps 8 B of each index beside a value

@@ -32,6 +32,7 @@ from torch_dcpx.metadata.stock_classes import BYTES, TENSOR
 from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import (
+    PLAIN_CLASSES,
     check_storage,
     has_strides,
     is_dense,
@@ -77,7 +78,6 @@ def transform_by(transforms: Any) -> Transform:
 
 _SCALARS = frozenset((int, float, bool, type(None)))  # exact types: no class is named
 _MAX_CHARS = 1 << 20  # of a string that is pickled in one piece
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 _STOCK_HOOKS = {
     name: getattr(DefaultSavePlanner, name)
     for name in ("resolve_data", "lookup_object", "transform_object")
@@ -128,7 +128,7 @@ def vetted(
     if isinstance(data, AsyncCollectiveTensor):
         # Stock pickles the wrapper, which no load takes.
         data = data.trigger_wait()  # type: ignore[no-untyped-call]
-    if type(data) not in _PLAIN_CLASSES:
+    if type(data) not in PLAIN_CLASSES:
         data = data.detach()  # of a class derived from Parameter a plain tensor
     if data.is_meta:
         raise UnsupportedError(

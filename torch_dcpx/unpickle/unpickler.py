@@ -1,0 +1,176 @@
+"""The unpickler that imports nothing: a name in a pickle is an exact entry of a table, or refused.
+
+`malformed_is_corruption` turns each error of a malformed pickle into one of ours. `user_globals`
+makes the table's entries of what a user allows.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch_dcpx._compat import TORCH_VERSION, torch_lacks
+from torch_dcpx._gc import paused_gc
+from torch_dcpx._native import _C
+from torch_dcpx.errors import CorruptionError, DcpxError, OptionError, UnsafePickleError
+from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS, KeyCheckedUnpickler
+from torch_dcpx.unpickle.stand_ins import (
+    EMPTY,
+    GlobalTable,
+    StandIn,
+    stand_in,
+    with_python2_names,
+)
+
+MAX_MESSAGE = 300  # characters of a cause that are quoted: its text may come from the file
+
+# What CPython's unpickler, torch and numpy raise for a pickle that is not what was written.
+_MALFORMED = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    NameError,
+    RuntimeError,  # RecursionError and NotImplementedError too
+    TypeError,
+    ValueError,  # UnicodeDecodeError too
+)
+
+
+def user_globals(
+    safe_globals: Iterable[Any], build: Callable[[StandIn, Any], Any]
+) -> dict[tuple[str, str], Any]:
+    """Make the table of `ReadOptions(safe_globals=[...])`: exact names, for this read only.
+
+    Raises:
+        OptionError: an entry has no importable name.
+    """
+    table: dict[tuple[str, str], Any] = {}
+    for entry in safe_globals:
+        module, name = getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)
+        if type(module) is not str or type(name) is not str or not callable(entry):
+            raise OptionError(
+                f"use safe_globals entry {entry!r}: it is no class or function with a module "
+                "and a name",
+                option="safe_globals",
+                value=entry,
+            )
+        table[module, name] = stand_in(f"{module}.{name}", build, value=entry)
+    return with_python2_names(table)
+
+
+@contextmanager
+def malformed_is_corruption(verb: str, *, path: str, fqn: str | None) -> Iterator[None]:
+    """Turn every error of a malformed pickle into `CorruptionError`, cause attached.
+
+    Args:
+        verb: what was tried, first words of the message.
+        path: file the bytes came from.
+        fqn: fully qualified name of the item, None for metadata.
+
+    Raises:
+        CorruptionError: the body raised it (then `path` and `fqn` are filled in), or an error of
+            `_MALFORMED`.
+    """
+    where = f"{path!r}" if fqn is None else f"item {fqn!r} of {path!r}"
+    try:
+        yield
+    except CorruptionError as error:
+        if error.path == path:
+            raise
+        # Raised where file and item are not known, such as in the C++ core.
+        fields = {name: getattr(error, name) for name in error.FIELDS}
+        fields |= {"path": path, "fqn": fqn}
+        raise type(error)(f"{verb} {where}: {error.message}", **fields) from error
+    except DcpxError:
+        raise
+    except _MALFORMED as error:
+        cause = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+        raise CorruptionError(f"{verb} {where}: {cause}", path=path, fqn=fqn) from error
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Unpickler whose globals are exact table entries; anything else raises and imports nothing.
+
+    Args:
+        data: starts with the pickle; bytes behind its STOP are not read.
+        table: the only names there are.
+        path: file the bytes came from, for errors.
+        fqn: fully qualified name of the item, None for metadata.
+        load_storage: what a persistent id gives; None refuses them.
+        compound_keys: of the caller's own `scan_keys`, where nothing is behind the pickle's STOP.
+            None: it is scanned here.
+
+    Raises:
+        CorruptionError: the pickle is malformed or built to exhaust memory or stack.
+    """
+
+    def __init__(
+        self,
+        data: bytes | memoryview,
+        table: GlobalTable,
+        *,
+        path: str,
+        fqn: str | None = None,
+        load_storage: Callable[[Any], Any] | None = None,
+        compound_keys: int | None = None,
+    ) -> None:
+        # The scan comes first: CPython's unpickler allocates what a pickle claims before it
+        # looks whether the bytes are there.
+        nbytes = len(data)
+        if compound_keys is None:
+            with malformed_is_corruption("scan the pickle of", path=path, fqn=fqn):
+                nbytes, compound_keys = _C.scan_keys(data, allow_persid=load_storage is not None)
+        self._data = memoryview(data)[:nbytes]
+        self._has_many_keys = compound_keys > MAX_COMPOUND_KEYS
+        # utf-8 is what torch.load passes; it matters for strings of Python 2 only.
+        super().__init__(io.BytesIO(self._data), encoding="utf-8")
+        self._table, self._path, self._fqn = table, path, fqn
+        self._load_storage = load_storage
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return the table's entry for the exact pair, or raise `UnsafePickleError`."""
+        found = self._table.get((module_name, global_name), EMPTY)
+        if found is EMPTY:
+            name = f"{module_name}.{global_name}"[:MAX_MESSAGE]
+            where = "the metadata" if self._fqn is None else f"item {self._fqn!r}"
+            if torch_lacks(module_name, global_name):
+                why = f"torch {TORCH_VERSION} lacks: another torch wrote it, or it is damaged"
+            else:
+                why = (
+                    f"is on no allow-list; allow it with ReadOptions(safe_globals=[{name}]), or if "
+                    "you trust whoever wrote this checkpoint, pass trusted=True"
+                )
+            raise UnsafePickleError(
+                f"refuse to unpickle {where} of {self._path!r}: it would use {name!r}, which {why}",
+                global_name=name,
+                path=self._path,
+                fqn=self._fqn,
+            )
+        return found
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        """Return the storage stand-in of a persistent id."""
+        if self._load_storage is None:
+            raise pickle.UnpicklingError("names a persistent id where none belongs")
+        return self._load_storage(pid)
+
+    def load(self) -> Any:
+        """Run the pickle; returns plain builtins and stand-ins.
+
+        Raises:
+            UnsafePickleError: it names a global outside the table.
+            CorruptionError: it is malformed.
+        """
+        with malformed_is_corruption("unpickle", path=self._path, fqn=self._fqn), paused_gc():
+            if self._has_many_keys:
+                checked = KeyCheckedUnpickler(self._data, self.find_class, self.persistent_load)
+                return checked.load()
+            return super().load()
