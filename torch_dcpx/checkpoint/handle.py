@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TypeVar
 
 from torch_dcpx._waiting import Deadline
@@ -120,11 +119,6 @@ class SaveHandle:
     def __enter__(self) -> SaveHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:
             self.result()

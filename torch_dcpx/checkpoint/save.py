@@ -253,7 +253,7 @@ def _is_admitted(run: SaveRun) -> bool:
         if waited_s >= _NOTED_WAIT_S:
             logger.info("async_save waited %.3f s for a save under way", waited_s)
         return True
-    if _most_under_way(run) < limit:
+    if run.exchange.all_reduce("admit", pending_saves.count, _most) < limit:
         return True
     if options.on_busy == "error":
         raise ConcurrentSaveError(
@@ -264,6 +264,11 @@ def _is_admitted(run: SaveRun) -> bool:
         )
     logger.info("skipped the save to '%s': %s under way on some rank", run.path, limit)
     return False
+
+
+def _most(under_way: list[int]) -> int:
+    """Returns how many saves are under way on the rank with the most: all ranks decide alike."""
+    return max(under_way)
 
 
 def _writer(
@@ -292,15 +297,6 @@ def _writer(
             value=options,
         )
     return storage_writer
-
-
-def _most_under_way(run: SaveRun) -> int:
-    """Returns how many saves are under way on the rank with the most: all decide alike."""
-
-    def most(counts: list[int]) -> int:
-        return max(counts)
-
-    return run.exchange.all_reduce("admit", pending_saves.count, most)
 
 
 def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | ItemsInWaves:

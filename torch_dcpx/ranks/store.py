@@ -33,7 +33,7 @@ from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import BALLOT, Exchange
 from torch_dcpx.ranks.failures import RankFailure, error_of, from_rank, lost_ranks
 from torch_dcpx.ranks.presence import UNKNOWN, Presence, differing, missed, of_call, presence_of
-from torch_dcpx.ranks.store_client import Client
+from torch_dcpx.ranks.store_client import StoreClient
 from torch_dcpx.ranks.store_keys import StoreKeys
 from torch_dcpx.ranks.store_step import ERROR, FAILED, FIRST, OK, VOID, Own, Step, left_keys
 
@@ -54,7 +54,7 @@ class StoreExchange(Exchange):
 
     def __init__(
         self,
-        client: Client,
+        client: StoreClient,
         rank: int,
         world_size: int,
         timeout_s: float,

@@ -15,7 +15,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch_dcpx._compat import group_store, process_groups
 from torch_dcpx._last_jobs import STORE_THREAD
@@ -26,17 +26,6 @@ T = TypeVar("T")
 
 _ANSWER_S = 5.0  # what a store may take for one call, also when the caller's time is up
 _EXIT_S = 1.0  # for calls in flight when the interpreter ends
-
-
-class Client(Protocol):
-    """What an exchange asks of a StoreClient; a test may have another in its place."""
-
-    name: str
-
-    def next_call(self) -> int: ...
-    def next_number(self) -> int: ...
-    def call(self, doing: str, function: Callable[[Any], T], deadline: Deadline) -> T: ...
-    def post(self, function: Callable[[Any], object]) -> None: ...
 
 
 class _Call(Generic[T]):
