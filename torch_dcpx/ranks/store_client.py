@@ -1,9 +1,9 @@
 """The process group's store, asked with a deadline: a clone of it, served by one daemon thread.
 
-A call to a TCPStore whose host is stopped blocks without end, whatever timeout it was given, and
-one on the group's own client stalls its other users. So each process has, for each group, one clone
-and one thread that makes all calls; who asks waits for the thread until its deadline. A call that
-was given up may still take effect later. The clone is opened anew after an error.
+A call to a TCPStore whose host is stopped blocks without end, whatever its timeout. A call on the
+group's own client stalls its other users. So each process has, for each group, one clone of the
+store and one thread that makes all calls. A caller waits for the thread until its deadline. A call
+that it gives up may still take effect later. After an error the thread opens a new clone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StoreClient:
     """One process' access to the store of one group. Thread-safe: its calls take turns.
 
     Attributes:
-        name: of the group: no other that this process has had has it, and none that it will have.
+        name: of the group, which no other group of this process ever has.
     """
 
     _made = itertools.count(1)
