@@ -33,7 +33,7 @@ from torch_dcpx.writer.writer import DcpxWriter, abandon_save
 
 
 class Committed(NamedTuple):
-    """What the coordinator tells all ranks of a checkpoint that is there."""
+    """A checkpoint that is there, as the coordinator tells all ranks."""
 
     save_id: str
     ranks: int
@@ -71,20 +71,19 @@ class SaveRun:
         self._ballot: Ballot | None = None  # once all ranks have a plan
 
     def note_phase(self, phase: str) -> None:
-        """Says what this rank does from now on: others name it where this rank is lost."""
+        """Notes what this rank does from now on: the others name it if this rank is lost."""
         self._phase = phase
         self.exchange.note_phase(phase)
 
     def plan(self, check: Callable[[], None]) -> SavePlan:
-        """Plans with all ranks; what fails on one of them is raised on all.
+        """Plans with all ranks, which raise an error of any of them.
 
         Args:
-            check: called before anything else is done on this rank.
+            check: called before anything else on this rank.
 
         Returns:
-            What this rank is to write.
+            This rank's final plan.
         """
-
         exchange = self.exchange
         planning = PlanRound(
             self.planner, self.writer, exchange.rank, exchange.world_size, exchange.group
@@ -94,8 +93,8 @@ class SaveRun:
 
         def offer() -> tuple[SaveOffer, bytes]:
             check()
-            # Not before: an error that the others are not told of leaves them waiting for this
-            # rank, and the numbers of later operations out of step.
+            # Not before: if the others do not learn of an error, they wait for this rank, and the
+            # numbers of later operations are out of step.
             self._state_dict = with_state_dicts(self._state_dict)
             self._set_up()
             return planning.offer(), self._place().digest
@@ -155,8 +154,8 @@ class SaveRun:
         """Writes this rank's items, votes, and returns what the coordinator has committed.
 
         Args:
-            take: gives the plan of `plan`, and what gives its items' data as a planner does. Called
-                once, so that nobody else need hold them until they are written.
+            take: gives the plan of `plan`, and a planner, or the like, that gives its items' data.
+                Called once, so that nobody else need hold them until they are written.
 
         Raises:
             The first error of any rank, or OutcomeUnknownError.
@@ -212,8 +211,8 @@ class SaveRun:
         """Ends the save on this rank.
 
         Args:
-            error: that ended it: the other ranks learn of it, and this rank's files go, unless they
-                may yet be published.
+            error: that ended it. The other ranks learn of it. This rank removes its files, unless
+                the coordinator may yet publish them.
         """
         if error is not None:
             if self._ballot is not None:
