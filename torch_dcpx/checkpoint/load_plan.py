@@ -161,7 +161,7 @@ class RankLoad:
         self._mapped = None
         planner: Any = self.planner
         if isinstance(planner, DcpxLoadPlanner):
-            planner._is_mapped = False  # of a load before
+            planner.dcpx_is_mapped = False  # of a load before
         if self._key_map is None:
             return
         wanted = planner.state_dict.keys()
@@ -177,7 +177,7 @@ class RankLoad:
         )
         if not is_same or len(mapped.names) < len(mapped.state):
             self._mapped = mapped
-            planner._use_mapped(mapped)
+            planner.dcpx_use_mapped(mapped)
 
     def _make_plan(self) -> bool:
         """Has the planner plan. Returns whether `differences` allow the load."""
@@ -289,7 +289,7 @@ def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[s
     Stock goes back to the names of torch before 2.4 if the checkpoint has such.
     """
     state = _state_of(planner)
-    if getattr(planner, "_is_mapped", False):
+    if getattr(planner, "dcpx_is_mapped", False):
         return state
     if getattr(planner, "flatten_state_dict", False) and not stored.keys() <= state.keys():
         before = flattened_before_2_4(getattr(planner, "original_state_dict", {}))

@@ -151,7 +151,7 @@ class PlanRound:
         if not isinstance(self._planner, DcpxSavePlanner) and HAS_KNOWN_ITEMS:  # ours looks
             refuse_unlike(plans, MAKER.unlike_items([list(plan.items) for plan in plans]))
             digests = (from_rank(offer.values) if offer.values else {} for offer in offers)
-            report_conflicts(digests, "warn", _DEFAULT._told)
+            report_conflicts(digests, "warn", _DEFAULT.dcpx_logged)
         plans, self.metadata = self._planner.create_global_plan(plans)
         plans = self._writer.prepare_global_plan(plans)
         compared = self._compared(offers)
@@ -273,7 +273,7 @@ def default_save_planner() -> DcpxSavePlanner:
     """
     planner = DcpxSavePlanner()
     planner.dcpx_planning.plans = _DEFAULT_PLANS
-    planner._told = _DEFAULT._told
+    planner.dcpx_logged = _DEFAULT.dcpx_logged
     return planner
 
 
