@@ -239,9 +239,9 @@ def test_planner_that_mapped_once_plans_without_a_map_again(tmp_path: Path) -> N
     dcpx.save({"a": torch.ones(3)}, tmp_path)
     planner = dcpx.DcpxLoadPlanner()
     dcpx.load({"b": torch.zeros(3)}, tmp_path, planner=planner, key_map=KeyMap({"a": "b"}))
-    assert planner._is_mapped
+    assert planner.dcpx_is_mapped
     dcpx.load({"a": torch.zeros(3)}, tmp_path, planner=planner)
-    assert not planner._is_mapped
+    assert not planner.dcpx_is_mapped
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""`save`, `async_save` and `load`: what DCP's plug-in points cannot do alone.
+"""`save`, `async_save` and `load`, which do more than DCP's plug-in points allow.
 
-Ask here: what does each rank bring to a save or load, what is compared before a byte moves, what
-can the caller of `async_save` ask its handle.
+Ask here: what does each rank bring to a save or load, what do ranks compare before a byte moves,
+what can the caller of `async_save` ask its handle.
 """

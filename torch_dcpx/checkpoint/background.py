@@ -1,4 +1,4 @@
-"""The thread of an `async_save`: writes what was staged, votes, and says how it ended."""
+"""The thread of an `async_save`: it writes the staged items, votes, and ends the handle."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class BackgroundSave:
     ) -> None:
         """Args:
         run: planned.
-        plan: what this rank is to write.
-        items: gives the data.
-        handle: is told how it ends.
+        plan: of this rank.
+        items: give the data.
+        handle: learns how the save ends.
         begin: of the call, by the monotonic clock.
         """
         self._waves = items if isinstance(items, ItemsInWaves) else None
@@ -48,10 +48,10 @@ class BackgroundSave:
         self._is_overlapped = not handle.guard.is_finished
 
     def start(self) -> None:
-        """Starts the thread, and notes the save as one under way.
+        """Starts the thread, and notes that the save is under way.
 
         Raises:
-            StagingError: there is no thread to be had.
+            StagingError: the system has no thread left.
         """
         # A daemon: the end of the interpreter waits for it as long as DCPX_EXIT_TIMEOUT_S says.
         thread = threading.Thread(target=self._make, name="dcpx-save", daemon=True)
@@ -62,14 +62,14 @@ class BackgroundSave:
         pending_saves.add(self._handle)
 
     def withdraw(self) -> bool:
-        """Takes the save from the thread; False if that has it already, and will end it."""
+        """Takes the save from the thread; False if the thread has it already, and will end it."""
         if not self._work_or_none():
             return False
         self._handle.durable.is_collected = True  # nobody has the handle: the caller raises
         return True
 
     def wait_until_staged(self) -> None:
-        """Waits until the caller's state may change, or may as far as the guard says."""
+        """Waits until the caller's state may change, at least behind the guard."""
         if self._waves is not None:
             self._waves.wait()
         self._blocked_s = time.monotonic() - self._begin
@@ -77,7 +77,7 @@ class BackgroundSave:
             self._handle.staged.set_result(None)
 
     def _make(self) -> None:
-        """What the thread runs: whatever is raised in it, the handle tells."""
+        """Runs in the thread. The handle gets every error."""
         try:
             self._finish()
         except BaseException as error:  # noqa: BLE001  (raised by whoever asks the handle)
@@ -144,7 +144,7 @@ def report_of(run: SaveRun, committed: Committed, begin: float, blocked_s: float
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Drops what the frames of an error hold: the error may be kept for long, and memory is short.
+    """Drops the locals of an error's frames: somebody may keep it for long, and memory is short.
 
     Tracebacks keep their lines.
     """

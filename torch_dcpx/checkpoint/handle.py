@@ -1,6 +1,6 @@
-"""What `async_save` returns: when the state may change, when the checkpoint is there, what failed.
+"""The handle of an `async_save`: may the state change, is the checkpoint there, what failed.
 
-An error that nobody asked for is not lost: `pending_saves` sees which futures were looked at.
+An error that nobody has looked at is not lost: `pending` knows which futures somebody has asked.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TypeVar
 
 from torch_dcpx._waiting import Deadline
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 
 class WatchedFuture(Future[T]):
-    """A future that knows whether somebody was told how it ended. Belongs to one process."""
+    """A future that knows whether somebody has looked at its end. Belongs to one process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +44,11 @@ class WatchedFuture(Future[T]):
         return error
 
     def cancel(self) -> bool:
-        """False: the save is ended by `SaveHandle.cancel`, with all ranks, not by its future."""
+        """Returns False: `SaveHandle.cancel` ends a save, with all ranks; its future does not."""
         return False
 
     def check_process(self) -> None:
-        """Raises UnsupportedError where the save is that of the process we were forked from."""
+        """Raises UnsupportedError if the save belongs to the parent of this forked process."""
         if os.getpid() != self._pid:
             raise UnsupportedError(
                 f"this save belongs to process {self._pid}, which process {os.getpid()} was forked "
@@ -60,16 +59,16 @@ class WatchedFuture(Future[T]):
 class SaveHandle:
     """A save that goes on in the background.
 
-    As a context manager, the end of the block waits for the save and raises what failed, unless the
+    As a context manager, the end of the block waits for the save and raises its error, unless the
     block raised already.
 
     Attributes:
         checkpoint_id: its directory.
         staged: done when the state may change in any way: when `async_save` has returned, with
-            `overlap=True` later, when the last copy is done; or what failed before.
+            `overlap=True` later, when the last copy is done. Or the error that came before.
         guard: lets streams go on behind the copies that `overlap=True` leaves under way.
-        durable: the SaveReport, once the checkpoint is committed and durable on every rank; None of
-            a save that was skipped (`on_busy="skip"`). Or what failed, on any rank.
+        durable: the SaveReport, once the checkpoint is committed and durable on every rank; None
+            for a save that was skipped (`on_busy="skip"`). Or the error of any rank.
     """
 
     def __init__(
@@ -87,8 +86,7 @@ class SaveHandle:
         """Waits until the checkpoint is there.
 
         Args:
-            timeout: seconds; None (default) waits as long as the save, whose own waits have
-                deadlines, may take.
+            timeout: seconds; None (default) waits for the save's own deadlines.
 
         Raises:
             TimeoutError: it is still under way.
@@ -98,7 +96,7 @@ class SaveHandle:
         return self.durable.result(timeout)
 
     def report(self) -> SaveReport | None:
-        """Returns the report of a save that ended well; None while it goes on, or failed."""
+        """Returns the report of a save that ended well; None if it goes on, or failed."""
         self.durable.check_process()
         if not self.durable.done() or Future.exception(self.durable) is not None:
             return None
@@ -120,11 +118,6 @@ class SaveHandle:
     def __enter__(self) -> SaveHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None:
             self.result()

@@ -1,12 +1,12 @@
-"""`dcpx.load`: checked as a whole before it reads; it fails on all ranks or on none.
+"""`dcpx.load` checks the whole load before it reads, and fails on all ranks or on none.
 
-1. Each rank: state dicts of `Stateful` objects, metadata, what differs, its plan (`load_plan`).
+1. Each rank: state dicts of `Stateful` objects, metadata, differences, its plan (`load_plan`).
 2. Coordinator: one error of all ranks' differences, or the global plan. No byte was read so far.
-3. Each rank reads, and its parts check what came (`stateful`). Nobody goes on before all have.
-4. Each rank hands what was read to `Stateful` objects and to the caller's dict.
+3. Each rank reads, and its parts check the values (`stateful`). All ranks wait for the last.
+4. Each rank hands the values to `Stateful` objects and to the caller's dict.
 
-Ranks agree through the process group's store (`exchange`), never by a collective: a group that has
-NCCL only will do, and a rank that is lost is named at the deadline.
+Ranks agree through the process group's store (`ranks/exchange`), never by a collective: a group
+with NCCL alone will do, and at the deadline the error names a lost rank.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def load(
     cast: Literal["error", "allow"] = "error",
     key_map: KeyRules | None = None,
 ) -> LoadReport:
-    """Loads a checkpoint into `state_dict`, in place, as `dcp.load` does, and says what it did.
+    """Loads a checkpoint into `state_dict`, in place, as `dcp.load` does, and returns a report.
 
-    Every rank of the group calls it, with the same arguments but for the state. Before anything is
-    read, all that the state asks for is compared with the checkpoint. What the checkpoint holds and
-    no state asks for is no error: `LoadReport.unexpected`.
+    Every rank of the group calls it, with the same arguments but for the state. It compares the
+    whole state with the checkpoint before it reads. Names that the checkpoint holds and no state
+    asks for are no error: `LoadReport.unexpected`.
 
     Args:
         state_dict: tensors, shards, objects, nested dicts and lists of them, and `Stateful`
@@ -65,33 +65,33 @@ def load(
         checkpoint_id: directory of the checkpoint. With a reader: resets it to this directory.
         storage_reader: a `DcpxReader` with options of its own. Default: one of `checkpoint_id`.
         planner: plans the load, as with `dcp.load`. Default `DcpxLoadPlanner()`. One with
-            `allow_partial_load` forgives all missing names; one that plans its own way
-            (`create_local_plan`) is asked for its plan, and believed on shapes and kinds.
+            `allow_partial_load` forgives all missing names. One with a `create_local_plan` of its
+            own plans by that, and shapes and kinds are not compared.
         process_group: ranks that load together. Default None: all of them.
         no_dist: loads in this process alone, as without torch.distributed. Default False.
         options: see `ReadOptions`. Default: those of the reader, else `ReadOptions()`.
-        strict: whether names that the checkpoint does not hold are an error. Default True; with
-            False they stay as they are (`LoadReport.missing`).
+        strict: whether names that the checkpoint does not hold are an error. Default True. With
+            False their values stay as they are (`LoadReport.missing`).
         allow_missing: globs (`fnmatch`, case matters) of names that may be missing all the same,
             such as "head.*"; names as in the error, flattened by dots. Default ().
         cast: "error" (default): stored and wanted dtypes must be equal. "allow": differences are
             converted as `Tensor.copy_` does, and reported.
-        key_map: stored names and shapes to the state's (`KeyMap`), with a `DcpxLoadPlanner`.
-            Differences of names that it renames are told by stored name. Default None: names are
-            equal, letter by letter; `KeyMap()` leaves wrappers out.
+        key_map: stored names and shapes to the state's (`KeyMap`), with a `DcpxLoadPlanner`. If
+            it renames a name, an error shows the stored one. Default None: names are equal, letter
+            by letter; `KeyMap()` leaves wrappers out.
 
     Returns:
-        What this rank loaded.
+        The report of this rank's load.
 
     Raises:
-        MismatchError: names are missing, or shapes, dtypes or kinds (tensor or object) differ; on
-            every rank with all of them, before anything is read.
+        MismatchError: names are missing, or shapes, dtypes or kinds (tensor or object) differ.
+            Every rank raises all differences before anything is read.
         PlanError: ranks made different calls; or `key_map` does not fit what is stored: a rule
             without a match, two entries under one name.
         OptionError: an argument that cannot work.
         UnsupportedError: a reader that is no DcpxReader.
         NotCommittedError, CorruptionError, StorageError, UnsafePickleError: as `DcpxReader`; of any
-            rank, on all of them. `touched` names what may hold new bytes.
+            rank, on all of them. `touched` names the values that may hold new bytes.
         RankError, RankLostError, StoreLostError: another rank failed, or did not come within
             `ReadOptions.load_timeout_s`.
     """
@@ -149,9 +149,9 @@ class LoadRun:
             raise
 
     def ended(self, error: MismatchError | None) -> LoadReport:
-        """Returns what was done, or raises the error of all ranks.
+        """Returns the report, or raises the error of all ranks.
 
-        REQUIRES: the exchange is over: ranks that have the error would be told once more.
+        REQUIRES: the exchange is over, or the ranks would hear of the error once more.
         """
         if error is not None:
             self.release()
@@ -163,7 +163,7 @@ class LoadRun:
         exchange = self._exchange
 
         def prepare() -> LoadOffer:
-            # What is wrong with this rank's arguments is said where the other ranks hear it.
+            # Here the other ranks learn of an error in this rank's arguments.
             self._own = make_own()
             return self._own.prepare(self._target, exchange.rank, exchange.is_coordinator)
 
@@ -193,7 +193,7 @@ class LoadRun:
         self._on_all("read", read_own)
 
     def apply(self) -> None:
-        """Hands what was read to `Stateful` objects and to the caller's dict."""
+        """Hands the values to `Stateful` objects and to the caller's dict."""
         if self._answer.has_stateful:
             self._exchange.note_phase("applying")
             for part in self._apply_parts():
@@ -202,7 +202,7 @@ class LoadRun:
             self._timed("apply", self._apply_own)()
 
     def _apply_parts(self) -> Sequence[Callable[[], None]]:
-        """Returns what is to be done, one after the other; each ends on all ranks or on none."""
+        """Returns the steps, in order; each ends on all ranks or on none."""
         return (self._apply_own,)
 
     def _apply_own(self) -> None:
@@ -220,7 +220,7 @@ class LoadRun:
             DcpxReader.reset(self._own.reader)  # not a subclass's, which may do more than that
 
     def report(self, total_s: float) -> LoadReport:
-        """Returns what was done, and logs what was left out."""
+        """Returns the report, and logs the names that were left out."""
         reader, differences = self.own.reader, self.own.differences
         read = reader.last_report
         if differences.missing:

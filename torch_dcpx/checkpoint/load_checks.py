@@ -1,8 +1,8 @@
-"""Does the checkpoint hold what a state asks for? All differences at once, before a byte is read.
+"""Does a state fit a checkpoint? All differences at once, before a byte is read.
 
 Stock raises at the first name, converts dtypes without a word, puts objects where tensors were, and
-leaves other ranks to find out by themselves. The error names stored names that are near to missing
-ones.
+does not tell the other ranks. Here one error names all differences of all ranks, and stored names
+that are near to missing ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_NEAREST = 3
 
 
 class LoadRules(NamedTuple):
-    """What a load forgives."""
+    """The differences that are no error."""
 
     is_strict: bool  # whether a name that is not stored is an error
     may_miss: Callable[[str], object]  # true for names that may be missing all the same
@@ -87,16 +87,16 @@ def compare(
     is_dtype_known: bool = True,
     mapped: MappedState | None = None,
 ) -> Differences:
-    """Compares a flat state with what the checkpoint holds.
+    """Compares a flat state with a checkpoint.
 
     Args:
         state: tensors and objects by name.
         stored: entries of the metadata by name.
-        rules: what is forgiven.
-        sources: for a planner that plans its own way: the stored names that fill each entry of the
-            state; such a planner is believed on shapes and kinds. None: each has its own name.
-        is_dtype_known: whether what is read ends in the state's own tensors.
-        mapped: where `state` goes by stored names: what did not fit when they were found.
+        rules: the differences that are no error.
+        sources: of a planner that plans its own way: the stored names that fill each entry of the
+            state; then shapes and kinds are not compared. None: each entry has its own name.
+        is_dtype_known: whether the read fills the state's own tensors.
+        mapped: if `state` goes by stored names, the differences found on the way to them.
     """
     missing, shapes, dtypes, kinds = [], [], [], []
     outline = outline_of(stored)

@@ -1,8 +1,8 @@
-"""What each rank of `dcpx.load` brings to the plan, and what the coordinator makes of all of them.
+"""The plan of `dcpx.load`: each rank offers its part, and the coordinator answers.
 
-Stock's loader raises what it finds wrong while it plans, rank by rank and name by name. Here a rank
-compares first (`load_checks`), the coordinator puts together what all have found, and only a state
-that fits on every rank has a plan.
+Stock's loader raises errors while it plans, rank by rank and name by name. Here a rank compares
+first (`load_checks`), the coordinator joins the differences of all ranks, and only a state that
+fits on every rank gets a plan.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from torch_dcpx.reader.reader import DcpxReader
 
 
 class LoadOffer(NamedTuple):
-    """What a rank brings."""
+    """A rank's part in the plan."""
 
     differences: Differences | None  # where the load cannot go on
-    plan: LoadPlan | None  # without items where nobody would look at them
+    plan: LoadPlan | None  # without items if nobody looks at them
     is_light: bool  # whether it has no items for that reason
     stored_id: tuple[int, int]  # number and checksum of all stored names
     unasked: bytes  # for each stored name 1 where this rank does not ask for it; compressed
@@ -44,7 +44,7 @@ class LoadOffer(NamedTuple):
 
 
 class LoadAnswer(NamedTuple):
-    """What a rank gets."""
+    """The coordinator's answer to one rank."""
 
     error: MismatchError | None
     plan: LoadPlan | None = None  # None: its own
@@ -53,7 +53,7 @@ class LoadAnswer(NamedTuple):
 
 
 class RankLoad:
-    """One rank's state, what the checkpoint holds of it, and its plan."""
+    """One rank's part in a load: its state, the differences from the checkpoint, its plan."""
 
     def __init__(
         self,
@@ -66,18 +66,18 @@ class RankLoad:
         twins: Mapping[str, Collection[str]] | None = None,
         is_handed: Callable[[Collection[str]], bool] | None = None,
     ) -> None:
-        """Plans a load through `reader`, forgiving what the rules forgive.
+        """Plans a load through `reader`.
 
         Args:
             reader: of the checkpoint.
             planner: plans the load.
-            rules: what is forgiven.
+            rules: the differences that are no error.
             key_map: from stored names to the state's.
-            is_model: whether the model's part is meant, where the checkpoint has parts.
-            twins: with a map: by name of the state, other names of the same tensor. Of those it is
-                enough that one is stored.
-            is_handed: from names that are missing to whether the loaded state is handed over when
-                it is read, as to a `Stateful` object. Default: to those alone.
+            is_model: whether to load the model's part of a checkpoint that has parts.
+            twins: with a map: by name of the state, other names of the same tensor. It is enough
+                that the checkpoint holds one of them.
+            is_handed: takes the missing names, and returns whether the caller hands the loaded
+                state over after the read, as to a `Stateful` object. Default: to those alone.
         """
         if key_map is not None and not _can_map(planner):
             raise OptionError(
@@ -152,16 +152,16 @@ class RankLoad:
         return self.state
 
     def unexpected(self, unasked: bytes | None) -> tuple[str, ...]:
-        """Returns the stored names that nobody asks for; None: those that this rank does not."""
+        """Returns the stored names that no rank asks for; with None, those not of this rank."""
         mask = zlib.decompress(self._unasked() if unasked is None else unasked)
         return tuple(itertools.compress(self._stored, mask))
 
     def _map_state(self, part: str) -> None:
-        """Gives the planner the state by stored names, unless that is what it has."""
+        """Gives the planner the state by stored names, unless it has that already."""
         self._mapped = None
         planner: Any = self.planner
         if isinstance(planner, DcpxLoadPlanner):
-            planner._is_mapped = False  # of a load before
+            planner.dcpx_is_mapped = False  # of a load before
         if self._key_map is None:
             return
         wanted = planner.state_dict.keys()
@@ -177,7 +177,7 @@ class RankLoad:
         )
         if not is_same or len(mapped.names) < len(mapped.state):
             self._mapped = mapped
-            planner._use_mapped(mapped)
+            planner.dcpx_use_mapped(mapped)
 
     def _make_plan(self) -> bool:
         """Has the planner plan. Returns whether `differences` allow the load."""
@@ -251,7 +251,7 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
 
 
 def _by_all(offers: Sequence[LoadOffer]) -> bytes | None:
-    """Returns which stored names no rank asks for, where all ranks see the same ones."""
+    """Returns which stored names no rank asks for; None if ranks see different names."""
     if len({offer.stored_id for offer in offers}) > 1:
         return None
     masks = {zlib.decompress(offer.unasked) for offer in offers}
@@ -284,12 +284,12 @@ def _state_of(planner: LoadPlanner) -> Mapping[str, Any]:
 
 
 def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state as `DefaultLoadPlanner.create_local_plan` is going to see it.
+    """Returns the state as `DefaultLoadPlanner.create_local_plan` will see it.
 
-    It goes back to the names of torch before 2.4 where the checkpoint has such.
+    Stock goes back to the names of torch before 2.4 if the checkpoint has such.
     """
     state = _state_of(planner)
-    if getattr(planner, "_is_mapped", False):
+    if getattr(planner, "dcpx_is_mapped", False):
         return state
     if getattr(planner, "flatten_state_dict", False) and not stored.keys() <= state.keys():
         before = flattened_before_2_4(getattr(planner, "original_state_dict", {}))
@@ -300,7 +300,7 @@ def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[s
 
 @contextmanager
 def _partial_load_allowed(planner: LoadPlanner) -> Iterator[None]:
-    """Lets the planner pass over missing names, which are checked here, all of them."""
+    """Lets the planner pass over missing names: `compare` has found all of them."""
     if not isinstance(planner, DefaultLoadPlanner):
         yield
         return

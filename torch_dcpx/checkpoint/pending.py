@@ -1,4 +1,4 @@
-"""The saves of this process that go on in the background, and the errors nobody has asked for.
+"""The saves of this process in the background, and errors that nobody has looked at.
 
 Process-wide, because memory and disk are. A forked child starts with none.
 """
@@ -27,7 +27,7 @@ _EXIT_VARIABLE = "DCPX_EXIT_TIMEOUT_S"
 _EXIT_TIMEOUT_S = 600.0
 
 _guard = Guard()  # a signal handler may wait while its thread holds it
-_handles: list[SaveHandle] = []  # under way, or failed and not asked for
+_handles: list[SaveHandle] = []  # under way, or failed and nobody has looked
 _followers: list[Callable[[Deadline], None]] = []
 _own = threading.local()  # .handle: the save that the current thread makes
 
@@ -40,12 +40,12 @@ def add(handle: SaveHandle) -> None:
 
 
 def set_own(handle: SaveHandle) -> None:
-    """Notes which save this thread makes: hooks of users that save or wait wait for the others."""
+    """Notes which save this thread makes: a user's hook in it waits for all other saves."""
     _own.handle = handle
 
 
 def _sweep() -> None:
-    """Forgets saves that ended well and errors that somebody has. REQUIRES: _guard."""
+    """Forgets saves that ended well, and errors that somebody has seen. REQUIRES: _guard."""
     _handles[:] = [h for h in _handles if not h.done() or _is_uncollected(h)]
 
 
@@ -84,7 +84,7 @@ def wait_for_room(max_in_flight: int) -> float:
 
 
 def raise_uncollected() -> None:
-    """Raises the oldest error that nobody has asked for; the others are logged with it."""
+    """Raises the oldest error that nobody has looked at, and logs the others."""
     with _guard.held():
         failed = [handle for handle in _handles if _is_uncollected(handle)]
         errors = [handle.durable.exception() for handle in failed]  # collects it
@@ -104,11 +104,11 @@ def wait(timeout_s: float | None = None) -> None:
     """Waits until no save of this process goes on in the background.
 
     Args:
-        timeout_s: seconds; None (default) waits as long as the saves' own deadlines let them go on.
+        timeout_s: seconds; None (default) waits for the saves' own deadlines.
 
     Raises:
         TimeoutError: some are still under way.
-        DcpxError: what failed and nobody had asked for.
+        DcpxError: of a save that failed, if nobody has looked at its handle.
     """
     late = _drain(timeout_s)
     if late:
@@ -146,12 +146,12 @@ def exit_timeout_s() -> float:
 
 
 def call_behind(follower: Callable[[Deadline], None]) -> None:
-    """Has the interpreter's end wait for what saves leave behind: `follower` waits for it."""
+    """Makes the interpreter's end call `follower`, which waits for work that saves have left."""
     _followers.append(follower)
 
 
 def _at_exit() -> None:
-    """The interpreter ends: what is under way gets its time, what failed is said."""
+    """Waits for saves under way as the interpreter ends, and logs errors that nobody has seen."""
     try:
         timeout_s = exit_timeout_s()
     except OptionError as error:
@@ -177,7 +177,7 @@ def _at_exit() -> None:
 
 
 def _give_up(late: list[SaveHandle]) -> None:
-    """Stops saves, which remove their files; one that sits in a system call does not."""
+    """Stops saves, which remove their files, unless they hang in a system call."""
     deadline = Deadline(last_jobs.LAST_WAIT_S)
     for handle in late:
         handle.durable.is_collected = True  # it was said
@@ -195,13 +195,13 @@ atexit.register(_at_exit)
 
 
 def drain_on_sigterm() -> Callable[[], None]:
-    """Makes SIGTERM wait for pending saves, up to DCPX_EXIT_TIMEOUT_S, before it does what it did.
+    """Makes SIGTERM wait for pending saves, up to DCPX_EXIT_TIMEOUT_S, before it takes effect.
 
-    The handler that was there is called afterwards, if Python knows it; without one the process
-    ends by the signal. To be called on the main thread.
+    Then it calls the earlier handler, if Python knows it; without one the process ends by the
+    signal. Call this on the main thread.
 
     Returns:
-        A function that puts the handler that was there back.
+        A function that puts the earlier handler back.
 
     Raises:
         OptionError: DCPX_EXIT_TIMEOUT_S is no number of seconds.

@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? Compared before anything is written or read."""
+"""Do all ranks make the same call? They compare it before they write or read anything."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MAX_TOLD = 1000  # characters of globs that ranks tell each other; of more, a d
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank tells the coordinator of its call; small, and pickled between ranks.
+    """One rank's call, as the coordinator gets it; small, and pickled between ranks.
 
     Attributes:
         name: of the method.
-        arguments: what must be equal on all ranks, by name: texts, numbers, kinds of parts.
-        digests: of values of which a checkpoint keeps one; what differs is said, no error.
-        note: what the coordinator needs besides.
+        arguments: that must be equal on all ranks, by name: texts, numbers, kinds of parts.
+        digests: of values of which a checkpoint keeps one; differences are logged, no error.
+        note: anything else for the coordinator.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Call:
 
 
 def check_same_call(calls: Sequence[Call], of: str = "CheckpointManager") -> Call:
-    """Returns the coordinator's call, which is everybody's.
+    """Returns the coordinator's call, to which all others are equal.
 
     Args:
         calls: by rank.
-        of: what is called, for the message.
+        of: the class of the method, for the message.
 
     Raises:
         PlanError: ranks differ; it names them, and how.
@@ -80,7 +80,7 @@ def check_same_call(calls: Sequence[Call], of: str = "CheckpointManager") -> Cal
 
 
 def told_globs(globs: Collection[str] | None) -> list[str] | str | None:
-    """Returns what ranks compare of globs: which they are, in no order and each once."""
+    """Returns globs as ranks compare them: sorted, each once; many as a digest."""
     if globs is None:
         return None
     each = sorted(set(globs))
@@ -91,7 +91,7 @@ def told_globs(globs: Collection[str] | None) -> list[str] | str | None:
 
 
 def told_rules(key_map: KeyRules | None) -> str | None:
-    """Returns what ranks compare of rules: all of them but what functions do."""
+    """Returns rules as ranks compare them, by a digest; of a function, that it is one."""
     if key_map is None:
         return None
     text = repr([_told(rule) for rule in key_map.rules])
@@ -99,7 +99,7 @@ def told_rules(key_map: KeyRules | None) -> str | None:
 
 
 def has_functions(key_map: KeyRules) -> bool:
-    """Returns whether `told_rules` cannot tell all that the rules do."""
+    """Returns whether rules have functions, which `told_rules` cannot compare."""
     is_own = type(key_map).resolve is not KeyRules.resolve
     return is_own or any(not isinstance(rule, (Mapping, tuple)) for rule in key_map.rules)
 
@@ -113,7 +113,7 @@ def _told(rule: Rule) -> object:
 
 
 def _plain(value: object) -> object:
-    """Returns lists as tuples, and all of a compiled pattern, of which `repr` cuts long ones."""
+    """Returns lists as tuples, and the text of a compiled pattern, whose `repr` cuts long ones."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     return (value.pattern, value.flags) if isinstance(value, re.Pattern) else value
@@ -124,7 +124,7 @@ def _digest(text: str) -> str:
 
 
 def _shown(call: Call, other: Call, name: str) -> str:
-    """Returns an argument as text; of a long one, what is near where it differs from another's."""
+    """Returns an argument as text; of a long one, the part around the first difference."""
     if name not in call.arguments:
         return "nothing"
     text = repr(call.arguments[name])

@@ -1,12 +1,12 @@
-"""Do all ranks of a save mean one directory? Looked at only where they name it differently.
+"""Do all ranks of a save mean one directory? They look only if they name it differently.
 
-1. Each rank brings, with its plan, a digest of its directory's path. Equal on all ranks: nothing
-   more is done, and each node may have a directory of its own under that path.
+1. Each rank sends, with its plan, a digest of its directory's path. If all digests are equal, the
+   ranks do nothing more, and each node may have a directory of its own under that path.
 2. Else the coordinator leaves an empty file of a random name in its directory, and each rank looks
-   for it in its own. Whoever sees it has only another name for the directory: a link, another
+   for it in its own. A rank that sees it has only another name for the directory: a link, another
    mount, a relative path.
-3. Whoever does not would write elsewhere. Each rank removes the directories that this save has
-   made, and the save is refused on all of them.
+3. A rank that does not see it would write elsewhere. Then each rank removes the directories that
+   this save has made, and all ranks refuse the save.
 
 With `WriteOptions(node_local=True)` on all ranks nobody looks.
 """
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     """Where a rank saves to.
 
     Attributes:
-        directory: absolute, unless nobody knows where it is.
+        directory: absolute, unless nothing tells where it is.
         is_node_local: of `WriteOptions`.
         made: directories that this save has made here, the outermost first.
     """
@@ -48,13 +48,13 @@ class Place(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """17 bytes that are equal where path and option are."""
+        """17 bytes that are equal on two ranks if path and option are."""
         path = hashlib.blake2b(os.fsencode(self.directory), digest_size=16).digest()
         return bytes([self.is_node_local]) + path
 
 
 class _Look(NamedTuple):
-    """What a rank tells of its directory."""
+    """A rank's look at its directory."""
 
     path: str
     host: str
@@ -69,17 +69,17 @@ class _Verdict(NamedTuple):
 
 
 class SameDirectory:
-    """One save's question on this rank. At the end of its block the coordinator's file is gone."""
+    """The comparison on this rank. At the end of its block the coordinator's file is gone."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._probe: tuple[Path, str] | None = None  # of the coordinator
 
     def probe_for(self, place: Place, digests: Sequence[bytes]) -> str:
-        """Returns the name of a file to look for, "" where nobody need look: on the coordinator.
+        """Returns the name of a file to look for, "" if nobody need look. On the coordinator.
 
         Raises:
-            StorageError: it cannot be left in the coordinator's directory.
+            StorageError: the coordinator cannot leave it in its directory.
         """
         if len(set(digests)) == 1 or all(digest[0] for digest in digests):
             return ""
@@ -94,8 +94,8 @@ class SameDirectory:
         """Looks with all ranks whether their directories are one.
 
         Raises:
-            PlanError: they are not, or `node_local` differs; on all ranks, and what this save has
-                made of them is gone.
+            PlanError: they are not, or `node_local` differs. All ranks raise it, and have removed
+                the directories that this save has made.
         """
         exchange = self._exchange
 
@@ -122,9 +122,9 @@ class SameDirectory:
             exchange.all_reduce(_STEP, lambda: self._remove_made(place, verdict.made), refuse)
 
     def _remove_made(self, place: Place, made: frozenset[_Made]) -> None:
-        """Removes what ranks have made on the way to this rank's directory, where it is empty.
+        """Removes empty directories that ranks have made on the way to this rank's directory.
 
-        Several ranks may have made parts of one way: whoever comes last finds it empty.
+        Several ranks may have made parts of one way: the last rank finds it empty.
         """
         directory = place.directory
         if self._exchange.is_coordinator:  # which holds the lock
@@ -156,7 +156,7 @@ class SameDirectory:
 
 
 def _remove_lock(path: Path, *, is_made: bool) -> None:
-    """Removes the lock file that this save has made: where a checkpoint lies, it was there."""
+    """Removes the lock file if this save has made it: beside a checkpoint it was there before."""
     try:
         with Directory(path) as directory:
             if is_made or directory.names() == [LOCK_NAME]:
@@ -166,7 +166,7 @@ def _remove_lock(path: Path, *, is_made: bool) -> None:
 
 
 def _identity(path: Path) -> _Made | None:
-    """Returns what a directory is known by on all ranks; None where it is gone."""
+    """Returns how all ranks know a directory; None if it is gone."""
     try:
         return path.name, path.stat().st_ino
     except OSError:
@@ -174,7 +174,7 @@ def _identity(path: Path) -> _Made | None:
 
 
 def _refusal(what: str, looks: Sequence[_Look]) -> str:
-    """Returns why these ranks cannot save together; "" where they can."""
+    """Returns why these ranks cannot save together; "" if they can."""
     local = [rank for rank, look in enumerate(looks) if look.is_node_local]
     other = [rank for rank, look in enumerate(looks) if not look.is_node_local]
     if local and other:

@@ -1,7 +1,7 @@
-"""`save` and `async_save`: what plug-in classes alone cannot do.
+"""`save` and `async_save`, which do more than plug-in classes can.
 
 All ranks agree through the store of their process group, with a deadline, and never by a
-collective: a rank that is stopped holds nobody for longer, and nothing of ours disturbs the
+collective: a stopped rank holds the others no longer than that, and a save does not disturb the
 collectives of the training that goes on meanwhile.
 """
 
@@ -47,7 +47,7 @@ from torch_dcpx.writer.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")
 
-_NOTED_WAIT_S = 0.001  # a shorter one is nobody's loss
+_NOTED_WAIT_S = 0.001  # a shorter wait is not logged
 
 
 def save(
@@ -62,30 +62,30 @@ def save(
 ) -> SaveReport:
     """Saves a checkpoint; it is committed, and durable on every rank, when this returns.
 
-    Every rank of the group calls it. What lies in `checkpoint_id` stays as it was until the commit.
-    Saves of this process that go on in the background are waited for first.
+    Every rank of the group calls it. The checkpoint in `checkpoint_id` stays as it was until the
+    commit. The call first waits for saves of this process that go on in the background.
 
     Args:
-        state_dict: as for `torch.distributed.checkpoint.save`; `Stateful` objects are asked.
-        checkpoint_id: directory of the checkpoint. May be left out with a `storage_writer`, which
-            has one of its own.
+        state_dict: as for `torch.distributed.checkpoint.save`, with `Stateful` objects.
+        checkpoint_id: directory of the checkpoint. Not needed with a `storage_writer`, which has
+            a directory of its own.
         storage_writer: a DcpxWriter, of a subclass for example. Default None: a new one.
-        planner: default None, a `DcpxSavePlanner`, whose plans are kept: a state of the same
-            names, shapes and placements is not planned anew.
-        process_group: who saves. Default None: all ranks. Any backend: no collective is run.
+        planner: default None, a `DcpxSavePlanner`, which keeps its plans: it does not plan a state
+            of the same names, shapes and placements again.
+        process_group: the ranks that save, of any backend. Default None: all ranks.
         no_dist: this process saves by itself. Default False.
         options: of the new writer. Default None: `WriteOptions()`.
 
     Returns:
-        What was saved.
+        The report of the save.
 
     Raises:
-        DcpxError: nothing was committed; of any rank, on every rank, the first in time.
+        DcpxError: any rank failed; nothing was committed. All ranks raise the first error.
         RankLostError: a rank did not come within `options.save_timeout_s` seconds.
         OutcomeUnknownError: the coordinator was lost while it committed.
         UnsupportedError: a `storage_writer` that is no DcpxWriter.
         OptionError: arguments that contradict each other.
-        DcpxError of an earlier `async_save` that nobody has asked for.
+        DcpxError of an earlier `async_save`, if nobody has looked at its handle.
     """
     begin = time.monotonic()
     with _begin(
@@ -110,27 +110,27 @@ def async_save(
 ) -> SaveHandle:
     """Saves a checkpoint in the background: returns as soon as `state_dict` may change.
 
-    The ranks agree on the plan and copy what they are to write before this returns; writing, vote
-    and commit come after it. What was copied is what is saved, whatever happens to the state. With
-    `WriteOptions(overlap=True)` copies from devices go on after it, and `handle.guard` says what
-    waits for them.
+    The ranks agree on the plan and copy their parts of the state before this returns; they write,
+    vote and commit after it. The checkpoint holds the copies, whatever happens to the state. With
+    `WriteOptions(overlap=True)` copies from devices go on after it, and `handle.guard` makes later
+    work wait for them.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: as `save`. A
             writer is in use until its save has ended.
-        options: also `max_in_flight` saves of this process at one time, beyond which `on_busy`
-            says what happens; `host_memory_bytes`, if given, bounds the copy: a larger state is
-            copied in waves while it is written, which takes longer to return.
+        options: also `max_in_flight`, the saves of this process at one time, and `on_busy`, for
+            when there are as many. `host_memory_bytes`, if given, bounds the copy: a larger state
+            is copied in waves while it is written, and the call returns later.
 
     Returns:
-        The save. An error that nobody asks it for is raised by the next save, by
-        `torch_dcpx.wait`, or logged when the interpreter ends.
+        The save. If nobody looks at its error, the next save or `torch_dcpx.wait` raises it, or the
+        end of the interpreter logs it.
 
     Raises:
         StagingError: not enough memory for the copy, a device failed, or a current stream is
             capturing a graph; on the other ranks the handle raises.
-        ConcurrentSaveError: with `on_busy="error"`, as many saves as may be are under way.
-        As `save`: what fails while the ranks plan, and an earlier save's error.
+        ConcurrentSaveError: with `on_busy="error"`, `max_in_flight` saves are under way.
+        As `save`: an error while the ranks plan, and an earlier save's error.
     """
     begin = time.monotonic()
     run = _begin(
@@ -169,7 +169,7 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
     """Takes the memory that `async_save` of this state copies to, so that the first save has it.
 
     Args:
-        state_dict: what will be saved; as large as this rank's part of it, nothing is copied.
+        state_dict: the state to save. Takes memory for this rank's part of it, and copies nothing.
         options: `host_memory_bytes` bounds the memory, as it does in `async_save`.
 
     Raises:
@@ -195,11 +195,11 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
 
 
 def close() -> None:
-    """Waits for saves under way, as `wait`, gives the memory they copied to back, and drops the
-    plans that were kept for saves without a planner of their own.
+    """Waits for saves under way, as `wait`, gives back the memory that they copied to, and drops
+    the plans that saves without a planner have kept.
 
     Raises:
-        DcpxError: what failed and nobody had asked for.
+        DcpxError: of a save that failed, if nobody has looked at its handle.
     """
     try:
         pending_saves.wait()
@@ -218,7 +218,7 @@ def _begin(
     no_dist: bool,
     options: WriteOptions | None,
 ) -> SaveRun:
-    """Begins a save with all ranks: whatever fails from here on they are told, or tell."""
+    """Begins a save with all ranks. From here on every rank learns of an error of any rank."""
     target = last_component(checkpoint_id) or path_name(storage_writer)
     call = CallId(name, target, is_target_compared=False, is_write=True)
     exchange = exchange_for(process_group, no_dist, WriteOptions.save_timeout_s, call=call)
@@ -239,7 +239,7 @@ def _begin(
 
 
 def _is_admitted(run: SaveRun) -> bool:
-    """Waits, or decides with all ranks, whether there may be one save more.
+    """Waits, or decides with all ranks, whether one more save may begin.
 
     Raises:
         ConcurrentSaveError: no, and `on_busy` is "error".
@@ -252,7 +252,7 @@ def _is_admitted(run: SaveRun) -> bool:
         if waited_s >= _NOTED_WAIT_S:
             logger.info("async_save waited %.3f s for a save under way", waited_s)
         return True
-    if _most_under_way(run) < limit:
+    if run.exchange.all_reduce("admit", pending_saves.count, _most) < limit:
         return True
     if options.on_busy == "error":
         raise ConcurrentSaveError(
@@ -265,12 +265,17 @@ def _is_admitted(run: SaveRun) -> bool:
     return False
 
 
+def _most(under_way: list[int]) -> int:
+    """Returns how many saves are under way on the rank with the most: all ranks decide alike."""
+    return max(under_way)
+
+
 def _writer(
     storage_writer: StorageWriter | None,
     checkpoint_id: AnyPath | None,
     options: WriteOptions | None,
 ) -> DcpxWriter:
-    """Returns who writes."""
+    """Returns the writer of a save."""
     if storage_writer is None:
         if not checkpoint_id:
             raise OptionError(
@@ -293,19 +298,10 @@ def _writer(
     return storage_writer
 
 
-def _most_under_way(run: SaveRun) -> int:
-    """Returns how many saves are under way on the rank with the most: all decide alike."""
-
-    def most(counts: list[int]) -> int:
-        return max(counts)
-
-    return run.exchange.all_reduce("admit", pending_saves.count, most)
-
-
 def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | ItemsInWaves:
-    """Returns the data of the plan's items: copied now, or in waves where memory is bounded.
+    """Returns the data of the plan's items: copied now, or in waves if they exceed the budget.
 
-    With `overlap` the handle's guard says when they are there.
+    With `overlap` they are there when the handle's guard is done.
     """
     options = run.writer.options
     window_bytes = _window_bytes(options)
@@ -340,12 +336,12 @@ def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | It
 
 
 def _staged_bytes(plan: SavePlan) -> int:
-    """Returns what an arena of the plan's tensors takes at most."""
+    """Returns how many bytes an arena of the plan's tensors takes at most."""
     return sum(staged_bytes(planned_bytes(item)) for item in plan.items)
 
 
 def _window_bytes(options: WriteOptions) -> int | None:
-    """Returns how much may be copied at one time, which the slots leave of the budget."""
+    """Returns how many bytes of copies may exist at one time: the budget without the slots."""
     if options.host_memory_bytes is None:
         return None
     slots_bytes = options.resolved_workers() * options.slot_bytes

@@ -1,10 +1,10 @@
-"""What a plan's items are at one moment, kept for a save that goes on in the background.
+"""The data of a plan's items at one moment, for a save that goes on in the background.
 
-`stage_items` copies tensors into an arena, all at once, and serialises bytes items. What comes back
-gives nothing but these, as a planner does, so that `write_data` takes no notice.
+`stage_items` copies tensors into an arena, all at once, and serialises bytes items. Its result
+gives these data as a planner does, so that `write_data` sees no difference.
 
 A state larger than its budget is staged in waves, by `ItemsInWaves`: the writer asks for an item
-when it has room, and the caller waits until the last one was asked for.
+when it has room, and the caller waits until the writer has asked for the last one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def stage_items(
 
 
 def staged_bytes(nbytes: int) -> int:
-    """Returns what a tensor of `nbytes` takes of an arena at most: large ones begin on a page."""
+    """Returns how many bytes of an arena a tensor of `nbytes` takes at most: large ones begin on
+    a page.
+    """
     return nbytes + (4096 if nbytes >= 64 << 10 else 64) if nbytes else 0
 
 
@@ -103,16 +105,16 @@ def _own_bytes(data: Any) -> io.BytesIO:
 
 
 class ItemsInWaves:
-    """A planner's data, copied when they are asked for, `dcpx_window_bytes` at one time.
+    """A planner's data, copied when the writer asks for them, `dcpx_window_bytes` at one time.
 
-    Made by the thread that called, which then waits in `wait` while the thread that writes asks.
-    What the former has queued on devices is waited for. Small tensors of devices come with those
-    that will be asked for next, in one snapshot: a wave costs a stream and its events, not an item.
+    The caller's thread makes it, and then waits in `wait` while the thread that writes asks. A copy
+    waits for work that the caller has queued on devices. Small tensors of devices come with the
+    next ones in one snapshot, so that each snapshot costs a stream and its events, not each item.
     """
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner, window_bytes: int) -> None:
         """Args:
-        items: of the plan, in the order in which they will be asked for.
+        items: of the plan, in the order in which the writer will ask for them.
         planner: gives the data.
         window_bytes: bound on the copies alive at one time.
 
@@ -197,7 +199,7 @@ class ItemsInWaves:
         return found
 
     def end(self) -> None:
-        """Says that nobody will ask any more."""
+        """Ends the waiting: nobody will ask any more."""
         self._planner = None
         self._ahead.clear()
         self._pool.close()

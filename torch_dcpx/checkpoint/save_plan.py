@@ -1,14 +1,14 @@
-"""How the ranks of a save agree on a plan, in a few bytes where nothing has changed.
+"""The ranks of a save agree on a plan, in a few bytes if nothing has changed.
 
-1. Each rank offers its local plan, or, where its state has the fingerprint of a plan that it knows,
-   the name of the agreement that this plan became part of, and a digest of its Python values.
-2. All offers are agreements, of one name and one digest: the coordinator says so, and each rank
-   takes the piece that it has. None is: it plans, and draws a name.
-3. Else it says "again", and each rank offers its plan.
+1. Each rank offers its local plan. If its state has the fingerprint of a plan that it knows, it
+   offers instead the name of that plan's agreement, and a digest of its Python values.
+2. If all offers are agreements of one name and one digest, the coordinator confirms it, and each
+   rank takes the plan that it has kept. If none is, the coordinator plans, and draws a name.
+3. Else the coordinator answers "again", and each rank offers its plan.
 
-So no piece of one agreement is ever used with one of another: names are random, and a rank that
-lost its piece, or has kept an older one, makes all plan anew. A rank keeps its piece once all of
-planning has succeeded there, as do the others for themselves.
+So a plan of one agreement never meets one of another: names are random, and a rank that has lost
+its plan, or has kept an older one, makes all ranks plan again. Each rank keeps its plan once all of
+planning has succeeded there.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from torch_dcpx.writer.writer import DcpxWriter
 
 
 class SaveOffer(NamedTuple):
-    """What a rank brings."""
+    """A rank's part in the plan."""
 
     plan: SavePlan | None  # None: `agreement` holds
-    objects: tuple[str, ...] | None = None  # names of Python values; None: nothing is to be kept
+    objects: tuple[str, ...] | None = None  # names of Python values; None: keep nothing
     agreement: str = ""
     values: bytes = b""  # beside an agreement one digest, beside a plan without digests all of them
 
 
 class SaveAnswer(NamedTuple):
-    """What a rank is told."""
+    """The coordinator's answer to one rank."""
 
-    save_id: str  # the coordinator's: what its `.metadata` will name
-    plan: SavePlan | None = None  # this rank's piece; None: of the agreement that it named
-    is_again: bool = False  # plans are wanted from all
-    agreement: str = ""  # its name; "": nothing is to be kept
+    save_id: str  # the coordinator's, for its `.metadata`
+    plan: SavePlan | None = None  # of this rank; None: that of the agreement that it named
+    is_again: bool = False  # all ranks must offer plans
+    agreement: str = ""  # its name; "": keep nothing
     compared: tuple[str, ...] = ()
 
 
@@ -80,8 +80,8 @@ class PlanRound:
         # Taken once: other saves of this process may replace them meanwhile.
         self._known: KnownPlan | None = None
         self._offered: Agreement | None = None
-        self._planning: Planning | None = None  # unless plans are made anew each time
-        # Whether nobody but us sees the metadata, so that it can be kept without a copy.
+        self._planning: Planning | None = None  # if plans are kept
+        # Whether no user's code sees the metadata, so that it can be kept without a copy.
         self._is_private = False
         self._full: SavePlan | None = None  # this rank's local plan
         self.metadata: Metadata | None = None
@@ -91,7 +91,7 @@ class PlanRound:
 
         Raises:
             PlanError: a tensor has another shape than planned.
-            What the planner's and the writer's hooks raise.
+            Errors of the planner's and the writer's hooks.
         """
         if keeps_plans(self._planner) and has_hooks(self._writer, _PLAN_HOOKS):
             self._planning = self._planner.dcpx_planning
@@ -118,7 +118,7 @@ class PlanRound:
 
     def _digests(self, plan: SavePlan) -> bytes:
         """Returns the digests of the Python values that a planner of stock's hooks plans, pickled;
-        b"" where there are none, or nobody to compare them with.
+        b"" if there are none, or no other ranks.
         """
         if self._group[1] == 1 or not gives_state_as_it_is(self._planner):
             return b""
@@ -128,7 +128,7 @@ class PlanRound:
         return pickle.dumps(digests) if digests else b""
 
     def offer_again(self) -> SaveOffer:
-        """Makes the offer that never is an agreement."""
+        """Makes this rank's second offer, which is its plan."""
         known = self._known
         if known is not None and known.agreement is self._offered:
             known.agreement = None  # some rank does not know it: next time it costs no round
@@ -151,7 +151,7 @@ class PlanRound:
         if not isinstance(self._planner, DcpxSavePlanner) and HAS_KNOWN_ITEMS:  # ours looks
             refuse_unlike(plans, MAKER.unlike_items([list(plan.items) for plan in plans]))
             digests = (from_rank(offer.values) if offer.values else {} for offer in offers)
-            report_conflicts(digests, "warn", _DEFAULT._told)
+            report_conflicts(digests, "warn", _DEFAULT.dcpx_logged)
         plans, self.metadata = self._planner.create_global_plan(plans)
         plans = self._writer.prepare_global_plan(plans)
         compared = self._compared(offers)
@@ -164,14 +164,14 @@ class PlanRound:
         """Returns this rank's final plan.
 
         Raises:
-            PlanError: a kept piece is not of what the state has.
-            What the planner's hook raises.
+            PlanError: a kept plan does not fit the state.
+            Errors of the planner's hook.
         """
         piece = answer.plan if answer.plan is not None else self._agreement().plan
         if self._planning is None:
             plan: SavePlan = self._planner.finish_plan(piece)
             return plan
-        # Ours change no item; what others see of a plan that is kept is theirs.
+        # Ours change no item; other code gets a copy of a plan that is kept.
         is_ours = type(self._planner) is DcpxSavePlanner and type(self._writer) is DcpxWriter
         items = list(piece.items) if is_ours else _copied(piece.items)
         plan = self._planner.finish_plan(dataclasses.replace(piece, items=items))
@@ -190,7 +190,7 @@ class PlanRound:
         return plan
 
     def _agreement(self) -> Agreement:
-        """Returns the one that this rank has offered.
+        """Returns the agreement that this rank has offered.
 
         Raises:
             PlanError: it has offered none.
@@ -200,9 +200,9 @@ class PlanRound:
         return self._offered
 
     def _check_piece(self, plan: SavePlan) -> None:
-        """Raises PlanError where a kept piece is not of what the state has now.
+        """Raises PlanError if a kept plan does not fit the state.
 
-        A tensor that its plan is not of would be written under another's sizes, silently.
+        Else a tensor would be written under another's sizes, silently.
         """
         state = self._planner.state_dict
         for number in SAVE_ROWS.strangers(plan.items, state):
@@ -212,7 +212,7 @@ class PlanRound:
             has = "nothing"
             if isinstance(value, torch.Tensor):
                 local = getattr(value, "_local_tensor", value)
-                # What is planned whole says itself what its part is.
+                # A value that is planned whole knows its own part.
                 if self._known is not None and fqn in self._known.whole_names:
                     continue
                 has = f"{local.dtype} of {list(local.shape)}"
@@ -224,8 +224,8 @@ class PlanRound:
             )
 
     def _compared(self, offers: Sequence[SaveOffer]) -> tuple[str, ...] | None:
-        """Returns the names of values that several ranks have, which are equal now; None where
-        the plan is not to be kept.
+        """Returns the names of values that several ranks have, all equal; None if no rank is to
+        keep the plan.
         """
         if (
             self._planning is None
@@ -242,7 +242,7 @@ class PlanRound:
         return tuple(sorted(shared)) if all(shared <= own for own in names) else None
 
     def _handed(self, metadata: Metadata) -> Metadata:
-        """Returns the metadata for somebody else: whatever they do to it, it is theirs."""
+        """Returns the metadata for other code, as a copy that it may change."""
         entries, paths = metadata.state_dict_metadata, metadata.planner_data
         own = dict(entries) if self._is_private else MAKER.copied_entries(dict(entries))
         return dataclasses.replace(
@@ -251,7 +251,7 @@ class PlanRound:
 
 
 def _copied(items: Sequence[Any]) -> list[Any]:
-    """Returns items that share nothing that can be changed with these."""
+    """Returns copies of items, which share nothing mutable with them."""
     copied: list[Any] = pickle.loads(pickle.dumps(WirePlan(list(items)))).items  # noqa: S301  (our own)
     return copied
 
@@ -268,12 +268,12 @@ _DEFAULT_PLANS = _DEFAULT.dcpx_planning.plans
 
 
 def default_save_planner() -> DcpxSavePlanner:
-    """Returns a planner for one save. All such of this process share what they plan with again,
-    and what they have logged.
+    """Returns a planner for one save. All such planners of this process share the plans that they
+    keep, and log a conflict once.
     """
     planner = DcpxSavePlanner()
     planner.dcpx_planning.plans = _DEFAULT_PLANS
-    planner._told = _DEFAULT._told
+    planner.dcpx_logged = _DEFAULT.dcpx_logged
     return planner
 
 

@@ -14,7 +14,6 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -28,14 +27,13 @@ from torch_dcpx.checkpoint.stateful import with_state_dicts
 from torch_dcpx.metadata.file import stored_save_id
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange
-from torch_dcpx.reports import WriteReport
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.writer.writer import DcpxWriter, abandon_save
 
 
 class Committed(NamedTuple):
-    """What the coordinator tells all ranks of a checkpoint that is there."""
+    """A checkpoint that is there, as the coordinator tells all ranks."""
 
     save_id: str
     ranks: int
@@ -43,8 +41,8 @@ class Committed(NamedTuple):
     file_bytes: int  # of all ranks, framing and checksums included
 
 
-class _Look(NamedTuple):
-    """What a rank is told where paths differ: to look at its directory first."""
+class _LookFirst(NamedTuple):
+    """The answer where paths differ: each rank looks at its directory before it goes on."""
 
     probe: str
     answer: SaveAnswer
@@ -66,7 +64,6 @@ class SaveRun:
         self.planner: Any = planner  # until nobody needs the state any more
         self.exchange = exchange
         self.save_id = ""
-        self.report: WriteReport | None = None  # of this rank, once it has written
         self._phase = "planning"
         self._state_dict = state_dict
         self._begun: list[RunningSave] = []  # one, once the writer knows of it
@@ -74,20 +71,19 @@ class SaveRun:
         self._ballot: Ballot | None = None  # once all ranks have a plan
 
     def note_phase(self, phase: str) -> None:
-        """Says what this rank does from now on: others name it where this rank is lost."""
+        """Notes what this rank does from now on: the others name it if this rank is lost."""
         self._phase = phase
         self.exchange.note_phase(phase)
 
     def plan(self, check: Callable[[], None]) -> SavePlan:
-        """Plans with all ranks; what fails on one of them is raised on all.
+        """Plans with all ranks, which raise an error of any of them.
 
         Args:
-            check: called before anything else is done on this rank.
+            check: called before anything else on this rank.
 
         Returns:
-            What this rank is to write.
+            This rank's final plan.
         """
-
         exchange = self.exchange
         planning = PlanRound(
             self.planner, self.writer, exchange.rank, exchange.world_size, exchange.group
@@ -97,8 +93,8 @@ class SaveRun:
 
         def offer() -> tuple[SaveOffer, bytes]:
             check()
-            # Not before: an error that the others are not told of leaves them waiting for this
-            # rank, and the numbers of later operations out of step.
+            # Not before: if the others do not learn of an error, they wait for this rank, and the
+            # numbers of later operations are out of step.
             self._state_dict = with_state_dicts(self._state_dict)
             self._set_up()
             return planning.offer(), self._place().digest
@@ -106,15 +102,15 @@ class SaveRun:
         def answer(offers: list[SaveOffer]) -> list[SaveAnswer]:
             return planning.answer(self._begun[0].save_id, offers)
 
-        def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer | _Look]:
+        def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer | _LookFirst]:
             answers: list[Any] = answer([offer for offer, _ in brought])
             probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
-            return [_Look(probe, each) for each in answers] if probe else answers
+            return [_LookFirst(probe, each) for each in answers] if probe else answers
 
         self._phase = "planning"  # as the exchange says already
         with paused_gc_of_many(), same_directory:
             told = exchange.reduce_scatter("plan", offer, first_answer)
-            if isinstance(told, _Look):
+            if isinstance(told, _LookFirst):
                 same_directory.check(self._place(), told.probe)
                 told = told.answer
             if told.is_again:
@@ -158,8 +154,8 @@ class SaveRun:
         """Writes this rank's items, votes, and returns what the coordinator has committed.
 
         Args:
-            take: gives the plan of `plan`, and what gives its items' data as a planner does. Called
-                once, so that nobody else need hold them until they are written.
+            take: gives the plan of `plan`, and a planner, or the like, that gives its items' data.
+                Called once, so that nobody else need hold them until they are written.
 
         Raises:
             The first error of any rank, or OutcomeUnknownError.
@@ -181,13 +177,11 @@ class SaveRun:
     def _write(self, plan: SavePlan, items: Any) -> list[WriteResult]:
         future = self.writer.write_data(plan, items)
         future.wait()
-        self.report = self.writer.last_report  # a follower's writer is free from here on
         return future.value()
 
     def _commit(self, results: list[list[WriteResult]]) -> Committed:
         self.note_phase("committing")
         self.writer.finish(self._metadata, results)
-        self.report = self.writer.last_report
         sizes = [entry.nbytes for rank in results for entry in getattr(rank, "files", ())]
         return Committed(self.save_id, len(results), len(sizes), sum(sizes))
 
@@ -217,8 +211,8 @@ class SaveRun:
         """Ends the save on this rank.
 
         Args:
-            error: that ended it: the other ranks learn of it, and this rank's files go, unless they
-                may yet be published.
+            error: that ended it. The other ranks learn of it. This rank removes its files, unless
+                the coordinator may yet publish them.
         """
         if error is not None:
             if self._ballot is not None:
@@ -233,10 +227,5 @@ class SaveRun:
     def __enter__(self) -> SaveRun:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.end(error)

@@ -73,7 +73,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
     _kept: KeptPlan | None = None  # the plan at hand, where the other ranks do not see its items
     # The state that was planned, and its items; they were asked whether they cover it.
     _covered: tuple[Any, tuple[ReadItem, ...]] | None = None
-    _is_mapped = False  # whether the state goes by stored names, which a KeyMap has found
+    dcpx_is_mapped = False  # whether the state goes by stored names, which a KeyMap has found
 
     def set_up_planner(
         self,
@@ -102,9 +102,9 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             return target.view(index)
         return super().lookup_tensor(index)
 
-    def _use_mapped(self, mapped: MappedState) -> None:
+    def dcpx_use_mapped(self, mapped: MappedState) -> None:
         """Plans a state by stored names. REQUIRES: `set_up_planner`, with a flat state."""
-        self._is_mapped = True
+        self.dcpx_is_mapped = True
         self.state_dict = mapped.state
         self.mappings = {stored: self.mappings[name] for stored, name in mapped.names.items()}
 
@@ -178,7 +178,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         Source: DefaultLoadPlanner.create_local_plan.
         """
         stored = self.metadata.state_dict_metadata.keys()  # type: ignore[union-attr]
-        if self._is_mapped:
+        if self.dcpx_is_mapped:
             return
         if not stored <= self.state_dict.keys():
             state, mappings = flatten_before_2_4(self.original_state_dict)

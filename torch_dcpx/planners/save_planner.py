@@ -115,7 +115,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         self.on_conflict = on_conflict
         self.split_replicas = split_replicas
         self.dcpx_planning = Planning(enable_plan_caching)
-        self._told: set[str] = set()  # conflicts that were logged
+        self.dcpx_logged: set[str] = set()  # conflicts that were logged
 
     def __getstate__(self) -> dict[str, Any]:  # of copies, too, which have no plans
         return {**vars(self), "dcpx_planning": Planning(self.dcpx_planning.is_enabled)}
@@ -303,7 +303,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
     def _conflicts(self, all_plans: list[SavePlan]) -> set[str]:
         """Returns the names of Python values that differ over the ranks, and says so."""
         digests = (plan.digests if isinstance(plan, RankPlan) else {} for plan in all_plans)
-        return report_conflicts(digests, self.on_conflict, self._told)
+        return report_conflicts(digests, self.on_conflict, self.dcpx_logged)
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Returns the plan of each rank, and the metadata.

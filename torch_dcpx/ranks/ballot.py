@@ -65,13 +65,13 @@ class Ballot:
         self._guard = threading.Lock()  # of _has_ended: then the keys may be gone
 
     def vote(self, payload: object) -> None:
-        """Says that this rank's files are durable.
+        """Votes: this rank's files are durable.
 
         Args:
             payload: what the coordinator's commit needs of this rank; can be pickled.
 
         Raises:
-            Whatever pickling raises; `fail` is to follow. A lost store is told by `settle`.
+            What pickling raises; the caller then calls `fail`. `settle` tells of a lost store.
         """
         exchange = self._exchange
         packed = b"" if exchange.is_coordinator else pickle.dumps(payload)
@@ -87,7 +87,7 @@ class Ballot:
             logger.debug("settle will tell: %s", error)
 
     def fail(self, error: BaseException, phase: str | None = None) -> None:
-        """Says that this rank failed, so that nothing is committed. `settle` raises it.
+        """Tells the others that this rank failed: nothing is committed. `settle` raises it.
 
         Args:
             error: what happened.
@@ -141,10 +141,10 @@ class Ballot:
             return False
 
     def check(self) -> None:
-        """Raises the error that has ended the vote, if any: a long write looks now and then.
+        """Raises the error that has ended the vote, if there is one, during a long write.
 
         Raises:
-            As `settle`; nothing once it was settled.
+            As `settle`; nothing after `settle`.
         """
         with self._guard:
             standing = None if self._has_ended else self._standing(self._deadline)
@@ -159,8 +159,8 @@ class Ballot:
         Args:
             commit: called on the coordinator alone, with the payloads by rank, when all ranks have
                 voted. What it returns can be pickled.
-            was_committed: whether this very save is found committed in the storage; raises where
-                that cannot be said. Asked only where the commit failed or the answer did not come.
+            was_committed: whether the storage holds this very save, committed; raises where it
+                cannot tell. Called only if the commit failed or the answer did not come.
 
         Returns:
             What `commit` returned; None on a rank that found the save in the storage.
@@ -228,8 +228,9 @@ class Ballot:
         return result
 
     def _publish_failure(self, failure: RankFailure, was_committed: Callable[[], bool]) -> None:
-        """Tells that the commit failed, and whether its rename may have happened: an fsync or an
-        interrupt may have come after it, and only the storage says that it did not.
+        """Tells the others that the commit failed, and whether its rename may have happened.
+
+        An fsync or an interrupt may have come after the rename: only the storage shows that.
         """
         self._is_unsure = True
         try:
@@ -259,7 +260,7 @@ class Ballot:
             raise exchange.error_in(BALLOT, self._standing(deadline) or "", error) from error
 
     def _publish(self, outcome: bytes) -> None:
-        """Tells the outcome; a store that is lost by now changes nothing about it."""
+        """Tells the others the outcome. A store that is lost by now does not change it."""
         try:
             self._keys.set(_OUTCOME, outcome, self._deadline.anew(0))
         except StoreLostError as lost:
@@ -314,9 +315,8 @@ class Ballot:
         except Exception as error:  # noqa: BLE001 - raised as the cause
             cause = error
         raise OutcomeUnknownError(
-            f"{self._exchange.what} on rank {self._exchange.rank} ({self._exchange.host}): its "
-            f"outcome is unknown: {reason}; this save was not in the storage a moment ago. What is "
-            "there is the previous checkpoint or this one, whole"
+            f"{self._exchange.who}: its outcome is unknown: {reason}; this save was not in the "
+            "storage a moment ago. What is there is the previous checkpoint or this one, whole"
         ) from cause
 
     # ---- Both ----------------------------------------------------------------------------------

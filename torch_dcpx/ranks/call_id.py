@@ -1,6 +1,6 @@
-"""Which call an operation is: ranks compare it, so that two that make different calls never mix.
+"""The name of a call, which ranks compare: two ranks that make different calls never mix.
 
-A call is named by its function and the last component of its path. The whole path is not compared:
+It consists of the function and the last component of its path. Ranks do not compare the whole path:
 a directory may lie elsewhere on every node.
 """
 
@@ -22,11 +22,11 @@ class CallId:
 
     Attributes:
         name: of the function, "async_save" or "CheckpointManager.resume".
-        target: last component of its path, a tag; None where it has none, or none that can be read.
+        target: last component of its path, a tag; None if it has none, or an unreadable one.
         options: those that must be equal on all ranks, "on_busy='skip'".
-        is_target_compared: whether the target must be equal, too: not where ranks look themselves
+        is_target_compared: whether the target must be equal, too. False if ranks look themselves
             whether they mean one directory (same_directory).
-        is_write: whether ranks that are at two calls of one name would mix what they write.
+        is_write: whether two calls of one name would mix the files that they write.
     """
 
     name: str
@@ -37,17 +37,17 @@ class CallId:
 
     @property
     def identity(self) -> str:
-        """What makes it this call and no other, whatever its options."""
+        """The call's name without its options."""
         return self.name if self.target is None else f"{self.name} {self.target!r}"
 
     @property
     def compared(self) -> str:
-        """What must be equal on all ranks, but for the options."""
+        """The part that must be equal on all ranks, without the options."""
         return self.identity if self.is_target_compared else self.name
 
     @property
     def digest(self) -> bytes:
-        """8 B that are equal where what is compared and the options are."""
+        """8 B that are equal on two ranks if `compared` and the options are."""
         whole = f"{self.compared} {self.options}".encode(errors="surrogatepass")
         return hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest()
 
@@ -56,7 +56,7 @@ class CallId:
         return f"{self.name}{target}{f' with {self.options}' if self.options else ''}"
 
     def is_among(self, identities: Iterable[str]) -> bool:
-        """Returns whether it may be one of these: where there is no target, the name decides."""
+        """Returns whether it may be one of these: without a target the name decides."""
         for other in identities:
             name, _, target = other.partition(" ")
             if name == self.name and (
@@ -67,10 +67,10 @@ class CallId:
 
 
 def last_component(path: Any) -> str | None:
-    """Returns the name of the directory that a path means; None for what is no path.
+    """Returns the name of the directory that a path means; None if it is no path.
 
-    A link is followed, so that two names of one directory are one. Never raises: what is wrong with
-    the path is told to all ranks by whoever uses it.
+    Follows a link, so that two names of one directory are one. Never raises: the code that uses a
+    wrong path tells all ranks.
     """
     if not isinstance(path, (str, bytes, os.PathLike)):
         return None
@@ -78,13 +78,13 @@ def last_component(path: Any) -> str | None:
         plain = Path(os.fsdecode(path)).absolute()
         # Of what ends in "..", too.
         return (plain.resolve() if plain.is_symlink() or plain.name == ".." else plain).name
-    except Exception:  # noqa: BLE001 - no text, links in a circle, whatever an __fspath__ raises
+    except Exception:  # noqa: BLE001 - no text, links in a circle, an __fspath__ that raises
         return None
 
 
 def path_name(storage: Any) -> str | None:
-    """Returns the last component of the path of a writer or reader; None where it has none."""
+    """Returns the last component of the path of a writer or reader; None if it has none."""
     try:
         return last_component(getattr(storage, "path", None))
-    except Exception:  # noqa: BLE001 - of somebody's property: told by whoever uses it
+    except Exception:  # noqa: BLE001 - of a user's property: the code that uses it tells
         return None

@@ -87,6 +87,11 @@ class Exchange:
         """Whether this is rank 0 of the group, which reduces and commits."""
         return self.rank == 0
 
+    @property
+    def who(self) -> str:
+        """This rank in the operation, for messages: "save on rank 3 (node7)"."""
+        return f"{self.what} on rank {self.rank} ({self.host})"
+
     def agree_on(self, **options: Any) -> None:
         """Names options that must be equal on all ranks. REQUIRES: no step has begun."""
         told = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
@@ -219,10 +224,7 @@ class Exchange:
         """Returns the value of a key that was set. Raises StoreLostError: the store has lost it."""
         value = self.keys.get(key, self.deadline)
         if value is None:
-            raise StoreLostError(
-                f"{self.what} on rank {self.rank} ({self.host}): the process group's store has "
-                f"lost {key!r}"
-            )
+            raise StoreLostError(f"{self.who}: the process group's store has lost {key!r}")
         return value
 
     def error_in(self, name: str, answer: str, own: BaseException | None) -> BaseException:

@@ -1,7 +1,7 @@
 """The error of one rank as all ranks of an operation raise it.
 
-A DcpxError keeps its class and fields; anything else becomes a RankError. The first line of the
-message says where: "rank 3 (node7), writing: pwrite 4096 B at offset 0 of ...: No space left".
+A DcpxError keeps its class and fields; any other error becomes a RankError. The first line of the
+message names the place: "rank 3 (node7), writing: pwrite 4096 B at offset 0 of ...: No space left".
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MAX_FRAMES = 3  # of the place where a foreign error was raised
 
 
 def from_rank(pickled: bytes) -> Any:
-    """Returns what a rank of this job has pickled: trusted as in DCP's own gathering of plans."""
+    """Unpickles a value of a rank of this job. DCP gathers plans with the same trust."""
     return pickle.loads(pickled)  # noqa: S301
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What a rank tells the others about its error. Pickled, between ranks of one job only."""
+    """A rank's error, as it tells the others. Pickled, between ranks of one job only."""
 
     rank: int
     host: str
@@ -40,7 +40,7 @@ class RankFailure:
     def of(
         cls, error: BaseException, rank: int, host: str, phase: str, calls: tuple[str, ...] = ()
     ) -> RankFailure:
-        """Returns what to tell of an error of this rank, even one that cannot be pickled."""
+        """Returns the failure for an error of this rank, even one that pickle refuses."""
         kind = type(error)
         return cls(
             rank,
@@ -59,13 +59,13 @@ class RankFailure:
 
 
 def lost_ranks(failure: RankFailure) -> tuple[int, ...]:
-    """Returns the ranks that a failure is the loss of; none where it is another one."""
+    """Returns the ranks whose loss a failure is; none if it is another failure."""
     error = _original(failure)
     return (error.ranks or ()) if isinstance(error, RankLostError) else ()
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    # Classes of users' own may refuse, or come back as something else: then their text must do.
+    # A user's class may refuse, or come back as another: then its text must do.
     try:
         pickled = pickle.dumps(error)
         return pickled if type(from_rank(pickled)) is type(error) else None
@@ -87,13 +87,13 @@ def error_of(failures: Sequence[RankFailure], own: BaseException | None = None) 
     """Returns the error that all ranks raise.
 
     Args:
-        failures: at least one; the lowest rank's gives the class, the others are named.
-        own: this rank's own error, if it is that one: it becomes the cause.
+        failures: at least one. The lowest rank's gives the class; the message names the others.
+        own: this rank's own error, if it is the lowest rank's: it becomes the cause.
     """
     first, *others = sorted(failures, key=lambda failure: failure.rank)
     original = _original(first)
     if isinstance(original, RankLostError):
-        return original  # it says itself who is where; who noticed is of no interest
+        return original  # names the lost ranks itself; who noticed does not matter
     also = [_one_line(f"{other.where}{other.text}") for other in others[: _MAX_NAMED - 1]]
     if len(others) > len(also):
         also.append(f"and {len(others) - len(also)} more ranks")
@@ -124,9 +124,9 @@ def lost_error(lost: Sequence[tuple[int, str, str]], waited_s: float, step: str)
     """Returns the error of ranks that did not come.
 
     Args:
-        lost: (rank, host, phase) of each, at least one; both empty where it never entered.
-        waited_s: seconds that one waited.
-        step: what for, "'plan' of the save".
+        lost: (rank, host, phase) of each, at least one; both empty if the rank never entered.
+        waited_s: seconds that this rank waited.
+        step: that it waited for, "'plan' of the save".
     """
     names = [
         f"rank {rank} ({host}), {phase}" if phase else f"rank {rank}, not even begun"

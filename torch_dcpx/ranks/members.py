@@ -1,4 +1,4 @@
-"""Who takes part in one operation (a save, a load): this process alone, or a process group."""
+"""The members of one operation (a save, a load): this process alone, or a process group."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def exchange_for(
 ) -> Exchange:
     """Begins an operation among the ranks of a group.
 
-    A caller makes it before anything that may raise on this rank alone, so that the others are told
-    of that: what is wrong with the other arguments is found inside of the exchange.
+    Call it before anything that may raise on this rank alone, such as a check of the arguments:
+    inside of the exchange the other ranks learn of the error.
 
     Args:
         process_group: None for the default group.
         no_dist: this process by itself, even where torch.distributed is initialised.
-        timeout_s: seconds until which ranks wait for each other.
-        what: what is done, for messages.
-        call: which call it is, the same on all ranks. Default None: named as what is done.
+        timeout_s: seconds that ranks wait for each other.
+        what: the operation, for messages.
+        call: its name, the same on all ranks. Default None: `what`.
 
     Returns:
         A StoreExchange in a group of several ranks. An Exchange of this process by itself with
         `no_dist`, in a group of one, and where torch.distributed is unavailable or uninitialised.
 
     Raises:
-        OptionError: this rank is no member of the group; or this is one of several processes that a
-            launcher has started, and they have no group.
+        OptionError: this rank is no member of the group; or a launcher has started several
+            processes, of which this is one, and they have no group.
         StoreLostError: the group's store does not answer.
         UnsupportedError: this process was forked from the group's member.
     """
@@ -58,9 +58,9 @@ def exchange_for(
 def told_to_next(
     process_group: Any, no_dist: bool, timeout_s: float, what: str, call: CallId
 ) -> Iterator[None]:
-    """Raises on all ranks what is raised in the block, which comes before an operation.
+    """Raises an error of the block on all ranks. The block comes before an operation.
 
-    The others are in that operation already, or will be: its first step fails. So it does where
+    The others are in that operation already, or will be: its first step fails. It also fails if
     all ranks raise.
 
     Args:
@@ -68,7 +68,7 @@ def told_to_next(
             `exchange_for`.
 
     Raises:
-        DcpxError, RankError: what was raised, as `Exchange.all_reduce`; an interrupt as it is.
+        DcpxError, RankError: the error, as `Exchange.all_reduce`; an interrupt as it is.
     """
     try:
         yield

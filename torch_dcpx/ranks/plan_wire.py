@@ -1,8 +1,8 @@
 """Plans and results of a save as they travel between the ranks: columns instead of objects.
 
 A pickle of DCP's dataclasses costs 15 us an item and its unpickling 39, on the coordinator for the
-items of all ranks. Here C++ puts names, sizes and chunks into tables, and what it does not know
-(items of other classes, properties) is pickled beside it. What comes out is equal to what went in.
+items of all ranks. Here C++ puts names, sizes and chunks into tables. Pickle takes the rest beside
+it: items of other classes, properties. The plan that comes out is equal to the one that went in.
 """
 
 from __future__ import annotations

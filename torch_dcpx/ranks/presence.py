@@ -1,4 +1,4 @@
-"""Which call each rank is at, as it says of itself in the operation that it has entered."""
+"""Which call each rank is at: it leaves a note in the operation that it has entered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_SHOWN = 8  # ranks in one message
 
 
 class Presence(NamedTuple):
-    """What a rank says of itself."""
+    """A rank's note."""
 
     phase: str
     host: str
@@ -29,7 +29,7 @@ class Presence(NamedTuple):
 
     @classmethod
     def of(cls, phase: str, host: str, token: str, number: int, call: CallId) -> Presence:
-        """Returns what the calling thread says."""
+        """Returns the note of the calling thread."""
         thread = str(threading.get_ident())
         return cls(phase, host, token, thread, str(number), str(call), call.identity, call.compared)
 
@@ -43,7 +43,7 @@ UNKNOWN = ABSENT._replace(phase="unknown", host="?")
 
 
 def presence_of(rank: int, keys: StoreKeys, by: Deadline) -> Presence:
-    """Returns what a rank says in an operation; ABSENT where it has not entered it."""
+    """Returns a rank's note in an operation; ABSENT if the rank has not entered it."""
     found = keys.get(f"p/{rank}", by)
     return ABSENT if found is None else Presence(*found.decode().split("\n"))
 
@@ -51,9 +51,9 @@ def presence_of(rank: int, keys: StoreKeys, by: Deadline) -> Presence:
 def gone_on(
     rank: int, keys: StoreKeys, following: Iterable[StoreKeys], by: Deadline
 ) -> Presence | None:
-    """Returns what a rank says in a following operation, if it has left this one for it.
+    """Returns a rank's note in a later operation, if it has left this one for that.
 
-    Another thread of that rank may well be in a following one.
+    A later operation may also be that of another thread of the rank.
     """
     found = (presence_of(rank, later, by) for later in following)
     there = next((one for one in found if one is not ABSENT), None)
@@ -64,7 +64,7 @@ def gone_on(
 
 
 def calls_of(ranks: Iterable[int], keys: StoreKeys, by: Deadline) -> tuple[str, ...]:
-    """Returns the identities of all calls that ranks have made in an operation."""
+    """Returns the identities of the calls that ranks have made in an operation."""
     found = (presence_of(rank, keys, by) for rank in ranks)
     return tuple(sorted({one.identity for one in found if one is not ABSENT}))
 

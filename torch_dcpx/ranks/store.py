@@ -1,19 +1,19 @@
-"""What ranks agree on, on the caller's thread, through the process group's store.
+"""The ranks of a process group agree through its store, on the caller's thread.
 
-DCP plans by collectives: a rank that is stopped holds all others for good, and a job on NCCL needs
-device memory to plan. Here every wait has a deadline. The keys of one operation lie beneath
+DCP plans by collectives: a stopped rank holds all others for good, and a job on NCCL needs device
+memory to plan. Here every wait has a deadline. The keys of one operation lie beneath
 `dcpx/NUMBER/`, those of a step (store_step.py) beneath a number of its own.
 
-Each process counts the numbers by itself, and every rank is to make the same calls in the same
-order. Ranks that do not are found out, and meet again:
+Each process counts the numbers by itself, and every rank makes the same calls in the same order.
+Ranks that do not notice it, and meet again:
 
-1. The values of the first step carry a digest of the call; where they differ, all ranks raise
-   PlanError. The coordinator's answer carries a random token, and what follows carries that.
-2. A rank that enters an operation which had failed before (a failure adds `FAILED` to `e`) goes on
-   to the next number where that was another call, or was given up for want of this very rank. To
-   which of two saves of one name it comes nobody can tell: that is a PlanError for all, once.
-3. A rank that waits looks around. Where one that is missing has gone on to the next number, and so
-   has left this operation without a word, the first step is void: all go on to the next number.
+1. The values of the first step carry a digest of the call. If digests differ, all ranks raise
+   PlanError. The coordinator's answer carries a random token, and all later values carry it too.
+2. A rank may enter an operation that has failed before (a failure adds `FAILED` to `e`). It goes on
+   to the next number if that was another call, or if the others gave it up for want of this rank.
+   Nobody can tell to which of two saves of one name it comes: all ranks raise PlanError, once.
+3. A rank that waits looks around. If a missing rank has gone on to the next number, it has left
+   this operation without a word: the first step is void, and all go on to the next number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import BALLOT, Exchange
 from torch_dcpx.ranks.failures import RankFailure, error_of, from_rank, lost_ranks
 from torch_dcpx.ranks.presence import UNKNOWN, Presence, differing, missed, of_call, presence_of
-from torch_dcpx.ranks.store_client import Client
+from torch_dcpx.ranks.store_client import StoreClient
 from torch_dcpx.ranks.store_keys import StoreKeys
 from torch_dcpx.ranks.store_step import ERROR, FAILED, FIRST, OK, VOID, Own, Step, left_keys
 
@@ -43,7 +43,7 @@ R = TypeVar("R")
 logger = logging.getLogger("torch_dcpx")
 
 _LINGER_S = 2.0  # of a coordinator whose operation failed
-_MAX_PHASES = 64  # of lost ranks that are looked up
+_MAX_PHASES = 64  # lost ranks whose phase is looked up
 _MAX_LEFT = 8  # operations that a rank has left without a word, one after the other
 
 
@@ -54,7 +54,7 @@ class StoreExchange(Exchange):
 
     def __init__(
         self,
-        client: Client,
+        client: StoreClient,
         rank: int,
         world_size: int,
         timeout_s: float,
@@ -93,11 +93,10 @@ class StoreExchange(Exchange):
         self._is_closed = False
 
     def _keys_of(self, number: int) -> StoreKeys:
-        who = f"{self.what} on rank {self.rank} ({self.host})"
-        return StoreKeys(self._client, f"dcpx/{number}/", who, self.world_size)
+        return StoreKeys(self._client, f"dcpx/{number}/", self.who, self.world_size)
 
     def entered(self) -> StoreExchange:
-        """Enters, and returns it; what is raised meanwhile the others are told."""
+        """Enters, and returns itself. Tells the other ranks of an error on the way."""
         try:
             self.enter()
         except BaseException as error:
@@ -107,7 +106,7 @@ class StoreExchange(Exchange):
         return self
 
     def enter(self) -> None:
-        """Says that this rank is there.
+        """Tells the other ranks that this one is there.
 
         Raises:
             StoreLostError: the store does not answer, or holds this number already.
@@ -115,9 +114,8 @@ class StoreExchange(Exchange):
         mine = self.presence().packed()
         if self.keys.claim(f"p/{self.rank}", mine, self.deadline) != mine:
             raise StoreLostError(
-                f"{self.what} on rank {self.rank} ({self.host}): the process group's store holds "
-                "this operation already: left by an earlier group of the same name; the next "
-                "operation works"
+                f"{self.who}: the process group's store holds this operation already: left by an "
+                "earlier group of the same name; the next operation works"
             )
         self._is_late = self.keys.add("e", 1, self.deadline) >= FAILED
 
@@ -155,7 +153,7 @@ class StoreExchange(Exchange):
 
         def answer(values: list[T]) -> R:
             pieces = self.checked_pieces(step, reduce(values))
-            others = ((f"{prefix}/s/{r}", pickle.dumps(pieces[r])) for r in self._followers())
+            others = ((f"{prefix}/s/{r}", pickle.dumps(pieces[r])) for r in range(1, len(pieces)))
             self.keys.set_all(others, self.deadline)
             return pieces[0]
 
@@ -250,14 +248,14 @@ class StoreExchange(Exchange):
         )
 
     def missed(self, prefix: str) -> list[int]:
-        """Returns who is missing; a follower asks for the coordinator only."""
+        """Returns the missing ranks; a follower looks for the coordinator only."""
         if self.is_coordinator:
             return self.missing(prefix)
         return [0] if self.keys.get(f"{prefix}/0", self.deadline) is None else []
 
     def waiting(self, step: str) -> str:
-        """Returns who waits for a step, for messages."""
-        return f"{step} of the {self.what} on rank {self.rank} ({self.host})"
+        """Returns which step this rank waits for, for messages."""
+        return f"{step} of the {self.who}"
 
     # ---- A step --------------------------------------------------------------------------------
 
@@ -298,7 +296,7 @@ class StoreExchange(Exchange):
             self._is_in_step = False
 
     def _is_to_pass(self, standing: str) -> bool:
-        """Returns whether the first step has ended for other calls than this rank's."""
+        """Returns whether the first step has ended, but not for this rank's call."""
         if not standing.startswith(ERROR):
             return standing.startswith(VOID)
         _, number, token = standing.split()
@@ -328,21 +326,18 @@ class StoreExchange(Exchange):
 
     @property
     def seal(self) -> bytes:
-        """8 B with which a value begins: of the call, and of the operation once it is agreed."""
+        """8 B: the digest of the call, and the operation's token once the ranks have agreed."""
         return self._token or self.call.digest
 
     def presence(self) -> Presence:
-        """Returns what this rank says of itself."""
+        """Returns what this rank tells the others of itself."""
         return Presence.of(self.phase, self.host, self._name, self._call_number, self.call)
 
     def following_keys(self) -> list[StoreKeys]:
-        """Returns the keys of the operations in which a rank may be that has left this one."""
+        """Returns the keys of the next operations: a rank that has left this one is in one."""
         numbers = range(self._number + 1, self._number + 1 + _MAX_LEFT)
         return [self._keys_of(number) for number in numbers]
 
-    def _followers(self) -> range:
-        return range(1, self.world_size)
-
     def _delete_all(self, by: Deadline) -> None:
-        """Removes what is left when all ranks are out."""
+        """Removes the keys that are left. REQUIRES: all ranks are out."""
         self.keys.delete(left_keys(self, self._steps, self._error is not None, by), by)

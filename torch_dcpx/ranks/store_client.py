@@ -1,9 +1,9 @@
 """The process group's store, asked with a deadline: a clone of it, served by one daemon thread.
 
-A call to a TCPStore whose host is stopped blocks without end, whatever timeout it was given, and
-one on the group's own client stalls its other users. So each process has, for each group, one clone
-and one thread that makes all calls; who asks waits for the thread until its deadline. A call that
-was given up may still take effect later. The clone is opened anew after an error.
+A call to a TCPStore whose host is stopped blocks without end, whatever its timeout. A call on the
+group's own client stalls its other users. So each process has, for each group, one clone of the
+store and one thread that makes all calls. A caller waits for the thread until its deadline. A call
+that it gives up may still take effect later. After an error the thread opens a new clone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch_dcpx._compat import group_store, process_groups
 from torch_dcpx._last_jobs import STORE_THREAD
@@ -26,17 +26,6 @@ T = TypeVar("T")
 
 _ANSWER_S = 5.0  # what a store may take for one call, also when the caller's time is up
 _EXIT_S = 1.0  # for calls in flight when the interpreter ends
-
-
-class Client(Protocol):
-    """What an exchange asks of a StoreClient; a test may have another in its place."""
-
-    name: str
-
-    def next_call(self) -> int: ...
-    def next_number(self) -> int: ...
-    def call(self, doing: str, function: Callable[[Any], T], deadline: Deadline) -> T: ...
-    def post(self, function: Callable[[Any], object]) -> None: ...
 
 
 class _Call(Generic[T]):
@@ -74,7 +63,7 @@ class StoreClient:
     """One process' access to the store of one group. Thread-safe: its calls take turns.
 
     Attributes:
-        name: of the group: no other that this process has had has it, and none that it will have.
+        name: of the group, which no other group of this process ever has.
     """
 
     _made = itertools.count(1)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
-from torch_dcpx.ranks.store_client import Client
+from torch_dcpx.ranks.store_client import StoreClient
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class StoreKeys:
     Once the store was lost to it, each further call that waits raises at once.
     """
 
-    def __init__(self, client: Client, prefix: str, who: str, world_size: int) -> None:
+    def __init__(self, client: StoreClient, prefix: str, who: str, world_size: int) -> None:
         """Names the keys of one operation.
 
         Args:

@@ -1,11 +1,11 @@
 """One step of an operation: every rank tells its part, and all leave it by one answer.
 
-1. Each rank sets `v/RANK` and adds 1 to `n`. The last one, and one that fails, sets `wake`.
+1. Each rank sets `v/RANK` and adds 1 to `n`. The last rank sets `wake`; so does a rank that fails.
 2. The coordinator sees `wake`, reads the values, reduces them, sets the results, and claims `a`.
-3. All others wait for `a`, which names the rank that set it and where to read on.
+3. All others wait for `a`. It names the rank that set it, and the key to read next.
 
-A rank whose time is up claims `a` itself, with an error that names who is missing. `a` is claimed
-once, so that all ranks leave a step in the same way.
+A rank whose time is up claims `a` itself, with an error that names the missing ranks. Only one
+claim stands, so that all ranks leave a step in the same way.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ OK, ERROR, VOID = "ok", "error", "void"  # how an answer begins
 FAILED = 1 << 32  # what a failure adds to a counter of ranks
 FIRST = "0"  # the first step
 
-# A rank that fails wakes the others; who else is about to fail is waited for so long.
+# A rank that fails wakes the others. They wait so long for ranks that are about to fail as well.
 _GATHER_S = 0.5
 _MAX_LOOKED_AFTER = 64  # ranks that may have gone on, at one look
 
 
 class Own(Generic[T]):
-    """What a rank brings to a step: a value, or an error."""
+    """A rank's part in a step: a value, or an error."""
 
     def __init__(self, local: Callable[[], T], *, is_sent: bool) -> None:
-        """Calls `local`; packs what it returns if that `is_sent` to the coordinator."""
+        """Calls `local`, and packs its value if this rank sends it to the coordinator."""
         self.value: T | None = None
         self.packed = b""
         self.error: Exception | None = None
@@ -52,7 +52,7 @@ class Own(Generic[T]):
             self.error = error
 
     def refuse(self, error: Exception) -> None:
-        """Makes it an error, whatever it was."""
+        """Puts an error in the place of the value."""
         self.packed, self.error = b"", error
 
 
@@ -77,7 +77,7 @@ class Step:
         self._seal = exchange.seal
 
     def tell(self, own: Own[T]) -> None:
-        """Tells this rank's value, or its error."""
+        """Tells the others this rank's value, or its error."""
         self._keys.set(
             self._key(f"v/{self._exchange.rank}"), self._seal + own.packed, self._deadline
         )
@@ -94,13 +94,13 @@ class Step:
         self._keys.set(self._key("wake"), b"fail", self._deadline)
 
     def count(self) -> None:
-        """Counts this rank among those that have told their part."""
+        """Counts this rank among those that have done their part."""
         failed, told = divmod(self._keys.add(self._key("n"), 1, self._deadline), FAILED)
         if told == self._exchange.world_size:
             self._keys.set(self._key("wake"), b"fail" if failed else b"full", self._deadline)
 
     def failures(self) -> list[RankFailure]:
-        """Returns what ranks have told of their failures so far."""
+        """Returns the failures of ranks so far."""
         count = self._keys.add(self._key("n"), 0, self._deadline) // FAILED
         keys = (self._key(f"f/{i}") for i in range(1, count + 1))
         told = (self._keys.get(key, self._deadline) for key in keys)
@@ -109,7 +109,7 @@ class Step:
     # ---- The answer ----------------------------------------------------------------------------
 
     def coordinate(self, own: Own[T], answer: Callable[[list[T]], R]) -> tuple[str, R | None]:
-        """Returns the answer that stands, and what `answer` returned."""
+        """Returns the answer that stands, and the value of `answer`."""
         woken = self._wait("wake")
         if woken != b"full":
             standing = self._standing()
@@ -163,7 +163,7 @@ class Step:
         return self._exchange.propose(self._name, kind, failures, self._deadline)
 
     def _lost(self) -> RankFailure | None:
-        """Returns who has not come; None if the last one came this moment."""
+        """Returns the loss of the missing ranks; None if the last one came this moment."""
         missing = self._exchange.missing(self._key("v"))
         return self._exchange.lost_error(missing, *self._for_how_long()) if missing else None
 
@@ -171,10 +171,10 @@ class Step:
         return self._begun.waited_s, self._title
 
     def _all_failures(self) -> list[RankFailure]:
-        """Returns the failures of this step, at least one; others are waited for a moment.
+        """Waits a moment for more failures, and returns those of this step, at least one.
 
         Raises:
-            StoreLostError: there is none: that rank was ended while it told of it.
+            StoreLostError: there is none: the rank ended before it could tell.
         """
         gathering = self._deadline.sooner(_GATHER_S)
         while True:
@@ -199,7 +199,7 @@ class Step:
         return self._keys.wait_looking(self._key(key), self._deadline, waiting, self._look)
 
     def _look(self) -> Sequence[int] | None:
-        """Looks where the others are. Returns who is missing; None once there is an answer."""
+        """Looks where the others are. Returns the missing ranks; None once there is an answer."""
         exchange, is_first = self._exchange, self._name == FIRST
         missing = exchange.missed(self._key("v"))
         following = exchange.following_keys()
@@ -222,7 +222,7 @@ class Step:
         return missing
 
     def _difference(self, ranks: Sequence[int]) -> RankFailure:
-        """Returns the failure of a step in which these ranks are at another call."""
+        """Returns the failure of a step in which these ranks make another call."""
         exchange = self._exchange
         others = [(rank, presence_of(rank, self._keys, self._deadline)) for rank in ranks]
         failure = exchange.failure_of(refuse(others, exchange.rank, exchange.presence()))
@@ -240,7 +240,7 @@ def left_keys(exchange: StoreExchange, steps: int, has_failed: bool, by: Deadlin
         keys += [f"{name}/{key}" for key in ("n", "wake", "a", "v/0", "b/0", "outcome")]
     if not has_failed and exchange.keys.absent([f"{steps}/wake"], by):
         return keys
-    # Who has failed, or was told of it, did not clean up behind itself.
+    # Ranks that have failed, or learnt of a failure, did not clean up.
     values = [f"{name}/{kind}" for name in names for kind in "vs"]
     keys += [f"{value}/{rank}" for value in values for rank in range(exchange.world_size)]
     for name in names:
