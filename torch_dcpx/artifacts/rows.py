@@ -9,12 +9,10 @@ fault every 4 KiB, which is as slow as the disk.
 from __future__ import annotations
 
 import itertools
-import math
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -61,12 +59,6 @@ class ExportRows:
         self._rows: list[ExportRow] = []
         self._copies: list[torch.Tensor] = []
         self._copied_bytes = 0
-        self.nbytes = 0
-
-    @property
-    def piece_bytes(self) -> int:
-        """Returns how large a copy may be."""
-        return self._piece_bytes
 
     def add(self, source: torch.Tensor, place: torch.Tensor, target: Target, fqn: str) -> None:
         """Adds memory of the shape of `place`, a view of the payload's strides."""
@@ -119,7 +111,6 @@ class ExportRows:
                 target.offset + target.nbytes,
             )
         )
-        self.nbytes += source.numel() * width
         if len(self._rows) >= _MOST_ROWS:
             self.flush()
 
@@ -157,11 +148,6 @@ def _byte_strides(lengths: Sequence[int], strides: Sequence[int], width: int) ->
     return tuple(
         stride * width if length > 1 else 0 for length, stride in zip(lengths, strides, strict=True)
     )
-
-
-def volume(lengths: Sequence[int]) -> int:
-    """Returns how many elements a box has."""
-    return math.prod(lengths)
 
 
 # ---- Copies, written while the next are filled ---------------------------------------------------
@@ -236,12 +222,7 @@ class BackgroundRows:
     def __enter__(self) -> BackgroundRows:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._is_over = True
         interruption: BaseException | None = None
         while True:
