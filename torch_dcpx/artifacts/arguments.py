@@ -21,8 +21,8 @@ from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.call_agreement import Call, check_same_call, told_globs, told_rules
 from torch_dcpx.errors import CorruptionError, OptionError, PlanError, UnsupportedError
+from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.keys.mapped_tensor import MappedTensor
-from torch_dcpx.keys.rules import KeyRules, checked_map
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.paths import absolute, checked_path
 
@@ -42,7 +42,7 @@ class ExportArguments(NamedTuple):
     directory: Path
     stem: str
     keys: tuple[str, ...] | None
-    key_map: KeyRules
+    key_map: KeyMap
     max_shard_bytes: int
     is_torch: bool
 
@@ -108,7 +108,7 @@ def checked_arguments(
     path: str | os.PathLike[str],
     file_format: str,
     keys: Iterable[str] | None,
-    key_map: KeyRules | None,
+    key_map: KeyMap | None,
     max_shard_bytes: int | str,
 ) -> ExportArguments:
     """Returns what the arguments say. Raises: OptionError for one that cannot work."""
@@ -134,7 +134,7 @@ def checked_arguments(
         directory, stem = directory.parent, directory.stem
     limit = _shard_bytes(max_shard_bytes)
     return ExportArguments(
-        directory, stem, globs, checked_map(key_map) or KeyRules(), limit, is_torch
+        directory, stem, globs, checked_map(key_map) or KeyMap(), limit, is_torch
     )
 
 
@@ -181,7 +181,7 @@ def united(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
 
 
 def tensors_of(
-    entries: Mapping[str, Entry], part: str, key_map: KeyRules, *, is_safetensors: bool
+    entries: Mapping[str, Entry], part: str, key_map: KeyMap, *, is_safetensors: bool
 ) -> tuple[list[ExportTensor], dict[str, MappedTensor], list[str]]:
     """Returns tensors of the artifact, of what they are made, and names of objects.
 

@@ -41,8 +41,8 @@ from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, StoredSource, s
 from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
 from torch_dcpx.checkpoint.call_agreement import Call, has_functions
 from torch_dcpx.errors import PlanError
+from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.keys.mapped_tensor import MappedTensor
-from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange
@@ -87,7 +87,7 @@ def export(
     *,
     format: Literal["safetensors", "torch"] = "safetensors",  # noqa: A002 - as torch and HF say
     keys: Iterable[str] | None = None,
-    key_map: KeyRules | None = None,
+    key_map: KeyMap | None = None,
     max_shard_bytes: int | str = "5GB",
     process_group: Any = None,
     no_dist: bool = False,
@@ -214,7 +214,7 @@ class _Export:
         path: str | os.PathLike[str],
         file_format: str,
         keys: Iterable[str] | None,
-        key_map: KeyRules | None,
+        key_map: KeyMap | None,
         max_shard_bytes: int | str,
     ) -> None:
         """Agrees on the names, on every rank the same."""

@@ -26,8 +26,8 @@ from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.checkpoint.load_part import LoadPart
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
+from torch_dcpx.keys.key_map import KeyMap, keeps_names
 from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
-from torch_dcpx.keys.rules import KeyRules, keeps_names
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader
@@ -61,7 +61,7 @@ class RankPlan:
         reader: DcpxReader,
         planner: LoadPlanner,
         rules: LoadRules,
-        key_map: KeyRules | None = None,
+        key_map: KeyMap | None = None,
         *,
         is_model: bool = False,
         twins: Mapping[str, Collection[str]] | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from torch_dcpx.keys.rules import WRAPPERS
+from torch_dcpx.keys.key_map import WRAPPERS
 
 _MAX_LENGTH = 300  # of names that are compared letter by letter
 _MAX_COMPARED = 1000  # names, for one that is missing

@@ -29,7 +29,6 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
-from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.manager.pointer import tag_of, tag_or_none
 from torch_dcpx.manager.removal import PIN_NAME, remove_checkpoint
 from torch_dcpx.manager.retention import Retention
@@ -248,7 +247,7 @@ class CheckpointCatalog:
         path: str | os.PathLike[str],
         file_format: Any,
         keys: Iterable[str] | None,
-        key_map: KeyRules | None,
+        key_map: KeyMap | None,
         max_shard_bytes: int | str,
         options: WriteOptions | None,
     ) -> ExportReport:
@@ -283,7 +282,7 @@ class CheckpointCatalog:
         """Does `CheckpointManager.dry_run`."""
         with ExitStack() as stack:
 
-            def local() -> tuple[KeyRules, Call]:
+            def local() -> tuple[KeyMap, Call]:
                 found = checked_translate(translate, True)
                 if found is None:
                     raise OptionError(
@@ -292,7 +291,7 @@ class CheckpointCatalog:
                 named = None if tag is None else tag_of(tag)
                 return found, Call("dry_run", {"tag": named, "translate": told_rules(found)})
 
-            def reduce(calls: list[Call], rules: KeyRules) -> DryRun:
+            def reduce(calls: list[Call], rules: KeyMap) -> DryRun:
                 chosen, _ = self.choose(calls[0].arguments["tag"], stack, allow_fresh=False)
                 if chosen is None:
                     raise NotCommittedError(
@@ -305,7 +304,7 @@ class CheckpointCatalog:
                     for name, size in stored_sizes(str(chosen.path)).items()
                     if name.startswith(MODEL)
                 }
-                return KeyMap(*rules.rules, wrappers=rules.wrappers).dry_run(model)
+                return rules.dry_run(model)
 
             with self.exchange("dry_run") as exchange:
                 return self.agree(exchange, "dry_run", local, reduce)[1]

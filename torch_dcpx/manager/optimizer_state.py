@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_dcpx.keys.rules import keeps_names, unwrapped
+from torch_dcpx.keys.key_map import keeps_names, unwrapped
 from torch_dcpx.manager.translate import TrainingRules
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from torch_dcpx.checkpoint.call_agreement import Call, told_rules
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError, UnsupportedError
-from torch_dcpx.keys.rules import KeyRules
+from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.load_report import LoadReport
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge, checked_merge
@@ -165,7 +165,7 @@ class Resume:
             chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, over
         )
 
-    def _call(self) -> tuple[KeyRules | None, Call]:
+    def _call(self) -> tuple[KeyMap | None, Call]:
         """Returns the rules for the model's names, and this rank's call."""
         self.parts.check()
         rules = checked_translate(self.translate, self.parts.model)

@@ -19,18 +19,17 @@ from typing import Any
 import torch
 
 from torch_dcpx.errors import MismatchError, OptionError, PlanError, UnsupportedError
-from torch_dcpx.keys.key_map import KeyMap
+from torch_dcpx.keys.key_map import KeyMap, unwrapped
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
-from torch_dcpx.keys.rules import KeyRules, unwrapped
 
 MODEL = "model."
 
 
-class TrainingRules(KeyRules):
+class TrainingRules(KeyMap):
     """The rules of one resume. Belongs to one load, which asks them once. Not thread-safe."""
 
     def __init__(
-        self, key_map: KeyRules, optimizers: Iterable[str], *, has_named_groups: bool
+        self, key_map: KeyMap, optimizers: Iterable[str], *, has_named_groups: bool
     ) -> None:
         """Translates as `key_map` does.
 
@@ -129,7 +128,7 @@ class TrainingRules(KeyRules):
         return None
 
 
-def checked_translate(translate: Any, model: Any) -> KeyRules | None:
+def checked_translate(translate: Any, model: Any) -> KeyMap | None:
     """Returns the rules of an argument, a KeyMap or a function of a name. Raises: OptionError."""
     if translate is not None and model is None:
         raise OptionError(
@@ -137,7 +136,7 @@ def checked_translate(translate: Any, model: Any) -> KeyRules | None:
             option="translate",
             value=None,
         )
-    if translate is None or isinstance(translate, KeyRules):
+    if translate is None or isinstance(translate, KeyMap):
         return translate
     if not callable(translate):
         raise OptionError(

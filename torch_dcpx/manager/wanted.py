@@ -11,7 +11,7 @@ from typing import Any
 
 from torch_dcpx.checkpoint.load_part import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
-from torch_dcpx.keys.rules import KeyRules
+from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.content import (
     Merge,
     PerRank,
@@ -40,7 +40,7 @@ class Wanted:
         *,
         strict: bool,
         merge: Merge,
-        translate: KeyRules | None = None,
+        translate: KeyMap | None = None,
         options: ReadOptions | None = None,
     ) -> None:
         """Raises MismatchError where it does not have that: the same on every rank."""
