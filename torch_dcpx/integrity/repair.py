@@ -4,7 +4,7 @@
    touched.
 2. What it said is taken from the first of these that is there: the damaged file's columns, its
    pickle, the footers of the data files. The first two name the files of the save; with footers
-   alone these must prove it (`repair_footers`); what they cannot is assumed, and the caller says
+   alone these must prove it (`rebuild`); what they cannot is assumed, and the caller says
    whether it is.
 3. Every data file that it will name must be there, with a whole footer that holds what is said.
 4. It is written as a save commits: temporary name, fsync, rename, fsync of the directory.
@@ -26,6 +26,7 @@ from torch_dcpx.integrity.compare import (
     look_at_file,
     look_at_named,
 )
+from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.integrity.findings import Finding, RepairedMetadata, RepairReport, Source
 from torch_dcpx.integrity.footers import TENSOR, FileFacts
 from torch_dcpx.integrity.rebuild import (
@@ -36,7 +37,7 @@ from torch_dcpx.integrity.rebuild import (
     one_generation,
     one_save,
 )
-from torch_dcpx.integrity.verify import open_checkpoint, verify_job
+from torch_dcpx.integrity.verify import verify_job
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata

@@ -26,9 +26,9 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.integrity.verify import open_checkpoint
+from torch_dcpx.integrity.contents import open_checkpoint, read_commit, wanted_sizes
 from torch_dcpx.manager.pointer import step_of_name
-from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
+from torch_dcpx.metadata.file import CheckpointMetadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
@@ -148,8 +148,7 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
                 errno=errno.ENOENT,
                 path=str(path / METADATA_NAME),
             )
-        with directory.open_small(METADATA_NAME) as file:
-            found = decode_metadata(file, str(path / METADATA_NAME))
+        found = read_commit(directory, METADATA_NAME)
         _check_files(directory, found)
     if _RECORD_ITEM not in found.metadata.state_dict_metadata:
         return Stored(path.name, path, found.save_id, None)
@@ -168,14 +167,7 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
 def _check_files(directory: Directory, found: CheckpointMetadata) -> None:
     """Raises unless each data file is a regular one with its size; stock's, with enough of it."""
     is_exact = found.files is not None
-    sizes: dict[str, int] = {}
-    if found.files is not None:
-        sizes = {name: entry.nbytes for name, entry in found.files.items()}
-    else:
-        for place in (found.metadata.storage_data or {}).values():
-            end = place.offset + place.length
-            sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
-    for name, nbytes in sizes.items():
+    for name, nbytes in wanted_sizes(found).items():
         path = str(directory.path / name)
         try:
             status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
