@@ -140,13 +140,50 @@ def applied(rule: Rule, entries: Entries, number: int, objects: frozenset[str]) 
     Raises:
         PlanError: two entries get one name, the rule matches nothing, or shapes do not allow it.
     """
-    if isinstance(rule, Split):
-        return _split(entries, rule, number, objects)
     if isinstance(rule, Merge):
         return _merge(entries, rule, number, objects)
+    if isinstance(rule, Mapping):
+        missing = [name for name in rule if name not in entries]
+        if missing:
+            raise _unmatched(number, rule, missing[0] if len(missing) == 1 else missing)
+    new: Entries = {}
+    is_matched = False
+    for name, entry in entries.items():
+        made = _made(rule, name, entry, objects)
+        is_matched |= made is not None
+        for new_name, part in [(name, entry)] if made is None else made:
+            _put(new, new_name, part, number)
+    if isinstance(rule, tuple) and not is_matched:
+        raise _unmatched(number, rule, rule[0])
+    return new
+
+
+def _made(
+    rule: Rule, name: str, entry: MappedTensor, objects: frozenset[str]
+) -> list[tuple[str, MappedTensor]] | None:
+    """Returns the entries that a rule makes of one; None where its pattern does not match."""
+    if isinstance(rule, Split):
+        return _split(rule, name, entry, objects)
     if isinstance(rule, Transpose):
-        return _transpose(entries, rule, number, objects)
-    return _rename(entries, rule, number)
+        if re.fullmatch(rule.pattern, name) is None:
+            return None
+        _check_tensor(name, entry, objects, "transpose")
+        return [(name, entry.transposed(*rule.dims))]
+    renamed: object
+    if isinstance(rule, Mapping):
+        renamed = rule.get(name, name)
+    elif isinstance(rule, tuple):
+        pattern, replacement = cast("tuple[str, str]", rule)
+        renamed, found = re.subn(pattern, replacement, name)
+        if not found:
+            return None
+    else:
+        renamed = rule(name)
+    if renamed is None:
+        return []
+    if not isinstance(renamed, str):
+        raise PlanError(f"a rule of the KeyMap makes {renamed!r} of '{name}'", fqn=name)
+    return [(renamed, entry)]
 
 
 def _put(entries: Entries, name: str, entry: MappedTensor, number: int) -> None:
@@ -164,61 +201,28 @@ def _unmatched(number: int, rule: Rule, what: object) -> PlanError:
     )
 
 
-def _rename(entries: Entries, rule: Rule, number: int) -> Entries:
-    new: Entries = {}
-    matches = 0
-    if isinstance(rule, Mapping):
-        missing = [name for name in rule if name not in entries]
-        if missing:
-            raise _unmatched(number, rule, missing[0] if len(missing) == 1 else missing)
-    for name, entry in entries.items():
-        renamed: str | None
-        if isinstance(rule, Mapping):
-            renamed = rule.get(name, name)
-        elif isinstance(rule, tuple):
-            pattern, replacement = cast("tuple[str, str]", rule)
-            renamed, found = re.subn(pattern, replacement, name)
-            matches += found
-        else:
-            renamed = rule(name)
-        if renamed is None:
-            continue
-        if not isinstance(renamed, str):
-            raise PlanError(f"a rule of the KeyMap makes {renamed!r} of '{name}'", fqn=name)
-        _put(new, renamed, entry, number)
-    if isinstance(rule, tuple) and not matches:
-        raise _unmatched(number, rule, rule[0])
-    return new
-
-
 def _check_tensor(name: str, entry: MappedTensor, objects: frozenset[str], what: str) -> None:
     if not objects.isdisjoint(entry.sources):
         raise PlanError(f"'{name}' is an object, which nobody can {what}", fqn=name)
 
 
-def _split(entries: Entries, rule: Split, number: int, objects: frozenset[str]) -> Entries:
-    new: Entries = {}
-    is_matched = False
-    for name, entry in entries.items():
-        found = re.fullmatch(rule.pattern, name)
-        if found is None:
-            _put(new, name, entry, number)
-            continue
-        is_matched = True
-        _check_tensor(name, entry, objects, "split")
-        lengths = _part_lengths(name, entry, rule)
-        begin = 0
-        for into, length in zip(rule.into, lengths, strict=True):
-            part = (
-                entry.selected(rule.dim, begin)
-                if rule.squeeze
-                else entry.narrowed(rule.dim, begin, length)
-            )
-            _put(new, found.expand(into), part, number)
-            begin += length
-    if not is_matched:
-        raise _unmatched(number, rule, rule.pattern)
-    return new
+def _split(
+    rule: Split, name: str, entry: MappedTensor, objects: frozenset[str]
+) -> list[tuple[str, MappedTensor]] | None:
+    found = re.fullmatch(rule.pattern, name)
+    if found is None:
+        return None
+    _check_tensor(name, entry, objects, "split")
+    parts, begin = [], 0
+    for into, length in zip(rule.into, _part_lengths(name, entry, rule), strict=True):
+        part = (
+            entry.selected(rule.dim, begin)
+            if rule.squeeze
+            else entry.narrowed(rule.dim, begin, length)
+        )
+        parts.append((found.expand(into), part))
+        begin += length
+    return parts
 
 
 def _part_lengths(name: str, entry: MappedTensor, rule: Split) -> list[int]:
@@ -272,18 +276,3 @@ def _natural(group: str | None) -> tuple[int, int, str]:
     """Returns what orders a pattern's groups: numbers as numbers, before texts."""
     text = group or ""
     return (0, int(text), "") if text.isdecimal() else (1, 0, text)
-
-
-def _transpose(entries: Entries, rule: Transpose, number: int, objects: frozenset[str]) -> Entries:
-    new: Entries = {}
-    is_matched = False
-    for name, entry in entries.items():
-        if re.fullmatch(rule.pattern, name):
-            is_matched = True
-            _check_tensor(name, entry, objects, "transpose")
-            _put(new, name, entry.transposed(*rule.dims), number)
-        else:
-            _put(new, name, entry, number)
-    if not is_matched:
-        raise _unmatched(number, rule, rule.pattern)
-    return new
