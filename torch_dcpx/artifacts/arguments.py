@@ -276,7 +276,7 @@ def assigned(
         for rank, offers in enumerate(of_ranks):
             for box in offers[number].boxes:
                 holders.setdefault(box, []).append(rank)
-        check_whole(tensor, list(holders))
+        _check_whole(tensor, list(holders))
         for box, able in holders.items():
             rank = min(able, key=loads.__getitem__)
             ranks[rank].append((number, box))
@@ -284,7 +284,7 @@ def assigned(
     return ranks
 
 
-def check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
+def _check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
     """Raises CorruptionError unless the boxes hold each element once."""
     ndims, sizes, counts = (
         array("q", values) for values in ([len(tensor.sizes)], tensor.sizes, [len(boxes)])

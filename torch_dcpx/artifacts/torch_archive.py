@@ -46,7 +46,7 @@ class _Storage(NamedTuple):
     """Stands for a storage in the pickle."""
 
     key: str
-    dtype: str
+    dtype: torch.dtype
     length: int  # elements; bytes where it is untyped
 
 
@@ -60,7 +60,7 @@ class _Tensor:
         dtype = _dtype(tensor)
         self._is_typed = not framing_of(dtype)[2]
         count = tensor.nbytes // tensor.itemsize if self._is_typed else tensor.nbytes
-        self._storage = _StorageStub(_Storage(str(key), tensor.dtype, count))
+        self._storage = _Storage(str(key), dtype, count)
         strides, step = [], 1
         for size in reversed(tensor.sizes):
             strides.append(step)
@@ -76,20 +76,13 @@ class _Tensor:
         return torch._utils._rebuild_tensor_v3, (*arguments, self._dtype)
 
 
-class _StorageStub:
-    def __init__(self, storage: _Storage) -> None:
-        self.storage = storage
-
-
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _StorageStub):
+        if not isinstance(obj, _Storage):
             return None
-        key, dtype_name, count = obj.storage
-        dtype = dtype_by_name(dtype_name)
-        assert dtype is not None  # noqa: S101 - for the type checker; _Tensor has asked
-        module, name, _ = framing_of(dtype)
-        return ("storage", getattr(importlib.import_module(module), name), key, "cpu", count)
+        module, name, _ = framing_of(obj.dtype)
+        kind = getattr(importlib.import_module(module), name)
+        return "storage", kind, obj.key, "cpu", obj.length
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
