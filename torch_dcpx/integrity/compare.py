@@ -117,12 +117,12 @@ def _compare(
         message = f"the pickle of {path!r} holds a {type(stock).__name__}, no Metadata"
         yield file_finding("metadata", name, message, where=where)
         return
-    for fqn, what in disagreements(metadata, stock):
+    for fqn, what in _disagreements(metadata, stock):
         message = f"pickle and columns of {path!r} disagree on {what}"
         yield file_finding("disagreement", name, message, where=where, fqns=(fqn and (fqn,)) or ())
 
 
-def disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, str]]:
+def _disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, str]]:
     """Yields (fqn or empty, what) for all that two metadata of one checkpoint say differently."""
     for fqn in {**columns.state_dict_metadata, **stock.state_dict_metadata}:
         entries = [found.state_dict_metadata.get(fqn) for found in (columns, stock)]

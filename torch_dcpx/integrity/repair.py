@@ -143,7 +143,6 @@ class _Kept(NamedTuple):
     files: dict[str, FileEntry] | None  # None: only the names are known
     source: Source
     save_id: str
-    assumed: tuple[str, ...] = ()
 
 
 class _Repair:
@@ -244,13 +243,14 @@ class _Repair:
     def _of_kept(self, name: str, kept: _Kept) -> _Made:
         """Makes what the damaged file named."""
         named = {info.relative_path for info in kept.metadata.storage_data.values()}
-        files, save_id, assumed = kept.files, kept.save_id, list(kept.assumed)
+        files, save_id = kept.files, kept.save_id
+        assumed: list[str] = []
         if files is None:
             facts = self._facts(name, sorted(named))
             path = str(self._directory.path / name)
             one_generation(facts, path, is_chosen=True)
-            noted, more = one_save(facts, path, is_chosen=True)
-            save_id, assumed = noted.hex() or kept.save_id, [*assumed, *more]
+            noted, assumed = one_save(facts, path, is_chosen=True)
+            save_id = noted.hex() or kept.save_id
             files = {one.name: _entry(one) for one in facts}
             if any(not names_its_file(one) for one in files):
                 assumed.append("no file without an id in its name is of another save")
