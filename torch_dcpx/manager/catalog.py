@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import nn
@@ -315,21 +316,19 @@ class _Live(Mapping[str, Any]):
 
     def __init__(self, model: Any) -> None:
         self._part = ModelPart(model)
-        self._state: dict[str, Any] | None = None
 
-    def _asked(self) -> dict[str, Any]:
-        if self._state is None:
-            self._state = self._part.state_dict()
-        return self._state
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        return self._part.state_dict()
 
     def __getitem__(self, name: str) -> Any:
-        return self._asked()[name]
+        return self._state[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._asked())
+        return iter(self._state)
 
     def __len__(self) -> int:
-        return len(self._asked())
+        return len(self._state)
 
 
 def _check_model(chosen: Stored) -> None:

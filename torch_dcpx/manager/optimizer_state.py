@@ -8,7 +8,7 @@ of the parameter's sizes is sharded is said by the parameter. What is not stored
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_dcpx.keys.key_map import keeps_names, unwrapped
-from torch_dcpx.manager.translate import TrainingRules
+from torch_dcpx.manager.translate import TrainingRules, owner_of
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
 
 _MAX_DEPTH = 64
@@ -135,16 +135,6 @@ def with_own_keys(loaded: Any, present: Any) -> Any:
         key = own.get(text, int(text) if are_numbers else text)
         made[key] = with_own_keys(value, now.get(key))
     return made
-
-
-def owner_of(name: str, *known: Collection[str]) -> str | None:
-    """Returns the parameter that "PARAMETER.KEY" begins with."""
-    end = name.find(".")
-    while end >= 0:
-        if any(name[:end] in names for names in known):
-            return name[:end]
-        end = name.find(".", end + 1)
-    return None
 
 
 def _is_number(text: str) -> bool:

@@ -282,10 +282,7 @@ class ManagerRoot:
             if self._pointer is None or order >= self._pointer.order:
                 self._pointer = Pointer(tag, step, save_id, order)
             still = [other for other in self._committing if other != tag]
-            try:
-                self._write(still)
-            except StorageError as error:
-                logger.warning("'%s' is committed; the pointer does not say so: %s", tag, error)
+            self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag, still)
 
     def point_away(self, tag: str, stored: Stored) -> None:
         """Makes an older checkpoint the newest where the newest was just deleted.
@@ -296,16 +293,19 @@ class ManagerRoot:
             if self._pointer is None or self._pointer.tag != tag:
                 return  # another was committed meanwhile
             self._pointer = _pointer_to(stored, max(self._pointer.order, stored.order))
-            try:
-                self._write()
-            except StorageError as error:
-                logger.warning("'%s' is deleted; the pointer still names it: %s", tag, error)
+            self._write_or_warn("'%s' is deleted; the pointer still names it: %s", tag)
+
+    def _write_or_warn(self, text: str, tag: str, committing: list[str] | None = None) -> None:
+        try:
+            self._write(committing)
+        except StorageError as error:
+            logger.warning(text, tag, error)
 
     def _write(self, committing: list[str] | None = None) -> None:
-        pointer = self._pointer or Pointer(None, None, None, 0)
         tags = self._committing if committing is None else committing
-        damaged = tuple(sorted(self._damaged))
-        pointer = pointer._replace(committing=tuple(tags), damaged=damaged)
+        pointer = (self._pointer or Pointer(None, None, None, 0))._replace(
+            committing=tuple(tags), damaged=tuple(sorted(self._damaged))
+        )
         write_pointer(self.path, pointer, is_durable=self.is_durable)
 
     def sync(self) -> None:

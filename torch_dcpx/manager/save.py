@@ -140,7 +140,7 @@ class Small(NamedTuple):
     digests: dict[str, bytes]
 
 
-def state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str, Any]:
+def _state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str, Any]:
     """Returns the state that this rank gives to a save."""
     state: dict[str, Any] = {}
     if parts.model is not None:
@@ -163,7 +163,7 @@ def state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str,
     return state
 
 
-def step_of(tag_or_step: str | int, step: int | None) -> int | None:
+def _step_of(tag_or_step: str | int, step: int | None) -> int | None:
     """Returns the step of a save; None where neither of its arguments says one.
 
     Raises:
@@ -182,7 +182,7 @@ def step_of(tag_or_step: str | int, step: int | None) -> int | None:
     return step_of_name(tag_of(tag_or_step)) if number is None else number
 
 
-def checked_metrics(metrics: Any) -> dict[str, float]:
+def _checked_metrics(metrics: Any) -> dict[str, float]:
     """Returns metrics as floats. Raises OptionError: what is no dict of numbers by name."""
     found: dict[str, float] = {}
     if metrics is not None and not isinstance(metrics, Mapping):
@@ -229,11 +229,11 @@ class Saves:
         def local() -> tuple[Small, Call]:
             tag = tag_of(tag_or_step)
             parts.check()
-            number = step_of(tag_or_step, step)
+            number = _step_of(tag_or_step, step)
             number = self.last_step if number is None else number
             small = parts.small()
             call = parts.call("save", small, tag=tag, step=number, is_async=self._is_async)
-            return small, replace(call, note=(checked_metrics(metrics), parts.groups()))
+            return small, replace(call, note=(_checked_metrics(metrics), parts.groups()))
 
         with ExitStack() as undo:
 
@@ -260,9 +260,9 @@ class Saves:
         try:
             with told_to_next(group, no_dist, options.save_timeout_s, "save", call):
                 self.last_step = record.step
-                state = state_of(parts, small, record, rank)
+                state = _state_of(parts, small, record, rank)
                 self._forget_ended()
-                writer = ManagedWriter(path, options, record, catalog.root, catalog.retention)
+                writer = _ManagedWriter(path, options, record, catalog.root, catalog.retention)
             save: Any = save_in_background if self._is_async else save_now
             saved: SaveHandle | SaveReport = save(
                 state, path, storage_writer=writer, process_group=group, no_dist=no_dist
@@ -307,7 +307,7 @@ class Saves:
             raise failed[0]
 
 
-class ManagedWriter(DcpxWriter):
+class _ManagedWriter(DcpxWriter):
     """Writes one checkpoint of a manager; on the coordinator, `finish` also keeps the root."""
 
     # A link that comes behind the coordinator's look is refused, too.

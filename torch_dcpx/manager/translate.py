@@ -13,7 +13,7 @@ under the names of their parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class TrainingRules(KeyMap):
         if prefix is None:
             return name
         rest = name.removeprefix(prefix)
-        old = self._owner(rest)
+        old = owner_of(rest, self._new)
         if old is None:
             return name
         if old in self._reshaped:
@@ -118,14 +118,15 @@ class TrainingRules(KeyMap):
         new = self._new[old]
         return None if new is None else prefix + new + rest[len(old) :]
 
-    def _owner(self, rest: str) -> str | None:
-        """Returns the stored parameter whose name begins "PARAMETER.KEY"."""
-        end = rest.find(".")
-        while end >= 0:
-            if rest[:end] in self._new:
-                return rest[:end]
-            end = rest.find(".", end + 1)
-        return None
+
+def owner_of(name: str, *known: Collection[str]) -> str | None:
+    """Returns the parameter that "PARAMETER.KEY" begins with."""
+    end = name.find(".")
+    while end >= 0:
+        if any(name[:end] in names for names in known):
+            return name[:end]
+        end = name.find(".", end + 1)
+    return None
 
 
 def checked_translate(translate: Any, model: Any) -> KeyMap | None:

@@ -90,17 +90,11 @@ class Wanted:
 
     def _asked_own(self) -> list[str]:
         """Returns the names of what is each rank's own that this call gives back."""
-        state = self._parts.state or {}
-        found: list[str] = []
-        for name in self._own_names:
-            part, _, key = name.partition(".")
-            is_asked = part == "user_content"
-            is_asked |= part == "dataloader" and self._parts.dataloader is not None
-            is_asked |= part == "lr_scheduler" and self._parts.lr_scheduler is not None
-            is_asked |= part == "state" and type(state.get(key)) is PerRank
-            if is_asked:
-                found.append(name)
-        return found
+        parts, state = self._parts, self._parts.state or {}
+        given = {"user_content"}
+        given |= {n for n in ("dataloader", "lr_scheduler") if getattr(parts, n) is not None}
+        given |= {f"state.{key}" for key, value in state.items() if type(value) is PerRank}
+        return [n for n in self._own_names if n in given or n.partition(".")[0] in given]
 
     def target(self) -> dict[str, Any]:
         """Returns what `dcpx.load` is to fill."""
