@@ -21,8 +21,8 @@ from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_globs, told_rules
 from torch_dcpx.errors import CorruptionError, OptionError, PlanError, UnsupportedError
+from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.keys.mapped_tensor import MappedTensor
-from torch_dcpx.keys.rules import KeyRules, checked_map
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.paths import absolute, checked_path
 
@@ -42,12 +42,12 @@ class ExportArguments(NamedTuple):
     directory: Path
     stem: str
     keys: tuple[str, ...] | None
-    key_map: KeyRules
+    key_map: KeyMap
     max_shard_bytes: int
     is_torch: bool
 
     def told(self) -> dict[str, Any]:
-        """Returns what ranks compare of them; small."""
+        """Returns the arguments as ranks compare them; small."""
         file_format = "torch" if self.is_torch else "safetensors"
         has_name = self.stem != _STEMS[file_format]
         return {
@@ -73,13 +73,13 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
 
 
 def told_source(source: Any) -> str:
-    """Returns what ranks compare of the source: that it is in memory, or where it lies."""
+    """Returns the text of a source that ranks compare: that it is in memory, or its path."""
     is_live = isinstance(source, (nn.Module, Mapping))
     return "a module or state dict" if is_live else absolute(source)
 
 
 def check_same_export(calls: Sequence[Call]) -> None:
-    """Compares what ranks ask for; one place may have several names, as a link gives it.
+    """Compares the exports that ranks ask for; links may give one place several names.
 
     Args:
         calls: by rank.
@@ -108,7 +108,7 @@ def checked_arguments(
     path: str | os.PathLike[str],
     file_format: str,
     keys: Iterable[str] | None,
-    key_map: KeyRules | None,
+    key_map: KeyMap | None,
     max_shard_bytes: int | str,
 ) -> ExportArguments:
     """Returns what the arguments say. Raises: OptionError for one that cannot work."""
@@ -134,7 +134,7 @@ def checked_arguments(
         directory, stem = directory.parent, directory.stem
     limit = _shard_bytes(max_shard_bytes)
     return ExportArguments(
-        directory, stem, globs, checked_map(key_map) or KeyRules(), limit, is_torch
+        directory, stem, globs, checked_map(key_map) or KeyMap(), limit, is_torch
     )
 
 
@@ -158,7 +158,7 @@ _MAX_SHOWN = 10
 
 
 class RankPart(NamedTuple):
-    """What a rank tells the coordinator of its part."""
+    """A rank's part of the artifact, as the coordinator gets it."""
 
     offers: list[Offer]  # of each tensor
     objects: dict[str, Any]  # by name, of a torch archive
@@ -181,9 +181,9 @@ def united(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
 
 
 def tensors_of(
-    entries: Mapping[str, Entry], part: str, key_map: KeyRules, *, is_safetensors: bool
+    entries: Mapping[str, Entry], part: str, key_map: KeyMap, *, is_safetensors: bool
 ) -> tuple[list[ExportTensor], dict[str, MappedTensor], list[str]]:
-    """Returns tensors of the artifact, of what they are made, and names of objects.
+    """Returns the artifact's tensors, the stored pieces of each, and the names of objects.
 
     Raises:
         UnsupportedError: dtypes or names that safetensors cannot hold, with all of them.
@@ -250,8 +250,9 @@ def check_same_tensors(tensors: Sequence[ExportTensor], parts: Sequence[RankPart
 def tied(
     tensors: Sequence[ExportTensor], of_ranks: Sequence[Sequence[Offer]]
 ) -> list[ExportTensor]:
-    """Returns tensors with the names of the same memory as aliases of the first; those stay in the
-    list, at their place, with the alias of None.
+    """Returns the tensors; the first of several names of one memory has the others as aliases.
+
+    A tensor that is an alias keeps its place in the list, and has no aliases itself.
     """
     first: dict[str, str] = {}
     for number, tensor in enumerate(tensors):
@@ -276,7 +277,7 @@ def assigned(
         for rank, offers in enumerate(of_ranks):
             for box in offers[number].boxes:
                 holders.setdefault(box, []).append(rank)
-        check_whole(tensor, list(holders))
+        _check_whole(tensor, list(holders))
         for box, able in holders.items():
             rank = min(able, key=loads.__getitem__)
             ranks[rank].append((number, box))
@@ -284,7 +285,7 @@ def assigned(
     return ranks
 
 
-def check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
+def _check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
     """Raises CorruptionError unless the boxes hold each element once."""
     ndims, sizes, counts = (
         array("q", values) for values in ([len(tensor.sizes)], tensor.sizes, [len(boxes)])

@@ -3,7 +3,7 @@
 1. Each rank: the names that it sees. All: the same list, and what the key map makes of it.
 2. Each rank: the boxes that it holds. Coordinator: who writes which, the layout, empty files.
 3. Each rank writes its boxes to their places, and syncs. Nothing is sent to another rank.
-4. Coordinator: heads, sizes, the last rename (`export_files`).
+4. Coordinator: heads, sizes, the last rename (`files`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,8 +41,8 @@ from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, StoredSource, s
 from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
 from torch_dcpx.checkpoint.same_call import Call, has_functions
 from torch_dcpx.errors import PlanError
+from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.keys.mapped_tensor import MappedTensor
-from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange
@@ -86,7 +87,7 @@ def export(
     *,
     format: Literal["safetensors", "torch"] = "safetensors",  # noqa: A002 - as torch and HF say
     keys: Iterable[str] | None = None,
-    key_map: KeyRules | None = None,
+    key_map: KeyMap | None = None,
     max_shard_bytes: int | str = "5GB",
     process_group: Any = None,
     no_dist: bool = False,
@@ -151,7 +152,7 @@ def export(
 
 
 class Names(NamedTuple):
-    """What a rank asks for, and sees of the source."""
+    """A rank's call, and the names that it sees in the source."""
 
     entries: dict[str, Entry]
     part: str
@@ -160,7 +161,7 @@ class Names(NamedTuple):
 
 
 def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
-    """Returns the names of all ranks, and what begins those of the model.
+    """Returns the names of all ranks, and the prefix of the model's.
 
     Raises:
         PlanError: ranks ask for different exports, or contradict each other.
@@ -179,13 +180,13 @@ def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
 
 
 class _Order(NamedTuple):
-    """What the coordinator tells a rank to write."""
+    """The coordinator's order to a rank: which boxes it writes, and where."""
 
     export_id: str
     layout: Layout
     tensors: tuple[ExportTensor, ...]  # of the artifact, in the order of the layout's payloads
     numbers: tuple[int, ...]  # of the payload, for each tensor that was offered; -1: an alias
-    own: tuple[tuple[int, Box], ...] | None  # None: by its share
+    own: tuple[tuple[int, Box], ...]  # of a live source; of a stored one a rank has its share
     piece_bytes: int  # of a share, the most of a box
 
 
@@ -201,7 +202,8 @@ class _Export:
         self._mapped: dict[str, MappedTensor] = {}
         self._objects: list[str] = []
         self._records: list[Any] = []  # of a torch archive, on the coordinator
-        self._files: ArtifactFiles | None = None
+        self._files: ArtifactFiles  # on the coordinator
+        self._stack = ExitStack()  # removes what an export that fails has made
         self._order: _Order
         self._counts = {"written_bytes": 0, "in_place_bytes": 0}
         self._plan_s = self._write_s = 0.0
@@ -212,7 +214,7 @@ class _Export:
         path: str | os.PathLike[str],
         file_format: str,
         keys: Iterable[str] | None,
-        key_map: KeyRules | None,
+        key_map: KeyMap | None,
         max_shard_bytes: int | str,
     ) -> None:
         """Agrees on the names, on every rank the same."""
@@ -273,9 +275,8 @@ class _Export:
         self._exchange.all_reduce("write", own, self._publish)
 
     def close(self) -> None:
-        """Removes what an export that failed has made."""
-        if self._files is not None:
-            self._files.close()
+        """Removes the files of an export that failed."""
+        self._stack.close()
 
     def report(self, total_s: float) -> ExportReport:
         """Returns what was done."""
@@ -306,6 +307,7 @@ class _Export:
         suffix = "" if arguments.is_torch else ".safetensors"
         files = ArtifactFiles(arguments.directory, arguments.stem, suffix, self._options)
         self._files = files
+        self._stack.callback(files.close)
         if arguments.is_torch:
             objects = {name: one for part in reversed(parts) for name, one in part.objects.items()}
             layout, self._records = torch_layout(kept, objects, arguments.stem)
@@ -320,7 +322,7 @@ class _Export:
         piece_bytes = min(part.piece_bytes for part in parts)
         orders = []
         for rank in range(len(of_ranks)):
-            own = None if is_shared else tuple(box for box in boxes[rank] if numbers[box[0]] >= 0)
+            own = () if is_shared else tuple(box for box in boxes[rank] if numbers[box[0]] >= 0)
             # Heads are the coordinator's to write.
             seen = (
                 layout
@@ -333,11 +335,8 @@ class _Export:
     def _write_own(self) -> list[int]:
         """Writes this rank's boxes. Returns its shares in the payloads' checksums."""
         order, memory_bytes = self._order, self._options.resolved_memory_bytes()
-        own: Iterable[tuple[int, Box]]
-        if order.own is not None:
-            own = order.own
-        else:
-            assert isinstance(self._source, StoredSource)  # noqa: S101 - for the type checker
+        own: Iterable[tuple[int, Box]] = order.own
+        if isinstance(self._source, StoredSource):
             rank, ranks = self._exchange.rank, self._exchange.world_size
             own = self._source.shares(rank, ranks, order.piece_bytes)
         boxes = [box for box in own if order.numbers[box[0]] >= 0]
@@ -374,7 +373,6 @@ class _Export:
 
     def _publish(self, of_ranks: list[list[int]]) -> None:
         """The coordinator's: all ranks have written."""
-        assert self._files is not None  # noqa: S101 - for the type checker
         self._exchange.note_phase("committing")
         order = self._order
         heads = [(number, 0, file.head) for number, file in enumerate(order.layout.files)]

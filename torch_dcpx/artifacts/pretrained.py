@@ -23,7 +23,7 @@ from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import RankLoad
 from torch_dcpx.errors import OptionError, UnsupportedError
-from torch_dcpx.keys.rules import KeyRules, checked_map
+from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.ranks.call_id import CallId, last_component
@@ -38,7 +38,7 @@ def load_pretrained(
     model: nn.Module,
     path: str | os.PathLike[str],
     *,
-    key_map: KeyRules | None = None,
+    key_map: KeyMap | None = None,
     strict: bool = True,
     allow_missing: Iterable[str] = (),
     cast: Literal["error", "allow"] = "error",
@@ -93,7 +93,7 @@ def load_pretrained(
         twins = {n: group for n, group in twins.items() if handed.copies.isdisjoint(group)}
         rules = LoadRules.of(strict, allow_missing, cast)
         rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
-        names = checked_map(key_map) or KeyRules()
+        names = checked_map(key_map) or KeyMap()
         reader = PretrainedReader(path, options=own_options)
         return RankLoad(
             reader, DcpxLoadPlanner(), rules, names, is_model=True, twins=twins,

@@ -9,12 +9,10 @@ fault every 4 KiB, which is as slow as the disk.
 from __future__ import annotations
 
 import itertools
-import math
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -61,12 +59,6 @@ class ExportRows:
         self._rows: list[ExportRow] = []
         self._copies: list[torch.Tensor] = []
         self._copied_bytes = 0
-        self.nbytes = 0
-
-    @property
-    def piece_bytes(self) -> int:
-        """Returns how large a copy may be."""
-        return self._piece_bytes
 
     def add(self, source: torch.Tensor, place: torch.Tensor, target: Target, fqn: str) -> None:
         """Adds memory of the shape of `place`, a view of the payload's strides."""
@@ -119,7 +111,6 @@ class ExportRows:
                 target.offset + target.nbytes,
             )
         )
-        self.nbytes += source.numel() * width
         if len(self._rows) >= _MOST_ROWS:
             self.flush()
 
@@ -153,9 +144,10 @@ def share_of(begin: int, total: int, ranks: int) -> int:
     return min(ranks - 1, begin * ranks // max(1, total))
 
 
-def volume(lengths: Sequence[int]) -> int:
-    """Returns how many elements a box has."""
-    return math.prod(lengths)
+def _byte_strides(lengths: Sequence[int], strides: Sequence[int], width: int) -> tuple[int, ...]:
+    return tuple(
+        stride * width if length > 1 else 0 for length, stride in zip(lengths, strides, strict=True)
+    )
 
 
 # ---- Copies, written while the next are filled ---------------------------------------------------
@@ -167,8 +159,8 @@ _SIZES = 32  # of pieces: what a copy wastes is an eighth at most
 class PieceMemory:
     """Memory for copies of up to `piece_bytes`, each used again when it was given back.
 
-    What is free and of another size goes before more is taken: no more is ever held than was lent
-    at one time.
+    It drops free memory of another size before it takes more, so that it never holds more than it
+    has lent at one time.
     """
 
     def __init__(self, piece_bytes: int) -> None:
@@ -188,7 +180,7 @@ class PieceMemory:
         return piece[:nbytes].view(dtype).view(sizes)
 
     def give_back(self, copies: Iterable[torch.Tensor]) -> None:
-        """Takes memory back that nobody uses any more."""
+        """Takes memory back whose bytes are written."""
         for copy in copies:
             piece = self._lent.pop(copy.data_ptr(), None)
             if piece is not None:
@@ -230,12 +222,7 @@ class BackgroundRows:
     def __enter__(self) -> BackgroundRows:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._is_over = True
         interruption: BaseException | None = None
         while True:
@@ -251,7 +238,7 @@ class BackgroundRows:
             raise interruption
 
     def memory(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for a copy. What was filled before goes on its way: the next batch begins.
+        """Returns memory for a copy. Copies that were filled before are a batch, and sent off.
 
         Raises: as `finish`.
         """

@@ -13,7 +13,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -52,44 +52,17 @@ class Entry(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What this rank holds of one tensor of the artifact."""
+    """The boxes of one tensor of the artifact that this rank holds."""
 
     name: str  # of that tensor
     boxes: tuple[Box, ...]
     twin: str | None  # the first name of the same memory, its own too; None: no bytes here
 
 
-class Source(Protocol):
-    """Where the bytes come from."""
-
-    is_shared: bool  # whether any rank can write any box
-    slot_parts: int  # of sixteen of the budget, for the slots of those who write
-    piece_bytes: int  # the most that is read at once of what is stored
-
-    def entries(self) -> tuple[dict[str, Entry], str]:
-        """Returns all names that this rank sees, and what begins those of the model."""
-
-    def generation(self) -> Generation | None:
-        """Returns which save of a stored checkpoint this rank reads."""
-
-    def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
-        """Returns objects by new name, where `names` gives their own; `is_first`: on rank 0."""
-
-    def offers(
-        self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]
-    ) -> list[Offer]:
-        """Returns what this rank holds of each tensor."""
-
-    def write(
-        self, own: Sequence[tuple[int, Box]], targets: Sequence[Target], rows: ExportRows
-    ) -> None:
-        """Writes boxes: (number of the tensor, box)."""
-
-
 def selected(
     entries: Mapping[str, Entry], part: str, keys: Iterable[str] | None
 ) -> tuple[dict[str, Entry], str]:
-    """Returns the entries that are meant, and what begins their names and is left out.
+    """Returns the chosen entries, and the prefix that their names lose.
 
     Raises:
         PlanError: a glob matches nothing.
@@ -109,8 +82,8 @@ def selected(
 class LiveSource:
     """A module or state dict, sharded or not."""
 
-    is_shared = False
-    slot_parts = 8  # the others: copies of what is no plain memory
+    is_shared = False  # a rank can write only the boxes that it holds
+    slot_parts = 8  # of sixteen of the budget, for slots; the others: copies of memory not plain
     piece_bytes = 0  # nothing is stored
 
     def __init__(self, source: nn.Module | Mapping[str, Any]) -> None:
@@ -229,7 +202,7 @@ def _read_options(options: WriteOptions) -> ReadOptions:
 class StoredSource:
     """A checkpoint, ours or stock's, or safetensors."""
 
-    is_shared = True
+    is_shared = True  # any rank can write any box
     slot_parts = _SLOT_PARTS
 
     def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:

@@ -1,7 +1,7 @@
-"""What torch.save would write of a flat dict, laid out before any byte of a tensor is there.
+"""The archive that torch.save writes of a flat dict, laid out before any byte of a tensor is there.
 
-A zip of stored records: the pickle, one record a storage, and what torch.load asks for beside them.
-Lengths are known at once; checksums come when all ranks have written.
+It is a zip of stored records: the pickle, one record a storage, and the small ones that torch.load
+reads beside them. Lengths are known at once; checksums come when all ranks have written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Storage(NamedTuple):
     """Stands for a storage in the pickle."""
 
     key: str
-    dtype: str
+    dtype: torch.dtype
     length: int  # elements; bytes where it is untyped
 
 
@@ -60,7 +60,7 @@ class _Tensor:
         dtype = _dtype(tensor)
         self._is_typed = not framing_of(dtype)[2]
         count = tensor.nbytes // tensor.itemsize if self._is_typed else tensor.nbytes
-        self._storage = _StorageStub(_Storage(str(key), tensor.dtype, count))
+        self._storage = _Storage(str(key), dtype, count)
         strides, step = [], 1
         for size in reversed(tensor.sizes):
             strides.append(step)
@@ -76,24 +76,17 @@ class _Tensor:
         return torch._utils._rebuild_tensor_v3, (*arguments, self._dtype)
 
 
-class _StorageStub:
-    def __init__(self, storage: _Storage) -> None:
-        self.storage = storage
-
-
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _StorageStub):
+        if not isinstance(obj, _Storage):
             return None
-        key, dtype_name, count = obj.storage
-        dtype = dtype_by_name(dtype_name)
-        assert dtype is not None  # noqa: S101 - for the type checker; _Tensor has asked
-        module, name, _ = framing_of(dtype)
-        return ("storage", getattr(importlib.import_module(module), name), key, "cpu", count)
+        module, name, _ = framing_of(obj.dtype)
+        kind = getattr(importlib.import_module(module), name)
+        return "storage", kind, obj.key, "cpu", obj.length
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError for what torch.load(weights_only=True) would not take."""
+    """Raises UnsupportedError for objects that torch.load(weights_only=True) refuses."""
     held: dict[int, Any] = {}
     refused = [name for name, value in objects.items() if not _is_plain(value, 0, held)]
     if refused:
@@ -139,7 +132,7 @@ def torch_layout(
 
 
 def torch_patches(records: Sequence[_Record], crcs: Sequence[int]) -> list[tuple[int, int, bytes]]:
-    """Returns all that is no payload: (file, offset, bytes).
+    """Returns the bytes around the payloads: (file, offset, bytes).
 
     Args:
         records: of `torch_layout`.
@@ -167,7 +160,7 @@ def _end_of(records: Sequence[_Record]) -> int:
 
 
 def _local_header(one: _Record, crc: int) -> bytes:
-    """Returns what lies before a payload, which begins where the padding ends."""
+    """Returns the bytes before a payload, which begins where the padding ends."""
     is_large = one.nbytes >= _IN_64_BITS
     extra = struct.pack("<HHQQ", 1, 16, one.nbytes, one.nbytes) if is_large else b""
     padding = one.payload_offset - one.offset - _LOCAL.size - len(one.name) - len(extra) - 4

@@ -23,7 +23,7 @@ from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
-from torch_dcpx.keys.rules import KeyRules, checked_map
+from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
@@ -51,7 +51,7 @@ def load(
     strict: bool = True,
     allow_missing: Iterable[str] = (),
     cast: Literal["error", "allow"] = "error",
-    key_map: KeyRules | None = None,
+    key_map: KeyMap | None = None,
 ) -> LoadReport:
     """Loads a checkpoint into `state_dict`, in place, as `dcp.load` does, and returns a report.
 

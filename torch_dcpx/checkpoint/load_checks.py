@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_dcpx._compat import dtype_name, wanted_sizes
 from torch_dcpx.errors import MismatchError, must_be
+from torch_dcpx.keys.key_map import WRAPPERS
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
-from torch_dcpx.keys.rules import WRAPPERS
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.planners.load_planner import unlike_names
 

@@ -25,8 +25,8 @@ from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
+from torch_dcpx.keys.key_map import KeyMap, keeps_names
 from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
-from torch_dcpx.keys.rules import KeyRules, keeps_names
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader
@@ -60,7 +60,7 @@ class RankLoad:
         reader: DcpxReader,
         planner: LoadPlanner,
         rules: LoadRules,
-        key_map: KeyRules | None = None,
+        key_map: KeyMap | None = None,
         *,
         is_model: bool = False,
         twins: Mapping[str, Collection[str]] | None = None,

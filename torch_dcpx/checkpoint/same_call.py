@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dcpx.errors import PlanError
-from torch_dcpx.keys.rules import KeyRules, Rule
+from torch_dcpx.keys.key_map import KeyMap
+from torch_dcpx.keys.rules import Rule
 from torch_dcpx.tensors.digests import conflicting_names
 
 logger = logging.getLogger("torch_dcpx")
@@ -90,17 +91,17 @@ def told_globs(globs: Collection[str] | None) -> list[str] | str | None:
     return f"{text[:_MAX_TOLD]}... {len(each)} globs ({_digest(text)})"
 
 
-def told_rules(key_map: KeyRules | None) -> str | None:
-    """Returns rules as ranks compare them, by a digest; of a function, that it is one."""
+def told_rules(key_map: KeyMap | None) -> str | None:
+    """Returns what ranks compare of rules: all of them but what functions do."""
     if key_map is None:
         return None
     text = repr([_told(rule) for rule in key_map.rules])
     return f"{len(key_map.rules)} rules ({_digest(text)}), wrappers={key_map.wrappers}"
 
 
-def has_functions(key_map: KeyRules) -> bool:
-    """Returns whether rules have functions, which `told_rules` cannot compare."""
-    is_own = type(key_map).resolve is not KeyRules.resolve
+def has_functions(key_map: KeyMap) -> bool:
+    """Returns whether `told_rules` cannot tell all that the rules do."""
+    is_own = type(key_map).resolve is not KeyMap.resolve
     return is_own or any(not isinstance(rule, (Mapping, tuple)) for rule in key_map.rules)
 
 

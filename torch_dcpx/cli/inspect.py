@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from torch_dcpx.cli.output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
 from torch_dcpx.errors import NotCommittedError
-from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
+from torch_dcpx.integrity.contents import commits_among, read_commit, wanted_sizes
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name
 from torch_dcpx.storage.reader_lock import being_read
 
 
@@ -153,51 +153,33 @@ def described(path: Path, keys: Sequence[str] = ()) -> list[Described]:
         CorruptionError, UnsafePickleError, UnsupportedError, StorageError: it cannot be read.
     """
     with being_read(path), Directory(path) as directory:
-        names = sorted(name for name in directory.names() if is_metadata_name(name))
-        if METADATA_NAME in names:
-            names = [METADATA_NAME]
-        if not names:
-            left = sum(is_data_file_name(name) for name in directory.names())
+        names = directory.names()
+        commits = commits_among(names)
+        if not commits:
+            left = sum(map(is_data_file_name, names))
             raise NotCommittedError(
                 f"'{path}' holds no '{METADATA_NAME}'"
                 + (f", but {left} data files: a save that did not end" if left else ""),
                 errno=errno.ENOENT,
                 path=str(path / METADATA_NAME),
             )
-        return [_described(directory, path, name, keys) for name in names]
+        return [_described(directory, path, name, keys) for name in commits]
 
 
 def _described(directory: Directory, path: Path, name: str, keys: Sequence[str]) -> Described:
-    with directory.open_small(name) as file:
-        found = decode_metadata(file, str(path / name))
+    found = read_commit(directory, name)
     items = tuple(item for item in _items(found.metadata) if not keys or _fits(item.fqn, keys))
-    return Described(
-        str(path),
-        name,
-        "stock" if found.files is None else "torch-dcpx",
-        found.save_id,
-        items,
-        _sizes(directory, found),
-    )
+    is_exact = found.files is not None
+    sizes = {
+        name: FileSize(_size(directory, name), nbytes, is_exact)
+        for name, nbytes in sorted(wanted_sizes(found).items())
+    }
+    written_by = "torch-dcpx" if is_exact else "stock"
+    return Described(str(path), name, written_by, found.save_id, items, sizes)
 
 
 def _fits(fqn: str, keys: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(fqn, key) for key in keys)
-
-
-def _sizes(directory: Directory, found: CheckpointMetadata) -> dict[str, FileSize]:
-    wanted: dict[str, int] = {}
-    if found.files is not None:
-        wanted = {name: entry.nbytes for name, entry in found.files.items()}
-    else:
-        for place in (found.metadata.storage_data or {}).values():
-            end = place.offset + place.length
-            wanted[place.relative_path] = max(end, wanted.get(place.relative_path, 0))
-    is_exact = found.files is not None
-    return {
-        name: FileSize(_size(directory, name), nbytes, is_exact)
-        for name, nbytes in sorted(wanted.items())
-    }
 
 
 def _size(directory: Directory, name: str) -> int | None:

@@ -25,7 +25,7 @@ from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_temporary_name
 
 
-class Listed(NamedTuple):
+class _Listed(NamedTuple):
     """One directory."""
 
     name: str
@@ -64,20 +64,20 @@ def _is_of_checkpoint(name: str) -> bool:
     return is_metadata_name(name) or is_data_file_name(name) or is_temporary_name(name)
 
 
-def _listed(path: Path, name: str) -> Listed:
+def _listed(path: Path, name: str) -> _Listed:
     try:
         with Directory(path) as directory:
             if not any(map(_is_of_checkpoint, directory.names())):
-                return Listed(name, "none", "", 0, 0, 0, "")
+                return _Listed(name, "none", "", 0, 0, 0, "")
         found = described(path)
     except NotCommittedError as error:
-        return Listed(name, "uncommitted", "", 0, 0, 0, str(error))
+        return _Listed(name, "uncommitted", "", 0, 0, 0, str(error))
     except DcpxError as error:
         state = "damaged" if is_of_checkpoint(error) else "unreadable"
-        return Listed(name, state, "", 0, 0, 0, f"{type(error).__name__}: {error}")
+        return _Listed(name, state, "", 0, 0, 0, f"{type(error).__name__}: {error}")
     faults = [fault for each in found for fault in each.faults]
     files: set[str] = set().union(*(each.files for each in found))
-    return Listed(
+    return _Listed(
         name,
         "damaged" if faults else "whole",
         found[0].written_by,

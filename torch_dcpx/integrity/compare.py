@@ -103,7 +103,7 @@ def _compare(
 ) -> Iterator[Finding]:
     """Yields where the pickle says something else than the columns.
 
-    What we would write of the columns is compared first: nothing of a pickle need be decoded then.
+    It compares the bytes that a save would write of the columns first: equal ones need no decoding.
     """
     where = (0, len(pickle))
     try:
@@ -117,13 +117,13 @@ def _compare(
         message = f"the pickle of {path!r} holds a {type(stock).__name__}, no Metadata"
         yield file_finding("metadata", name, message, where=where)
         return
-    for fqn, what in disagreements(metadata, stock):
+    for fqn, what in _disagreements(metadata, stock):
         message = f"pickle and columns of {path!r} disagree on {what}"
         yield file_finding("disagreement", name, message, where=where, fqns=(fqn and (fqn,)) or ())
 
 
-def disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, str]]:
-    """Yields (fqn or empty, what) for all that two metadata of one checkpoint say differently."""
+def _disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, str]]:
+    """Yields (fqn or empty, what) for each difference of two metadata of one checkpoint."""
     for fqn in {**columns.state_dict_metadata, **stock.state_dict_metadata}:
         entries = [found.state_dict_metadata.get(fqn) for found in (columns, stock)]
         if _comparable(entries[0]) != _comparable(entries[1]):
@@ -136,7 +136,7 @@ def disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, str
 
 
 def _comparable(entry: Any) -> Any:
-    """Returns an entry without what the pickle of one torch has and that of another has not."""
+    """Returns the fields of an entry that the pickles of all torches have."""
     if not isinstance(entry, TensorStorageMetadata):
         return type(entry)
     return common_properties(entry.properties), entry.size, entry.chunks
@@ -226,7 +226,7 @@ def look_at_named(job: _C.VerifyJob, checkpoint: StoredCheckpoint, name: str) ->
 
 
 def look_at_file(job: _C.VerifyJob, name: str) -> tuple[FileFacts | None, LookedAt]:
-    """Looks at a file that no metadata vouches for, and adds it to what `job` sums."""
+    """Looks at a file by its footer alone, and adds it to what `job` sums."""
     try:
         name.encode()
         facts = add_file(job, name)

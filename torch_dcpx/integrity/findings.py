@@ -21,7 +21,7 @@ _MAX_NAMES = 3  # in a line of text
 _MAX_LINES = 100
 
 # A note says what is worth knowing; everything else is a fault.
-NOTES = frozenset({"leftover", "padding", "unchecked"})
+_NOTES = frozenset({"leftover", "padding", "unchecked"})
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Finding:
     @property
     def is_fault(self) -> bool:
         """Whether it makes the checkpoint one that is not as it was written."""
-        return self.kind not in NOTES
+        return self.kind not in _NOTES
 
     def __str__(self) -> str:
         names = ", ".join(f"'{fqn}'" for fqn in self.fqns[:_MAX_NAMES])

@@ -4,7 +4,7 @@
    touched.
 2. What it said is taken from the first of these that is there: the damaged file's columns, its
    pickle, the footers of the data files. The first two name the files of the save; with footers
-   alone these must prove it (`repair_footers`); what they cannot is assumed, and the caller says
+   alone these must prove it (`rebuild`); what they cannot is assumed, and the caller says
    whether it is.
 3. Every data file that it will name must be there, with a whole footer that holds what is said.
 4. It is written as a save commits: temporary name, fsync, rename, fsync of the directory.
@@ -26,6 +26,7 @@ from torch_dcpx.integrity.compare import (
     look_at_file,
     look_at_named,
 )
+from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.integrity.findings import Finding, RepairedMetadata, RepairReport, Source
 from torch_dcpx.integrity.footers import FileFacts
 from torch_dcpx.integrity.rebuild import (
@@ -36,7 +37,7 @@ from torch_dcpx.integrity.rebuild import (
     one_generation,
     one_save,
 )
-from torch_dcpx.integrity.verify import open_checkpoint, verify_job
+from torch_dcpx.integrity.verify import verify_job
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
@@ -137,13 +138,12 @@ class _Made(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What is left of a damaged file of metadata."""
+    """The part of a damaged file of metadata that is whole."""
 
     metadata: Metadata
     files: dict[str, FileEntry] | None  # None: only the names are known
     source: Source
     save_id: str
-    assumed: tuple[str, ...] = ()
 
 
 class _Repair:
@@ -223,7 +223,7 @@ class _Repair:
         return made
 
     def _kept_of(self, name: str) -> _Kept | None:
-        """Returns what the damaged file still says; None: nothing that is known to be whole."""
+        """Returns the part of the damaged file that is known to be whole; None: there is none."""
         if name not in self._directory.names():
             return None
         data = self._directory.read_small(name)
@@ -244,13 +244,14 @@ class _Repair:
     def _of_kept(self, name: str, kept: _Kept) -> _Made:
         """Makes what the damaged file named."""
         named = {info.relative_path for info in kept.metadata.storage_data.values()}
-        files, save_id, assumed = kept.files, kept.save_id, list(kept.assumed)
+        files, save_id = kept.files, kept.save_id
+        assumed: list[str] = []
         if files is None:
             facts = self._facts(name, sorted(named))
             path = str(self._directory.path / name)
             one_generation(facts, path, is_chosen=True)
-            noted, more = one_save(facts, path, is_chosen=True)
-            save_id, assumed = noted.hex() or kept.save_id, [*assumed, *more]
+            noted, assumed = one_save(facts, path, is_chosen=True)
+            save_id = noted.hex() or kept.save_id
             files = {one.name: _entry(one) for one in facts}
             if any(not names_its_file(one) for one in files):
                 assumed.append("no file without an id in its name is of another save")

@@ -10,17 +10,14 @@ Nothing ends at the first finding, no process group is needed, and nothing of a 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch_dcpx._native import _C
-from torch_dcpx.errors import NotCommittedError, StorageError
 from torch_dcpx.integrity.compare import (
     LookedAt,
     StoredCheckpoint,
@@ -28,6 +25,7 @@ from torch_dcpx.integrity.compare import (
     look_at_named,
     read_checkpoint,
 )
+from torch_dcpx.integrity.contents import commits_among, open_checkpoint
 from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, of_raw
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.options import ReadOptions
@@ -95,25 +93,6 @@ def verify(
     )
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
-    """Opens the directory of a checkpoint.
-
-    Raises:
-        NotCommittedError: there is no such directory.
-        StorageError: it cannot be opened.
-    """
-    try:
-        return Directory(Path(path))
-    except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-        raise NotCommittedError(
-            f"'{os.fspath(path)}' is no directory: there is no checkpoint",
-            errno=error.errno,
-            path=os.fspath(path),
-        ) from error
-
-
 def verify_job(directory: Directory, options: ReadOptions) -> _C.VerifyJob:
     """Returns a job whose slots stay within the options' memory."""
     slot_bytes = max(_MIN_SLOT_BYTES, 1 << (options.slot_bytes.bit_length() - 1))
@@ -154,8 +133,7 @@ class _Run:
     def look(self) -> None:
         """Steps 1 and 2."""
         names = self._directory.names()
-        metadata_names = list(filter(is_metadata_name, names))
-        self.commits = [METADATA_NAME] if METADATA_NAME in names else metadata_names
+        self.commits = commits_among(names)
         checkpoints = [self._read(name) for name in self.commits]
         known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
         for checkpoint in known:
@@ -170,7 +148,7 @@ class _Run:
                 self._add(name, looked)
         else:
             self._note_leftovers(unnamed)
-        beside = set(metadata_names) - set(self.commits)
+        beside = set(filter(is_metadata_name, names)) - set(self.commits)
         self._note_leftovers([*beside, *filter(is_temporary_name, names)])
 
     def sum(self, progress: Callable[[int, int], None] | None) -> None:

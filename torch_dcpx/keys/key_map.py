@@ -1,4 +1,8 @@
-"""KeyMap: what a user says of names and shapes, and its dry run."""
+"""KeyMap: stored names and shapes to those of a model, while a load is planned; and its dry run.
+
+1. Wrapper components leave the stored names (`wrappers=True`).
+2. The rules are applied in their order.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from torch_dcpx.keys.mapped_tensor import Sizes
-from torch_dcpx.keys.rules import KeyRules
+from torch_dcpx.errors import OptionError
+from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
+from torch_dcpx.keys.rules import Entries, Rule, applied, checked_rule
 from torch_dcpx.reader.pretrained_reader import stored_sizes
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 
 
 class DryRun(NamedTuple):
-    """What a map makes of stored names. `print()` shows it as a table."""
+    """Stored names and the names that a map gives them. `print()` shows a table."""
 
     rows: tuple[tuple[tuple[str, ...], str], ...]  # stored names, new name
     dropped: tuple[str, ...]  # stored names of which nothing is left
@@ -22,7 +29,7 @@ class DryRun(NamedTuple):
         return "\n".join([*lines, *(f"{name} -> (left out)" for name in self.dropped)])
 
 
-class KeyMap(KeyRules):
+class KeyMap:
     """Renames, splits, merges and transposes what is stored. Immutable; picklable if its rules are.
 
     Args:
@@ -38,6 +45,43 @@ class KeyMap(KeyRules):
     Raises:
         OptionError: a rule is none of these, or no regular expression.
     """
+
+    def __init__(self, *rules: Rule, wrappers: bool = True) -> None:
+        if type(wrappers) is not bool:
+            raise OptionError(
+                f"wrappers must be True or False, got {wrappers!r}",
+                option="wrappers",
+                value=wrappers,
+            )
+        self.rules = tuple(map(checked_rule, rules))
+        self.wrappers = wrappers
+
+    def resolve(
+        self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False, part: str = ""
+    ) -> Entries:
+        """Returns what the stored entries become, by their new names.
+
+        Args:
+            stored: sizes of tensors by stored name, None for objects.
+            tensors_only: whether None stands for a tensor of unknown sizes instead.
+            part: what begins the names that are meant; rules see those without it. Default: all.
+
+        Raises:
+            PlanError: two entries get one name, a rule matches nothing, or shapes do not allow it.
+        """
+        entries = {
+            name.removeprefix(part): MappedTensor.whole(name, sizes)
+            for name, sizes in stored.items()
+            if name.startswith(part)
+        }
+        if self.wrappers:
+            entries = _without_wrappers(entries)
+        objects: frozenset[str] = frozenset()
+        if not tensors_only:
+            objects = frozenset(name for name, sizes in stored.items() if sizes is None)
+        for number, rule in enumerate(self.rules):
+            entries = applied(rule, entries, number, objects)
+        return entries
 
     def dry_run(
         self, source: str | os.PathLike[str] | Mapping[str, Sizes | None] | Iterable[str]
@@ -64,3 +108,41 @@ class KeyMap(KeyRules):
         rows = tuple((entry.sources, name) for name, entry in entries.items())
         used = {name for sources, _ in rows for name in sources}
         return DryRun(rows, tuple(name for name in stored if name not in used))
+
+
+def keeps_names(key_map: KeyMap, names: Iterable[str]) -> bool:
+    """Returns whether all names surely stay as they are; searches one text of all names."""
+    if key_map.rules or not key_map.wrappers:
+        return not key_map.rules
+    text = "\n".join(map(str, names))
+    return not any(wrapper in text for wrapper in WRAPPERS)
+
+
+def checked_map(key_map: KeyMap | None) -> KeyMap | None:
+    """Returns the argument of an entry point. Raises: OptionError."""
+    if key_map is not None and not isinstance(key_map, KeyMap):
+        raise OptionError(
+            f"key_map must be a KeyMap or None, got {type(key_map).__name__}",
+            option="key_map",
+            value=key_map,
+        )
+    return key_map
+
+
+def unwrapped(name: str) -> str:
+    """Returns a name without the components that wrappers put into it."""
+    if not any(wrapper in name for wrapper in WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _without_wrappers(entries: Entries) -> Entries:
+    """Returns entries by names without wrappers; those that would then meet keep theirs."""
+    counts: dict[str, int] = {}
+    for name in entries:
+        bare = unwrapped(name)
+        counts[bare] = counts.get(bare, 0) + 1
+    return {
+        (unwrapped(name) if counts[unwrapped(name)] == 1 and unwrapped(name) else name): entry
+        for name, entry in entries.items()
+    }

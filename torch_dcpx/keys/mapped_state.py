@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import wanted_chunks, wanted_sizes
 from torch_dcpx.errors import PlanError
+from torch_dcpx.keys.key_map import KeyMap, unwrapped
 from torch_dcpx.keys.mapped_tensor import MappedTensor, StoredPart
-from torch_dcpx.keys.rules import KeyRules, unwrapped
 from torch_dcpx.metadata.lazy import sizes_of
 
 
@@ -71,8 +71,9 @@ class MappedState(NamedTuple):
 
 
 def model_part(metadata: Metadata) -> str:
-    """Returns what begins the names of the model in a checkpoint that has parts ("model."); "" for
-    others. Parts are keys of the saved dict, as its planner noted them.
+    """Returns the prefix of the model's names, "model." in a checkpoint that has parts, else "".
+
+    Parts are keys of the saved dict, as its planner noted them.
     """
     paths = metadata.planner_data
     if not isinstance(paths, dict):
@@ -84,7 +85,7 @@ def model_part(metadata: Metadata) -> str:
 
 
 def map_state(
-    state: Mapping[str, Any], stored: Mapping[str, Any], key_map: KeyRules, part: str = ""
+    state: Mapping[str, Any], stored: Mapping[str, Any], key_map: KeyMap, part: str = ""
 ) -> MappedState:
     """Returns a flat state by stored names.
 
@@ -109,7 +110,7 @@ def map_state(
 
 
 def _matches(
-    state: Mapping[str, Any], entries: Mapping[str, MappedTensor], key_map: KeyRules
+    state: Mapping[str, Any], entries: Mapping[str, MappedTensor], key_map: KeyMap
 ) -> dict[str, str | None]:
     """Returns for each name of the state the entry that it means."""
     matches: dict[str, str | None] = {name: name if name in entries else None for name in state}

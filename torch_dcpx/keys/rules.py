@@ -1,20 +1,16 @@
-"""The rules of a KeyMap: stored names and shapes to those of a model, while a load is planned.
+"""The rules of a KeyMap: each makes other entries of those that the rule before has left.
 
-1. Wrapper components leave the stored names (`wrappers=True`).
-2. Rules are applied in their order, each to what the last has left.
-3. Two entries under one name, and a rule that nothing matches, are errors with names.
+Two entries under one name, and a rule that nothing matches, are errors with names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
-from torch_dcpx.errors import OptionError, PlanError, must_be
-from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
-
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
+from torch_dcpx.errors import OptionError, PlanError
+from torch_dcpx.keys.mapped_tensor import MappedTensor
 
 Entries: TypeAlias = dict[str, MappedTensor]
 
@@ -71,75 +67,7 @@ Rule: TypeAlias = (
 )
 
 
-class KeyRules:
-    """What a KeyMap does; see there."""
-
-    def __init__(self, *rules: Rule, wrappers: bool = True) -> None:
-        if type(wrappers) is not bool:
-            raise must_be("wrappers", wrappers, "True or False")
-        self.rules = tuple(map(_checked, rules))
-        self.wrappers = wrappers
-
-    def resolve(
-        self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False, part: str = ""
-    ) -> Entries:
-        """Returns what the stored entries become, by their new names.
-
-        Args:
-            stored: sizes of tensors by stored name, None for objects.
-            tensors_only: whether None stands for a tensor of unknown sizes instead.
-            part: what begins the names that are meant; rules see those without it. Default: all.
-
-        Raises:
-            PlanError: two entries get one name, a rule matches nothing, or shapes do not allow it.
-        """
-        entries = {
-            name.removeprefix(part): MappedTensor.whole(name, sizes)
-            for name, sizes in stored.items()
-            if name.startswith(part)
-        }
-        if self.wrappers:
-            entries = _without_wrappers(entries)
-        objects = frozenset() if tensors_only else _objects(stored)
-        for number, rule in enumerate(self.rules):
-            if isinstance(rule, Split):
-                entries = _split(entries, rule, number, objects)
-            elif isinstance(rule, Merge):
-                entries = _merge(entries, rule, number, objects)
-            elif isinstance(rule, Transpose):
-                entries = _transpose(entries, rule, number, objects)
-            else:
-                entries = _rename(entries, rule, number)
-        return entries
-
-
-def keeps_names(key_map: KeyRules, names: Iterable[str]) -> bool:
-    """Returns whether it is plain without a look at each that all names stay as they are."""
-    if key_map.rules or not key_map.wrappers:
-        return not key_map.rules
-    text = "\n".join(map(str, names))
-    return not any(wrapper in text for wrapper in WRAPPERS)
-
-
-def checked_map(key_map: KeyRules | None) -> KeyRules | None:
-    """Returns the argument of an entry point. Raises: OptionError."""
-    if key_map is not None and not isinstance(key_map, KeyRules):
-        raise OptionError(
-            f"key_map must be a KeyMap or None, got {type(key_map).__name__}",
-            option="key_map",
-            value=key_map,
-        )
-    return key_map
-
-
-def unwrapped(name: str) -> str:
-    """Returns a name without the components that wrappers put into it."""
-    if not any(wrapper in name for wrapper in WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def _checked(rule: Rule) -> Rule:
+def checked_rule(rule: Rule) -> Rule:
     """Returns a rule that can work."""
     if isinstance(rule, Merge) and isinstance(rule.patterns, str):
         rule = rule._replace(patterns=(rule.patterns,))
@@ -200,20 +128,62 @@ def _can_make(pattern: str, made: str) -> bool:
     return True
 
 
-def _objects(stored: Mapping[str, Sizes | None]) -> frozenset[str]:
-    return frozenset(name for name, sizes in stored.items() if sizes is None)
+def applied(rule: Rule, entries: Entries, number: int, objects: frozenset[str]) -> Entries:
+    """Returns what a rule makes of all entries.
+
+    Args:
+        rule: that was checked.
+        entries: by the names that the rule before has given them.
+        number: of the rule, for messages.
+        objects: stored names of what is no tensor.
+
+    Raises:
+        PlanError: two entries get one name, the rule matches nothing, or shapes do not allow it.
+    """
+    if isinstance(rule, Merge):
+        return _merge(entries, rule, number, objects)
+    if isinstance(rule, Mapping):
+        missing = [name for name in rule if name not in entries]
+        if missing:
+            raise _unmatched(number, rule, missing[0] if len(missing) == 1 else missing)
+    new: Entries = {}
+    is_matched = False
+    for name, entry in entries.items():
+        made = _made(rule, name, entry, objects)
+        is_matched |= made is not None
+        for new_name, part in [(name, entry)] if made is None else made:
+            _put(new, new_name, part, number)
+    if isinstance(rule, tuple) and not is_matched:
+        raise _unmatched(number, rule, rule[0])
+    return new
 
 
-def _without_wrappers(entries: Entries) -> Entries:
-    """Returns entries by names without wrappers; those that would then meet keep theirs."""
-    counts: dict[str, int] = {}
-    for name in entries:
-        bare = unwrapped(name)
-        counts[bare] = counts.get(bare, 0) + 1
-    return {
-        (unwrapped(name) if counts[unwrapped(name)] == 1 and unwrapped(name) else name): entry
-        for name, entry in entries.items()
-    }
+def _made(
+    rule: Rule, name: str, entry: MappedTensor, objects: frozenset[str]
+) -> list[tuple[str, MappedTensor]] | None:
+    """Returns the entries that a rule makes of one; None where its pattern does not match."""
+    if isinstance(rule, Split):
+        return _split(rule, name, entry, objects)
+    if isinstance(rule, Transpose):
+        if re.fullmatch(rule.pattern, name) is None:
+            return None
+        _check_tensor(name, entry, objects, "transpose")
+        return [(name, entry.transposed(*rule.dims))]
+    renamed: object
+    if isinstance(rule, Mapping):
+        renamed = rule.get(name, name)
+    elif isinstance(rule, tuple):
+        pattern, replacement = cast("tuple[str, str]", rule)
+        renamed, found = re.subn(pattern, replacement, name)
+        if not found:
+            return None
+    else:
+        renamed = rule(name)
+    if renamed is None:
+        return []
+    if not isinstance(renamed, str):
+        raise PlanError(f"a rule of the KeyMap makes {renamed!r} of '{name}'", fqn=name)
+    return [(renamed, entry)]
 
 
 def _put(entries: Entries, name: str, entry: MappedTensor, number: int) -> None:
@@ -231,61 +201,28 @@ def _unmatched(number: int, rule: Rule, what: object) -> PlanError:
     )
 
 
-def _rename(entries: Entries, rule: Rule, number: int) -> Entries:
-    new: Entries = {}
-    matches = 0
-    if isinstance(rule, Mapping):
-        missing = [name for name in rule if name not in entries]
-        if missing:
-            raise _unmatched(number, rule, missing[0] if len(missing) == 1 else missing)
-    for name, entry in entries.items():
-        renamed: str | None
-        if isinstance(rule, Mapping):
-            renamed = rule.get(name, name)
-        elif isinstance(rule, tuple):
-            pattern, replacement = cast("tuple[str, str]", rule)
-            renamed, found = re.subn(pattern, replacement, name)
-            matches += found
-        else:
-            renamed = rule(name)
-        if renamed is None:
-            continue
-        if not isinstance(renamed, str):
-            raise PlanError(f"a rule of the KeyMap makes {renamed!r} of '{name}'", fqn=name)
-        _put(new, renamed, entry, number)
-    if isinstance(rule, tuple) and not matches:
-        raise _unmatched(number, rule, rule[0])
-    return new
-
-
 def _check_tensor(name: str, entry: MappedTensor, objects: frozenset[str], what: str) -> None:
     if not objects.isdisjoint(entry.sources):
         raise PlanError(f"'{name}' is an object, which nobody can {what}", fqn=name)
 
 
-def _split(entries: Entries, rule: Split, number: int, objects: frozenset[str]) -> Entries:
-    new: Entries = {}
-    is_matched = False
-    for name, entry in entries.items():
-        found = re.fullmatch(rule.pattern, name)
-        if found is None:
-            _put(new, name, entry, number)
-            continue
-        is_matched = True
-        _check_tensor(name, entry, objects, "split")
-        lengths = _part_lengths(name, entry, rule)
-        begin = 0
-        for into, length in zip(rule.into, lengths, strict=True):
-            part = (
-                entry.selected(rule.dim, begin)
-                if rule.squeeze
-                else entry.narrowed(rule.dim, begin, length)
-            )
-            _put(new, found.expand(into), part, number)
-            begin += length
-    if not is_matched:
-        raise _unmatched(number, rule, rule.pattern)
-    return new
+def _split(
+    rule: Split, name: str, entry: MappedTensor, objects: frozenset[str]
+) -> list[tuple[str, MappedTensor]] | None:
+    found = re.fullmatch(rule.pattern, name)
+    if found is None:
+        return None
+    _check_tensor(name, entry, objects, "split")
+    parts, begin = [], 0
+    for into, length in zip(rule.into, _part_lengths(name, entry, rule), strict=True):
+        part = (
+            entry.selected(rule.dim, begin)
+            if rule.squeeze
+            else entry.narrowed(rule.dim, begin, length)
+        )
+        parts.append((found.expand(into), part))
+        begin += length
+    return parts
 
 
 def _part_lengths(name: str, entry: MappedTensor, rule: Split) -> list[int]:
@@ -339,18 +276,3 @@ def _natural(group: str | None) -> tuple[int, int, str]:
     """Returns what orders a pattern's groups: numbers as numbers, before texts."""
     text = group or ""
     return (0, int(text), "") if text.isdecimal() else (1, 0, text)
-
-
-def _transpose(entries: Entries, rule: Transpose, number: int, objects: frozenset[str]) -> Entries:
-    new: Entries = {}
-    is_matched = False
-    for name, entry in entries.items():
-        if re.fullmatch(rule.pattern, name):
-            is_matched = True
-            _check_tensor(name, entry, objects, "transpose")
-            _put(new, name, entry.transposed(*rule.dims), number)
-        else:
-            _put(new, name, entry, number)
-    if not is_matched:
-        raise _unmatched(number, rule, rule.pattern)
-    return new

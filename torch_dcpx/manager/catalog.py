@@ -1,4 +1,4 @@
-"""What a manager's root holds: the coordinator looks at it and changes it, for all ranks.
+"""The checkpoints beneath a root: the coordinator looks at them and changes them, for all ranks.
 
 `agree` compares the ranks' calls, and the coordinator answers for all of them. `export` and
 `dry_run` hold the readers' lock of the checkpoint, so that nobody's retention takes it away
@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import nn
@@ -29,7 +30,6 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
-from torch_dcpx.keys.rules import KeyRules
 from torch_dcpx.manager.pointer import tag_of, tag_or_none
 from torch_dcpx.manager.removal import PIN_NAME, remove_checkpoint
 from torch_dcpx.manager.retention import Retention
@@ -248,7 +248,7 @@ class CheckpointCatalog:
         path: str | os.PathLike[str],
         file_format: Any,
         keys: Iterable[str] | None,
-        key_map: KeyRules | None,
+        key_map: KeyMap | None,
         max_shard_bytes: int | str,
         options: WriteOptions | None,
     ) -> ExportReport:
@@ -283,7 +283,7 @@ class CheckpointCatalog:
         """Does `CheckpointManager.dry_run`."""
         with ExitStack() as stack:
 
-            def local() -> tuple[KeyRules, Call]:
+            def local() -> tuple[KeyMap, Call]:
                 found = checked_translate(translate, True)
                 if found is None:
                     raise OptionError(
@@ -292,7 +292,7 @@ class CheckpointCatalog:
                 named = None if tag is None else tag_of(tag)
                 return found, Call("dry_run", {"tag": named, "translate": told_rules(found)})
 
-            def reduce(calls: list[Call], rules: KeyRules) -> DryRun:
+            def reduce(calls: list[Call], rules: KeyMap) -> DryRun:
                 chosen, _ = self.choose(calls[0].arguments["tag"], stack, allow_fresh=False)
                 if chosen is None:
                     raise NotCommittedError(
@@ -305,7 +305,7 @@ class CheckpointCatalog:
                     for name, size in stored_sizes(str(chosen.path)).items()
                     if name.startswith(MODEL)
                 }
-                return KeyMap(*rules.rules, wrappers=rules.wrappers).dry_run(model)
+                return rules.dry_run(model)
 
             with self.exchange("dry_run") as exchange:
                 return self.agree(exchange, "dry_run", local, reduce)[1]
@@ -316,21 +316,19 @@ class _Live(Mapping[str, Any]):
 
     def __init__(self, model: Any) -> None:
         self._part = ModelPart(model)
-        self._state: dict[str, Any] | None = None
 
-    def _asked(self) -> dict[str, Any]:
-        if self._state is None:
-            self._state = self._part.state_dict()
-        return self._state
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        return self._part.state_dict()
 
     def __getitem__(self, name: str) -> Any:
-        return self._asked()[name]
+        return self._state[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._asked())
+        return iter(self._state)
 
     def __len__(self) -> int:
-        return len(self._asked())
+        return len(self._state)
 
 
 def _check_model(chosen: Stored) -> None:

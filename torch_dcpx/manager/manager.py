@@ -18,8 +18,7 @@ from torch import nn
 
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
-from torch_dcpx.keys.key_map import DryRun
-from torch_dcpx.keys.rules import KeyRules
+from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge
 from torch_dcpx.manager.preemption import Preemption
@@ -149,7 +148,7 @@ class CheckpointManager:
         strict: bool = True,
         load_optimizer: bool = True,
         merge: Merge = None,
-        translate: KeyRules | Callable[[str], str | None] | None = None,
+        translate: KeyMap | Callable[[str], str | None] | None = None,
         fallback: bool = True,
     ) -> ResumeInfo:
         """Loads the newest checkpoint that is whole, on any number of ranks.
@@ -252,7 +251,7 @@ class CheckpointManager:
         *,
         format: Literal["safetensors", "torch"] = "safetensors",  # noqa: A002 - as `dcpx.export`
         keys: Iterable[str] | None = None,
-        key_map: KeyRules | None = None,
+        key_map: KeyMap | None = None,
         max_shard_bytes: int | str = "5GB",
         options: WriteOptions | None = None,
     ) -> ExportReport:
@@ -282,7 +281,7 @@ class CheckpointManager:
 
     def dry_run(
         self,
-        translate: KeyRules | Callable[[str], str | None],
+        translate: KeyMap | Callable[[str], str | None],
         tag: str | int | None = None,
     ) -> DryRun:
         """Returns what `resume(translate=)` would make of the model's names. Loads nothing.

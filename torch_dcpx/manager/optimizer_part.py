@@ -30,7 +30,6 @@ from torch_dcpx.manager.optimizer_state import (
     StoredNames,
     blank_groups,
     blank_states,
-    owner_of,
     with_own_keys,
 )
 from torch_dcpx.manager.translate import (
@@ -38,6 +37,7 @@ from torch_dcpx.manager.translate import (
     check_classes,
     check_sources,
     groups_by_parameter,
+    owner_of,
     settings_by_parameter,
     translated_groups,
 )

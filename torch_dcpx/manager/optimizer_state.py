@@ -1,14 +1,14 @@
-"""What a checkpoint holds of the state of each parameter, as something that a load can fill.
+"""Blank states of optimizers, which a load fills: as many of each parameter as are stored.
 
-Only its own first step knows what state a fresh optimizer is going to have, and that step would
-change it. So the checkpoint says it: names, sizes and dtypes are in its metadata, and how a tensor
-of the parameter's sizes is sharded is said by the parameter. What is not stored is not there.
+A fresh optimizer has no state before its first step, and that step would change the training. So
+the checkpoint describes the state: its metadata has names, sizes and dtypes. A tensor of the
+parameter's sizes is sharded as the parameter is. A state that is not stored is not made.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,8 +17,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_dcpx.keys.rules import keeps_names, unwrapped
-from torch_dcpx.manager.translate import TrainingRules
+from torch_dcpx.keys.key_map import keeps_names, unwrapped
+from torch_dcpx.manager.translate import TrainingRules, owner_of
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
 
 _MAX_DEPTH = 64
@@ -65,7 +65,7 @@ def blank_states(
     *,
     has_wrappers: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Returns what a load fills, by parameter; nothing for one of which nothing is stored.
+    """Returns the states that a load fills, by parameter; none where none is stored.
 
     Tensors that are there are filled in place. Of others the bytes are undefined until then.
 
@@ -94,7 +94,7 @@ def blank_states(
 
 
 def blank_groups(names: StoredNames, begin: int) -> list[dict[str, Any]]:
-    """Returns what a load fills of the groups from a number on.
+    """Returns the groups from a number on, for a load to fill.
 
     Args:
         names: "NUMBER.SETTING" of what is stored.
@@ -137,16 +137,6 @@ def with_own_keys(loaded: Any, present: Any) -> Any:
     return made
 
 
-def owner_of(name: str, *known: Collection[str]) -> str | None:
-    """Returns the parameter that "PARAMETER.KEY" begins with."""
-    end = name.find(".")
-    while end >= 0:
-        if any(name[:end] in names for names in known):
-            return name[:end]
-        end = name.find(".", end + 1)
-    return None
-
-
 def _is_number(text: str) -> bool:
     return text.isdecimal() and text.isascii() and (text == "0" or text[0] != "0")
 
@@ -169,7 +159,7 @@ def _path_of(source: str, rest: str, metadata: Metadata) -> _Path:
 
 
 def _at(state: Any, path: _Path) -> Any:
-    """Returns what lies there in a state; None where there is nothing."""
+    """Returns the value at a path of a state; None where there is none."""
     for key in path:
         if isinstance(state, Mapping):
             state = next((value for own, value in state.items() if str(own) == str(key)), None)

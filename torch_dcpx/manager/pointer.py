@@ -99,26 +99,26 @@ def step_of_name(tag: str) -> int | None:
 # ---- The pointer ---------------------------------------------------------------------------------
 
 
-POINTER_NAME = "newest"
+_POINTER_NAME = "newest"
 _FORMAT = 1
 _MAX_BYTES = 1 << 20
 _TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 
 
 class Pointer(NamedTuple):
-    """What the pointer says."""
+    """The content of the pointer."""
 
     tag: str | None  # None: nothing was committed so far
     step: int | None  # of that checkpoint, for people and scripts
     save_id: str | None
     order: int  # of its commit; the last one that this root had
     committing: tuple[str, ...] = ()  # tags whose commit has begun
-    damaged: tuple[str, ...] = ()  # ids of saves of which a resume has found wrong bytes
+    damaged: tuple[str, ...] = ()  # ids of saves in which a resume has read wrong bytes
 
 
 def is_own_name(name: str) -> bool:
     """Whether a file of this name in a root is the pointer, or a piece of one."""
-    return name == POINTER_NAME or _TEMPORARY.fullmatch(name) is not None
+    return name == _POINTER_NAME or _TEMPORARY.fullmatch(name) is not None
 
 
 def read_pointer(root: Path) -> Pointer | None:
@@ -128,9 +128,9 @@ def read_pointer(root: Path) -> Pointer | None:
         CorruptionError: it is none of ours, or torn.
         StorageError: it cannot be read.
     """
-    path = root / POINTER_NAME
+    path = root / _POINTER_NAME
     try:
-        with Directory(root) as directory, directory.open_small(POINTER_NAME) as file:
+        with Directory(root) as directory, directory.open_small(_POINTER_NAME) as file:
             text = file.part(0, min(file.nbytes, _MAX_BYTES + 1))
     except StorageError as error:
         if error.errno == errno.ENOENT:
@@ -188,10 +188,10 @@ def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool, is_alone: b
         for name in directory.names() if is_alone else ():
             if _TEMPORARY.fullmatch(name):  # of a job that was killed
                 directory.unlink(name)
-        temporary = f"{POINTER_NAME}.{uuid.uuid4().hex[:12]}.tmp"
+        temporary = f"{_POINTER_NAME}.{uuid.uuid4().hex[:12]}.tmp"
         try:
             directory.create(temporary, [content], is_durable=is_durable)
-            directory.rename(temporary, POINTER_NAME)
+            directory.rename(temporary, _POINTER_NAME)
         except BaseException:
             directory.unlink(temporary)
             raise

@@ -33,7 +33,7 @@ from torch_dcpx.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from torch_dcpx.keys.rules import KeyRules
+from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge, checked_merge
 from torch_dcpx.manager.pointer import tag_of
@@ -170,7 +170,7 @@ class Resume:
             chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, over
         )
 
-    def _call(self) -> tuple[KeyRules | None, Call]:
+    def _call(self) -> tuple[KeyMap | None, Call]:
         """Returns the rules for the model's names, and this rank's call."""
         self.parts.check()
         rules = checked_translate(self.translate, self.parts.model)

@@ -54,7 +54,7 @@ logger = logging.getLogger("torch_dcpx")
 
 
 class Parts(NamedTuple):
-    """What `save` or `resume` was given."""
+    """The parts that `save` or `resume` was given."""
 
     model: Any = None
     optimizer: Any = None
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
 
     @property
     def given(self) -> dict[str, str]:
-        """What sort of thing each given part is, by name."""
+        """The sort of each given part, by name."""
         return {
             name: kind_of(part) if name in ("optimizer", "lr_scheduler") else "one"
             for name, part in self._asdict().items()
@@ -77,7 +77,7 @@ class Parts(NamedTuple):
         }
 
     def small(self) -> Small:
-        """Returns what goes into byte items, encoded: it may change afterwards.
+        """Returns the values of byte items, encoded: their objects may change afterwards.
 
         Raises:
             UnsupportedError: something that would not load again without execution.
@@ -102,12 +102,12 @@ class Parts(NamedTuple):
         return Small(encoded, encode_content(own) if own else b"", sorted(own), digests)
 
     def groups(self) -> bytes:
-        """Returns what tells this rank's groups of optimizers from other ranks'."""
+        """Returns a digest that tells this rank's groups of optimizers from other ranks'."""
         none = self.optimizer is None
         return b"" if none else digest_of_groups(self.model, flat(self.optimizer))
 
     def call(self, name: str, small: Small | None, **arguments: Any) -> Call:
-        """Returns what all ranks compare of a call."""
+        """Returns a call as all ranks compare it."""
         kinds = self.given
         names = [k for k, v in (self.state or {}).items() if type(v) is PerRank]
         per_rank = sorted(f"state.{k}" for k in names) if small is None else small.per_rank
@@ -115,7 +115,7 @@ class Parts(NamedTuple):
         return Call(name, {**arguments, **kinds, "per_rank": per_rank}, digests)
 
     def record(self, calls: list[Call], order: int) -> Record:
-        """Returns what is kept of a save beside its parts.
+        """Returns the record that a save keeps beside its parts.
 
         Args:
             calls: of all ranks, the same; each notes its metrics and its groups.
@@ -132,7 +132,7 @@ class Parts(NamedTuple):
 
 
 class Small(NamedTuple):
-    """What goes into byte items of one rank."""
+    """The values of one rank's byte items."""
 
     shared: dict[str, bytes]  # by part
     own: bytes  # this rank's own, b"" if there is nothing
@@ -140,7 +140,7 @@ class Small(NamedTuple):
     digests: dict[str, bytes]
 
 
-def state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str, Any]:
+def _state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str, Any]:
     """Returns the state that this rank gives to a save."""
     state: dict[str, Any] = {}
     if parts.model is not None:
@@ -163,7 +163,7 @@ def state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str,
     return state
 
 
-def step_of(tag_or_step: str | int, step: int | None) -> int | None:
+def _step_of(tag_or_step: str | int, step: int | None) -> int | None:
     """Returns the step of a save; None where neither of its arguments says one.
 
     Raises:
@@ -182,7 +182,7 @@ def step_of(tag_or_step: str | int, step: int | None) -> int | None:
     return step_of_name(tag_of(tag_or_step)) if number is None else number
 
 
-def checked_metrics(metrics: Any) -> dict[str, float]:
+def _checked_metrics(metrics: Any) -> dict[str, float]:
     """Returns metrics as floats. Raises OptionError: what is no dict of numbers by name."""
     found: dict[str, float] = {}
     if metrics is not None and not isinstance(metrics, Mapping):
@@ -229,11 +229,11 @@ class Saves:
         def local() -> tuple[Small, Call]:
             tag = tag_of(tag_or_step)
             parts.check()
-            number = step_of(tag_or_step, step)
+            number = _step_of(tag_or_step, step)
             number = self.last_step if number is None else number
             small = parts.small()
             call = parts.call("save", small, tag=tag, step=number, is_async=self._is_async)
-            return small, replace(call, note=(checked_metrics(metrics), parts.groups()))
+            return small, replace(call, note=(_checked_metrics(metrics), parts.groups()))
 
         with ExitStack() as undo:
 
@@ -260,9 +260,9 @@ class Saves:
         try:
             with told_to_next(group, no_dist, options.save_timeout_s, "save", call):
                 self.last_step = record.step
-                state = state_of(parts, small, record, rank)
+                state = _state_of(parts, small, record, rank)
                 self._forget_ended()
-                writer = ManagedWriter(path, options, record, catalog.root, catalog.retention)
+                writer = _ManagedWriter(path, options, record, catalog.root, catalog.retention)
             save: Any = save_in_background if self._is_async else save_now
             saved: SaveHandle | SaveReport = save(
                 state, path, storage_writer=writer, process_group=group, no_dist=no_dist
@@ -307,7 +307,7 @@ class Saves:
             raise failed[0]
 
 
-class ManagedWriter(DcpxWriter):
+class _ManagedWriter(DcpxWriter):
     """Writes one checkpoint of a manager; on the coordinator, `finish` also keeps the root."""
 
     # A link that comes behind the coordinator's look is refused, too.

@@ -26,9 +26,9 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.integrity.verify import open_checkpoint
+from torch_dcpx.integrity.contents import open_checkpoint, read_commit, wanted_sizes
 from torch_dcpx.manager.pointer import step_of_name
-from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
+from torch_dcpx.metadata.file import CheckpointMetadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
@@ -44,7 +44,7 @@ _WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recurs
 
 
 class Record(NamedTuple):
-    """What a manager notes in a checkpoint."""
+    """A manager's own record in a checkpoint."""
 
     tag: str  # as it was saved; its directory may have another name by now
     step: int
@@ -112,15 +112,16 @@ class Stored(NamedTuple):
 
     @property
     def rank_among(self) -> tuple[bool, int, int, str]:
-        """What the newest has most of: commits in their order, and before the first of them what no
-        manager saved, by step. Clocks say nothing, and steps fall when a training goes back.
+        """The newest has the highest. Commits count in their order; checkpoints of others come
+        before the first of them, by step. Clocks prove nothing, and steps fall when a training goes
+        back.
         """
         step = -1 if self.step is None else self.step
         return self.record is not None, self.order, step, self.tag
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns what tells one `.metadata` of a directory from the next; None where there is none."""
+    """Returns the identity of a directory's `.metadata`, new with each save; None: there is none."""
     try:
         status = (path / METADATA_NAME).lstat()
     except OSError:
@@ -148,8 +149,7 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
                 errno=errno.ENOENT,
                 path=str(path / METADATA_NAME),
             )
-        with directory.open_small(METADATA_NAME) as file:
-            found = decode_metadata(file, str(path / METADATA_NAME))
+        found = read_commit(directory, METADATA_NAME)
         _check_files(directory, found)
     if _RECORD_ITEM not in found.metadata.state_dict_metadata:
         return Stored(path.name, path, found.save_id, None)
@@ -168,14 +168,7 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
 def _check_files(directory: Directory, found: CheckpointMetadata) -> None:
     """Raises unless each data file is a regular one with its size; stock's, with enough of it."""
     is_exact = found.files is not None
-    sizes: dict[str, int] = {}
-    if found.files is not None:
-        sizes = {name: entry.nbytes for name, entry in found.files.items()}
-    else:
-        for place in (found.metadata.storage_data or {}).values():
-            end = place.offset + place.length
-            sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
-    for name, nbytes in sizes.items():
+    for name, nbytes in wanted_sizes(found).items():
         path = str(directory.path / name)
         try:
             status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)

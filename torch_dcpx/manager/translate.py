@@ -13,24 +13,23 @@ under the names of their parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from torch_dcpx.errors import MismatchError, OptionError, PlanError, UnsupportedError
-from torch_dcpx.keys.key_map import KeyMap
+from torch_dcpx.keys.key_map import KeyMap, unwrapped
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
-from torch_dcpx.keys.rules import KeyRules, unwrapped
 
 MODEL = "model."
 
 
-class TrainingRules(KeyRules):
+class TrainingRules(KeyMap):
     """The rules of one resume. Belongs to one load, which asks them once. Not thread-safe."""
 
     def __init__(
-        self, key_map: KeyRules, optimizers: Iterable[str], *, has_named_groups: bool
+        self, key_map: KeyMap, optimizers: Iterable[str], *, has_named_groups: bool
     ) -> None:
         """Translates as `key_map` does.
 
@@ -107,7 +106,7 @@ class TrainingRules(KeyRules):
         if prefix is None:
             return name
         rest = name.removeprefix(prefix)
-        old = self._owner(rest)
+        old = owner_of(rest, self._new)
         if old is None:
             return name
         if old in self._reshaped:
@@ -119,17 +118,18 @@ class TrainingRules(KeyRules):
         new = self._new[old]
         return None if new is None else prefix + new + rest[len(old) :]
 
-    def _owner(self, rest: str) -> str | None:
-        """Returns the stored parameter whose name begins "PARAMETER.KEY"."""
-        end = rest.find(".")
-        while end >= 0:
-            if rest[:end] in self._new:
-                return rest[:end]
-            end = rest.find(".", end + 1)
-        return None
+
+def owner_of(name: str, *known: Collection[str]) -> str | None:
+    """Returns the parameter that "PARAMETER.KEY" begins with."""
+    end = name.find(".")
+    while end >= 0:
+        if any(name[:end] in names for names in known):
+            return name[:end]
+        end = name.find(".", end + 1)
+    return None
 
 
-def checked_translate(translate: Any, model: Any) -> KeyRules | None:
+def checked_translate(translate: Any, model: Any) -> KeyMap | None:
     """Returns the rules of an argument, a KeyMap or a function of a name. Raises: OptionError."""
     if translate is not None and model is None:
         raise OptionError(
@@ -137,7 +137,7 @@ def checked_translate(translate: Any, model: Any) -> KeyRules | None:
             option="translate",
             value=None,
         )
-    if translate is None or isinstance(translate, KeyRules):
+    if translate is None or isinstance(translate, KeyMap):
         return translate
     if not callable(translate):
         raise OptionError(

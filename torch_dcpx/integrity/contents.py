@@ -1,0 +1,58 @@
+"""What lies in the directory of a checkpoint, as far as its metadata and sizes of files say.
+
+`verify`, `repair`, `dcpx ls`, `dcpx inspect` and the manager all begin here. No data are read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch_dcpx.errors import NotCommittedError, StorageError
+from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import METADATA_NAME, is_metadata_name
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
+    """Opens the directory of a checkpoint.
+
+    Raises:
+        NotCommittedError: there is no such directory.
+        StorageError: it cannot be opened.
+    """
+    try:
+        return Directory(Path(path))
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        raise NotCommittedError(
+            f"'{os.fspath(path)}' is no directory: there is no checkpoint",
+            errno=error.errno,
+            path=os.fspath(path),
+        ) from error
+
+
+def commits_among(names: Iterable[str]) -> list[str]:
+    """Returns the files that commit what lies beside them: `.metadata`, else each rank's own."""
+    found = list(filter(is_metadata_name, names))
+    return [METADATA_NAME] if METADATA_NAME in found else found
+
+
+def read_commit(directory: Directory, name: str) -> CheckpointMetadata:
+    """Reads a file of metadata. Raises: as `Directory.open_small` and `decode_metadata`."""
+    with directory.open_small(name) as file:
+        return decode_metadata(file, str(directory.path / name))
+
+
+def wanted_sizes(found: CheckpointMetadata) -> dict[str, int]:
+    """Returns the bytes of each data file; stock's metadata says only the least of them."""
+    if found.files is not None:
+        return {name: entry.nbytes for name, entry in found.files.items()}
+    sizes: dict[str, int] = {}
+    for place in (found.metadata.storage_data or {}).values():
+        end = place.offset + place.length
+        sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
+    return sizes
