@@ -9,14 +9,12 @@ import hashlib
 import math
 import os
 import re
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from torch_dcpx._native import _C
 from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_globs, told_rules
@@ -25,6 +23,7 @@ from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.paths import absolute, checked_path
+from torch_dcpx.tensors.tiling import untiled
 
 _UNITS = {
     "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
@@ -287,14 +286,7 @@ def assigned(
 
 def _check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
     """Raises CorruptionError unless the boxes hold each element once."""
-    ndims, sizes, counts = (
-        array("q", values) for values in ([len(tensor.sizes)], tensor.sizes, [len(boxes)])
-    )
-    offsets = array("q", [at for box in boxes for at in box[0]])
-    lengths = array("q", [n for box in boxes for n in box[1]])
-    for _, offence, first, second, point in _C.check_coverage(
-        ndims, sizes, counts, offsets, lengths
-    ):
+    for _, offence, first, second, point in untiled([(tensor.sizes, boxes)]):
         what = (
             f"no rank and no chunk holds element {list(point)}"
             if offence == "hole"

@@ -144,12 +144,6 @@ def share_of(begin: int, total: int, ranks: int) -> int:
     return min(ranks - 1, begin * ranks // max(1, total))
 
 
-def _byte_strides(lengths: Sequence[int], strides: Sequence[int], width: int) -> tuple[int, ...]:
-    return tuple(
-        stride * width if length > 1 else 0 for length, stride in zip(lengths, strides, strict=True)
-    )
-
-
 # ---- Copies, written while the next are filled ---------------------------------------------------
 
 

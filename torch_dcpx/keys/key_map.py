@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from torch_dcpx.errors import OptionError
+from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.keys.rules import Entries, Rule, applied, checked_rule
 from torch_dcpx.reader.pretrained_reader import stored_sizes
@@ -48,11 +48,7 @@ class KeyMap:
 
     def __init__(self, *rules: Rule, wrappers: bool = True) -> None:
         if type(wrappers) is not bool:
-            raise OptionError(
-                f"wrappers must be True or False, got {wrappers!r}",
-                option="wrappers",
-                value=wrappers,
-            )
+            raise must_be("wrappers", wrappers, "True or False")
         self.rules = tuple(map(checked_rule, rules))
         self.wrappers = wrappers
 

@@ -121,7 +121,7 @@ class Stored(NamedTuple):
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns the identity of a directory's `.metadata`, new with each save; None: there is none."""
+    """Returns the identity of a directory's `.metadata`, new with each save; None without one."""
     try:
         status = (path / METADATA_NAME).lstat()
     except OSError:

@@ -90,7 +90,6 @@ def check_storage(tensor: torch.Tensor, fqn: str) -> None:
         )
 
 
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
 # What DCP looks for on a tensor before it takes it for a whole one.
 HOOKS = frozenset(
     ("__create_chunk_list__", "__create_write_items__", "__get_tensor_shard__", *CHUNK_ATTRIBUTES)
@@ -99,7 +98,7 @@ HOOKS = frozenset(
 
 def is_plain_tensor(value: Any) -> bool:
     """Returns whether a value is a whole tensor and says nothing else of itself."""
-    return type(value) in _PLAIN_CLASSES and HOOKS.isdisjoint(value.__dict__)
+    return type(value) in PLAIN_CLASSES and HOOKS.isdisjoint(value.__dict__)
 
 
 def is_plain_dtensor(value: Any) -> bool:
