@@ -7,15 +7,18 @@ import operator
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from torch_dcpx import DcpxLoadPlanner, PlanError
+from torch_dcpx import DcpxLoadPlanner, DcpxReader, PlanError
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.planners.kept_load_plan import KeptPlan
+from torch_dcpx.planners.kept_load_plan import KeptPlan, is_kept
 
 
 def kept_plan() -> KeptPlan:
@@ -78,3 +81,21 @@ def test_items_that_are_away_are_not_taken_for_none(look: Callable[[Any], Any]) 
     for plan in (sent, copy.copy(sent), copy.deepcopy(sent), pickle.loads(pickle.dumps(sent))):
         with pytest.raises(PlanError, match="stay on their rank"):
             look(plan.items)
+
+
+@pytest.mark.parametrize("hook", ["prepare_local_plan", "prepare_global_plan"])
+def test_items_stay_only_where_the_readers_hooks_are_stocks_or_ours(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    replaced = DcpxReader(tmp_path)
+    setattr(replaced, hook, getattr(replaced, hook))
+    subclass: Any = type("Looks", (DcpxReader,), {hook: lambda _, plan: plan})
+    planner = DcpxLoadPlanner()
+    assert is_kept(planner, DcpxReader(tmp_path)) and is_kept(planner, FileSystemReader(tmp_path))
+    assert not is_kept(planner, replaced) and not is_kept(planner, subclass(tmp_path))
+    monkeypatch.setattr(FileSystemReader, hook, lambda _, plan: plan)
+    assert is_kept(planner, DcpxReader(tmp_path)) and not is_kept(
+        planner, FileSystemReader(tmp_path)
+    )

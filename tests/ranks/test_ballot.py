@@ -81,6 +81,18 @@ def test_alone_a_cancelled_save_is_not_committed(local: Exchange, storage: Stora
     assert storage.committed == []
 
 
+def test_alone_a_cancel_during_the_commit_comes_too_late(local: Exchange, storage: Storage) -> None:
+    ballot = Ballot(local, local.deadline)
+    ballot.vote(1)
+
+    def commit(payloads: list[Any]) -> str:
+        assert ballot.cancel() is False
+        return storage.commit(payloads)
+
+    assert ballot.settle(commit, storage.was_committed) == "result"
+    assert storage.committed == [[1]]
+
+
 # ---- Several ranks ------------------------------------------------------------------------------
 
 
