@@ -47,7 +47,7 @@ class ExportArguments(NamedTuple):
     is_torch: bool
 
     def told(self) -> dict[str, Any]:
-        """Returns what ranks compare of them; small."""
+        """Returns the arguments as ranks compare them; small."""
         file_format = "torch" if self.is_torch else "safetensors"
         has_name = self.stem != _STEMS[file_format]
         return {
@@ -73,13 +73,13 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
 
 
 def told_source(source: Any) -> str:
-    """Returns what ranks compare of the source: that it is in memory, or where it lies."""
+    """Returns the text of a source that ranks compare: that it is in memory, or its path."""
     is_live = isinstance(source, (nn.Module, Mapping))
     return "a module or state dict" if is_live else absolute(source)
 
 
 def check_same_export(calls: Sequence[Call]) -> None:
-    """Compares what ranks ask for; one place may have several names, as a link gives it.
+    """Compares the exports that ranks ask for; links may give one place several names.
 
     Args:
         calls: by rank.
@@ -158,7 +158,7 @@ _MAX_SHOWN = 10
 
 
 class RankPart(NamedTuple):
-    """What a rank tells the coordinator of its part."""
+    """A rank's part of the artifact, as the coordinator gets it."""
 
     offers: list[Offer]  # of each tensor
     objects: dict[str, Any]  # by name, of a torch archive
@@ -183,7 +183,7 @@ def united(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
 def tensors_of(
     entries: Mapping[str, Entry], part: str, key_map: KeyMap, *, is_safetensors: bool
 ) -> tuple[list[ExportTensor], dict[str, MappedTensor], list[str]]:
-    """Returns tensors of the artifact, of what they are made, and names of objects.
+    """Returns the artifact's tensors, the stored pieces of each, and the names of objects.
 
     Raises:
         UnsupportedError: dtypes or names that safetensors cannot hold, with all of them.
@@ -250,8 +250,9 @@ def check_same_tensors(tensors: Sequence[ExportTensor], parts: Sequence[RankPart
 def tied(
     tensors: Sequence[ExportTensor], of_ranks: Sequence[Sequence[Offer]]
 ) -> list[ExportTensor]:
-    """Returns tensors with the names of the same memory as aliases of the first; those stay in the
-    list, at their place, with the alias of None.
+    """Returns the tensors; the first of several names of one memory has the others as aliases.
+
+    A tensor that is an alias keeps its place in the list, and has no aliases itself.
     """
     first: dict[str, str] = {}
     for number, tensor in enumerate(tensors):

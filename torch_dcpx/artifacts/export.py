@@ -152,7 +152,7 @@ def export(
 
 
 class Names(NamedTuple):
-    """What a rank asks for, and sees of the source."""
+    """A rank's call, and the names that it sees in the source."""
 
     entries: dict[str, Entry]
     part: str
@@ -161,7 +161,7 @@ class Names(NamedTuple):
 
 
 def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
-    """Returns the names of all ranks, and what begins those of the model.
+    """Returns the names of all ranks, and the prefix of the model's.
 
     Raises:
         PlanError: ranks ask for different exports, or contradict each other.
@@ -180,7 +180,7 @@ def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
 
 
 class _Order(NamedTuple):
-    """What the coordinator tells a rank to write."""
+    """The coordinator's order to a rank: which boxes it writes, and where."""
 
     export_id: str
     layout: Layout
@@ -275,7 +275,7 @@ class _Export:
         self._exchange.all_reduce("write", own, self._publish)
 
     def close(self) -> None:
-        """Removes what an export that failed has made."""
+        """Removes the files of an export that failed."""
         self._stack.close()
 
     def report(self, total_s: float) -> ExportReport:

@@ -159,8 +159,8 @@ _SIZES = 32  # of pieces: what a copy wastes is an eighth at most
 class PieceMemory:
     """Memory for copies of up to `piece_bytes`, each used again when it was given back.
 
-    What is free and of another size goes before more is taken: no more is ever held than was lent
-    at one time.
+    It drops free memory of another size before it takes more, so that it never holds more than it
+    has lent at one time.
     """
 
     def __init__(self, piece_bytes: int) -> None:
@@ -180,7 +180,7 @@ class PieceMemory:
         return piece[:nbytes].view(dtype).view(sizes)
 
     def give_back(self, copies: Iterable[torch.Tensor]) -> None:
-        """Takes memory back that nobody uses any more."""
+        """Takes memory back whose bytes are written."""
         for copy in copies:
             piece = self._lent.pop(copy.data_ptr(), None)
             if piece is not None:
@@ -238,7 +238,7 @@ class BackgroundRows:
             raise interruption
 
     def memory(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for a copy. What was filled before goes on its way: the next batch begins.
+        """Returns memory for a copy. Copies that were filled before are a batch, and sent off.
 
         Raises: as `finish`.
         """

@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What this rank holds of one tensor of the artifact."""
+    """The boxes of one tensor of the artifact that this rank holds."""
 
     name: str  # of that tensor
     boxes: tuple[Box, ...]
@@ -62,7 +62,7 @@ class Offer(NamedTuple):
 def selected(
     entries: Mapping[str, Entry], part: str, keys: Iterable[str] | None
 ) -> tuple[dict[str, Entry], str]:
-    """Returns the entries that are meant, and what begins their names and is left out.
+    """Returns the chosen entries, and the prefix that their names lose.
 
     Raises:
         PlanError: a glob matches nothing.

@@ -1,7 +1,7 @@
-"""What torch.save would write of a flat dict, laid out before any byte of a tensor is there.
+"""The archive that torch.save writes of a flat dict, laid out before any byte of a tensor is there.
 
-A zip of stored records: the pickle, one record a storage, and what torch.load asks for beside them.
-Lengths are known at once; checksums come when all ranks have written.
+It is a zip of stored records: the pickle, one record a storage, and the small ones that torch.load
+reads beside them. Lengths are known at once; checksums come when all ranks have written.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Pickler(pickle.Pickler):
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError for what torch.load(weights_only=True) would not take."""
+    """Raises UnsupportedError for objects that torch.load(weights_only=True) refuses."""
     held: dict[int, Any] = {}
     refused = [name for name, value in objects.items() if not _is_plain(value, 0, held)]
     if refused:
@@ -132,7 +132,7 @@ def torch_layout(
 
 
 def torch_patches(records: Sequence[_Record], crcs: Sequence[int]) -> list[tuple[int, int, bytes]]:
-    """Returns all that is no payload: (file, offset, bytes).
+    """Returns the bytes around the payloads: (file, offset, bytes).
 
     Args:
         records: of `torch_layout`.
@@ -160,7 +160,7 @@ def _end_of(records: Sequence[_Record]) -> int:
 
 
 def _local_header(one: _Record, crc: int) -> bytes:
-    """Returns what lies before a payload, which begins where the padding ends."""
+    """Returns the bytes before a payload, which begins where the padding ends."""
     is_large = one.nbytes >= _IN_64_BITS
     extra = struct.pack("<HHQQ", 1, 16, one.nbytes, one.nbytes) if is_large else b""
     padding = one.payload_offset - one.offset - _LOCAL.size - len(one.name) - len(extra) - 4

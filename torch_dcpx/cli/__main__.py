@@ -1,4 +1,4 @@
-"""`python -m torch_dcpx.cli`, for who has no `dcpx` on the path."""
+"""`python -m torch_dcpx.cli`, where no `dcpx` is on the path."""
 
 from __future__ import annotations
 

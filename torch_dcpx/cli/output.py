@@ -1,4 +1,4 @@
-"""What every command shares: tables or JSON, and what it exits with.
+"""Every command prints a table or JSON, and exits with one of three codes.
 
 0  all is well
 1  the checkpoint is not: damaged, incomplete, never committed, hostile
@@ -138,7 +138,7 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 @contextmanager
 def showing_progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives whom to tell (done bytes, total bytes); None where no terminal would show it."""
+    """Gives a function that shows (done bytes, total bytes); None where there is no terminal."""
     console = _on_stderr()
     if not (is_shown and console.is_terminal):
         yield None

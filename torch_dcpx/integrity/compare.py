@@ -103,7 +103,7 @@ def _compare(
 ) -> Iterator[Finding]:
     """Yields where the pickle says something else than the columns.
 
-    What we would write of the columns is compared first: nothing of a pickle need be decoded then.
+    It compares the bytes that a save would write of the columns first: equal ones need no decoding.
     """
     where = (0, len(pickle))
     try:
@@ -123,7 +123,7 @@ def _compare(
 
 
 def _disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, str]]:
-    """Yields (fqn or empty, what) for all that two metadata of one checkpoint say differently."""
+    """Yields (fqn or empty, what) for each difference of two metadata of one checkpoint."""
     for fqn in {**columns.state_dict_metadata, **stock.state_dict_metadata}:
         entries = [found.state_dict_metadata.get(fqn) for found in (columns, stock)]
         if _comparable(entries[0]) != _comparable(entries[1]):
@@ -136,7 +136,7 @@ def _disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, st
 
 
 def _comparable(entry: Any) -> Any:
-    """Returns an entry without what the pickle of one torch has and that of another has not."""
+    """Returns the fields of an entry that the pickles of all torches have."""
     if not isinstance(entry, TensorStorageMetadata):
         return type(entry)
     return common_properties(entry.properties), entry.size, entry.chunks
@@ -231,7 +231,7 @@ def look_at_named(job: _C.VerifyJob, checkpoint: StoredCheckpoint, name: str) ->
 
 
 def look_at_file(job: _C.VerifyJob, name: str) -> tuple[FileFacts | None, LookedAt]:
-    """Looks at a file that no metadata vouches for, and adds it to what `job` sums."""
+    """Looks at a file by its footer alone, and adds it to what `job` sums."""
     try:
         name.encode()
         facts = add_file(job, name)

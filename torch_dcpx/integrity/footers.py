@@ -1,6 +1,6 @@
-"""What a data file says of itself: the rows of its footer, and what is wrong with it.
+"""The footer of a data file: its rows, its end, and the faults that C++ finds in it.
 
-The looking is done by C++ (`VerifyJob`); here its tables get names.
+C++ (`VerifyJob`) reads and checks; here its tables get names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Tail(NamedTuple):
 
 
 class FileFacts(NamedTuple):
-    """What one data file says of itself."""
+    """One data file, as its footer describes it."""
 
     name: str
     nbytes: int

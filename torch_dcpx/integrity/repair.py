@@ -137,7 +137,7 @@ class _Made(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What is left of a damaged file of metadata."""
+    """The part of a damaged file of metadata that is whole."""
 
     metadata: Metadata
     files: dict[str, FileEntry] | None  # None: only the names are known
@@ -222,7 +222,7 @@ class _Repair:
         return made
 
     def _kept_of(self, name: str) -> _Kept | None:
-        """Returns what the damaged file still says; None: nothing that is known to be whole."""
+        """Returns the part of the damaged file that is known to be whole; None: there is none."""
         if name not in self._directory.names():
             return None
         data = self._directory.read_small(name)

@@ -19,7 +19,7 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 
 class DryRun(NamedTuple):
-    """What a map makes of stored names. `print()` shows it as a table."""
+    """Stored names and the names that a map gives them. `print()` shows a table."""
 
     rows: tuple[tuple[tuple[str, ...], str], ...]  # stored names, new name
     dropped: tuple[str, ...]  # stored names of which nothing is left
@@ -111,7 +111,7 @@ class KeyMap:
 
 
 def keeps_names(key_map: KeyMap, names: Iterable[str]) -> bool:
-    """Returns whether it is plain without a look at each that all names stay as they are."""
+    """Returns whether all names surely stay as they are; searches one text of all names."""
     if key_map.rules or not key_map.wrappers:
         return not key_map.rules
     text = "\n".join(map(str, names))

@@ -71,8 +71,9 @@ class MappedState(NamedTuple):
 
 
 def model_part(metadata: Metadata) -> str:
-    """Returns what begins the names of the model in a checkpoint that has parts ("model."); "" for
-    others. Parts are keys of the saved dict, as its planner noted them.
+    """Returns the prefix of the model's names, "model." in a checkpoint that has parts, else "".
+
+    Parts are keys of the saved dict, as its planner noted them.
     """
     paths = metadata.planner_data
     if not isinstance(paths, dict):

@@ -2,7 +2,7 @@
 
 A `MappedTensor` says which box of which stored tensor lies where in it. Reading or writing a part
 of one is an intersection of boxes and a view of the caller's memory with its dimensions in another
-order: whoever moves the bytes sees plain regions of plain tensors.
+order: readers and writers see plain regions of plain tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class StoredPart(NamedTuple):
-    """What one stored tensor has of a wanted box."""
+    """The part of a wanted box that one stored tensor holds."""
 
     fqn: str
     offsets: Sizes  # in the stored tensor
@@ -39,7 +39,7 @@ class StoredPart(NamedTuple):
 class MappedTensor(NamedTuple):
     """A tensor, or an object, by the stored names that make it."""
 
-    sizes: Sizes | None  # None: an object, or a tensor whose sizes nobody has told
+    sizes: Sizes | None  # None: an object, or a tensor of unknown sizes
     pieces: tuple[Piece, ...]
 
     @classmethod
@@ -219,7 +219,7 @@ class MappedTensor(NamedTuple):
 
 
 def _cut(piece: Piece, begins: Sizes, lengths: Sizes) -> Piece | None:
-    """Returns what of a piece lies in a box of the mapped tensor; None: nothing."""
+    """Returns the part of a piece in a box of the mapped tensor; None: they do not meet."""
     first = tuple(map(max, piece.offsets, begins))
     ends = tuple(
         min(offset + have, begin + want)

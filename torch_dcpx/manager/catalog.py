@@ -1,4 +1,4 @@
-"""What a manager's root holds: the coordinator looks at it and changes it, for all ranks.
+"""The checkpoints beneath a root: the coordinator looks at them and changes them, for all ranks.
 
 `agree` compares the ranks' calls, and the coordinator answers for all of them. `export` and
 `dry_run` hold the readers' lock of the checkpoint, so that nobody's retention takes it away

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of the state of each parameter, as something that a load can fill.
+"""Blank states of optimizers, which a load fills: as many of each parameter as are stored.
 
-Only its own first step knows what state a fresh optimizer is going to have, and that step would
-change it. So the checkpoint says it: names, sizes and dtypes are in its metadata, and how a tensor
-of the parameter's sizes is sharded is said by the parameter. What is not stored is not there.
+A fresh optimizer has no state before its first step, and that step would change the training. So
+the checkpoint describes the state: its metadata has names, sizes and dtypes. A tensor of the
+parameter's sizes is sharded as the parameter is. A state that is not stored is not made.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def blank_states(
     *,
     has_wrappers: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Returns what a load fills, by parameter; nothing for one of which nothing is stored.
+    """Returns the states that a load fills, by parameter; none where none is stored.
 
     Tensors that are there are filled in place. Of others the bytes are undefined until then.
 
@@ -94,7 +94,7 @@ def blank_states(
 
 
 def blank_groups(names: StoredNames, begin: int) -> list[dict[str, Any]]:
-    """Returns what a load fills of the groups from a number on.
+    """Returns the groups from a number on, for a load to fill.
 
     Args:
         names: "NUMBER.SETTING" of what is stored.
@@ -159,7 +159,7 @@ def _path_of(source: str, rest: str, metadata: Metadata) -> _Path:
 
 
 def _at(state: Any, path: _Path) -> Any:
-    """Returns what lies there in a state; None where there is nothing."""
+    """Returns the value at a path of a state; None where there is none."""
     for key in path:
         if isinstance(state, Mapping):
             state = next((value for own, value in state.items() if str(own) == str(key)), None)

@@ -106,14 +106,14 @@ _TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 
 
 class Pointer(NamedTuple):
-    """What the pointer says."""
+    """The content of the pointer."""
 
     tag: str | None  # None: nothing was committed so far
     step: int | None  # of that checkpoint, for people and scripts
     save_id: str | None
     order: int  # of its commit; the last one that this root had
     committing: tuple[str, ...] = ()  # tags whose commit has begun
-    damaged: tuple[str, ...] = ()  # ids of saves of which a resume has found wrong bytes
+    damaged: tuple[str, ...] = ()  # ids of saves in which a resume has read wrong bytes
 
 
 def is_own_name(name: str) -> bool:

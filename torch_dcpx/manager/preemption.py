@@ -30,7 +30,7 @@ logger = logging.getLogger("torch_dcpx")
 
 
 class _Note(NamedTuple):
-    """What a rank notes of itself in a round."""
+    """A rank's note in a round."""
 
     step: int
     time_left_s: float | None  # None: not signalled, or nobody knows

@@ -1,12 +1,12 @@
 """Removes a checkpoint so that nobody, killed or not, ever sees half of one.
 
-1. The directory's lock and the readers' lock are taken; who saves or reads there has it now.
+1. The removal takes the directory's lock and the readers' lock; a save or a reader there has one.
 2. `.metadata` is renamed to `.dcpx.deleted`, the directory fsynced: no checkpoint any more.
 3. The data files that it names go, and leftovers of failed saves.
 4. The directory, in which nothing but our own small files is left, is renamed to a name of the
    root's own, and emptied and removed there. One that holds anything else stays, without ours.
 
-Whoever is killed in between leaves a file or a name that says so, and `resume_removals` goes on.
+A job that is killed in between leaves a file or a name that says so; `resume_removals` goes on.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _locked(directory: Directory) -> Iterator[SaveLock]:
             yield lock
     finally:
         save.end()
-        # What was found unfinished is finished, or noted in the directory itself.
+        # A removal that was unfinished is finished, or noted in the directory itself.
         lock.release(has_ended_well=lock.left_by != "another machine")
 
 

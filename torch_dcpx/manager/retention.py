@@ -1,9 +1,9 @@
 """Which checkpoints are kept, and the thread that removes the others.
 
 Only committed checkpoints count, and only those that a manager has saved are ever removed. A run
-begins behind a commit, in a thread of its own; the commit after it waits for it, so that never more
-than the save in flight is there beyond what is to be kept. What is pinned or being read stays, and
-is asked for again by the next run.
+begins behind a commit, in a thread of its own. The next commit waits for it, so that beyond the
+checkpoints to keep there is at most the save in flight. A checkpoint that is pinned or being read
+stays, and the next run tries again.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Retention:
             self.run()
 
     def run(self) -> None:
-        """Removes what is not kept. What fails is logged, and tried again by the next run."""
+        """Removes what no rule keeps. A failure is logged, and the next run tries again."""
         self._has_run = True
         root = self._root
         try:

@@ -5,7 +5,8 @@ Which checkpoint is the newest:
    pointer was written, whatever is whole and was committed later.
 2. Else all directories are looked at once: the last commit that is whole; of checkpoints that no
    manager saved, and only where there are no others, the one with the highest step.
-What is skipped on the way is told with the reason. Not thread-safe but for `note_*`.
+Directories that are skipped on the way are logged with the reason. Not thread-safe but for
+`note_*`.
 """
 
 from __future__ import annotations
@@ -96,17 +97,18 @@ class ManagerRoot:
         return stored
 
     def note_damaged(self, tag: str) -> None:
-        """Says that bytes of a checkpoint, which is whole as far as sizes tell, are wrong."""
+        """Notes that bytes of a checkpoint are wrong, though its sizes are right."""
         with self._guard:
             known = self._known.get(tag)
             if known is not None:  # on the coordinator
                 self._damaged.add(known[1].save_id)
 
     def tell_damaged(self) -> None:
-        """Writes down for later jobs what is damaged, unless the pointer says so already.
+        """Notes the damaged saves in the pointer for later jobs, unless they are there already.
 
-        It names the newest as before, and none where there was no pointer: this may be a job that
-        only reads, beside one that saves. What fails is logged: they will find it out again.
+        The pointer names the newest as before, and none where there was no pointer: this may be a
+        job that only reads, beside one that saves. A failure is logged: later jobs see the damage
+        themselves.
         """
         with self._guard:
             try:
@@ -122,7 +124,7 @@ class ManagerRoot:
 
     @property
     def damaged(self) -> frozenset[str]:
-        """Ids of the saves of which a resume has found wrong bytes, and which are still there."""
+        """Ids of the saves in which a resume has read wrong bytes, and which are still there."""
         with self._guard:
             return frozenset(self._damaged)
 
@@ -195,7 +197,7 @@ class ManagerRoot:
                 logger.warning("skipped checkpoint '%s' beneath '%s': %s", tag, self.path, reason)
 
     def _pointed(self, pointer: Pointer, skipped: list[tuple[str, str]]) -> Stored | None:
-        """Returns the newest of what the pointer names; None where it says nothing of use."""
+        """Returns the newest checkpoint that the pointer names; None where none is whole."""
         found: list[Stored] = []
         for tag in dict.fromkeys((*pointer.committing, pointer.tag)):
             if tag is None or tag in self._committing:  # by this process, at this moment
@@ -276,7 +278,7 @@ class ManagerRoot:
     def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
         """Points to a checkpoint that is committed, unless a later one was.
 
-        What fails is logged: the pointer before says where to look.
+        A failure is logged: the pointer before says where to look.
         """
         with self._guard:
             if self._pointer is None or order >= self._pointer.order:
@@ -287,7 +289,7 @@ class ManagerRoot:
     def point_away(self, tag: str, stored: Stored) -> None:
         """Makes an older checkpoint the newest where the newest was just deleted.
 
-        What fails is logged: a pointer to what is not there costs a listing.
+        A failure is logged: a pointer to a checkpoint that is gone costs a listing.
         """
         with self._guard:
             if self._pointer is None or self._pointer.tag != tag:

@@ -54,7 +54,7 @@ logger = logging.getLogger("torch_dcpx")
 
 
 class Parts(NamedTuple):
-    """What `save` or `resume` was given."""
+    """The parts that `save` or `resume` was given."""
 
     model: Any = None
     optimizer: Any = None
@@ -69,7 +69,7 @@ class Parts(NamedTuple):
 
     @property
     def given(self) -> dict[str, str]:
-        """What sort of thing each given part is, by name."""
+        """The sort of each given part, by name."""
         return {
             name: kind_of(part) if name in ("optimizer", "lr_scheduler") else "one"
             for name, part in self._asdict().items()
@@ -77,7 +77,7 @@ class Parts(NamedTuple):
         }
 
     def small(self) -> Small:
-        """Returns what goes into byte items, encoded: it may change afterwards.
+        """Returns the values of byte items, encoded: their objects may change afterwards.
 
         Raises:
             UnsupportedError: something that would not load again without execution.
@@ -102,12 +102,12 @@ class Parts(NamedTuple):
         return Small(encoded, encode_content(own) if own else b"", sorted(own), digests)
 
     def groups(self) -> bytes:
-        """Returns what tells this rank's groups of optimizers from other ranks'."""
+        """Returns a digest that tells this rank's groups of optimizers from other ranks'."""
         none = self.optimizer is None
         return b"" if none else digest_of_groups(self.model, flat(self.optimizer))
 
     def call(self, name: str, small: Small | None, **arguments: Any) -> Call:
-        """Returns what all ranks compare of a call."""
+        """Returns a call as all ranks compare it."""
         kinds = self.given
         names = [k for k, v in (self.state or {}).items() if type(v) is PerRank]
         per_rank = sorted(f"state.{k}" for k in names) if small is None else small.per_rank
@@ -115,7 +115,7 @@ class Parts(NamedTuple):
         return Call(name, {**arguments, **kinds, "per_rank": per_rank}, digests)
 
     def record(self, calls: list[Call], order: int) -> Record:
-        """Returns what is kept of a save beside its parts.
+        """Returns the record that a save keeps beside its parts.
 
         Args:
             calls: of all ranks, the same; each notes its metrics and its groups.
@@ -132,7 +132,7 @@ class Parts(NamedTuple):
 
 
 class Small(NamedTuple):
-    """What goes into byte items of one rank."""
+    """The values of one rank's byte items."""
 
     shared: dict[str, bytes]  # by part
     own: bytes  # this rank's own, b"" if there is nothing

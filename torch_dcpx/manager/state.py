@@ -1,7 +1,7 @@
 """The model and the rest of a training as parts of one state; its optimizers: `optimizer_part`.
 
-Each part is a `Stateful` object, which a save or a load asks when the ranks are past the point
-where an error of one is raised on all. Model and optimizers go through DCP's own functions
+Each part is a `Stateful` object. A save or a load calls it when the ranks are past the point where
+an error of one is raised on all. Model and optimizers go through DCP's own functions
 (`torch.distributed.checkpoint.state_dict`), so that names are those of the plain model, however it
 is wrapped or sharded. These run on every rank, and with FSDP1 run collectives of the model's group.
 """
@@ -60,7 +60,7 @@ class StatePart:
 
 
 def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, state: Any) -> None:
-    """Raises OptionError for parts that are not what they are given as."""
+    """Raises OptionError for a part of the wrong type."""
     if model is not None and not isinstance(model, torch.nn.Module):
         _refuse("model", model, "a torch.nn.Module; other things go into `state`")
     if optimizer is not None:
@@ -143,7 +143,7 @@ def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
 
 
 def kind_of(part: Any) -> str:
-    """Returns what sort of thing a part is, for all ranks to compare."""
+    """Returns the sort of a part, for all ranks to compare."""
     if isinstance(part, Mapping):
         return f"a dict of {', '.join(map(str, part))}"
     if isinstance(part, (list, tuple)):

@@ -44,7 +44,7 @@ _WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recurs
 
 
 class Record(NamedTuple):
-    """What a manager notes in a checkpoint."""
+    """A manager's own record in a checkpoint."""
 
     tag: str  # as it was saved; its directory may have another name by now
     step: int
@@ -112,15 +112,16 @@ class Stored(NamedTuple):
 
     @property
     def rank_among(self) -> tuple[bool, int, int, str]:
-        """What the newest has most of: commits in their order, and before the first of them what no
-        manager saved, by step. Clocks say nothing, and steps fall when a training goes back.
+        """The newest has the highest. Commits count in their order; checkpoints of others come
+        before the first of them, by step. Clocks prove nothing, and steps fall when a training goes
+        back.
         """
         step = -1 if self.step is None else self.step
         return self.record is not None, self.order, step, self.tag
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns what tells one `.metadata` of a directory from the next; None where there is none."""
+    """Returns the identity of a `.metadata`, new with each save; None where there is none."""
     try:
         status = (path / METADATA_NAME).lstat()
     except OSError:

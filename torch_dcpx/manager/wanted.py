@@ -29,7 +29,7 @@ from torch_dcpx.options import ReadOptions
 
 
 class Wanted:
-    """What one rank asks of the chosen checkpoint."""
+    """One rank's share of a resume from the chosen checkpoint."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Wanted:
         translate: KeyMap | None = None,
         options: ReadOptions | None = None,
     ) -> None:
-        """Raises MismatchError where it does not have that: the same on every rank."""
+        """Raises MismatchError where the checkpoint lacks a part: the same on every rank."""
         self._parts = parts
         self._path = str(chosen.path)
         self._rank = rank
@@ -71,7 +71,7 @@ class Wanted:
             self.rules = TrainingRules(translate, names, has_named_groups=self._has_named_groups)
 
     def _check_parts(self, *, strict: bool) -> None:
-        """Small parts that were not saved are an error; of the others `load` says so by name."""
+        """Refuses small parts that were not saved; `load` refuses the others by name."""
         missing = [
             name
             for name in ("lr_scheduler", "dataloader")
@@ -89,7 +89,7 @@ class Wanted:
             )
 
     def _asked_own(self) -> list[str]:
-        """Returns the names of what is each rank's own that this call gives back."""
+        """Returns the names of each rank's own values that this call gives back."""
         parts, state = self._parts, self._parts.state or {}
         given = {"user_content"}
         given |= {n for n in ("dataloader", "lr_scheduler") if getattr(parts, n) is not None}
@@ -97,7 +97,7 @@ class Wanted:
         return [n for n in self._own_names if n in given or n.partition(".")[0] in given]
 
     def target(self) -> dict[str, Any]:
-        """Returns what `dcpx.load` is to fill."""
+        """Returns the state that `dcpx.load` is to fill."""
         parts = self._parts
         target: dict[str, Any] = {}
         small: dict[str, Any] = {}
@@ -130,13 +130,13 @@ class Wanted:
 
     @property
     def has_small(self) -> bool:
-        """Whether something that is small is handed to anybody."""
+        """Whether the caller's objects get small values."""
         parts = self._parts
         is_own = any(not name.startswith("user_content") for name in self._names)
         return is_own or (parts.lr_scheduler is not None and "lr_scheduler" in self._stored)
 
     def take_apart(self, small: dict[str, Any]) -> None:
-        """Decodes and merges what is small; nobody has any of it yet.
+        """Decodes and merges the small values; no object of the caller has any of them yet.
 
         Raises:
             CorruptionError: it is not what a manager saves.
@@ -157,7 +157,7 @@ class Wanted:
             paired_states(self._parts.lr_scheduler, self._given["lr_scheduler"])
 
     def hand_over(self) -> None:
-        """Gives what is small to whom it belongs. REQUIRES: `take_apart`."""
+        """Gives the small values to the caller's objects. REQUIRES: `take_apart`."""
         parts, own = self._parts, self._own_values
         if "lr_scheduler" in self._given:
             for one, state in paired_states(parts.lr_scheduler, self._given["lr_scheduler"]):
@@ -186,7 +186,7 @@ class Wanted:
 
 
 class _SmallPart(LoadPart):
-    """What is small: it is handed over when model, optimizers and state have what is theirs."""
+    """The small values: objects get them when model, optimizers and state are filled."""
 
     is_last = True
 
