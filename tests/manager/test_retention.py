@@ -16,6 +16,7 @@ from torch_dcpx import (
     ConcurrentSaveError,
     DcpxError,
     OptionError,
+    StorageError,
     UnsupportedError,
     WriteOptions,
     async_save,
@@ -207,3 +208,33 @@ def test_retention_leaves_no_threads_or_files_open(tmp_path: Path, no_leaks: Non
     with manager_of(tmp_path, keep_last=1, async_save=True) as manager:
         save_steps(manager, 1, 2, 3)
     assert on_disk(tmp_path) == {"step-3"}
+
+
+def test_tag_is_kept_from_removal_while_a_save_to_it_is_under_way(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    seen: list[frozenset[str]] = []
+
+    class Looks:
+        def state_dict(self) -> dict[str, Any]:
+            seen.append(manager._retention.busy)
+            return {"x": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    manager.save(1, state={"looks": Looks()})
+    assert set(seen) == {frozenset({"step-1"})}
+    assert not manager._retention.busy
+
+
+def test_tag_of_a_save_that_fails_before_it_begins_may_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path)
+
+    def fail() -> int:
+        raise StorageError("read the pointer")
+
+    monkeypatch.setattr(manager._root, "take_order", fail)
+    with pytest.raises(StorageError):
+        manager.save(1, user_content=1)
+    assert not manager._retention.busy

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -140,10 +141,11 @@ def export(
         own_options = options if options is not None else WriteOptions()
         exchange.restart(own_options.save_timeout_s)
         run = _Export(exchange, own_options)
+        checked = partial(checked_arguments, path, format, keys, key_map, max_shard_bytes)
         stored = source if isinstance(source, (str, os.PathLike)) else None
         try:
             with being_read(stored):
-                run.prepare(source, path, format, keys, key_map, max_shard_bytes)
+                run.prepare(source, checked)
                 run.plan()
                 run.write()
         finally:
@@ -208,20 +210,12 @@ class _Export:
         self._counts = {"written_bytes": 0, "in_place_bytes": 0}
         self._plan_s = self._write_s = 0.0
 
-    def prepare(
-        self,
-        source: Any,
-        path: str | os.PathLike[str],
-        file_format: str,
-        keys: Iterable[str] | None,
-        key_map: KeyMap | None,
-        max_shard_bytes: int | str,
-    ) -> None:
+    def prepare(self, source: Any, checked: Callable[[], ExportArguments]) -> None:
         """Agrees on the names, on every rank the same."""
         began = time.perf_counter()
 
         def own() -> Names:
-            self._arguments = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
+            self._arguments = checked()
             self._source = source_of(source, self._options)
             asked = {
                 "source": told_source(source),

@@ -91,11 +91,11 @@ def repair(
 
     return run_repair(
         path,
-        files=files,
-        rank_local=rank_local,
-        is_dry_run=dry_run,
-        accepts=accept_assumptions,
         as_json=as_json,
+        files=files or None,
+        rank_local=rank_local,
+        dry_run=dry_run,
+        accept_assumptions=accept_assumptions,
     )
 
 

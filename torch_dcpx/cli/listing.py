@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch_dcpx.cli.inspect import described
 from torch_dcpx.cli.output import (
@@ -19,6 +18,7 @@ from torch_dcpx.cli.output import (
     showing_progress,
 )
 from torch_dcpx.errors import DcpxError, NotCommittedError
+from torch_dcpx.integrity.findings import RepairReport, VerifyReport
 from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.verify import verify
 from torch_dcpx.storage.directory import Directory
@@ -97,37 +97,30 @@ def _look_at(path: Path) -> None:
 
 
 def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
-    """Prints what `verify` finds. Returns the exit code."""
+    """Prints the report of `verify`. Returns the exit code."""
     _look_at(path)
     with showing_progress(f"verify {path.name}", is_shown=not as_json) as tell:
         report = verify(path, workers=workers, progress=tell)
-    if as_json:
-        put_json({"ok": report.ok, **vars(report)})
-    else:
-        put_lines(str(report).splitlines())
+    _put(report, as_json, ok=report.ok)
     return FINE if report.ok else UNSOUND
 
 
-def run_repair(
-    path: Path,
-    *,
-    files: Sequence[str],
-    rank_local: bool | None,
-    is_dry_run: bool,
-    accepts: bool,
-    as_json: bool,
-) -> int:
-    """Prints what `repair` makes. Returns the exit code: of a dry run, what it would exit with."""
+def run_repair(path: Path, *, as_json: bool, **arguments: Any) -> int:
+    """Prints the report of `repair`. Returns the exit code: of a dry run, that of the repair.
+
+    Args:
+        path: of the checkpoint.
+        as_json: whether to print JSON.
+        arguments: of `repair`.
+    """
     _look_at(path)
-    report = repair(
-        path,
-        files=files or None,
-        rank_local=rank_local,
-        dry_run=is_dry_run,
-        accept_assumptions=accepts,
-    )
+    report = repair(path, **arguments)
+    _put(report, as_json, assumptions=report.assumptions)
+    return UNSOUND if report.assumptions and not arguments["accept_assumptions"] else FINE
+
+
+def _put(report: VerifyReport | RepairReport, as_json: bool, **more: Any) -> None:
     if as_json:
-        put_json({"assumptions": report.assumptions, **vars(report)})
+        put_json({**more, **vars(report)})
     else:
         put_lines(str(report).splitlines())
-    return UNSOUND if report.assumptions and not accepts else FINE

@@ -7,7 +7,7 @@ order: readers and writers see plain regions of plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,18 +67,7 @@ class MappedTensor(NamedTuple):
         a, b = self._dim(first), self._dim(second)
         order[a], order[b] = b, a
 
-        def permuted(values: Sizes) -> Sizes:
-            return tuple(values[dim] for dim in order)
-
-        pieces = tuple(
-            piece._replace(
-                offsets=permuted(piece.offsets),
-                lengths=permuted(piece.lengths),
-                axes=tuple(axis if axis is None else order.index(axis) for axis in piece.axes),
-            )
-            for piece in self.pieces
-        )
-        return MappedTensor(permuted(self.sizes), pieces)
+        return self._reshaped(lambda values, _: tuple(values[d] for d in order), order.index)
 
     def narrowed(self, dim: int, begin: int, length: int) -> MappedTensor:
         """Returns the elements [begin, begin + length) along a dimension."""
@@ -101,21 +90,10 @@ class MappedTensor(NamedTuple):
             return self
         at, cut = self._dim(dim), self.narrowed(dim, index, 1)
 
-        def without(values: Sizes) -> Sizes:
-            return values[:at] + values[at + 1 :]
-
-        pieces = tuple(
-            piece._replace(
-                offsets=without(piece.offsets),
-                lengths=without(piece.lengths),
-                axes=tuple(
-                    None if axis is None or axis == at else axis - (axis > at)
-                    for axis in piece.axes
-                ),
-            )
-            for piece in cut.pieces
+        return cut._reshaped(
+            lambda values, _: values[:at] + values[at + 1 :],
+            lambda axis: None if axis == at else axis - (axis > at),
         )
-        return MappedTensor(without(self.sizes), pieces)
 
     def unsqueezed(self, dim: int) -> MappedTensor:
         """Returns it with one more dimension, of one element."""
@@ -125,15 +103,29 @@ class MappedTensor(NamedTuple):
         if not -count <= dim < count:
             raise PlanError(f"there is no dimension {dim} to stack along in {count} dimensions")
         at = dim % count
+        return self._reshaped(
+            lambda values, new: (*values[:at], new, *values[at:]),
+            lambda axis: axis + (axis >= at),
+        )
+
+    def _reshaped(
+        self, change: Callable[[Sizes, int], Sizes], moved: Callable[[int], int | None]
+    ) -> MappedTensor:
+        """Returns it with other dimensions.
+
+        Args:
+            change: values by dimension, and that of a new dimension, to values by new dimension.
+            moved: a dimension to its new number; None: it goes.
+        """
         pieces = tuple(
             piece._replace(
-                offsets=(*piece.offsets[:at], 0, *piece.offsets[at:]),
-                lengths=(*piece.lengths[:at], 1, *piece.lengths[at:]),
-                axes=tuple(None if axis is None else axis + (axis >= at) for axis in piece.axes),
+                offsets=change(piece.offsets, 0),
+                lengths=change(piece.lengths, 1),
+                axes=tuple(None if axis is None else moved(axis) for axis in piece.axes),
             )
             for piece in self.pieces
         )
-        return MappedTensor((*self.sizes[:at], 1, *self.sizes[at:]), pieces)
+        return MappedTensor(change(self.sizes or (), 1), pieces)
 
     @staticmethod
     def joined(parts: Sequence[MappedTensor], dim: int, fqn: str) -> MappedTensor:

@@ -121,7 +121,7 @@ class Stored(NamedTuple):
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns the identity of a directory's `.metadata`, new with each save; None without one."""
+    """Returns the identity of a `.metadata`, new with each save; None where there is none."""
     try:
         status = (path / METADATA_NAME).lstat()
     except OSError:
