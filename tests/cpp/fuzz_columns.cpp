@@ -82,7 +82,7 @@ bool passes(Run run) {
   }
 }
 
-// The questions of `open_columns.py`, against the same in wider numbers.
+// The questions of `metadata/decode.py`, against the same in wider numbers.
 void ask(const Columns& columns) {
   const dcpx::RawNumbers counts(columns.raw("tensor_ndim"));
   const dcpx::RawNumbers widths(columns.raw("tensor_chunk_count"));

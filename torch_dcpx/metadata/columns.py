@@ -1,8 +1,8 @@
 """A body of columns: a JSON header, then arrays of int64 or bytes, each on an 8-byte border.
 
 The header's "columns" lists name, kind and length of each array in the order of the file, so a
-reader skips arrays that it does not know, and no length is believed before it is compared with the
-bytes that are there: what a file can make us allocate is bounded by its own size.
+reader skips arrays that it does not know. It compares each length with the bytes that are there
+before it uses the length: so a file cannot make it allocate more than the file's own size.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class StringPool:
         self.numbers: dict[str, int] = {}  # by text; to be added to in this order only
 
     def add(self, text: str) -> int:
-        """The number of `text`, the same for equal strings."""
+        """Returns the number of `text`, the same for equal strings."""
         return self.numbers.setdefault(text, len(self.numbers))
 
     def columns(self) -> dict[str, array[int] | bytes]:
-        """The columns that `ColumnReader.strings` reads."""
+        """Returns the columns that `ColumnReader.strings` reads."""
         whole = "".join(self.numbers)
         if whole.isascii():  # characters are bytes: one encoding for all
             return {
@@ -120,7 +120,7 @@ class ColumnReader:
         return padded(end)
 
     def error(self, why: str, name: str | None = None) -> CorruptionError:
-        """The error for a body, or for its column `name`, that contradicts itself."""
+        """Returns the error for a body, or for its column `name`, that contradicts itself."""
         begin, end = self._ranges[name][1:] if name in self._ranges else (0, len(self._body))
         where = f"column {name!r}" if name else "the metadata columns"
         return CorruptionError(
@@ -140,11 +140,11 @@ class ColumnReader:
         return self._body[begin:end]
 
     def has(self, name: str) -> bool:
-        """Whether the body holds a column `name`."""
+        """Returns whether the body holds a column `name`."""
         return name in self._ranges
 
     def i64(self, name: str, count: int | None, low: int = 0, high: int = I64_MAX) -> list[int]:
-        """The values of an int64 column.
+        """Returns the values of an int64 column.
 
         Args:
             name: of the column.
@@ -160,14 +160,14 @@ class ColumnReader:
     def i64_view(
         self, name: str, count: int | None, low: int = 0, high: int = I64_MAX
     ) -> memoryview:
-        """The bytes of an int64 column, checked; arguments and errors as for `i64`."""
+        """Returns the checked bytes of an int64 column; arguments and errors as for `i64`."""
         values = self._column(name, "i64", count)
         if not _C.are_within(values, low, high):
             raise self.error(f"a value is outside [{low}, {high}]", name)
         return values
 
     def u8(self, name: str, count: int | None, high: int = 255) -> bytes:
-        """The values of a byte column; arguments and errors as for `i64`."""
+        """Returns the values of a byte column; arguments and errors as for `i64`."""
         return bytes(self.u8_view(name, count, high))
 
     def u8_view(self, name: str, count: int | None, high: int = 255) -> memoryview:
@@ -178,7 +178,7 @@ class ColumnReader:
         return values
 
     def strings(self) -> list[str]:
-        """The strings of a `StringPool`, in the order of their numbers.
+        """Returns the strings of a `StringPool`, in the order of their numbers.
 
         Raises:
             CorruptionError: ends that do not ascend to the end of the text, or text no UTF-8.

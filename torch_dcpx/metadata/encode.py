@@ -111,8 +111,8 @@ def _batches(
 def _encode_properties(properties: list[TensorProperties], codes: _Codes, out: Columns) -> None:
     """Columns of TensorProperties.
 
-    A planner may give ShardedTensor's own class of the same fields, as torch 2.0 did; what is
-    written has stock's, as every reader of old checkpoints makes of it.
+    A planner may give ShardedTensor's own class of the same fields, as torch 2.0 did. The file then
+    names stock's class, as every reader of old checkpoints does.
     """
     columns = (
         *(out.i64("tensor_dtype"), out.i64("tensor_layout")),
@@ -232,7 +232,7 @@ def _encode_indices(indices: list[MetadataIndex], ndim_of: dict[str, int], out: 
 
 
 def _encode_planner(metadata: Metadata, out: Columns) -> None:
-    """Columns of planner_data where it is what flattening gives; else the pickle alone holds it."""
+    """Columns of planner_data that flattening gave; the pickle alone holds any other."""
     planner = metadata.planner_data
     if planner is None:
         return
@@ -341,7 +341,7 @@ def _first_refused(
 
 
 def stock_storage_meta(metadata: Metadata) -> StorageMeta | None:
-    """The storage_meta to be written: no load id, and the checkpoint's id as a string.
+    """Returns the storage_meta to be written: no load id, and the checkpoint's id as a string.
 
     A Path would be pickled as `pathlib._local.PosixPath` by Python 3.13, which older ones lack.
 

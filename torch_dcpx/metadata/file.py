@@ -54,7 +54,7 @@ logger = logging.getLogger("torch_dcpx")
 
 
 class CheckpointMetadata(NamedTuple):
-    """What a `.metadata` file says."""
+    """The content of a `.metadata` file, decoded."""
 
     metadata: Metadata  # as stock's pickle.load gives it, without a load id
     save_id: str  # of the save that wrote it, each its own; a digest of a file that notes none
@@ -64,7 +64,7 @@ class CheckpointMetadata(NamedTuple):
 def encode_pieces(
     metadata: Metadata, files: Sequence[FileEntry], save_id: str
 ) -> list[bytes | memoryview]:
-    """The content of a `.metadata` file, piece by piece.
+    """Returns the content of a `.metadata` file, piece by piece.
 
     Args:
         metadata: as `StorageWriter.finish` has completed it; it is not changed.
@@ -124,12 +124,12 @@ def _tail(
 
 
 def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str) -> bytes:
-    """The pieces of `encode_pieces` as one."""
+    """Returns the pieces of `encode_pieces` as one."""
     return b"".join(encode_pieces(metadata, files, save_id))
 
 
 def _pickle_foreign(metadata: Metadata, storage_meta: StorageMeta | None) -> bytes:
-    """The pickle, with planner_data that is not stock's."""
+    """Returns the pickle of metadata whose planner_data is not stock's."""
     try:
         return pickle_any(dataclasses.replace(metadata, storage_meta=storage_meta))
     except Exception as error:
@@ -155,7 +155,7 @@ def decode_metadata(
         trusted: unpickle without an allow-list, where there is something to unpickle.
 
     Raises:
-        CorruptionError: the bytes are not what was written.
+        CorruptionError: the bytes differ from those that were written.
         UnsafePickleError: a pickle asks for a global that is not allowed.
         UnsupportedError: a newer version of the format.
     """
@@ -289,13 +289,13 @@ def _digest(pieces: Iterable[bytes | memoryview]) -> str:
 
 
 def _load_stock(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
-    """A whole file of stock's: its columns where it is as torch writes it."""
+    """Reads a whole file of stock's: by columns where it is as torch writes it."""
     found = None if trusted else open_stock_metadata(data)
     return found or _load_pickle(data, path, safe_globals, trusted)
 
 
 def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
-    """Stock's pickle, which must fill `data`."""
+    """Reads stock's pickle, which must fill `data`."""
     compound_keys = scan_stock(data, path)
     metadata: object = load_stock_metadata(
         data, path, safe_globals, trusted=trusted, compound_keys=compound_keys

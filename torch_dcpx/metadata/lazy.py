@@ -1,4 +1,4 @@
-"""The dicts of a Metadata over the columns of our `.metadata`, filled when somebody looks.
+"""The dicts of a Metadata over the columns of our `.metadata`, filled when a caller looks.
 
 A million chunks as DCP's objects take a rank the time of the load. A planner asks for the names of
 its own state, a reader for the places of its own items: only these are made. All checks of the
@@ -8,8 +8,8 @@ file are made before, over the columns, by C++.
     StoredPlaces    storage_data: places are found and made one by one, keys when all are wanted
     StoredPaths     planner_data: made as a whole when it is first looked at
 
-Each is a dict to whoever uses it. Whoever looks at all values, or changes something, gets all of
-it: from then on it is as any dict, and `columns` is None.
+To its user each is a dict. A caller that looks at all values, or changes one, fills the dict: from
+then on it is as any dict, and `columns` is None.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Filled(dict[Any, Any]):
     """A dict whose values are made on demand. Threads may read it at once, as any dict."""
 
     __slots__ = ("_lock", "columns")
-    columns: Any  # what the values are made of; None once all are there
+    columns: Any  # the source of the values; None once all are there
     _lock: threading.RLock  # a signal handler may look while its thread fills
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +47,7 @@ class _Filled(dict[Any, Any]):
         self._lock = threading.RLock()
 
     def _fill(self) -> None:
-        """Makes all that is not there. What is interrupted anywhere is done again the next time."""
+        """Makes all missing values. After an interruption anywhere, the next call does it again."""
         if self.columns is None:
             return
         with self._lock:
@@ -68,7 +68,7 @@ class _Filled(dict[Any, Any]):
         return dict, (), None, None, iter(dict.items(self))
 
     def __iter__(self) -> Iterator[Any]:
-        # In Python: what has an iterator of its own is never taken for a plain dict by C code.
+        # In Python: C code takes no class with an iterator of its own for a plain dict.
         self._fill()
         return super().__iter__()
 
@@ -111,7 +111,7 @@ class StoredPaths(_Filled):
         tags: Sequence[int],
         values: Sequence[int],
     ) -> StoredPaths:
-        """The paths of these columns, which are known to fit each other (docs/format.md)."""
+        """Returns the paths of these columns, which are known to fit each other."""
 
         def make() -> dict[str, tuple[str | int, ...]]:
             keys = [
@@ -149,7 +149,7 @@ class StoredEntries(_Filled):
 
     @classmethod
     def over(cls, columns: _C.StoredColumns, numbers: Mapping[str, int]) -> StoredEntries:
-        """The entries of these numbers by name."""
+        """Returns the entries of these numbers by name."""
         self = cls(numbers)
         self.columns = columns
         return self
@@ -171,17 +171,17 @@ class StoredEntries(_Filled):
             return entry, self.columns if type(entry) is int else None
 
     def outline(self, name: Any) -> Any:
-        """The entry, without its chunks where it was not asked for yet; None: no such name."""
+        """Returns the entry, without chunks while it is not made; None: no such name."""
         entry, columns = self._stored(name)
         return entry if columns is None else columns.entry(entry, has_chunks=False)
 
     def chunks(self, name: Any) -> Any:
-        """The chunks of a tensor; its number in `columns` where it was not asked for yet."""
+        """Returns the chunks of a tensor; its number in `columns` while it is not made."""
         entry, columns = self._stored(name)
         return entry if columns is not None else self[name].chunks
 
     def chunk(self, name: Any, at: int) -> Any:
-        """One chunk of a tensor; where the tensor was not asked for yet, no other is made."""
+        """Returns one chunk of a tensor; makes no other one."""
         entry, columns = self._stored(name)
         return entry.chunks[at] if columns is None else columns.chunk(entry, at)
 
@@ -208,7 +208,7 @@ class StoredPlaces(_Filled):
 
     @classmethod
     def over(cls, columns: _C.StoredColumns) -> StoredPlaces:
-        """The places of all items."""
+        """Returns the places of all items."""
         self = cls()
         self.columns = columns
         return self
@@ -240,7 +240,7 @@ class StoredPlaces(_Filled):
         return dict.get(self, index, default)
 
     def find(self, indices: list[Any]) -> list[Any]:
-        """The places of many items; None for each that is not stored."""
+        """Returns the places of many items; None for each that is not stored."""
         places: list[Any] | None = None
         with self._lock:
             if self.columns is not None:
@@ -290,13 +290,13 @@ def stored_dicts(
 
 
 def outline_of(stored: Mapping[str, Any]) -> Callable[[str], STORAGE_TYPES | None]:
-    """Returns what gives the entry of a name, or None: where it can, without making its chunks."""
+    """Returns a function from a name to its entry, or None. Where it can, it makes no chunks."""
     return stored.outline if isinstance(stored, StoredEntries) else stored.get
 
 
 def chunks_in(stored: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Returns what gives the chunks of a name that is stored as a tensor, or where they were not
-    made yet their number in `columns`.
+    """Returns a function from a stored tensor's name to its chunks, or to their number in `columns`
+    while they are not made.
     """
     if isinstance(stored, StoredEntries):
         return stored.chunks
@@ -304,7 +304,7 @@ def chunks_in(stored: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def plain_metadata(metadata: Metadata) -> Metadata:
-    """Returns metadata of plain dicts: what a reader has handed out, to be encoded again."""
+    """Returns metadata of plain dicts, to encode what a reader has handed out."""
     found = {
         name: dict(value) for name, value in vars(metadata).items() if isinstance(value, _Filled)
     }

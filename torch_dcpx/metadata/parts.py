@@ -1,4 +1,4 @@
-"""The parts of a `.metadata` file and what checks them: pickle, columns, tail.
+"""The parts of a `.metadata` file and their checks: pickle, columns, tail.
 
     [pickle][body of columns][tail, 64 B]
 
@@ -25,7 +25,7 @@ TAIL = struct.Struct("<8sIIQQQI16sI")
 
 
 class Content(NamedTuple):
-    """The bytes of a `.metadata` file: in memory, or read when they are wanted."""
+    """The bytes of a `.metadata` file: in memory, or read on demand."""
 
     nbytes: int
     part: Callable[[int, int], bytes | memoryview]  # offset, bytes
@@ -46,7 +46,7 @@ class Content(NamedTuple):
         return found if type(found) is bytes else bytes(found)
 
     def pieces(self, end: int) -> Iterator[bytes | memoryview]:
-        """The bytes before `end`, by parts of a size that stays in the cache."""
+        """Yields the bytes before `end`, by parts of a size that stays in the cache."""
         for offset in range(0, end, _PIECE_BYTES):
             yield self.part(offset, min(_PIECE_BYTES, end - offset))
 
@@ -82,7 +82,7 @@ def check_tail(content: Content, path: str) -> tuple[int, int, ColumnReader]:
     """Checks sizes and checksums of the whole file; returns the pickle's size and CRC-32, and the
     columns.
     """
-    pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = check_layout(content, path)
+    pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = _check_layout(content, path)
     crc = 0
     for piece in content.pieces(pickle_bytes):
         crc = _C.crc32(piece, crc)
@@ -95,7 +95,7 @@ def check_tail(content: Content, path: str) -> tuple[int, int, ColumnReader]:
     return pickle_bytes, pickle_crc, columns
 
 
-def check_layout(content: Content, path: str) -> tuple[int, int, int, int, int]:
+def _check_layout(content: Content, path: str) -> tuple[int, int, int, int, int]:
     """Checks the tail; returns bytes of pickle, body, header, and the CRCs of pickle and body."""
     tail_at = content.nbytes - TAIL.size
     tail = content.part(tail_at, TAIL.size)
@@ -141,10 +141,10 @@ def check_crc(found: int, expected: int, offset: int, nbytes: int, what: str, pa
 
 
 class MetadataParts(NamedTuple):
-    """What of a `.metadata` file is as it was written, each part by its own checksum."""
+    """The parts of a `.metadata` file that are as they were written, each by its own checksum."""
 
     errors: tuple[CorruptionError, ...]  # empty: all of it
-    pickle: bytes | None  # without the columns; None where it is damaged or cannot be told
+    pickle: bytes | None  # without the columns; None: damaged, or its end is unknown
     columns: ColumnReader | None
 
 
@@ -164,7 +164,7 @@ def decode_parts(data: bytes, path: str) -> MetadataParts:
         if not has_tail(content):
             scan_stock(data, path)
             return MetadataParts((), data, None)
-        sizes = check_layout(content, path)
+        sizes = _check_layout(content, path)
     except CorruptionError as error:
         return MetadataParts((error,), None, None)
     pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = sizes

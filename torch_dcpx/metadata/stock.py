@@ -72,8 +72,8 @@ class _Rebuild:
         raise CorruptionError(message, path=self._path, fqn=name)
 
     def _pairs(self, value: Any, what: str) -> Collection[tuple[Any, Any]]:
-        """The items of a dict, or of a call of `dict` that was filled: so is pickled what a reader
-        of ours has handed out (`lazy`). Its keys are not hashed before they are looked at.
+        """Returns the items of a dict, or of a call of `dict` that was filled: so Python pickles
+        the dicts that a reader of ours hands out (`lazy`). Keys are checked before they are hashed.
         """
         if type(value) is dict:
             return value.items()
@@ -153,7 +153,7 @@ def _kind(value: Any) -> str:
 
 
 class _TrustingUnpickler(pickle.Unpickler):
-    """Executes whatever the file says; only for `trusted=True`."""
+    """Executes the calls that the file makes; only for `trusted=True`."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         found = super().find_class(module_name, global_name)
@@ -175,8 +175,9 @@ def load_stock_metadata(
         path: where it came from, for errors.
         safe_globals: classes and functions that `planner_data` may use; subclasses of `Metadata`
             (whose own fields are left behind). For this call only.
-        trusted: unpickle it as stock does instead, which executes whatever it says.
-        compound_keys: what `scan_keys` said of it, where nothing is behind it; None: not scanned.
+        trusted: unpickle it as stock does instead, which executes the calls that it makes.
+        compound_keys: the answer of `scan_keys`, where nothing is behind the pickle; None: not
+            scanned.
 
     Returns:
         A fresh `Metadata` of exact types; `checkpoint_id` is a str; `TensorProperties` as the
@@ -184,7 +185,7 @@ def load_stock_metadata(
 
     Raises:
         UnsafePickleError: it asks for a global that is not allowed.
-        CorruptionError: it is malformed, or holds what is no metadata.
+        CorruptionError: it is malformed, or holds no metadata.
         OptionError: an entry of `safe_globals` has no name.
     """
     if trusted:
@@ -215,7 +216,7 @@ def _reduce_memory_format(code: _MEM_FORMAT_ENCODING) -> tuple[Any, ...]:
 def _with_stock_properties(
     entry: TensorStorageMetadata | BytesStorageMetadata,
 ) -> TensorStorageMetadata | BytesStorageMetadata:
-    """`entry`, or a copy with stock's TensorProperties where it has ShardedTensor's."""
+    """Returns `entry`, or a copy with stock's TensorProperties where it has ShardedTensor's."""
     if not isinstance(entry, TensorStorageMetadata):
         return entry
     given: Any = entry.properties
@@ -231,7 +232,7 @@ def pickle_any(metadata: Metadata) -> bytes:
     """Pickles a Metadata with any planner_data, whose classes are up to its planner.
 
     Raises:
-        Exception: whatever the objects in planner_data raise when they cannot be pickled.
+        Exception: an object in planner_data cannot be pickled; its own error.
     """
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=4)

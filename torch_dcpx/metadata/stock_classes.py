@@ -1,7 +1,7 @@
 """The classes of a stock `.metadata` pickle, each rebuilt from fields of exact types.
 
-Only known fields are ever asked for: whatever else an instance carried (planted attributes, fields
-of a newer torch) is left behind.
+Each build reads known fields only. It leaves all others behind: planted attributes, and fields of a
+newer torch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torch_dcpx.unpickle.stand_ins import GlobalTable, StandIn, StateStandIn, br
 from torch_dcpx.unpickle.torch_objects import DTYPES, MAX_INT64, build_layout, dims
 
 # By the codes of stock's _MEM_FORMAT_ENCODING.
-MEMORY_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+_MEMORY_FORMAT_NAMES = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
 def fields(raw: StateStandIn) -> dict[str, Any]:
-    """The instance dict an object was pickled with; only its known keys are ever asked for."""
+    """Returns the instance dict that an object was pickled with; callers read known keys only."""
     if len(raw) == 1 and type(raw[0]) is dict:
         return raw[0]
     if len(raw) > 1 or (raw and raw[0] is not None):
@@ -71,12 +71,12 @@ def _memory_format(raw: StandIn, _settle: Settler) -> torch.memory_format:
     no_more_than(raw)
     if raw.global_name == "builtins.getattr":  # CPython 3.11.0 to 3.11.3 pickle enums so
         cls, name = raw.args if len(raw.args) == 2 else (None, None)
-        if cls is not MEMORY_FORMAT or type(name) is not str or name not in MEMORY_FORMAT_NAMES:
+        if cls is not _MEMORY_FORMAT or type(name) is not str or name not in _MEMORY_FORMAT_NAMES:
             raise UnsafePickleError(
                 "refuse to call getattr for anything but a memory format",
                 global_name=raw.global_name,
             )
-        return MEMORY_FORMATS[MEMORY_FORMAT_NAMES.index(name)]
+        return MEMORY_FORMATS[_MEMORY_FORMAT_NAMES.index(name)]
     code = raw.args[0] if len(raw.args) == 1 else None
     if type(code) is not int or not 0 <= code < len(MEMORY_FORMATS):
         refuse(f"has the memory format {brief(code)}")
@@ -122,17 +122,17 @@ def _chunk(raw: StateStandIn, settle: Settler) -> ChunkStorageMetadata:
 
 
 def _chunks(raw: list[Any], settle: Settler) -> tuple[list[ChunkStorageMetadata], int]:
-    """The chunks of a tensor, and how many dimensions all of them have (0 without any).
+    """Returns the chunks of a tensor, and how many dimensions all of them have (0 without any).
 
-    What the file has once is made once: a thousand tensors may name one list of them, and a list
-    one chunk a thousand times.
+    An object that the file has once is made once: a thousand tensors may name one list of chunks,
+    and a list one chunk a thousand times.
     """
     known = settle.cache.get(id(raw))
     if known is not None:
         return known  # type: ignore[no-any-return]
     made: list[ChunkStorageMetadata] = []
     for chunk in raw:
-        if type(chunk) is not CHUNK:
+        if type(chunk) is not _CHUNK:
             refuse(f"has a chunk of type {type(chunk).__name__}")
         one = settle.cache.get(id(chunk))
         if one is None:
@@ -150,7 +150,7 @@ def build_tensor(raw: StateStandIn, settle: Settler) -> TensorStorageMetadata:
     shape = _size(state.get("size"), "tensor size", settle)
     properties: Any = state.get("properties")
     chunks: Any = state.get("chunks")
-    if type(properties) is not PROPERTIES or type(chunks) is not list:
+    if type(properties) is not _PROPERTIES or type(chunks) is not list:
         refuse("has a tensor without properties or chunks")
     made, ndim = _chunks(chunks, settle)
     if made and ndim != len(shape):
@@ -189,7 +189,7 @@ def build_storage_info(raw: StateStandIn, settle: Settler) -> _StorageInfo:
         return _StorageInfo(path, offset, length)
     if type(descriptors) not in (list, tuple):
         refuse(f"has transform descriptors of type {type(descriptors).__name__}")
-    # What the file has once is made once: all its places may name one list of a million texts.
+    # Made once, as the file has it once: all its places may name one list of a million texts.
     texts = settle.cache.get(id(descriptors))
     if texts is None:
         texts = [text(value, "transform descriptor") for value in descriptors]
@@ -224,7 +224,7 @@ def _metadata(_raw: StateStandIn, _settle: Settler) -> Metadata:
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.0 kept two of them
-STATES: dict[tuple[str, str], Callable[[StateStandIn, Settler], Any]] = {
+_STATES: dict[tuple[str, str], Callable[[StateStandIn, Settler], Any]] = {
     (_METADATA, "BytesStorageMetadata"): build_bytes,
     (_METADATA, "ChunkStorageMetadata"): _chunk,
     (_METADATA, "Metadata"): _metadata,
@@ -235,26 +235,26 @@ STATES: dict[tuple[str, str], Callable[[StateStandIn, Settler], Any]] = {
     (_FILESYSTEM, "_StorageInfo"): build_storage_info,
     (_FILESYSTEM, "_StoragePrefix"): _storage_prefix,
 }
-CALLS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
+_CALLS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     (_METADATA, "_MEM_FORMAT_ENCODING"): _memory_format,
     ("builtins", "getattr"): _memory_format,
     ("torch.serialization", "_get_layout"): build_layout,
     # Text, not a path object: `checkpoint_id` is only ever shown.
     **{(module, name): path_text for module in ("pathlib", "pathlib._local") for name in PATHS},
 }
-STAND_INS: dict[tuple[str, str], Any] = {
-    **{(m, n): stand_in(f"{m}.{n}", build, base=StateStandIn) for (m, n), build in STATES.items()},
-    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in CALLS.items()},
+_STAND_INS: dict[tuple[str, str], Any] = {
+    **{(m, n): stand_in(f"{m}.{n}", build, base=StateStandIn) for (m, n), build in _STATES.items()},
+    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in _CALLS.items()},
 }
-BYTES = STAND_INS[_METADATA, "BytesStorageMetadata"]
-CHUNK = STAND_INS[_METADATA, "ChunkStorageMetadata"]
-INDEX = STAND_INS[_METADATA, "MetadataIndex"]
-MEMORY_FORMAT = STAND_INS[_METADATA, "_MEM_FORMAT_ENCODING"]
-METADATA_ROOT = STAND_INS[_METADATA, "Metadata"]
-PROPERTIES = STAND_INS[_METADATA, "TensorProperties"]
-STORAGE_INFO = STAND_INS[_FILESYSTEM, "_StorageInfo"]
-STORAGE_META = STAND_INS[_METADATA, "StorageMeta"]
-TENSOR = STAND_INS[_METADATA, "TensorStorageMetadata"]
+BYTES = _STAND_INS[_METADATA, "BytesStorageMetadata"]
+_CHUNK = _STAND_INS[_METADATA, "ChunkStorageMetadata"]
+INDEX = _STAND_INS[_METADATA, "MetadataIndex"]
+_MEMORY_FORMAT = _STAND_INS[_METADATA, "_MEM_FORMAT_ENCODING"]
+METADATA_ROOT = _STAND_INS[_METADATA, "Metadata"]
+_PROPERTIES = _STAND_INS[_METADATA, "TensorProperties"]
+STORAGE_INFO = _STAND_INS[_FILESYSTEM, "_StorageInfo"]
+STORAGE_META = _STAND_INS[_METADATA, "StorageMeta"]
+TENSOR = _STAND_INS[_METADATA, "TensorStorageMetadata"]
 
 METADATA: GlobalTable = {
     **{key: entry for key, entry in PLAIN.items() if key[0] in ("builtins", "__builtin__")},
@@ -263,8 +263,8 @@ METADATA: GlobalTable = {
     **DTYPES,
     # Real, as the dtypes are, for speed: immutable like its instances, and it takes only ints.
     ("torch", "Size"): torch.Size,
-    **STAND_INS,
-    (_SHARDED, "TensorProperties"): PROPERTIES,
-    (_SHARDED, "MEM_FORMAT_ENCODING"): MEMORY_FORMAT,
-    ("__builtin__", "getattr"): STAND_INS["builtins", "getattr"],
+    **_STAND_INS,
+    (_SHARDED, "TensorProperties"): _PROPERTIES,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
+    ("__builtin__", "getattr"): _STAND_INS["builtins", "getattr"],
 }

@@ -1,8 +1,8 @@
-"""Stock's `.metadata` pickle as columns, from which objects are made when somebody looks.
+"""Stock's `.metadata` pickle as columns, from which `lazy` makes objects on demand.
 
 Without it each of a model's tensors costs a dozen stand-ins and as many objects before the first
-byte is read. `csrc/format/metadata_unpickle` takes what torch writes for a Metadata and nothing
-else; for whatever it declines, `stock_metadata` has the say, with its refusals and their words.
+byte is read. `csrc/format/metadata_unpickle` takes exactly the pickles that torch writes for a
+Metadata; `stock` reads all others, or refuses them in its words.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
         data: a whole `.metadata` file of stock's.
 
     Returns:
-        What `load_stock_metadata` returns for it; None for all that is not exactly as torch writes
-        it, whether it is damaged, hostile, or some planner's own.
+        The same as `load_stock_metadata`; None for a file that is not exactly as torch writes it,
+        whether it is damaged, hostile, or some planner's own.
     """
     hash_key = os.urandom(16)
     found = _C.unpickle_metadata(data, hash_key) if HAS_KNOWN_ITEMS else None

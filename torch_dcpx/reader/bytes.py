@@ -1,4 +1,4 @@
-"""Items of which the bytes are read whole: Python objects, and what only torch's loader knows.
+"""Items whose bytes are read whole: Python objects, and tensors that only torch's loader knows.
 
 Stock's planner takes a byte item as a stream, runs `torch.load` on it, and puts the object into the
 state. Where that hook is stock's, the object that was decoded here goes there directly: a new
@@ -25,7 +25,7 @@ from torch_dcpx.unpickle.byte_items import decode_byte_item, reencode_byte_item
 from torch_dcpx.unpickle.torch_items import load_by_torch
 from torch_dcpx.unpickle.unpickler import MAX_MESSAGE
 
-# What one load may decode once for all items of the same bytes: nobody can change it. A list or a
+# One load decodes these once for all items of the same bytes, as they cannot change. A list or a
 # tensor that two items shared would be a bug.
 _IMMUTABLE = frozenset(
     (int, float, bool, type(None), str, bytes, complex, torch.Size, torch.dtype, torch.device)
@@ -54,8 +54,8 @@ class BytesFinisher:
         self._decoded: dict[bytes, Any] = {}
 
     def plain_values(self, reads: Sequence[BytesRead]) -> list[Any]:
-        """Returns what each read holds where that is a number, truth, text or None that torch-dcpx
-        wrote; else NotImplemented.
+        """Returns the value of each read that is a number, truth, text or None of torch-dcpx; for
+        any other NotImplemented.
         """
         return _C.plain_values([b"" if read.descriptors else read.data for read in reads])
 
@@ -98,7 +98,7 @@ class BytesFinisher:
 
 
 def _put(planner: DefaultLoadPlanner, item: ReadItem, value: object) -> None:
-    """What stock's `load_bytes` does with the object that it has loaded.
+    """Puts an object into the state, as stock's `load_bytes` does.
 
     Source: torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes.
     """

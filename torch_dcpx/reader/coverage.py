@@ -1,10 +1,10 @@
-"""Is every element that a load wants stored, and stored once? Asked before a byte is read.
+"""Is every element that a load wants stored, and stored once? The reader asks before it reads.
 
-Where the stored chunks leave a hole, stock leaves in the tensor what was there before the load;
-where two of them hold one element, the one that is read last stays. Neither is told to anyone.
+Where the stored chunks leave a hole, stock keeps the tensor's old elements; where two chunks hold
+one element, the one that is read last stays. Stock reports neither.
 
-Only where the plan is what stock's planner makes of the state: a planner or reader that changes it
-may want a part, or fill the rest its own way.
+The check holds for plans that stock's planner makes of the state: a planner or reader that changes
+the plan may want a part, or fill the rest its own way.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def check_shards(state: Mapping[str, Any], stored: Container[str]) -> None:
 
     Args:
         state: of the planner, by names.
-        stored: what is read.
+        stored: names in the checkpoint.
 
     Raises:
         PlanError: one has another shape.
@@ -107,7 +107,7 @@ def check_shards(state: Mapping[str, Any], stored: Container[str]) -> None:
 
 
 def meeting_targets(items: Iterable[ReadItem]) -> frozenset[MetadataIndex]:
-    """Returns the targets of which two items may fill the same element: no plan of stock's has any,
+    """Returns the targets in which two items may fill the same element. No plan of stock's has any;
     a user's may.
     """
     parts_of: dict[MetadataIndex, list[ReadItem]] = {}
@@ -138,11 +138,11 @@ def _quick(fqn: str, target: Any, items: Sequence[ReadItem]) -> list[_Wanted]:
 def _exact(
     fqn: str, target: Any, items: Sequence[ReadItem], whole: Sequence[int] | None
 ) -> list[_Wanted]:
-    """Returns the chunks of `target` as its planner was told, as far as the `whole` tensor goes."""
+    """Returns the chunks that a planner wants of `target`, cut at the end of the `whole` tensor."""
     wanted = []
     for number, chunk in enumerate(wanted_chunks(target)):
         sizes: Sequence[int] = chunk.sizes
-        if whole is not None and len(whole) == len(sizes):  # padding is nobody's to store
+        if whole is not None and len(whole) == len(sizes):  # no rank stores padding
             ends = zip(chunk.offsets, chunk.sizes, whole, strict=True)
             sizes = [max(0, min(size, end - offset)) for offset, size, end in ends]
         own = [item for item in items if item.dest_index.index == number]

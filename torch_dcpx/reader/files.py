@@ -1,11 +1,11 @@
 """One rank's reads: windows of regions through one ReadJob.
 
 Where every target exists already (stock's planner hooks, tensors of the stored dtype on the host or
-a CUDA device) there is one window, and one call to C++. What must be staged, decoded, or is made by
-a user's planner on the fly counts against a budget: when it is used up, the window is read, handed
-over and dropped.
+a CUDA device) there is one window, and one call to C++. A target that must be staged or decoded, or
+that a user's planner makes on the fly, counts against a budget: when that is used up, the window is
+read, handed over and dropped.
 
-A planner that overrides both how targets are found and what happens to what was read may count on
+A planner that overrides both the hooks that find targets and those that take values may count on
 stock's order, one item after the other: such planners give the same buffer for every item, or
 remember the item whose commit they expect. For them every window holds one item.
 """
@@ -45,7 +45,7 @@ from torch_dcpx.reports import ReadReport
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import has_strides
 
-_DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for what is converted there at one time
+_DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for all conversions there at one time
 
 
 # Counters of `ReadJob.report` that a report has under the same names.
@@ -56,7 +56,7 @@ _REPORTED = (
 
 
 class ReadCounts(NamedTuple):
-    """What `read_items` did beside the job's own counters."""
+    """Counters of `read_items`, beside those of the job."""
 
     items: int
     torch_items: int  # tensor items that went through torch's own loader
@@ -91,7 +91,7 @@ class ReadCounts(NamedTuple):
 
 
 def _engine_phases(engine_s: float, counters: Mapping[str, int]) -> tuple[float, float, float]:
-    """Returns (read, verify, copy): the wall time in proportion of what the workers did."""
+    """Returns (read, verify, copy): the wall time, divided as the workers spent theirs."""
     read_ns, verify_ns, copy_ns = (counters[name] for name in ("read_ns", "verify_ns", "copy_ns"))
     busy_ns = max(1, read_ns + verify_ns + copy_ns)
     verify_s, copy_s = engine_s * verify_ns / busy_ns, engine_s * copy_ns / busy_ns
@@ -103,8 +103,8 @@ class _Read(NamedTuple):
 
     row: ReadRow | tuple[Any, ...] | None  # None: no byte to read
     claim: Claim | None  # the target's memory, where it is known
-    direct: torch.Tensor | None  # went whole into this target, and nobody wants to know
-    rest: tuple[TensorRead, bool] | BytesRead | None  # else what is to be done afterwards
+    direct: torch.Tensor | None  # went whole into this target; no hook waits for it
+    rest: tuple[TensorRead, bool] | BytesRead | None  # else the work afterwards
 
 
 # Nearly all items of a plan are whole tensors, stored and wanted in C order: C++ makes their reads.
@@ -143,7 +143,7 @@ class _Window:
             and not is_any_order(planner)
         )
         self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
-        # Whether targets are the state's own tensors, and nobody wants to know what went there.
+        # Whether targets are the state's own tensors, and no hook waits for them.
         has_state = has_plain_state(planner) and not meeting
         self.is_lean = has_state and not (self._makes_targets or self._wants_commits)
         self._reads: list[_Read] = []
@@ -203,9 +203,7 @@ class _Window:
         return Claim(begin, begin + (last + 1) * target.element_size(), owner)
 
     def _make_room(self, nbytes: int, device_bytes: int = 0) -> None:
-        """Reads what is prepared when so much more, of the host's or devices' memory, would exceed
-        a budget.
-        """
+        """Reads the window when so much more host or device memory would exceed a budget."""
         exceeds = (nbytes and self._used_bytes + nbytes > self._budget_bytes) or (
             device_bytes and self._device_bytes + device_bytes > _DEVICE_STAGING_BYTES
         )
@@ -312,7 +310,7 @@ class _Window:
 
 
 def _memory_of(read: _Read) -> object:
-    """Returns what owns the memory that the read goes to."""
+    """Returns the owner of the memory that the read goes to."""
     if isinstance(read.rest, tuple) and not isinstance(read.rest, BytesRead):
         staged, target = read.rest[0].staged, read.rest[0].target
         return (target if staged is None else staged).detach()
@@ -339,7 +337,7 @@ def read_items(
 
     Args:
         found: where the items lie, and the job that found them.
-        planner: gives targets, takes what was read.
+        planner: gives targets, takes values.
         transforms: stock's `_StorageReaderTransforms`.
         options: memory bound and trust.
         meeting: targets of which two items may fill the same element.

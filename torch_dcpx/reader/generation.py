@@ -1,4 +1,4 @@
-"""Which save of a checkpoint's directory each rank of a load has found."""
+"""All ranks of a load must read the metadata of one save: each notes which one it read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch_dcpx.errors import StorageError
 
 
 class Generation(NamedTuple):
-    """What a rank notes in its plan: the same on all ranks that load from one directory."""
+    """A rank's note in its plan: the same on all ranks that load from one directory."""
 
     directory: str  # absolute; links are not followed, so that one that is switched is noticed
     save_id: str  # each save's own; "rank-local" for all that have no metadata in common
 
 
 def check_same_generation(plans: Sequence[LoadPlan]) -> None:
-    """Compares what the ranks noted. Planners that make their own plans need not pass it on.
+    """Compares the ranks' notes. A planner that makes its own plans need not pass them on.
 
     Args:
         plans: of all ranks, in the order of the ranks.

@@ -1,7 +1,7 @@
 """Where the items of a load plan lie: one call to C++ opens the files and finds all of them.
 
-What many items share (dtype, sizes, strides) is a `Form`, looked at once. An item is then a number
-of its form and three integers, and a plan of a hundred thousand tensors costs few objects.
+Many items share dtype, sizes and strides: these are a `Form`, looked at once. An item is then a
+number of its form and three integers, and a plan of a hundred thousand tensors costs few objects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Form:
-    """What stored items share. Sizes and strides in elements."""
+    """Dtype and shape that stored items share. Sizes and strides in elements."""
 
     __slots__ = (
         "dtype",
@@ -84,7 +84,7 @@ class RawPlace(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Where a stored item lies: its file (number and name), and what was found there."""
+    """Where a stored item lies: its file (number and name), and its payload there."""
 
     file: int
     path: str
@@ -217,7 +217,7 @@ def _with_raw_forms(
 
 
 def _places(items: Sequence[ReadItem], storage_data: Mapping[Any, Any]) -> list[Any]:
-    """Returns where the metadata says that items lie; None for each of which it does not."""
+    """Returns the places of items by the metadata; None for each that it does not place."""
     indices = [item.storage_index for item in items]
     if isinstance(storage_data, StoredPlaces):
         return storage_data.find(indices)
@@ -227,8 +227,8 @@ def _places(items: Sequence[ReadItem], storage_data: Mapping[Any, Any]) -> list[
 def _file_spec(
     name: str, fqn: str, table: Mapping[str, FileEntry] | None
 ) -> tuple[str, bool, int, bytes, int, bytes]:
-    """Returns what `ReadJob.locate` is told of a file. Raises CorruptionError for a name that no
-    file system could be asked for.
+    """Returns a file as `ReadJob.locate` takes it. Raises CorruptionError for a name that no file
+    system takes.
     """
     try:
         name.encode()

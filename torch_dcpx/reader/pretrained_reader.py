@@ -47,7 +47,7 @@ class PretrainedReader(DcpxReader):
             NotCommittedError, StorageError: there is nothing to read.
             UnsupportedError: a URL.
         """
-        DcpxReader(path)  # refuses what is no path before it is looked for
+        DcpxReader(path)  # refuses an argument that is no path before a look at the disk
         found = find_safetensors(Path(path))
         super().__init__(path if found is None else found[0], options=options)
         self._file_name = None if found is None else found[1]
@@ -75,7 +75,7 @@ class PretrainedReader(DcpxReader):
 
     @property
     def generation(self) -> Generation | None:
-        """Which save's metadata, or which headers, were read."""
+        """Returns which save's metadata, or which headers, were read."""
         if self._held is None:
             return super().generation
         return Generation(os.path.abspath(self.path), self._held.digest)  # noqa: PTH100 - as there

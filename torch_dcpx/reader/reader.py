@@ -1,9 +1,9 @@
 """DcpxReader: the drop-in for `torch.distributed.checkpoint.FileSystemReader`.
 
 read_metadata           reads and vets `.metadata`, without executing anything of it
-set_up_storage_reader   raises what read_metadata could not tell DCP
+set_up_storage_reader   raises the error that read_metadata had to keep from DCP
 prepare_local_plan      opens the files and finds the payloads
-prepare_global_plan     compares what the ranks found (coordinator)
+prepare_global_plan     compares which save the ranks read (coordinator)
 read_data               reads the wanted ranges, hands them to the planner
 
 Every rank holds its files open before any rank reads: when the checkpoint is replaced meanwhile,
@@ -155,7 +155,7 @@ class DcpxReader(FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Called by DCP on every rank. Raises: what `read_metadata` had to keep."""
+        """Called by DCP on every rank. Raises: the error that `read_metadata` had to keep."""
         error, self.__kept_error = self.__kept_error, None
         if error is not None:
             raise error
@@ -271,7 +271,7 @@ class DcpxReader(FileSystemReader):
                 raise
 
     def __take_found(self, items: Sequence[ReadItem] | None = None) -> Found | None:
-        """Returns what was found if it serves these items, and closes it else. It is not kept."""
+        """Returns the files and places of `__find` if they serve these items, else closes them."""
         found, self.__found = self.__found, None
         if found is None:
             return None

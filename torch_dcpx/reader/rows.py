@@ -1,4 +1,4 @@
-"""From a LoadPlan to the rows that the C++ side reads, and to what is left for torch.
+"""From a LoadPlan to the rows that the C++ side reads, and to the items that are left for torch.
 
 A read item goes straight into its target where that is plain memory, of the host or of a device
 that C++ copies to, of the stored dtype. Else it is staged: read into a tensor of its own, on such a

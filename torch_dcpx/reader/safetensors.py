@@ -22,8 +22,8 @@ from torch_dcpx.reader.safetensors_header import (
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
 
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
+_SINGLE_NAME = "model.safetensors"
+_INDEX_NAME = "model.safetensors.index.json"
 _FILE_NAME = re.compile(
     r"[^/\0\ud800-\udfff]{1,240}\.safetensors"
 )  # beside the index: no directories
@@ -38,7 +38,7 @@ class StoredTensor(NamedTuple):
 
 
 class Safetensors(NamedTuple):
-    """What one file, or the files of one index, hold."""
+    """The tensors of one file, or of the files of one index."""
 
     directory: Path
     tensors: dict[str, StoredTensor]
@@ -72,12 +72,12 @@ def find_safetensors(path: Path) -> tuple[Path, str] | None:
     if METADATA_NAME in names or any(name.endswith(METADATA_NAME) for name in names):
         return None
     single = [name for name in names if name.endswith(".safetensors")]
-    for name in (SINGLE_NAME, INDEX_NAME, *(single if len(single) == 1 else ())):
+    for name in (_SINGLE_NAME, _INDEX_NAME, *(single if len(single) == 1 else ())):
         if name in names:
             return path, name
     raise NotCommittedError(
-        f"'{path}' holds no {METADATA_NAME}, no {INDEX_NAME} and no {SINGLE_NAME}: name one of its "
-        f"{len(single)} safetensors files",
+        f"'{path}' holds no {METADATA_NAME}, no {_INDEX_NAME} and no {_SINGLE_NAME}: name one "
+        f"of its {len(single)} safetensors files",
         errno=errno.ENOENT,
         path=str(path),
     )

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read as something that anybody may have written, and made.
+"""The header of a safetensors file: read without trust in it, and written.
 
 A file is 8 bytes (the header's length, little endian), the header (JSON, padded with spaces), and
 the tensors' bytes in C order, one after the other without a gap. Every number is checked against

@@ -1,11 +1,11 @@
 """Byte items, made harmless: decoded without executing anything, then written anew.
 
-DCP's planner hands a byte item to `torch.load(weights_only=False)`, which runs whatever the file
-says. So the planner never gets bytes of the file: an item is decoded here into plain objects, and
-what `torch.save` makes of those is handed on. The steps:
+DCP's planner hands a byte item to `torch.load(weights_only=False)`, which executes the calls that
+the file makes. So the planner never gets bytes of the file: this module decodes an item into plain
+objects, and hands on what `torch.save` writes for those. The steps:
 1. the zip is parsed by `_C.zip_records` (stored records only), not by torch, which would run
    TorchScript archives and believes the sizes of storages;
-2. its `data.pkl` is scanned for bombs and unpickled into stand-ins (`unpickle`);
+2. its `data.pkl` is scanned for bombs and unpickled into stand-ins (`unpickler`);
 3. the stand-ins become real objects of exact types (`settle`, `plain_objects`, `torch_objects`,
    `numpy_objects`: their tables are the list of what is allowed);
 4. these are saved again.
@@ -32,8 +32,8 @@ from torch_dcpx.unpickle.torch_objects import TORCH, StorageRef, storage_ref
 from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption, user_globals
 
 OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY}
-DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")
-KINDS = {  # first bytes -> what it is
+_DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")
+_KINDS = {  # first bytes -> what it is
     b"\x80": "a bare pickle (torch.save before 1.6, or pickle.dump)",
     b"\x28\xb5\x2f\xfd": "zstd-compressed data",
     b"\x1f\x8b": "gzip-compressed data",
@@ -42,7 +42,7 @@ KINDS = {  # first bytes -> what it is
 
 def _device_here(location: str) -> torch.device:
     """Return the device a storage was saved from if this machine has it, else the CPU."""
-    if not DEVICE.match(location):
+    if not _DEVICE.match(location):
         refuse(f"has a storage saved from {location!r:.40}, which is no device")
     kind, _, index = location.partition(":")
     if kind == "cpu":
@@ -115,7 +115,7 @@ def _refuse_unknown(data: memoryview, path: str, fqn: str) -> None:
     head = bytes(data[:8])
     if head.startswith(b"PK\x03\x04"):
         return
-    kind = next((kind for magic, kind in KINDS.items() if head.startswith(magic)), "unknown data")
+    kind = next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), "unknown data")
     raise UnsafePickleError(
         f"refuse to decode item {fqn!r} of {path!r}: {kind} of {len(data)} B beginning with "
         f"{head.hex()}, not a torch.save archive; trusted=True would hand it to the planner unread",
@@ -165,7 +165,7 @@ def decode_byte_item(
 def reencode_byte_item(
     data: bytes | memoryview, *, fqn: str, path: str, safe_globals: Iterable[Any] = ()
 ) -> io.BytesIO:
-    """Return a new `torch.save` archive of the decoded item: what a planner may be given.
+    """Return a new `torch.save` archive of the decoded item, which a planner may be given.
 
     Args:
         data: see `decode_byte_item`, as are the others.

@@ -22,10 +22,10 @@ try:
 except ImportError:  # optional: torch runs without it
     np = None  # type: ignore[assignment]
 
-KIND = re.compile(r"([biufcSUV?])([0-9]{0,9})\Z|([mM])8?\Z")  # no O: that one holds pickles
-UNIT = re.compile(rb"(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic)\Z")
-SWAPPED = ">" if sys.byteorder == "little" else "<"
-ALIGNED = 0x80  # NPY_ALIGNED_STRUCT
+_KIND = re.compile(r"([biufcSUV?])([0-9]{0,9})\Z|([mM])8?\Z")  # no O: that one holds pickles
+_UNIT = re.compile(rb"(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic)\Z")
+_SWAPPED = ">" if sys.byteorder == "little" else "<"
+_ALIGNED = 0x80  # NPY_ALIGNED_STRUCT
 
 
 def _check_args(raw: StandIn, *kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
@@ -48,7 +48,7 @@ def _time_dtype(kind: str, state: tuple[Any, ...]) -> Any:
     if type(details) is not tuple or len(details) != 2 or type(details[1]) is not tuple:
         refuse("has a NumPy time without a unit")
     unit, count, *_ = details[1]
-    if type(unit) is not bytes or not UNIT.match(unit) or type(count) is not int or count < 1:
+    if type(unit) is not bytes or not _UNIT.match(unit) or type(count) is not int or count < 1:
         refuse("has a NumPy time of an unknown unit")
     return np.dtype(f"{kind}8" if unit == b"generic" else f"{kind}8[{count}{unit.decode()}]")
 
@@ -64,13 +64,13 @@ def _struct_dtype(names: Any, fields: Any, state: tuple[Any, ...]) -> Any:
         formats.append(_plain_dtype(field[0]))
         offsets.append(dims((field[1],), "NumPy field offset")[0])
     spec = {"names": names, "formats": formats, "offsets": offsets, "itemsize": state[5]}
-    return np.dtype(spec, align=bool(state[7] & ALIGNED))  # type: ignore[call-overload]
+    return np.dtype(spec, align=bool(state[7] & _ALIGNED))  # type: ignore[call-overload]
 
 
 def _dtype(raw: StandIn, settle: Settler) -> Any:
     no_more_than(raw, state=True)
     text, _, _ = _check_args(raw, str, (bool, int), (bool, int))
-    match = KIND.match(text)
+    match = _KIND.match(text)
     if match is None:
         refuse(f"has the NumPy dtype {text!r:.40}")
     state = settle(raw.state) if raw.state is not EMPTY else (3, "|", None, None, None, -1, -1, 0)
@@ -89,7 +89,7 @@ def _dtype(raw: StandIn, settle: Settler) -> Any:
         made = _struct_dtype(names, fields, state)
     else:
         made = np.dtype(text)
-    if base is None and names is None and order == SWAPPED:
+    if base is None and names is None and order == _SWAPPED:
         made = made.newbyteorder(order)
     return _plain_dtype(made)
 
@@ -114,7 +114,7 @@ def _reconstruct(raw: StandIn, settle: Settler) -> Any:
         refuse("has a NumPy array with an unknown state")
     _, shape, dtype, is_fortran, data = settle(raw.state)
     made = _from_bytes(data, dtype, shape, "F" if is_fortran else "C")
-    if dtype.byteorder == SWAPPED:  # as NumPy does for this form of array
+    if dtype.byteorder == _SWAPPED:  # as NumPy does for this form of array
         made = made.byteswap(inplace=True).view(dtype.newbyteorder("="))
     return made
 

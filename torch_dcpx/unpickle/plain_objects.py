@@ -45,10 +45,10 @@ from torch_dcpx.unpickle.stand_ins import (
     with_python2_names,
 )
 
-FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
+_FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
 PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath")
-SCALARS = (type(None), bool, int, float, str)
-FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?\Z")  # no exponent: "1e999999999" would be computed
+_SCALARS = (type(None), bool, int, float, str)
+_FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?\Z")  # no exponent: "1e999999999" would be computed
 
 
 def _arguments(raw: StandIn, settle: Settler, *kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
@@ -88,7 +88,7 @@ def _set_of(kind: type) -> Callable[[StandIn, Settler], Any]:
     return build
 
 
-def encode_latin1(raw: StandIn, settle: Settler) -> bytes:
+def _encode_latin1(raw: StandIn, settle: Settler) -> bytes:
     """`_codecs.encode(text, "latin1")`: how protocol 2 writes bytes."""
     text, encoding = _calls(lambda *args: args, str, str)(raw, settle)
     if encoding not in ("latin1", "latin-1"):
@@ -106,7 +106,7 @@ def _bytearray(raw: StandIn, settle: Settler) -> bytearray:
 
 
 def _fraction(*args: Any) -> fractions.Fraction:
-    if type(args[0]) is str and (len(args) > 1 or not FRACTION.match(args[0])):
+    if type(args[0]) is str and (len(args) > 1 or not _FRACTION.match(args[0])):
         refuse("calls Fraction with a text that it would not write")
     return fractions.Fraction(*args)
 
@@ -181,7 +181,7 @@ def _counter(counts: Any = None) -> collections.Counter[Any]:
 
 def _default_dict(factory: Any = None) -> collections.defaultdict[Any, Any]:
     # By identity: `in` would ask a user's class for __eq__.
-    if factory is not None and not any(factory is known for known in FACTORIES):
+    if factory is not None and not any(factory is known for known in _FACTORIES):
         refuse("calls defaultdict with a factory that is no builtin type")
     return collections.defaultdict(factory)
 
@@ -248,12 +248,12 @@ def _bytes_io(raw: StandIn, settle: Settler) -> io.BytesIO:
 
 
 def path_text(raw: StandIn, settle: Settler) -> str:
-    """The text of a path, without making a path object."""
+    """Return the text of a path, without making a path object."""
     return str(pathlib.PurePosixPath(*_path_parts(raw, settle)))
 
 
 def _path_parts(raw: StandIn, settle: Settler) -> Sequence[str]:
-    """The texts of a path, charged before they are joined: they may be one text a million times."""
+    """Return the texts of a path, charged before they are joined: one may be there very often."""
     parts: Sequence[str] = _arguments(raw, settle, *[str] * len(raw.args))
     settle.charge(sum(map(len, parts)))
     return parts
@@ -267,8 +267,8 @@ def _path(cls: type[pathlib.PurePath]) -> Callable[[StandIn, Settler], Any]:
     return build
 
 
-BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
-    ("_codecs", "encode"): encode_latin1,
+_BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
+    ("_codecs", "encode"): _encode_latin1,
     ("_io", "BytesIO"): _bytes_io,
     ("argparse", "Namespace"): _attributes_of(argparse.Namespace),
     ("builtins", "bool"): never_called,
@@ -283,7 +283,7 @@ BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     ("builtins", "list"): never_called,
     ("builtins", "range"): _calls(range, int, int, int),
     ("builtins", "set"): _set_of(set),
-    ("builtins", "slice"): _calls(slice, SCALARS, SCALARS, SCALARS),
+    ("builtins", "slice"): _calls(slice, _SCALARS, _SCALARS, _SCALARS),
     ("builtins", "str"): never_called,
     ("builtins", "tuple"): never_called,
     ("collections", "Counter"): _container_of(_counter),
@@ -303,11 +303,11 @@ BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     **{(m, n): _path(getattr(pathlib, n)) for m in ("pathlib", "pathlib._local") for n in PATHS},
 }
 
-VALUES = {("builtins", t.__name__): t for t in (*FACTORIES, bytearray, complex, frozenset)}
+_VALUES = {("builtins", t.__name__): t for t in (*_FACTORIES, bytearray, complex, frozenset)}
 
 PLAIN: GlobalTable = with_python2_names(
     {
-        (module, name): stand_in(f"{module}.{name}", build, VALUES.get((module, name), EMPTY))
-        for (module, name), build in BUILDS.items()
+        (module, name): stand_in(f"{module}.{name}", build, _VALUES.get((module, name), EMPTY))
+        for (module, name), build in _BUILDS.items()
     }
 )

@@ -1,9 +1,9 @@
 """Building the real objects of a decoded pickle: exact types, checked parts, cycles kept.
 
 The tree that `RestrictedUnpickler` gives consists of exact builtins and stand-ins. `Settler` walks
-it once: builtin containers are completed in place, every stand-in is replaced by what its `build`
-makes. Attribute names of instances are checked here, because pickling an instance later asks it
-for `__reduce_ex__` and the like: a planted one would run.
+it once: it completes builtin containers in place, and replaces each stand-in by the object that its
+`build` makes. It checks attribute names of instances, because pickle later asks an instance for
+`__reduce_ex__` and the like: a planted one would run.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.unpickle.hashed_keys import check_keys
 from torch_dcpx.unpickle.stand_ins import EMPTY, StandIn, StandInType
 
-MAX_DEPTH = 500  # stock torch.save reaches 496 nested lists at Python's default recursion limit
+_MAX_DEPTH = 500  # stock torch.save reaches 496 nested lists at Python's default recursion limit
 
 # 40 times "a pair of the last one, twice" is a tuple that takes 2^40 steps to hash. The scan sees
 # such keys of dicts; those of sets, which may be calls, are seen here.
 MAX_NODES = 10_000_000
-MAX_NODES_PER_BYTE = 16  # of the pickle, beyond: a long tuple has a value a byte
+_MAX_NODES_PER_BYTE = 16  # of the pickle, beyond: a long tuple has a value a byte
 
-# One text of a megabyte and a thousand calls that each make bytes of it: what is made is charged.
-CALLS_BASE_BYTES = 64 << 20
-CALLS_BYTES_PER_BYTE = 32  # of the pickle; a set of its smallest values has 16 times its bytes
-ELEMENT_BYTES = 32  # of a container that a call makes
+# A thousand calls may each make bytes of one text of a megabyte: each object that a call makes is
+# charged.
+_CALLS_BASE_BYTES = 64 << 20
+_CALLS_BYTES_PER_BYTE = 32  # of the pickle; a set of its smallest values has 16 times its bytes
+_ELEMENT_BYTES = 32  # of a container that a call makes
 
-ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype})
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype})
 
 
-BUILDING = object()  # in the memo: a tuple, set or stand-in that is not complete yet
+_BUILDING = object()  # in the memo: a tuple, set or stand-in that is not complete yet
 
 
 def refuse(what: str) -> NoReturn:
@@ -63,7 +64,7 @@ def check_attributes(names: Iterable[Any], owner: str, cls: type | None = None) 
 def no_more_than(
     raw: StandIn, *, state: bool = False, elements: bool = False, pairs: bool = False
 ) -> None:
-    """Refuse what the pickle did with `raw` beyond a plain call and the parts allowed here."""
+    """Refuse a stand-in with which the pickle did more than a call and the parts allowed here."""
     if raw.kwargs or not (
         (state or raw.state is EMPTY)
         and (elements or raw.elements is None)
@@ -95,8 +96,8 @@ class Settler:
         self._kept: list[Any] = []
         self._depth = 0
         self._nodes: dict[int, int] = {}  # by id of a made tuple: how many nodes hashing it visits
-        self._left_bytes = CALLS_BASE_BYTES + CALLS_BYTES_PER_BYTE * pickle_bytes
-        self._max_nodes = MAX_NODES + MAX_NODES_PER_BYTE * pickle_bytes
+        self._left_bytes = _CALLS_BASE_BYTES + _CALLS_BYTES_PER_BYTE * pickle_bytes
+        self._max_nodes = MAX_NODES + _MAX_NODES_PER_BYTE * pickle_bytes
         self._hashed_nodes = 0
         self.read_storage = read_storage
         self.cache: dict[Any, Any] = {}  # for builds whose parts repeat; keys live with the tree
@@ -114,7 +115,7 @@ class Settler:
         if isinstance(made, (str, bytes, bytearray)):
             nbytes += len(made)
         elif isinstance(made, (list, tuple, dict, set, frozenset, collections.deque)):
-            nbytes += ELEMENT_BYTES * len(made)
+            nbytes += _ELEMENT_BYTES * len(made)
         elif type(made).__module__ == "numpy":  # others may have an `nbytes` that is no count
             nbytes += getattr(made, "nbytes", 0)
         self.charge(nbytes)
@@ -139,20 +140,20 @@ class Settler:
             pickle.UnpicklingError: a part is not what its class takes.
         """
         kind = type(raw)
-        if kind in ATOMS:
+        if kind in _ATOMS:
             return raw
         made = self._memo.get(id(raw), EMPTY)
-        if made is BUILDING:
+        if made is _BUILDING:
             refuse(f"contains a {kind.__name__} that contains itself")
         if made is not EMPTY:
             return made
-        if self._depth == MAX_DEPTH:
-            refuse(f"is nested deeper than {MAX_DEPTH}")
+        if self._depth == _MAX_DEPTH:
+            refuse(f"is nested deeper than {_MAX_DEPTH}")
         # Not counted back down when something raises: an error ends the whole walk. One frame a
         # level for the builtin containers (no comprehensions), so that what torch.save could
         # write at the default recursion limit can be read at it.
         self._depth += 1
-        self.remember(raw, raw if kind is list or kind is dict else BUILDING)
+        self.remember(raw, raw if kind is list or kind is dict else _BUILDING)
         if kind is dict:
             pairs = []
             for key, value in raw.items():
@@ -189,7 +190,7 @@ class Settler:
 
 
 def _value(raw: Any) -> Any:
-    """Returns what `raw` means, which has no parts to settle."""
+    """Returns the object of `raw`, which has no parts to settle."""
     kind = type(raw)
     if kind is StandInType and raw.value is not EMPTY:
         return raw.value

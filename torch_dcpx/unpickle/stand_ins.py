@@ -18,7 +18,7 @@ GlobalTable = Mapping[tuple[str, str], Any]  # (module, name) as written in the 
 
 
 def brief(value: object, limit: int = 40) -> str:
-    """The start of a value's repr; of what is no plain number or text only its type.
+    """Return the start of a plain number's or text's repr; of any other value only its type.
 
     Forty times "a pair of the last one, twice" is a tuple whose repr has 2^40 characters.
     """

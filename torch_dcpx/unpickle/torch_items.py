@@ -5,7 +5,7 @@ file: it makes `bytearray(10**12)`, `torch.Tensor(10**9)` of memory that nobody 
 record to any size, and takes sparse indices that lie outside. So an item is looked at before and
 after it:
 1. its records inflate to no more than its tensor's size asks for;
-2. its pickle is scanned, and unpickled into stand-ins that call nothing (`unpickle`), which shows
+2. its pickle is scanned, and unpickled into stand-ins that call nothing (`unpickler`), which shows
    calls that only take memory, and keys that take hours;
 3. what comes back is a tensor with values, and a sparse one's indices lie inside.
 """
@@ -34,8 +34,8 @@ from torch_dcpx.unpickle.settle import refuse
 from torch_dcpx.unpickle.stand_ins import StandIn, StandInType, stand_in
 from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption
 
-INFLATED_BASE_BYTES = 64 << 20
-INFLATED_PER_BYTE = 16  # of the tensor; a sparse one keeps 8 B of each index beside a value
+_INFLATED_BASE_BYTES = 64 << 20
+_INFLATED_PER_BYTE = 16  # of the tensor; a sparse one keeps 8 B of each index beside a value
 _PIECE_BYTES = 1 << 20
 _STORED, _DEFLATED = 0, 8
 _LEGACY_PICKLES = 5  # of torch.save before 1.6: magic, protocol, machine, object, keys
@@ -72,7 +72,7 @@ class _Looked(StandIn):
 
 
 def _look_at_class(raw: StandIn, _settle: Any) -> None:
-    """Refuses a call with a size: what it made would be memory that nobody wrote."""
+    """Refuses a call with a size: it would return memory without values."""
     if not all(type(arg) in (str, bytes) or _is_encoded(arg) for arg in raw.args):
         refuse(f"calls {raw.global_name}, which no pickle of a tensor does")
 
@@ -156,7 +156,7 @@ class _AnyName(dict[tuple[str, str], StandInType]):
 
 
 def _no_storage(_pid: Any) -> None:
-    """What a storage is while only the calls are looked at."""
+    """Stands for every storage while only the calls are looked at."""
 
 
 def _check_calls(
@@ -179,7 +179,7 @@ def _inflated(data: memoryview, room_bytes: int) -> bytes:
 
 
 def _inflated_bytes(data: memoryview, room_bytes: int) -> int:
-    """The size of a record that is inflated, without holding it; refuses one beyond its room."""
+    """Returns the size of an inflated record, without holding it; refuses one beyond its room."""
     inflater, nbytes, piece = zlib.decompressobj(-15), 0, bytes(data)
     while piece and not inflater.eof:
         try:
@@ -209,8 +209,8 @@ def _check_archive(data: memoryview, room_bytes: int, path: str, fqn: str) -> No
 
 
 def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
-    """The same for what torch.save wrote before 1.6: pickles one behind the other, the last one a
-    list of the storages that follow. One that is not listed keeps memory that nobody wrote.
+    """Refuses the same of an item that torch.save wrote before 1.6: pickles one behind the other,
+    the last one a list of the storages that follow. A storage that is not listed has no values.
     """
     wanted: list[Any] = []
     found: Any = None
@@ -228,7 +228,7 @@ def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
 
 
 def _tensor_bytes(planner: LoadPlanner, item: ReadItem) -> int:
-    """The bytes of the whole tensor as the metadata has it; of its region where nobody knows."""
+    """Returns the bytes of the whole tensor by the metadata; without any, of the item's region."""
     metadata = getattr(planner, "metadata", None)
     entry = None
     if metadata is not None:
@@ -243,14 +243,14 @@ def _check_item(data: io.IOBase, path: str, fqn: str, tensor_bytes: int) -> None
     view = data.getbuffer() if isinstance(data, io.BytesIO) else memoryview(data.read())
     data.seek(0)
     if bytes(view[:4]) == b"PK\x03\x04":
-        room_bytes = INFLATED_BASE_BYTES + INFLATED_PER_BYTE * tensor_bytes
+        room_bytes = _INFLATED_BASE_BYTES + _INFLATED_PER_BYTE * tensor_bytes
         _check_archive(view, room_bytes, path, fqn)
     else:  # torch looks at no more than this to tell the two
         _check_legacy(view, path, fqn)
 
 
 def _check_tensor(tensor: Any) -> None:
-    """Refuses what torch has made, where it is no tensor that can be copied from."""
+    """Refuses an object of torch's loader that is no tensor, or cannot be copied from."""
     if not isinstance(tensor, torch.Tensor):
         refuse(f"holds a {type(tensor).__name__} where a tensor belongs")
     if tensor.is_meta:

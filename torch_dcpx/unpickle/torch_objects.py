@@ -17,7 +17,7 @@ from torch_dcpx.unpickle.settle import Settler, check_attributes, never_called, 
 from torch_dcpx.unpickle.stand_ins import GlobalTable, StandIn, StandInType, brief, stand_in
 
 MAX_INT64 = 2**63 - 1
-STORAGES = {
+_STORAGES = {
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,
     "ByteStorage": torch.uint8,
@@ -39,7 +39,7 @@ DTYPES: GlobalTable = {
 
 # Both are named tuples because those have nothing that BUILD could set.
 class StorageKind(NamedTuple):
-    """What `torch.FloatStorage` and its like mean in a persistent id."""
+    """The meaning of `torch.FloatStorage` and its like in a persistent id."""
 
     dtype: torch.dtype | None  # None: untyped, counted in bytes
 
@@ -80,7 +80,7 @@ def dims(value: Any, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def build_size(raw: StandIn, _settle: Settler) -> torch.Size:
+def _build_size(raw: StandIn, _settle: Settler) -> torch.Size:
     """Build a `torch.Size`: one tuple of ints."""
     no_more_than(raw)
     if len(raw.args) != 1:
@@ -206,8 +206,8 @@ def _tensor_with_attributes(raw: StandIn, settle: Settler) -> torch.Tensor:
     return tensor
 
 
-BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
-    ("torch", "Size"): build_size,
+_BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
+    ("torch", "Size"): _build_size,
     ("torch", "Tensor"): never_called,
     ("torch", "device"): _device,
     ("torch._tensor", "_rebuild_from_type_v2"): _tensor_with_attributes,
@@ -221,8 +221,8 @@ BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
 
 TORCH: GlobalTable = {
     **DTYPES,
-    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in BUILDS.items()},
-    **{("torch", name): StorageKind(dtype) for name, dtype in STORAGES.items()},
+    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in _BUILDS.items()},
+    **{("torch", name): StorageKind(dtype) for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): StorageKind(None),
     ("torch", "UntypedStorage"): StorageKind(None),
 }

@@ -27,7 +27,7 @@ from torch_dcpx.unpickle.stand_ins import (
 
 MAX_MESSAGE = 300  # characters of a cause that are quoted: its text may come from the file
 
-# What CPython's unpickler, torch and numpy raise for a pickle that is not what was written.
+# CPython's unpickler, torch and numpy raise these for a damaged pickle.
 _MALFORMED = (
     pickle.UnpicklingError,
     ArithmeticError,
