@@ -73,11 +73,16 @@ def save_as(rank: int, scenario: str, directory: Path) -> Any:
         return ballot.settle(commit, (directory / "committed").exists)
 
 
-def run_rank(rank: int, port: int, scenario: str, directory: Path) -> NoReturn:
+def run_rank(rank: int, listener: socket.socket, scenario: str, directory: Path) -> NoReturn:
     """In a forked child; never returns."""
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE
-    )
+    port, fd = listener.getsockname()[1], listener.detach()
+    if rank != 0:
+        os.close(fd)  # the store is to be gone with rank 0
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False,
+        master_listen_fd=fd if rank == 0 else None,
+    )  # fmt: skip
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     meet(directory, "ready", rank)
     try:
         outcome = ["returned", repr(save_as(rank, scenario, directory))]
@@ -103,14 +108,12 @@ class Save:
         self.is_continued = not scenario.endswith(":continue")
         self.statuses: dict[int, int] = {}
         self.pids = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(WORLD_SIZE):
-            pid = os.fork()
-            if pid == 0:
-                run_rank(rank, port, scenario, directory)
-            self.pids.append(pid)
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # nobody else gets its port
+            for rank in range(WORLD_SIZE):
+                pid = os.fork()
+                if pid == 0:
+                    run_rank(rank, listener, scenario, directory)
+                self.pids.append(pid)
 
     def is_over(self) -> bool:
         for rank, pid in enumerate(self.pids):

@@ -42,7 +42,7 @@ if ending in ("signal", "chained"):
 if ending == "put_back":
     drain_on_sigterm()()
 async_save({"w": torch.full((1000,), 2.0)}, path, options=WriteOptions(progress=hold))
-if ending != "late":
+if ending not in ("late", "put_back"):
     threading.Timer(0.3, ends.set).start()
 if ending == "sys.exit":
     sys.exit(3)

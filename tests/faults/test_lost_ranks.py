@@ -25,7 +25,7 @@ from torch_dcpx import DcpxWriter, save
 
 WORKER = Path(__file__).with_name("lost_rank_worker.py")
 RANKS = 3
-DEADLINE_S = 100  # of a test: the workers' own is 3 s
+DEADLINE_S = 100  # of a test: the workers' own is 8 s
 
 
 @pytest.fixture
@@ -97,7 +97,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("lost", "phase", "raised", "step", "kind", "how"), CASES)
 def test_lost_rank_is_named_in_time_and_nothing_is_mixed(
     tmp_path: Path,

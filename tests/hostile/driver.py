@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_dcpx
 from torch_dcpx import DcpxError, DcpxReader, DcpxWriter, RepairError
 
-DEADLINE_S = 20  # a watchdog: most cases take some milliseconds
+DEADLINE_S = 60  # a watchdog: most cases take some milliseconds
 MEMORY_BYTES = 256 << 20
 BAD = ("executed", "escaped", "hung", "crashed", "memory", "silent", "untyped", "removed")
 

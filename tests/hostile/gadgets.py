@@ -145,7 +145,7 @@ GADGETS: list[tuple[str, str, Args]] = [
     ("torch.distributed.checkpoint.state_dict_loader", "load", lambda r: (b"}",)),
     ("torch.fx.graph_module", "reduce_graph_module", lambda r: (b"}", T("import antigravity"))),
     ("torch_dcpx.unpickle.stand_ins", "stand_in", lambda r: (T("x"), T("y"))),
-    ("torch_dcpx.unpickle.byte_items", "os.system", lambda r: (_touch(r),)),
+    ("torch_dcpx.storage.directory", "os.system", lambda r: (_touch(r),)),
 ]  # fmt: skip
 
 

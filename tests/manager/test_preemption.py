@@ -110,7 +110,7 @@ def test_save_that_would_not_fit_is_not_asked_for(ranks: Ranks) -> None:
 
 
 def test_rank_that_does_not_ask_is_named(ranks: Ranks) -> None:
-    watches = watches_of(ranks, timeout_s=0.2)
+    watches = watches_of(ranks, timeout_s=3)
 
     def train(rank: int) -> None:
         if rank != 1:

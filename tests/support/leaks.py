@@ -12,7 +12,7 @@ import torch
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _NOISE_BYTES = 4 << 20  # what the allocator and caches of torch grow by, within a few saves
-_ENDING_S = 2.0
+_ENDING_S = 20.0  # of a thread, on a busy machine
 _libc = ctypes.CDLL(None)
 
 
@@ -37,7 +37,7 @@ class Held:
         self._resident_bytes = _resident_bytes()
 
     def assert_no_file_or_thread_more(self) -> None:
-        """Cheap enough for after each call. A thread that is just ending gets two seconds."""
+        """Cheap enough for after each call. A thread that is just ending gets time."""
         assert len(os.listdir("/proc/self/fd")) == len(self._files)
         deadline = time.monotonic() + _ENDING_S
         while not set(os.listdir("/proc/self/task")) <= self._threads:
@@ -50,7 +50,7 @@ class Held:
             collectives: of objects, that were run since. Gloo keeps about 1 KiB of each.
 
         Gloo's threads let go of a collective's tensors only after it has returned, now and then: a
-        tensor gets two seconds.
+        tensor gets time.
         """
         deadline = time.monotonic() + _ENDING_S
         while (tensors := _tensors()) > self._tensors:
