@@ -16,10 +16,9 @@ from support.states import DTYPES, random_bytes
 
 from torch_dcpx import _C
 from torch_dcpx._compat import dtype_name, framing_of
-from torch_dcpx.metadata.stock_classes import BYTES, TENSOR
 from torch_dcpx.reader.locate import Form, Located
 from torch_dcpx.tensors.memory import is_dense
-from torch_dcpx.writer.rows import ItemType, WriteRow
+from torch_dcpx.writer.rows import BYTES, TENSOR, ItemType, WriteRow
 
 SLOT_BYTES = 256 << 10
 

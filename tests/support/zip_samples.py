@@ -13,8 +13,7 @@ import torch
 from support.engine_jobs import SLOT_BYTES, open_directory, read_job, scratch
 
 from torch_dcpx import _C
-from torch_dcpx.metadata.stock_classes import TENSOR
-from torch_dcpx.writer.rows import ItemType, WriteRow
+from torch_dcpx.writer.rows import TENSOR, ItemType, WriteRow
 
 LEGACY: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
 NEW: set[torch.dtype] = torch.storage._new_dtypes()

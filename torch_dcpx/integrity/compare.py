@@ -17,12 +17,11 @@ from torch_dcpx._compat import common_properties, dtype_name
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.findings import Finding, ItemRanges, file_finding, of_error, of_raw
-from torch_dcpx.integrity.footers import FileFacts, FooterRow, RawFinding, add_file
+from torch_dcpx.integrity.footers import BYTES, TENSOR, FileFacts, FooterRow, RawFinding, add_file
 from torch_dcpx.metadata.file import decode_metadata, encode_pieces
 from torch_dcpx.metadata.lazy import plain_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
-from torch_dcpx.metadata.stock_classes import BYTES, TENSOR
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
 from torch_dcpx.tensors.tiling import offence_text, untiled

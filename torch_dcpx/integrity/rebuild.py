@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch_dcpx._compat import DTYPES, LAYOUTS
 from torch_dcpx.errors import RepairError
 from torch_dcpx.integrity.compare import coverage_offences
-from torch_dcpx.integrity.footers import TORCH_TENSOR, FileFacts, FooterRow, key_path
-from torch_dcpx.metadata.stock_classes import BYTES, MEMORY_FORMATS
+from torch_dcpx.integrity.footers import BYTES, TORCH_TENSOR, FileFacts, FooterRow, key_path
+from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 
 _NAME = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
 

@@ -28,7 +28,7 @@ from torch_dcpx.integrity.compare import (
 )
 from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.integrity.findings import Finding, RepairedMetadata, RepairReport, Source
-from torch_dcpx.integrity.footers import FileFacts
+from torch_dcpx.integrity.footers import TENSOR, FileFacts
 from torch_dcpx.integrity.rebuild import (
     check_ranks,
     data_file_rank,
@@ -41,7 +41,6 @@ from torch_dcpx.integrity.verify import verify_job
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
-from torch_dcpx.metadata.stock_classes import TENSOR
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (

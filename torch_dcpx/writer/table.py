@@ -28,7 +28,6 @@ from torch_dcpx._compat import dtype_name
 from torch_dcpx._hooks import has_hooks, has_plain_state
 from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
-from torch_dcpx.metadata.stock_classes import BYTES, TENSOR
 from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import (
@@ -42,9 +41,11 @@ from torch_dcpx.tensors.memory import (
 from torch_dcpx.tensors.offences import check_shape, is_folded
 from torch_dcpx.writer.items import StagedItems
 from torch_dcpx.writer.rows import (
+    BYTES,
     BYTES_TYPE,
     PICKLE,
     SAVE_ROWS,
+    TENSOR,
     TORCH_TENSOR,
     InPlace,
     ItemType,
