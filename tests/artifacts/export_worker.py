@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from export_cases import assert_artifact
 from support.no_collectives import no_collectives
-from support.ranks import leave_well
+from support.worker import rank_case
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C
@@ -47,8 +43,8 @@ def sharded(whole: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch
     return state
 
 
+@rank_case()
 def main(path: Path) -> None:
-    dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     whole = dense()
@@ -87,7 +83,6 @@ def main(path: Path) -> None:
         with pytest.raises(dcpx.PlanError, match="on rank 1 and"):
             dcpx.export({"w": torch.ones(2 + rank)}, path / "stages")
     what_ranks_ask_for_differently_is_refused_on_all(path, state, whole)
-    leave_well()
 
 
 def what_ranks_ask_for_differently_is_refused_on_all(
@@ -129,7 +124,3 @@ def failure_of_one_rank_is_raised_on_all(
     dist.barrier()
     dcpx.export(state, path / "live")
     assert_artifact(path / "live", whole)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

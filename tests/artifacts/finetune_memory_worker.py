@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import finetune_meta as example
 from meters import extra_peak_bytes
-from support.ranks import leave_well
+from support.worker import rank_case
 
 import torch_dcpx as dcpx
 
@@ -34,19 +33,14 @@ def steps(path: Path, width: int) -> tuple[int, int, int]:
     return own, load, export
 
 
-def main(path: Path, width: int) -> None:
-    dist.init_process_group("gloo")
+@rank_case()
+def main(path: Path, width: str) -> None:
     steps(path, 64)  # imports, first uses
-    own, load, export = steps(path, width)
-    whole = 10 * width * width * 4
+    own, load, export = steps(path, int(width))
+    whole = 10 * int(width) ** 2 * 4
     said = f"own {own / MIB:.1f}, load {load / MIB:.1f}, export {export / MIB:.1f} MiB"
     print(said, flush=True)
     assert own == whole // dist.get_world_size(), said
     # Kernels count resident pages for each core, and sum up late.
     assert 0.9 * own <= load <= own + dcpx.ReadOptions().host_memory_bytes, said
     assert export <= dcpx.WriteOptions().resolved_memory_bytes(), said
-    leave_well()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,13 @@ import pytest
 import safetensors.torch as st
 import torch
 import torch.distributed as dist
+from support.copying import assert_holds, cloning, plain
+from support.worker import rank_case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.copying import assert_holds, cloning, plain
-from support.ranks import leave_well
 
 import torch_dcpx as dcpx
 
@@ -114,8 +110,8 @@ def load_and_manager_hand_copies_over(path: Path, source: nn.Module) -> None:
         assert_fsdp_holds(new, source)
 
 
+@rank_case()
 def main(path: Path) -> None:
-    dist.init_process_group("gloo")
     source = plain(7)
     if dist.get_rank() == 0:
         st.save_file(source.state_dict(), path / "model.safetensors")
@@ -125,8 +121,3 @@ def main(path: Path) -> None:
     other_wrappers_are_filled(path, source)
     error_of_one_rank_is_raised_on_all(path, source)
     load_and_manager_hand_copies_over(path, source)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

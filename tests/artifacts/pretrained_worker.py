@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import safetensors.torch as st
 import torch
 import torch.distributed as dist
+from support.worker import rank_case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
 
 import torch_dcpx as dcpx
 
@@ -42,8 +38,8 @@ def assert_equals(model: nn.Module, source: nn.Module) -> None:
         assert torch.equal(tensor.full_tensor(), expected[name]), name
 
 
+@rank_case()
 def main(path: Path) -> None:
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     source = model_of()
     if rank == 0:
@@ -74,8 +70,3 @@ def main(path: Path) -> None:
     model(torch.randn(4, 33)).sum().backward()  # the memory is the model's own
     with pytest.raises(dcpx.StorageError, match=f"absent{rank}"):
         dcpx.load_pretrained(sharded_on_meta(), path / f"absent{rank}.safetensors")
-    leave_well()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

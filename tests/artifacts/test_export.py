@@ -15,7 +15,7 @@ import safetensors.torch as st
 import torch
 import torch.distributed.checkpoint as dcp
 from export_cases import assert_artifact, mixed_state, read_artifact
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from torch import nn
 
 import torch_dcpx as dcpx
@@ -249,4 +249,4 @@ def _status(field: str) -> int:
 @pytest.mark.multirank
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_write_one_artifact_together(tmp_path: Path, ranks: int) -> None:
-    run_ranks(Path(__file__).with_name("export_worker.py"), ranks, str(tmp_path))
+    run_cases(Path(__file__).with_name("export_worker.py"), ranks, "all", tmp_path)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.ranks import run_ranks, run_torchrun
+from support.ranks import run_cases, run_torchrun
 
 import torch_dcpx
 
@@ -40,6 +40,6 @@ def test_finetune_example_takes_its_share_of_the_model_and_the_budget(
         (tmp_path / f"pretrained{width}").mkdir()
         example.publish(tmp_path / f"pretrained{width}")
     worker = Path(__file__).with_name("finetune_memory_worker.py")
-    run_ranks(worker, 2, str(tmp_path), str(WIDTH))
+    run_cases(worker, 2, "all", tmp_path, WIDTH)
     tuned = tmp_path / f"tuned{WIDTH}" / "model.safetensors"
     assert tuned.stat().st_size > 10 * WIDTH * WIDTH * 4

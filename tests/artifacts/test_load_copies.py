@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch as st
 import torch
 from support.copying import COPYING, Wrapped, assert_holds, cast, cloned, cloning, plain
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from torch import nn
 
 import torch_dcpx as dcpx
@@ -282,4 +282,4 @@ def test_tensors_in_dicts_and_lists_are_compared_too(tmp_path: Path, is_copy: bo
 @pytest.mark.slow  # 40 s: two processes that import torch
 @pytest.mark.multirank
 def test_two_ranks_load_into_fsdp1_by_every_kind_of_its_state(tmp_path: Path) -> None:
-    run_ranks(Path(__file__).with_name("fsdp1_worker.py"), 2, str(tmp_path))
+    run_cases(Path(__file__).with_name("fsdp1_worker.py"), 2, "all", tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch as st
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from support.states import assert_same
 from torch import nn
 
@@ -171,4 +171,4 @@ def test_links_fifos_and_directories_without_weights_are_refused(tmp_path: Path)
 @pytest.mark.slow  # 8 s: two processes that import torch
 @pytest.mark.multirank
 def test_two_ranks_fill_their_own_shards_of_an_fsdp_model(tmp_path: Path) -> None:
-    run_ranks(Path(__file__).with_name("pretrained_worker.py"), 2, str(tmp_path))
+    run_cases(Path(__file__).with_name("pretrained_worker.py"), 2, "all", tmp_path)

@@ -21,7 +21,7 @@ from cases import EXPORT_CASES, EXPORT_SIDES
 from export_sides import ExportSides
 from harness import barrier, run_rounds, slowest
 from meters import extra_peak_bytes
-from support.ranks import leave_well
+from support.worker import leave_well
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

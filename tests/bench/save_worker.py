@@ -23,7 +23,7 @@ from cases import CASES, Case
 from harness import Side, run_rounds
 from save_setup import sides_of
 from save_sides import WRITERS, RawSide, dcp_side, dcpx_side, safetensors_side
-from support.ranks import leave_well
+from support.worker import leave_well
 
 
 def measure(

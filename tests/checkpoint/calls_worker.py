@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.saves import committed_ids, read_footer, save_ids
+from support.states import assert_same
+from support.worker import rank_case
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -19,12 +21,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
-from support.saves import committed_ids, read_footer, save_ids
-from support.states import assert_same
 
 from torch_dcpx import (
     DcpxReader,
@@ -259,8 +255,8 @@ def lost_items(path: Path) -> None:
     assert not (path / ".metadata").exists()
 
 
-CALLS = {
-    call.__name__: call
+@rank_case()
+def every_way_of_calling(root: Path) -> None:
     for call in (
         async_saves,
         rank_local,
@@ -269,19 +265,7 @@ CALLS = {
         replaced_between_ranks,
         loads_by_key,
         lost_items,
-    )
-}
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name, call in CALLS.items():
+    ):
+        print(f"rank {dist.get_rank()} begins {call.__name__}", flush=True)
+        call(root / call.__name__)
         dist.barrier()
-        call(Path(sys.argv[1]) / name)
-        print(f"rank {dist.get_rank()} {name}", flush=True)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

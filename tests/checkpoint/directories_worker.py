@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.ranks import leave_well
+from support.worker import leave_well
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxWriter, PlanError, WriteOptions

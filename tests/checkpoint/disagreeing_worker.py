@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
+from support.worker import rank_case
 
 import torch_dcpx as dcpx
 from torch_dcpx.checkpoint import save as save_checkpoint
@@ -130,11 +126,10 @@ def steps_do_not_mix(root: Path, is_odd: bool) -> None:
     all_can_save(root, 5)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+@rank_case()
+def main(root: Path) -> None:
     os.environ["DCPX_SAVE_TIMEOUT_S"] = os.environ["DCPX_LOAD_TIMEOUT_S"] = str(LONG_S)
-    dist.init_process_group("gloo")
-    root, is_odd = Path(sys.argv[1]), dist.get_rank() == 1
+    is_odd = dist.get_rank() == 1
     assert WriteOptions().save_timeout_s == LONG_S
     for check in (
         wrong_options_are_raised_on_all_ranks,
@@ -145,8 +140,3 @@ def main() -> None:
     ):
         check(root, is_odd)
         dist.barrier()
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,8 @@
-"""One rank of tests/checkpoint/test_failed_rank.py, started by torch.distributed.run.
-
-failed_rank_worker.py SEED DIR    saves in which one rank fails
-"""
+"""One rank of test_failed_rank.py: saves in which one rank fails."""
 
 from __future__ import annotations
 
 import errno
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.states import assert_same, random_bytes
+from support.worker import rank_case
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
-from support.states import assert_same, random_bytes
 
 from torch_dcpx import _C, DcpxReader, DcpxWriter
 from torch_dcpx.errors import StorageError
@@ -148,9 +141,11 @@ def faults(seed: int) -> Iterator[tuple[int, type[BaseException], dict[str, Any]
         yield failing, StorageError, {}
 
 
-def fail(seed: int, directory: str) -> None:
+@rank_case()
+def fail(root: Path, chosen: str) -> None:
+    seed = int(chosen)
     meshes = [init_device_mesh("cpu", (3,)), init_device_mesh("cpu", (3, 1))]
-    path = Path(directory) / "ckpt"
+    path = root / "ckpt"
     writer = DcpxWriter(path)
     kept = states(seed, meshes)
     dcp.save(kept, storage_writer=writer)
@@ -177,14 +172,3 @@ def fail(seed: int, directory: str) -> None:
             info.relative_path for info in DcpxReader(path).read_metadata().storage_data.values()
         }
         assert {p.name for p in path.glob("*.distcp")} == named, "leftovers of the failed save"
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    fail(int(sys.argv[1]), *sys.argv[2:])
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

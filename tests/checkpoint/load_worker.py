@@ -1,10 +1,9 @@
-"""One of two ranks of test_load_ranks.py, started by torch.distributed.run with a directory."""
+"""One of two ranks of test_load_ranks.py."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.no_collectives import no_collectives
+from support.saves import change, read_footer
+from support.states import assert_same
+from support.worker import rank_case
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.no_collectives import no_collectives
-from support.ranks import leave_well
-from support.saves import change, read_footer
-from support.states import assert_same
 
 import torch_dcpx as dcpx
 
@@ -201,9 +197,9 @@ def lost_rank_is_named(path: Path, rank: int) -> None:
         assert caught.value.ranks == (1,)
 
 
+@rank_case()
 def main(root: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     whole = root / "whole"
     resharded_state_is_loaded_without_collectives(whole, rank)
@@ -216,8 +212,3 @@ def main(root: Path) -> None:
     groups_and_single_processes_load_by_themselves(whole, rank)
     each_rank_loads_its_own_metadata(root / "local", rank)
     lost_rank_is_named(whole, rank)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from support.saves import assert_loads, assert_whole, load, save
 from support.states import assert_same, blank_like, mixed_state
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -24,7 +24,7 @@ WORKER = Path(__file__).with_name("calls_worker.py")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_call_on_several_ranks(tmp_path: Path, ranks: int) -> None:
-    run_ranks(WORKER, ranks, str(tmp_path))
+    run_cases(WORKER, ranks, "all", tmp_path)
 
 
 def test_converters_of_stock_read_and_write_our_checkpoints(tmp_path: Path) -> None:

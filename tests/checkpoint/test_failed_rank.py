@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.ranks import run_ranks
+from support.ranks import run_cases
 
 pytestmark = pytest.mark.multirank
 
@@ -14,4 +14,4 @@ WORKER = Path(__file__).with_name("failed_rank_worker.py")
 
 @pytest.mark.timeout(300)
 def test_failed_rank_raises_on_every_rank_and_publishes_nothing(tmp_path: Path, seed: int) -> None:
-    run_ranks(WORKER, 3, str(seed % 10_000), str(tmp_path))
+    run_cases(WORKER, 3, "all", tmp_path, seed % 10_000)

@@ -44,7 +44,7 @@ PATH = own_directory()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from support.ranks import leave_well  # noqa: E402
+from support.worker import leave_well  # noqa: E402
 
 import torch_dcpx  # noqa: E402
 from torch_dcpx import DcpxReader, DcpxWriter, WriteOptions  # noqa: E402

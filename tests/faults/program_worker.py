@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from call_programs import SAVES, Call, Program, Step, program_of
-from support.ranks import leave_well
+from support.worker import leave_well
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxError, DcpxLoadPlanner, DcpxSavePlanner, ReadOptions, WriteOptions

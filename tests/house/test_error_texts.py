@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.foreign import Piece, write_foreign
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from support.saves import READERS, WRITERS, change, files_in, load, raises_one, read_footer, save
 from support.states import assert_same
 from support.zip_samples import saved
@@ -354,4 +354,4 @@ def test_meta_tensor_is_the_error_that_stock_raises_too(tmp_path: Path) -> None:
 @pytest.mark.multirank
 @pytest.mark.timeout(180)
 def test_typed_errors_reach_every_rank_with_their_fields(tmp_path: Path) -> None:
-    run_ranks(WORKER, 2, str(tmp_path))
+    run_cases(WORKER, 2, "all", tmp_path)

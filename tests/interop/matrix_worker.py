@@ -1,6 +1,4 @@
-"""One rank of the matrix, started by tensor_matrix.py under torch.distributed.run.
-
-matrix_worker.py SEED LOAD_DIR|- SAVE_DIR REPORT
+"""One rank of the matrix, started by tensor_matrix.py.
 
 1. Every case in every placement: saved by stock and by us, loaded by both, compared bit for bit.
 2. The odd ones each alone; a refused save must leave the directory as it was.
@@ -14,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from support.placements import OTHER_WAY, PLACEMENTS, Meshes, fits, make_meshes
-from support.ranks import leave_well
 from support.saves import READERS, WRITERS, files_in
 from support.states import blank_like
 from support.tensor_bits import bits
 from support.tensor_cases import ODD, REGULAR, Case, allowed, generator
+from support.worker import rank_case
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import DcpxReader, ReadOptions, UnsafePickleError, UnsupportedError
 
@@ -264,13 +258,11 @@ class Matrix:
         return worst
 
 
-def main() -> None:
-    seed, load_dir, save_dir, report = sys.argv[1:]
-    torch.set_num_threads(1)
+@rank_case()
+def main(save_dir: Path, seed: str, load_dir: str, report: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # refusals are logged by DCP, at length
-    dist.init_process_group("gloo")
-    matrix = Matrix(int(seed), Path(save_dir) / "scratch")
+    matrix = Matrix(int(seed), save_dir / "scratch")
     keys = matrix.keys()
     for batch in batches(keys):
         matrix.cross(batch)
@@ -280,13 +272,8 @@ def main() -> None:
     if load_dir != "-":
         matrix.exchange(keys, Path(load_dir))
     merged = matrix.merged()
-    matrix.save_all([key for key in keys if merged[key][0] == "ok"], Path(save_dir))
+    matrix.save_all([key for key in keys if merged[key][0] == "ok"], save_dir)
     if dist.get_rank() == 0:
         rows = [[*key, *verdict] for key, verdict in merged.items()]
         Path(report).write_text(json.dumps(rows))
         shutil.rmtree(matrix.scratch)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

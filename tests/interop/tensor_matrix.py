@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.ranks import run_ranks
+from support.ranks import run_cases
 
 WORKER = Path(__file__).with_name("matrix_worker.py")
 LAUNCHES = (2, 3, 1, 4)
@@ -46,7 +46,7 @@ def run(seed: int, scratch: Path, launches: Sequence[int] = LAUNCHES) -> list[Ro
     saved = "-"
     for ranks in launches:
         save_dir, report = scratch / f"ranks{ranks}", scratch / f"ranks{ranks}.json"
-        run_ranks(WORKER, ranks, str(seed), saved, str(save_dir), str(report))
+        run_cases(WORKER, ranks, "all", save_dir, seed, saved, report)
         saved = str(save_dir)
         for case, placement, verdict, why in json.loads(report.read_text()):
             row = rows.get((case, placement), Row(case, placement, (), verdict, why))

@@ -141,7 +141,7 @@ def test_tensor_subclass_is_loaded_with_leave_only(tmp_path: Path, kind: Any, wr
     save({"w": made(1)}, tmp_path, writer)
     with raises_one(UnsafePickleError) as raised:
         dcp.load({"w": made(2)}, storage_reader=DcpxReader(tmp_path), no_dist=True)
-    name = f"odd_tensors.{kind.__name__}"
+    name = f"{kind.__module__}.{kind.__name__}"
     assert (raised.error.global_name, raised.error.fqn) == (name, "w")
     assert f"safe_globals=[{name}]" in str(raised.error)
 

@@ -1,11 +1,7 @@
-"""Manager calls in which one of two ranks raises between two exchanges: `test_between.py`.
-
-between_worker.py ROOT
-"""
+"""Manager calls in which one of two ranks raises between two exchanges: `test_between.py`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from support.ranks import leave_well
+from support.worker import rank_case
 from trainings import manager_of
 
 from torch_dcpx import MismatchError, RankError, WriteOptions
@@ -80,14 +73,7 @@ def what_was_not_saved_is_the_same_error_on_all_and_the_next_call_works(root: Pa
     assert manager.resume(model=model).tag == "step-1"
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    root = Path(sys.argv[1])
+@rank_case()
+def main(root: Path) -> None:
     what_raises_on_one_rank_between_exchanges_raises_on_all(root / "one")
     what_was_not_saved_is_the_same_error_on_all_and_the_next_call_works(root / "all")
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

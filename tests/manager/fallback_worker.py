@@ -1,21 +1,14 @@
-"""`resume` of several ranks where the newest checkpoint is damaged: `test_fallback.py` starts it.
-
-fallback_worker.py DIRECTORY
-"""
+"""`resume` of several ranks where the newest checkpoint is damaged: for test_fallback.py."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.ranks import leave_well
+from support.worker import rank_case
 from trainings import damage, large, manager_of
 
 from torch_dcpx import CorruptionError, MismatchError, PlanError
@@ -82,9 +75,8 @@ def what_one_rank_would_keep_is_an_error_on_all(root: Path) -> None:
     assert manager.resume(state=state_of(0)).tag == "step-1"
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+@rank_case()
+def main(root: Path) -> None:
     warnings: list[str] = []
 
     class Heard(logging.Handler):
@@ -92,13 +84,7 @@ def main() -> None:
             warnings.append(record.getMessage())
 
     logging.getLogger("torch_dcpx").addHandler(Heard(logging.WARNING))
-    base = Path(sys.argv[1])
     for rank in (0, 1):
-        all_ranks_fall_back(base / f"of-{rank}", rank, warnings)
-    all_ranks_hear_that_nothing_is_good(base / "none")
-    what_one_rank_would_keep_is_an_error_on_all(base / "more")
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()
+        all_ranks_fall_back(root / f"of-{rank}", rank, warnings)
+    all_ranks_hear_that_nothing_is_good(root / "none")
+    what_one_rank_would_keep_is_an_error_on_all(root / "more")

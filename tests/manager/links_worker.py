@@ -1,28 +1,23 @@
 """Calls of a manager through links, on several ranks: `test_links.py` starts it.
 
-links_worker.py ROOT      `latest` is a link to step-300 there, `gone` one to nothing
+`latest` is a link to step-300, `gone` one to nothing.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.ranks import leave_well
+from support.worker import rank_case
 from trainings import manager_of
 
 from torch_dcpx import UnsupportedError
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    root = Path(sys.argv[1])
+@rank_case()
+def main(root: Path) -> None:
     manager = manager_of(root)
     before = sorted(path.name for path in (*root.iterdir(), *(root / "step-300").iterdir()))
     dist.barrier()
@@ -40,8 +35,3 @@ def main() -> None:
     assert manager.resume(state=state, tag="latest").step == 300
     manager.save(301, state=state)
     assert manager.tags() == ["step-300", "step-301"]
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,23 @@
 """A manager on several ranks, FSDP2 on the CPU: `test_manager_ranks.py` starts it.
 
-manager_worker.py save ROOT      two ranks: each function below, and a checkpoint for the others
-manager_worker.py resume ROOT    three ranks
+Two ranks save, and leave a checkpoint for the three that resume.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.no_collectives import no_collectives
+from support.states import assert_same
+from support.worker import rank_case
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.no_collectives import no_collectives
-from support.ranks import leave_well
-from support.states import assert_same
 
 from torch_dcpx import (
     CheckpointManager,
@@ -87,6 +83,7 @@ class Training:
         return loss.item()
 
 
+@rank_case("save")
 def resumed_training_equals_the_uninterrupted(root: Path) -> None:
     rank = dist.get_rank()
     first = Training(0)
@@ -106,6 +103,7 @@ def resumed_training_equals_the_uninterrupted(root: Path) -> None:
     assert [again.train(step) for step in (3, 4)] == expected
 
 
+@rank_case("save")
 def ddp_and_plain_models_share_their_names(root: Path) -> None:
     ddp, plain = Training(0, "ddp"), Training(1, "plain")
     ddp.train(1)
@@ -115,6 +113,7 @@ def ddp_and_plain_models_share_their_names(root: Path) -> None:
     assert_same(ddp.model.module.state_dict(), plain.model.state_dict())
 
 
+@rank_case("save")
 def other_calls_are_refused_on_every_rank_before_the_first_byte(root: Path) -> None:
     is_odd = dist.get_rank() == 1
     training = Training(0)
@@ -162,6 +161,7 @@ class Failing:
         raise NotImplementedError
 
 
+@rank_case("save")
 def one_rank_lists_where_the_pointer_is_broken(root: Path) -> None:
     rank = dist.get_rank()
     dist.barrier()
@@ -177,6 +177,7 @@ def one_rank_lists_where_the_pointer_is_broken(root: Path) -> None:
     assert len(listings) == (1 if rank == 0 else 0)
 
 
+@rank_case("save")
 def signal_on_one_rank_saves_on_all(root: Path) -> None:
     training = Training(0)
     saved = []
@@ -193,6 +194,7 @@ def signal_on_one_rank_saves_on_all(root: Path) -> None:
         assert manager.latest() == f"step-{saved[0]}"
 
 
+@rank_case("resume")
 def a_merge_is_asked_for_where_ranks_changed(root: Path) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     training, expected = Training(1), Training(0)
@@ -214,26 +216,3 @@ def a_merge_is_asked_for_where_ranks_changed(root: Path) -> None:
     for name, value in expected.model.state_dict().items():
         found = training.model.state_dict()[name].full_tensor()
         torch.testing.assert_close(found, value.full_tensor())  # two ranks trained it
-
-
-SAVE = (
-    resumed_training_equals_the_uninterrupted,
-    ddp_and_plain_models_share_their_names,
-    other_calls_are_refused_on_every_rank_before_the_first_byte,
-    one_rank_lists_where_the_pointer_is_broken,
-    signal_on_one_rank_saves_on_all,
-)
-RESUME = (a_merge_is_asked_for_where_ranks_changed,)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for function in SAVE if sys.argv[1] == "save" else RESUME:
-        function(Path(sys.argv[2]))
-        dist.barrier()
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,7 @@
-"""`resume` in which the caller's own code raises on one of two ranks: `test_resume_end.py`.
-
-resume_end_worker.py ROOT
-"""
+"""`resume` in which the caller's own code raises on one of two ranks: `test_resume_end.py`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from support.ranks import leave_well
+from support.worker import rank_case
 from trainings import Training, manager_of
 
 from torch_dcpx import OptionError, PerRank, RankError, WriteOptions
@@ -120,17 +113,10 @@ def a_merge_that_cannot_be_called_is_refused_on_all_before_anything_is_read(root
         assert call.is_untouched
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    root = Path(sys.argv[1])
+@rank_case()
+def main(root: Path) -> None:
     if dist.get_rank() == 0:
         save_by_one_rank(root)
     dist.barrier()
     an_error_of_one_rank_is_raised_on_all(root)
     a_merge_that_cannot_be_called_is_refused_on_all_before_anything_is_read(root)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,10 @@
 """Trainings of many shapes through a manager: `test_manager_shapes.py` starts it.
 
-shapes_worker.py save ROOT      two ranks: each function below, and checkpoints for the other
-shapes_worker.py resume ROOT    one rank
+Two ranks save, and leave checkpoints for the one that resumes.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.states import assert_same
+from support.worker import rank_case
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.ranks import leave_well
-from support.states import assert_same
 
 from torch_dcpx import CheckpointManager, KeyMap, MismatchError, PlanError, WriteOptions
 
@@ -89,6 +85,7 @@ def states_of(model: Any, optimizers: dict[str, Any]) -> dict[str, Any]:
     return {"model": whole(get_model_state_dict(model)), "optimizers": whole(states)}
 
 
+@rank_case("save")
 def sharded_training_with_several_optimizers(root: Path) -> None:
     model, optimizers = sharded(0)
     train(model, optimizers.values(), 1)
@@ -107,6 +104,7 @@ def sharded_training_with_several_optimizers(root: Path) -> None:
         torch.save(expected, root / "fsdp2.pt")
 
 
+@rank_case("save")
 def stages_of_a_pipeline(root: Path) -> None:
     rank = dist.get_rank()
     model, optimizer = stage(rank)
@@ -146,6 +144,7 @@ def stage_step(model: Any, optimizer: Any, *ranks: int) -> None:
     optimizer.zero_grad()
 
 
+@rank_case("save")
 def several_saves_in_flight(root: Path) -> None:
     steps = range(1, 6)
     with manager_of(root / "many", async_save=True, keep_last=2, options=SEVERAL) as manager:
@@ -161,6 +160,7 @@ def several_saves_in_flight(root: Path) -> None:
             assert state["x"].eq(step - 1).all()
 
 
+@rank_case("save")
 def wrapped_by_fsdp1(root: Path) -> None:
     def made(seed: int) -> tuple[Any, torch.optim.Optimizer]:
         model = FullyShardedDataParallel(
@@ -185,6 +185,7 @@ def wrapped_by_fsdp1(root: Path) -> None:
             assert_same(expected, {n: p.detach().clone() for n, p in other.named_parameters()})
 
 
+@rank_case("resume")
 def one_rank_goes_on_with_what_two_have_saved(root: Path) -> None:
     expected = torch.load(root / "fsdp2.pt", weights_only=True)
     model, optimizers = sharded(1)
@@ -204,6 +205,7 @@ def one_rank_goes_on_with_what_two_have_saved(root: Path) -> None:
             assert_same({**before, "params": []}, {**after, "params": []})
 
 
+@rank_case("resume")
 def one_rank_has_all_stages(root: Path) -> None:
     model, optimizer = stage(0, 1, lr=7.0)
     manager_of(root / "stages").resume(model=model, optimizer=optimizer)
@@ -223,25 +225,3 @@ def one_rank_has_all_stages(root: Path) -> None:
     together = torch.optim.AdamW(model.parameters(), lr=7.0)
     with pytest.raises(MismatchError, match=r"'stage1.*are one group of the optimizer"):
         manager_of(root / "stages").resume(model=model, optimizer=together)
-
-
-SAVE = (
-    sharded_training_with_several_optimizers,
-    stages_of_a_pipeline,
-    several_saves_in_flight,
-    wrapped_by_fsdp1,
-)
-RESUME = (one_rank_goes_on_with_what_two_have_saved, one_rank_has_all_stages)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for function in SAVE if sys.argv[1] == "save" else RESUME:
-        function(Path(sys.argv[2]))
-        dist.barrier()
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from support.states import assert_same
 from trainings import Training, damage, large, manager_of
 
@@ -379,4 +379,4 @@ def test_note_of_damage_takes_nothing_of_who_commits_meanwhile(tmp_path: Path) -
 
 @pytest.mark.multirank
 def test_ranks_fall_back_together_whichever_has_read_the_damage(tmp_path: Path) -> None:
-    run_ranks(WORKER, 2, str(tmp_path))
+    run_cases(WORKER, 2, "all", tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from trainings import manager_of, on_disk, save_steps
 
 import torch_dcpx as dcpx
@@ -321,4 +321,4 @@ def test_root_that_is_a_link_is_like_any_other(tmp_path: Path, is_above: bool) -
 
 @pytest.mark.multirank
 def test_change_through_a_link_is_refused_on_all_ranks(root: Path) -> None:
-    run_ranks(WORKER, 2, str(root))
+    run_cases(WORKER, 2, "all", root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.ranks import run_ranks
+from support.ranks import run_cases
 
 WORKER = Path(__file__).with_name("manager_worker.py")
 
@@ -13,5 +13,5 @@ WORKER = Path(__file__).with_name("manager_worker.py")
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_two_ranks_save_and_resume_alike_and_three_resume_what_they_saved(tmp_path: Path) -> None:
-    run_ranks(WORKER, 2, "save", str(tmp_path))
-    run_ranks(WORKER, 3, "resume", str(tmp_path))
+    run_cases(WORKER, 2, "save", tmp_path)
+    run_cases(WORKER, 3, "resume", tmp_path)

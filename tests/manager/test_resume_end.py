@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from trainings import Training, manager_of
 
 from torch_dcpx import OptionError, PerRank
@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("resume_end_worker.py")
 
 @pytest.mark.multirank
 def test_what_raises_on_one_rank_raises_on_all_and_the_next_calls_work(tmp_path: Path) -> None:
-    run_ranks(WORKER, 2, str(tmp_path))
+    run_cases(WORKER, 2, "all", tmp_path)
 
 
 def test_schedulers_that_were_not_saved_so_are_refused_before_anything_is_handed_over(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from torch.optim import lr_scheduler
 from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
 
@@ -103,4 +103,4 @@ def test_what_the_cases_leave_out_torch_itself_cannot_do(
 def test_sharded_training_is_the_same_saved_or_not_resumed_or_not(
     tmp_path: Path, amount: str
 ) -> None:
-    run_ranks(WORKER, 2, amount, str(tmp_path))
+    run_cases(WORKER, 2, "all", tmp_path, amount)

@@ -1,24 +1,19 @@
 """`unchanged` on two ranks with FSDP2: `test_unchanged.py` starts it.
 
-unchanged_worker.py quick|fsdp1|schedulers|NUMBER ROOT    a number below 4: every fourth optimizer
+Its argument: quick, fsdp1, schedulers, or a number below 4: every fourth optimizer.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.worker import rank_case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from support.ranks import leave_well
 from trainings import manager_of
 from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
 
@@ -95,10 +90,8 @@ def counters_of_a_sharded_scalar_are_plain_and_its_moments_are_sharded(root: Pat
     assert torch.equal(model["scale"].to_local(), other["scale"].to_local())
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    amount, root = sys.argv[1], Path(sys.argv[2])
+@rank_case()
+def main(root: Path, amount: str) -> None:
     if amount == "quick":
         check(root, "AdamW", {"fused": True}, "OneCycleLR")
         check(root, "SGD", {"momentum": 0.9}, "SequentialLR")
@@ -116,8 +109,3 @@ def main() -> None:
         for name in optimizers()[int(amount) :: 4]:
             for arguments in variants(name):
                 check(root, name, arguments, "StepLR")
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

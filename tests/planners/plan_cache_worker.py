@@ -1,11 +1,8 @@
-"""One of three ranks of test_plan_cache_ranks.py, started by torch.distributed.run with a
-directory.
-"""
+"""One of three ranks of test_plan_cache_ranks.py."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.tensor_bits import bits
+from support.worker import rank_case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
-from support.tensor_bits import bits
 
 import torch_dcpx as dcpx
 from torch_dcpx.planners import save_planner
@@ -236,8 +230,8 @@ def pair_saves_by_the_planner_of_all(root: Path, planner: Any, group: Any) -> No
     assert counting.made - before == int(dist.get_rank() == 0)
 
 
+@rank_case()
 def main(root: Path) -> None:
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (3,))
     note_what_is_sent()
@@ -257,8 +251,3 @@ def main(root: Path) -> None:
     for pair, ranks in zip(pairs, ((0, 1), (0, 2)), strict=True):
         if rank in ranks:
             pair_saves_by_the_planner_of_all(root / f"pair {ranks}", saves.planner, pair)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,9 +1,8 @@
-"""One of two ranks of test_planner_ranks.py, started by torch.distributed.run with a directory."""
+"""One of two ranks of test_planner_ranks.py."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.tensor_bits import bits
+from support.worker import rank_case
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
-from support.tensor_bits import bits
 
 import torch_dcpx as dcpx
 
@@ -110,15 +106,10 @@ def hole_that_one_rank_sees_fails_the_load_of_both(root: Path, mesh: Any) -> Non
     assert bits(found) == bits(state(mesh, 0.0))
 
 
+@rank_case()
 def main(root: Path) -> None:
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     every_pair_of_sides_loads_what_was_saved(root, mesh)
     own_entry_points_take_both_planners(root, mesh)
     values_that_differ_are_an_error_on_both(root, dist.get_rank())
     hole_that_one_rank_sees_fails_the_load_of_both(root, mesh)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,6 +1,6 @@
 """A rank of test_replicas_ranks.py: every way to save replicas, which placements name, by default.
 
-replicas_worker.py KIND ROOT, KIND one of
+Its cases:
     calls      every call that saves, but for a process of its own
     process    dcp.async_save in a process of its own
     training   a manager's save, resume and export of a model with replicated parameters
@@ -8,21 +8,17 @@ replicas_worker.py KIND ROOT, KIND one of
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.tensor_bits import bits
+from support.worker import rank_case
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
-from support.tensor_bits import bits
 
 import torch_dcpx as dcpx
 
@@ -77,6 +73,7 @@ def zero(wanted: dict[str, Any]) -> None:
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
 
 
+@rank_case("calls")
 def calls(root: Path) -> None:
     mesh = mesh_of_all()
     planner = dcpx.DcpxSavePlanner()
@@ -152,6 +149,7 @@ def checkpoint_is_exported(path: Path, artifact: Path, mesh: Any) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@rank_case("process")
 def process(root: Path) -> None:
     mesh = mesh_of_all()
     for number, stager in enumerate((None, dcpx.DcpxStager())):
@@ -175,6 +173,7 @@ def model_of(mesh: Any, fill: float) -> torch.nn.Module:
     return layer
 
 
+@rank_case("training")
 def training(root: Path) -> None:
     mesh = mesh_of_all()
     model = model_of(mesh, 3.0)
@@ -199,9 +198,3 @@ def training(root: Path) -> None:
     found = load_file(root / "artifact" / "model.safetensors")
     weight: Any = model.get_parameter("weight")
     assert torch.equal(found["weight"], weight.to_local().detach())
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    {"calls": calls, "process": process, "training": training}[sys.argv[1]](Path(sys.argv[2]))
-    leave_well()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.ranks import run_ranks
+from support.ranks import run_cases
 
 
 def test_three_ranks_plan_anew_where_one_has_changed(tmp_path: Path) -> None:
-    run_ranks(Path(__file__).with_name("plan_cache_worker.py"), 3, str(tmp_path))
+    run_cases(Path(__file__).with_name("plan_cache_worker.py"), 3, "all", tmp_path)

@@ -1,8 +1,7 @@
-"""One of two ranks of test_wire_ranks.py, started by torch.distributed.run with a directory."""
+"""One of two ranks of test_wire_ranks.py."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.tensor_bits import bits
+from support.worker import rank_case
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
-from support.tensor_bits import bits
 
 import torch_dcpx as dcpx
 
@@ -133,14 +129,9 @@ def who_looks_at_all_items_sees_them(root: Path, mesh: Any) -> None:
         assert max(getattr(planner, "items", 0), getattr(reader, "items", 0)) == expected
 
 
+@rank_case()
 def main(root: Path) -> None:
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     planners_and_writers_send_little_and_keep_every_bit(root, mesh)
     loads_keep_their_plans(root, mesh)
     who_looks_at_all_items_sees_them(root, mesh)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""One of two ranks of test_report.py, started by torch.distributed.run with a directory."""
+"""One of two ranks of test_report.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.worker import rank_case
 from torch.distributed.checkpoint.api import CheckpointException
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
 
 from torch_dcpx import DcpxReader, DcpxWriter, WriteOptions
 
@@ -106,10 +103,8 @@ def rank_local(path: Path, lines: Lines) -> None:
     assert [line.split(":")[0] for line in lines.lines] == [f"saved '{path}'"]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    root = Path(sys.argv[1])
+@rank_case()
+def main(root: Path) -> None:
     lines = Lines()
     logging.getLogger("torch_dcpx").addHandler(lines)
     logging.getLogger("torch_dcpx").setLevel(logging.INFO)
@@ -117,8 +112,3 @@ def main() -> None:
     bar_of_the_coordinator(root / "bar")
     interrupted_rank(root / "interrupted")
     rank_local(root / "local", lines)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

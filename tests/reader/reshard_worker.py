@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.placements import distribute
+from support.rank_hooks import LOAD_PLANNERS, READERS, SAVE_PLANNERS, WRITERS
+from support.states import assert_same, random_bytes
+from support.worker import rank_case
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.placements import distribute
-from support.rank_hooks import LOAD_PLANNERS, READERS, SAVE_PLANNERS, WRITERS
-from support.ranks import leave_well
-from support.states import assert_same, random_bytes
 
 import torch_dcpx as dcpx
 
@@ -49,6 +44,7 @@ def locals_of(state: dict[str, Any]) -> list[torch.Tensor]:
     return [value.to_local() for value in state.values()]
 
 
+@rank_case("save")
 def save(root: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for planner, writer in itertools.product(SAVE_PLANNERS, WRITERS):
@@ -60,6 +56,7 @@ def save(root: Path) -> None:
         )
 
 
+@rank_case("load")
 def load(root: Path) -> None:
     mesh = init_device_mesh("cpu", (3,))
     expected = locals_of(state(LOADED, mesh, WHOLE))
@@ -98,9 +95,3 @@ def refused_on_every_rank(
         assert isinstance(error, dcpx.CorruptionError) and error.fqn == "fsdp over tp"
         assert "is wanted" in str(error)
     assert_same(locals_of(state(LOADED, mesh, torch.full_like(WHOLE, -7.0))), locals_of(target))
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    {"save": save, "load": load}[sys.argv[1]](Path(sys.argv[2]))
-    leave_well()

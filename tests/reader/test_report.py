@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from support.saves import data_files, raises_one, read_footer, save
 from support.slow_states import SLOW, CopyingPlanner, windowed_state
 from support.states import mixed_state
@@ -201,7 +201,7 @@ def test_a_failed_save_logs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFix
 @pytest.mark.multirank
 @pytest.mark.timeout(300)
 def test_each_of_two_ranks_reports_its_own_part(tmp_path: Path) -> None:
-    run_ranks(WORKER, 2, str(tmp_path))
+    run_cases(WORKER, 2, "all", tmp_path)
 
 
 class KeepingPlanner(DefaultSavePlanner):

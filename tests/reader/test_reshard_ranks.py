@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from reshard_cases import Case, fill_with_canaries, local_parts, place, worlds
 from support import rank_hooks
 from support.rank_hooks import LOAD_PLANNERS, READERS, SAVE_PLANNERS, WRITERS
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from support.states import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
@@ -73,5 +73,5 @@ def test_each_shard_loads_as_its_part_of_the_whole_a_thousand_times(
 @pytest.mark.slow
 def test_mesh_of_four_ranks_is_loaded_by_three(tmp_path: Path) -> None:
     worker = Path(__file__).with_name("reshard_worker.py")
-    run_ranks(worker, 4, "save", str(tmp_path))
-    run_ranks(worker, 3, "load", str(tmp_path))
+    run_cases(worker, 4, "save", tmp_path)
+    run_cases(worker, 3, "load", tmp_path)

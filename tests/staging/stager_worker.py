@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.placements import PLACEMENTS, distribute, fits, make_meshes
+from support.states import raw
+from support.tensor_bits import bits
+from support.tensor_cases import ODD, REGULAR, allowed, generator
+from support.worker import rank_case
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.placements import PLACEMENTS, distribute, fits, make_meshes
-from support.ranks import leave_well
-from support.states import raw
-from support.tensor_bits import bits
-from support.tensor_cases import ODD, REGULAR, allowed, generator
 
 from torch_dcpx import DcpxReader, DcpxStager, DcpxWriter, UnsupportedError
 from torch_dcpx.staging.arena import process_pool
@@ -175,11 +171,10 @@ def async_saves(path: Path, kind: AsyncCheckpointerType, by_writer: bool) -> Non
         assert all(torch.equal(raw(a), raw(b)) for a, b in pairs), (kind, step)
 
 
-if __name__ == "__main__":
+@rank_case()
+def main(root: Path) -> None:
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
     cases()
     for kind in AsyncCheckpointerType:
         for by_writer in (False, True):
-            async_saves(Path(sys.argv[1]) / f"{kind.value}-{by_writer}", kind, by_writer)
-    leave_well()
+            async_saves(root / f"{kind.value}-{by_writer}", kind, by_writer)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_ranks
+from support.ranks import run_cases
 from support.states import assert_same, mixed_state
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -45,7 +45,7 @@ def test_stager_and_writer_are_async_stagers_of_stock(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_kind_of_tensor_and_both_modes_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(Path(__file__).with_name("stager_worker.py"), 2, str(tmp_path))
+    run_cases(Path(__file__).with_name("stager_worker.py"), 2, "all", tmp_path)
 
 
 # ---- What comes out -----------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 from support.warm import WarmProcess, warm_parent
 
+WORKER = Path(__file__).with_name("worker.py")
 _DEADLINE_S = 240.0
 
 
@@ -43,6 +44,11 @@ def run_ranks(worker: Path, ranks: int, *args: str) -> None:
         said = out.read()
     del store
     _check(command, ranks, codes, said)
+
+
+def run_cases(worker: Path, ranks: int, name: str, root: Path, *arguments: object) -> None:
+    """Runs a worker module's cases of a name (worker.py) on `ranks` ranks, as `run_ranks` does."""
+    run_ranks(WORKER, ranks, str(worker), name, str(root), *map(str, arguments))
 
 
 def run_rank_sets(
@@ -132,17 +138,3 @@ def _ends(processes: list[WarmProcess]) -> list[int | None]:
 def _check(command: list[str], ranks: int, codes: list[int | None], said: str) -> None:
     missing = [rank for rank in range(ranks) if f"rank {rank} done" not in said]
     assert not any(code != 0 for code in codes) and not missing, f"{command}: {codes}\n{said}"
-
-
-def leave_well() -> NoReturn:
-    """Ends a worker: "done" is printed, and Python does not shut down.
-
-    A thread of gloo may still hold a collective's tensors, and would abort the process while the
-    interpreter ends. DCP's process that saves has no end of its own, either.
-    """
-    import torch.distributed as dist
-
-    dist.barrier()
-    print(f"rank {dist.get_rank()} done", flush=True)
-    sys.stderr.flush()
-    os._exit(0)

@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.no_collectives import no_collectives
+from support.saves import save_ids
+from support.worker import rank_case
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from support.no_collectives import no_collectives
-from support.ranks import leave_well
-from support.saves import save_ids
 
 from torch_dcpx import (
     ConcurrentSaveError,
@@ -115,6 +113,7 @@ def caught(kind: type[DcpxError], saves: str, *args: Any, **kwargs: Any) -> Dcpx
     return info.value
 
 
+@rank_case()
 def saves_are_whole_on_every_rank(folder: Path) -> None:
     for seed, (name, saves) in enumerate(SAVES.items()):
         for again in range(2):  # over itself as well
@@ -129,6 +128,7 @@ def saves_are_whole_on_every_rank(folder: Path) -> None:
             check_saved(folder / name, seed + again)
 
 
+@rank_case()
 def failure_of_one_rank_is_that_of_all(folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for name in SAVES:
@@ -156,6 +156,7 @@ def failure_of_one_rank_is_that_of_all(folder: Path) -> None:
         check_saved(path, 3)
 
 
+@rank_case()
 def failure_while_planning_is_that_of_all(folder: Path) -> None:
     for name in SAVES:
         path = folder / f"planning-{name}"
@@ -183,6 +184,7 @@ sys.stdin.read()
 """
 
 
+@rank_case()
 def another_job_at_the_same_id_is_refused_on_every_rank(folder: Path) -> None:
     path = folder / "two jobs"
     save(state_of(0), path)
@@ -205,6 +207,7 @@ def another_job_at_the_same_id_is_refused_on_every_rank(folder: Path) -> None:
     check_saved(path, 2)
 
 
+@rank_case()
 def groups_save_side_by_side(folder: Path) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group([r for r in range(world) if r % 2 == parity]) for parity in (0, 1)]
@@ -220,6 +223,7 @@ def groups_save_side_by_side(folder: Path) -> None:
     dcp.load(found, storage_reader=FileSystemReader(alone), no_dist=True)
 
 
+@rank_case()
 def busy_rank_decides_for_all(folder: Path) -> None:
     opened = threading.Event()
 
@@ -239,6 +243,7 @@ def busy_rank_decides_for_all(folder: Path) -> None:
     assert not (folder / "busy").exists()
 
 
+@rank_case()
 def cancelled_save_fails_on_every_rank(folder: Path) -> None:
     opened = threading.Event()
 
@@ -259,6 +264,7 @@ def cancelled_save_fails_on_every_rank(folder: Path) -> None:
     check_saved(path, 1)
 
 
+@rank_case()
 def earlier_error_stops_the_next_save_of_all(folder: Path) -> None:
     handle = async_save(state_of(1), folder / "a", options=fails_on(1, StorageError("first")))
     if dist.get_rank() == 0:  # one rank asks, the others do not
@@ -269,6 +275,7 @@ def earlier_error_stops_the_next_save_of_all(folder: Path) -> None:
     pending_saves.wait()
 
 
+@rank_case()
 def rank_that_cannot_begin_fails_all_and_the_next_save_works(folder: Path) -> None:
     class Raises:
         def state_dict(self) -> dict[str, Any]:
@@ -286,6 +293,7 @@ def rank_that_cannot_begin_fails_all_and_the_next_save_works(folder: Path) -> No
         check_saved(path, 2)
 
 
+@rank_case("many")
 def many_saves_beside_collectives(folder: Path) -> None:
     state = {"w": torch.rand(100), "rank": dist.get_rank()}
     total = torch.ones(1)
@@ -298,32 +306,3 @@ def many_saves_beside_collectives(folder: Path) -> None:
             handle.result(60)
     pending_saves.wait()
     assert total.item() == 1.0
-
-
-TESTS = (
-    saves_are_whole_on_every_rank,
-    failure_of_one_rank_is_that_of_all,
-    failure_while_planning_is_that_of_all,
-    another_job_at_the_same_id_is_refused_on_every_rank,
-    groups_save_side_by_side,
-    busy_rank_decides_for_all,
-    cancelled_save_fails_on_every_rank,
-    earlier_error_stops_the_next_save_of_all,
-    rank_that_cannot_begin_fails_all_and_the_next_save_works,
-)
-
-
-def main() -> None:
-    folder, chosen = Path(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo")
-    tests = (many_saves_beside_collectives,) if chosen == "many" else TESTS
-    for test in tests:
-        test(folder)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            print(f"{test.__name__} held", flush=True)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()

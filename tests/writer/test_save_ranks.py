@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.ranks import run_ranks
+from support.ranks import run_cases
 
 WORKER = Path(__file__).with_name("save_worker.py")
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_saves_of_several_ranks_are_whole_or_fail_on_all(tmp_path: Path, ranks: int) -> None:
-    run_ranks(WORKER, ranks, str(tmp_path), "all")
+    run_cases(WORKER, ranks, "all", tmp_path)
 
 
 @pytest.mark.slow
 def test_many_saves_go_on_beside_collectives(tmp_path: Path) -> None:
-    run_ranks(WORKER, 2, str(tmp_path), "many")
+    run_cases(WORKER, 2, "many", tmp_path)

@@ -1,8 +1,7 @@
-"""One of two ranks of test_error_texts.py, started by torch.distributed.run with a directory."""
+"""One of two ranks of test_error_texts.py."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.saves import change, read_footer
+from support.worker import rank_case
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from support.ranks import leave_well
-from support.saves import change, read_footer
 
 from torch_dcpx import DcpxReader, DcpxWriter, errors
 
@@ -138,16 +134,9 @@ def metadata_of_one_rank_missing(path: Path) -> None:
     assert "no '.metadata' and no '__1.metadata', but metadata of 1 other ranks" in str(shipped[1])
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    root = Path(sys.argv[1])
+@rank_case()
+def main(root: Path) -> None:
     every_class(root / "classes")
     damaged_file_of_one_rank(root / "damaged")
     bad_metadata_beside_good_ones(root / "bad")
     metadata_of_one_rank_missing(root / "missing")
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()
