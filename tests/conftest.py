@@ -183,7 +183,7 @@ class RunPython(Protocol):
         code: str,
         *args: str,
         env: dict[str, str] | None = None,
-        timeout_s: float = 120,
+        timeout_s: float = 600,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]: ...
 
@@ -200,7 +200,7 @@ def run_python(tmp_path: Path) -> RunPython:
         code: str,
         *args: str,
         env: dict[str, str] | None = None,
-        timeout_s: float = 120,
+        timeout_s: float = 600,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         result = subprocess.run(
@@ -238,7 +238,7 @@ def run_warm(tmp_path: Path) -> RunPython:
         code: str,
         *args: str,
         env: dict[str, str] | None = None,
-        timeout_s: float = 120,
+        timeout_s: float = 600,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         result = warm_parent().run(

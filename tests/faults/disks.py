@@ -17,7 +17,7 @@ DRIVER = Path(__file__).with_name("power_cuts.py")
 EVERY_POINT = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 FILE_SYSTEMS = ["ext4", "xfs"]
 MODES = {1: "journal flushed", 2: "journal not flushed"}  # of FS_IOC_SHUTDOWN
-TIMEOUT_S = 3000 if EVERY_POINT else 580
+TIMEOUT_S = 3000 if EVERY_POINT else 1150
 
 
 def cut(folder: Path, kind: str, sweeps: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ class Table:
 
 
 def table_of(
-    worker: Path, *args: str, timeout_s: float = 280, environment: dict[str, str] | None = None
+    worker: Path, *args: str, timeout_s: float = 1150, environment: dict[str, str] | None = None
 ) -> list[tuple[str, str, str]]:
     """Runs a driver and returns its table; prints how many cases each group has, and how many bad.
 

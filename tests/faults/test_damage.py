@@ -240,7 +240,7 @@ def test_what_is_no_regular_file_is_refused_and_waited_for_by_nobody(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600 if EVERY_POINT else 300)
+@pytest.mark.timeout(3600 if EVERY_POINT else 1200)
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_every_flipped_byte_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
     sweep(tmp_path, seed, name, share=1.0)

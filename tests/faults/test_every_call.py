@@ -22,7 +22,7 @@ from call_sweep import Point, table
 from support.call_shim import compiled, preloaded
 
 IS_WHOLE = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
-TIMEOUT_S = 3000 if IS_WHOLE else 280
+TIMEOUT_S = 3000 if IS_WHOLE else 1150
 SAVES = list(call_sweep_driver.SAVES)
 BACKGROUND = [name for name in SAVES if "async" in name]
 RANK_LOCAL = [name for name in SAVES if "rank-local" in name]

@@ -176,6 +176,6 @@ def test_some_damage_of_every_kind_is_found(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600 if EVERY_POINT else 300)
+@pytest.mark.timeout(3600 if EVERY_POINT else 1200)
 def test_much_damage_of_every_kind_is_found(tmp_path: Path, seed: int) -> None:
     sweep(tmp_path, seed, None if EVERY_POINT else 250)

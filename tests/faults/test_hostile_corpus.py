@@ -20,7 +20,7 @@ from hostile.corpus import cases
 TESTS = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([str(TESTS.parent), str(TESTS)])
 STRIDE = int(os.environ.get("DCPX_HOSTILE_STRIDE", "32"))
-TIMEOUT_S = 280 if STRIDE >= 32 else 7200
+TIMEOUT_S = 1150 if STRIDE >= 32 else 7200
 
 
 def drive(scratch: Path, stride: int, shift: int, change: str = "") -> tuple[int, str]:

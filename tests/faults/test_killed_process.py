@@ -48,7 +48,7 @@ def test_killed_process_of_an_async_save_is_told_and_leaves_old_or_new(
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        outputs = [trainer.communicate(timeout=2900 if EVERY else 280) for trainer in trainers]
+        outputs = [trainer.communicate(timeout=2900 if EVERY else 1150) for trainer in trainers]
     finally:
         for trainer in trainers:
             trainer.kill()

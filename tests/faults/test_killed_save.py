@@ -35,7 +35,7 @@ def points_of(
     arguments = [library, directory, step, seed % step, int(half), scenario]
     result = subprocess.run(
         [sys.executable, str(script), *map(str, arguments)],
-        env=preloaded(library), capture_output=True, text=True, timeout=280, check=False,
+        env=preloaded(library), capture_output=True, text=True, timeout=1150, check=False,
     )  # fmt: skip
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     points: list[Any] = json.loads(result.stdout.splitlines()[-1])

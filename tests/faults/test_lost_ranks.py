@@ -97,7 +97,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("lost", "phase", "raised", "step", "kind", "how"), CASES)
 def test_lost_rank_is_named_in_time_and_nothing_is_mixed(
     tmp_path: Path,

@@ -20,7 +20,6 @@ EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_second_save_waits_is_skipped_or_refused_and_both_are_whole(
     tmp_path: Path, seed: int, ranks: int
@@ -37,7 +36,7 @@ def test_second_save_waits_is_skipped_or_refused_and_both_are_whole(
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        outputs = [worker.communicate(timeout=880 if EVERY else 280) for worker in workers]
+        outputs = [worker.communicate(timeout=1150) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

@@ -38,7 +38,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1150,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]

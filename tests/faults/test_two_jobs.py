@@ -35,7 +35,7 @@ def test_two_jobs_on_one_directory_leave_one_whole_checkpoint(tmp_path: Path) ->
         for job in "ab" for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=2900 if EVERY else 280) for rank in ranks]
+        outputs = [rank.communicate(timeout=2900 if EVERY else 1150) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

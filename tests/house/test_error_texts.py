@@ -352,6 +352,5 @@ def test_meta_tensor_is_the_error_that_stock_raises_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(180)
 def test_typed_errors_reach_every_rank_with_their_fields(tmp_path: Path) -> None:
     run_cases(WORKER, 2, "all", tmp_path)

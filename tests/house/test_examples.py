@@ -69,7 +69,6 @@ def test_example_shows_what_it_says(name: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow  # three jobs, one after the other: six processes that import torch
-@pytest.mark.timeout(900)
 @pytest.mark.multirank
 def test_two_ranks_of_fsdp2_are_resumed_by_three_and_by_one() -> None:
     result = subprocess.run(

@@ -64,7 +64,6 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_every_tensor_comes_back_bit_for_bit_or_is_refused_by_name(
     tmp_path: Path, seed: int
 ) -> None:

@@ -22,7 +22,7 @@ from support.call_shim import compiled, preloaded
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
 IS_WHOLE = os.environ.get("DCPX_MANAGER_KILLS") == "all"
-TIMEOUT_S = 3000 if IS_WHOLE else 280
+TIMEOUT_S = 3000 if IS_WHOLE else 1150
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 

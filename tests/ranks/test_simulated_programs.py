@@ -258,7 +258,6 @@ def test_programs_in_which_ranks_err_mix_nothing_and_go_on(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_ten_thousand_programs_in_which_ranks_err_mix_nothing_and_go_on(seed: int) -> None:
     for number in numbers(seed, 10_000):
         run_program(number)

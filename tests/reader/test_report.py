@@ -199,7 +199,6 @@ def test_a_failed_save_logs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.timeout(300)
 def test_each_of_two_ranks_reports_its_own_part(tmp_path: Path) -> None:
     run_cases(WORKER, 2, "all", tmp_path)
 

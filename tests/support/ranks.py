@@ -15,7 +15,7 @@ from typing import IO, Any
 from support.warm import WarmProcess, warm_parent
 
 WORKER = Path(__file__).with_name("worker.py")
-_DEADLINE_S = 240.0
+_DEADLINE_S = 900.0
 
 
 def run_ranks(worker: Path, ranks: int, *args: str) -> None:

@@ -127,7 +127,7 @@ class WarmParent:
         *,
         env: Mapping[str, str],
         cwd: str | os.PathLike[str] | None = None,
-        timeout_s: float = 120,
+        timeout_s: float = 600,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a child to its end, killed after `timeout_s`; returns its status and output."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -37,7 +37,6 @@ def state(is_filled: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_tensor_of_more_than_4_gib_comes_back_bit_for_bit(tmp_path: Path, writer: str) -> None:
     try:

@@ -354,7 +354,6 @@ def test_plugins_and_options_pickle_between_saves(tmp_path: Path) -> None:
     assert_same(STATE, loaded(used))
 
 
-@pytest.mark.timeout(120)
 def test_a_process_of_its_own_saves_with_subclasses(tmp_path: Path) -> None:
     """dcp.async_save's process mode: the child gets the writer and planner by pickle."""
     writer = LabelledWriter(tmp_path / "ckpt", options=WriteOptions(workers=2))
