@@ -4,7 +4,9 @@
 #               its torch, and installs only the tools that it lacks
 #   TORCH=X.Y.Z the torch to install (2.13.0)
 #   PYTHON=EXE  the Python that makes the environments (python3)
-#   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"
+#   JOBS=N      compiler and test processes at once (MAX_JOBS, else cores; of tests at most 8)
+#   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"; "-n0 -s" runs the
+#               tests in one process that prints
 #   BENCH_ARGS  more arguments for save.py, for example BENCH_ARGS="--cases 64mib --ranks 1 2"
 #   LOAD_ARGS   more arguments for load.py, for example LOAD_ARGS="--cases rows columns"
 #   DCPX_WERROR=1, DCPX_SANITIZE=address|thread, DCPX_CUDA=auto|0|1, MAX_JOBS=N: see setup.py
@@ -44,7 +46,9 @@ FLAGS := werror=$(DCPX_WERROR) sanitize=$(DCPX_SANITIZE) cuda=$(DCPX_CUDA)
 RUNTIME_address := LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0
 RUNTIME_thread := LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)"
-PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest
+# Neighbours in the order of the tests stay in one process: they share a module's fixtures.
+TEST_JOBS := -n $(JOBS) --maxprocesses 8 --dist worksteal
+PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest $(TEST_JOBS)
 
 FAKE_CUDA := build/fake_cuda/libfakecuda.so
 
@@ -177,7 +181,7 @@ test-torch: wheel
 	$(TORCH_VENV)/bin/python -m pip install -q --force-reinstall --no-deps dist/*.whl
 	@mkdir -p build/test-torch; sha256sum dist/*.whl
 	cd build/test-torch && DCPX_REQUIRE_INSTALLED=1 $(abspath $(TORCH_VENV))/bin/pytest \
-		-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(PYTEST_ARGS) \
+		-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(TEST_JOBS) $(PYTEST_ARGS) \
 		$(addprefix --ignore=$(CURDIR)/tests/,faults cuda bench) $(CURDIR)/tests
 
 # ---- Lint ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import signal
 import subprocess
 import sys
 import threading
@@ -27,8 +28,13 @@ from typing import Protocol
 
 import hypothesis
 import pytest
+from _pytest.config import create_terminal_writer
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Before torch is imported, here and in children: OpenMP's threads, which by default spin while they
+# wait for work, took half of all that the tests took.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 pytest_plugins = ["fake_cuda.fixture", "support.device_fixture"]
 
@@ -71,6 +77,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
         f"seed {_session_seed(config)}, strict {_is_strict()}",
         f"torch_dcpx from {origin}",
     ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist, where stdout is /dev/null
+        stderr = create_terminal_writer(config, sys.__stderr__)
+        config.get_terminal_writer = lambda: stderr  # type: ignore[method-assign]  # for timeouts
 
 
 def pytest_sessionstart() -> None:
@@ -220,7 +232,17 @@ def run_python(tmp_path: Path) -> RunPython:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_processes() -> Iterator[None]:
+def _interrupts() -> Iterator[None]:
+    """SIGINT interrupts the tests and their children, also where a shell started them with it
+    ignored (`nohup make test &`): children inherit that, and a test that sends one waits for ever.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_processes(_interrupts: None) -> Iterator[None]:
     """The process that forks is started beside the first tests, and is no leak of one."""
     from support.warm import warm_parent
 
