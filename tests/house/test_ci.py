@@ -98,7 +98,7 @@ def test_timeout_prints_every_stack_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "test_hangs.py").write_text(HANGS)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-n1", "-p", "conftest", "-p", "no:cacheprovider",
-         "-c", str(ROOT / "pyproject.toml"), "-p", "no:randomly", str(tmp_path)],
+         "-c", str(ROOT / "pyproject.toml"), f"--basetemp={tmp_path / 'base'}", str(tmp_path)],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True, text=True,
     )  # fmt: skip
@@ -118,10 +118,13 @@ def test_sigint_interrupts_tests_and_their_children(run_python: RunPython) -> No
 
 
 @pytest.mark.parametrize("processes", ["0", "1"])
-def test_sigint_that_a_shell_ignores_interrupts_tests_all_the_same(processes: str) -> None:
+def test_sigint_that_a_shell_ignores_interrupts_tests_all_the_same(
+    tmp_path: Path, processes: str
+) -> None:
     done = subprocess.run(
         ["sh", "-c", 'trap "" INT; exec "$@"', "sh",
          sys.executable, "-m", "pytest", "-q", f"-n{processes}", "-p", "no:cacheprovider",
+         f"--basetemp={tmp_path / 'base'}",
          f"{__file__}::test_sigint_interrupts_tests_and_their_children"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True, text=True,
