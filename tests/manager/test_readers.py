@@ -38,6 +38,7 @@ class Planner(dcpx.DcpxLoadPlanner):
 def manager(tmp_path: Path) -> CheckpointManager:
     manager = manager_of(tmp_path, keep_last=1)
     save_steps(manager, 1)
+    manager.wait()  # its retention reads the checkpoint's record
     return manager
 
 
