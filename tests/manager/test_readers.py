@@ -19,7 +19,8 @@ from trainings import manager_of, on_disk, save_steps
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxReader
 from torch_dcpx.cli import inspect as cli_inspect
-from torch_dcpx.storage.reader_lock import READERS_NAME, ReadersHold, being_deleted
+from torch_dcpx.storage.names import READERS_NAME
+from torch_dcpx.storage.reader_lock import ReadersHold, being_deleted
 
 
 class Planner(dcpx.DcpxLoadPlanner):

@@ -8,7 +8,6 @@ damaged, and together they must hold every element of every tensor once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -28,8 +27,7 @@ from torch_dcpx.errors import RepairError
 from torch_dcpx.integrity.compare import coverage_offences
 from torch_dcpx.integrity.footers import BYTES, TORCH_TENSOR, FileFacts, FooterRow, key_path
 from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
-
-_NAME = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
+from torch_dcpx.storage.names import data_file_parts
 
 _WAY_OUT = (
     "move the files of other saves out of the directory, or name those of this one: "
@@ -39,14 +37,14 @@ _WAY_OUT = (
 
 def data_file_rank(name: str) -> int | None:
     """Returns the rank that a data file's name says; None where it says none."""
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found is not None else None
+    parts = data_file_parts(name)
+    return None if parts is None else parts[0]
 
 
 def names_its_file(name: str) -> bool:
     """Returns whether a data file's name says which file it is: no other save has it then."""
-    found = _NAME.fullmatch(name)
-    return found is not None and found[3] is not None
+    parts = data_file_parts(name)
+    return parts is not None and parts[2] is not None
 
 
 def one_save(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) -> tuple[bytes, list[str]]:
@@ -98,17 +96,18 @@ def one_generation(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) ->
     plain: list[str] = []
     own: list[str] = []
     for one in facts:
-        found = _NAME.fullmatch(one.name)
-        if found is None or one.tail is None:
+        parts = data_file_parts(one.name)
+        if parts is None or one.tail is None:
             _refuse(path, f"'{one.name}' is no name of a data file of ours", [one.name])
-        if found[3] is not None and found[3] != one.tail.file_id.hex()[:12]:
+        rank, number, digits = parts
+        if digits is not None and digits != one.tail.file_id.hex()[:12]:
             why = f"'{one.name}' holds file {one.tail.file_id.hex()}: it was renamed"
             _refuse(path, why, [one.name])
-        if one.tail.rank != int(found[1]) and not is_chosen:
+        if one.tail.rank != rank and not is_chosen:
             why = f"'{one.name}' was written by rank {one.tail.rank}: it was renamed"
             _refuse(path, f"{why}; {_WAY_OUT}", [one.name])
-        by_place.setdefault((int(found[1]), int(found[2])), []).append(one.name)
-        (plain if found[3] is None else own).append(one.name)
+        by_place.setdefault((rank, number), []).append(one.name)
+        (plain if digits is None else own).append(one.name)
     for (rank, number), names in sorted(by_place.items()):
         if len(names) > 1:
             why = f"{len(names)} files may be file {number} of rank {rank}: of several saves"

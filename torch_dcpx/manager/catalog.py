@@ -31,7 +31,7 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.manager.pointer import tag_of, tag_or_none
-from torch_dcpx.manager.removal import PIN_NAME, remove_checkpoint
+from torch_dcpx.manager.removal import remove_checkpoint
 from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.state import ModelPart
@@ -42,6 +42,7 @@ from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.pretrained_reader import stored_sizes
+from torch_dcpx.storage.names import PIN_NAME
 from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 
 _T = TypeVar("_T")

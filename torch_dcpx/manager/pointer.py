@@ -14,12 +14,12 @@ import errno
 import json
 import os
 import re
-import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, OptionError, StorageError
 from torch_dcpx.storage.directory import Directory, make_directory
+from torch_dcpx.storage.names import POINTER_NAME, is_pointer_temporary, temporary_name
 
 _MAX_TAG_BYTES = 249  # a name may have 255
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
@@ -99,10 +99,8 @@ def step_of_name(tag: str) -> int | None:
 # ---- The pointer ---------------------------------------------------------------------------------
 
 
-_POINTER_NAME = "newest"
 _FORMAT = 1
 _MAX_BYTES = 1 << 20
-_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 
 
 class Pointer(NamedTuple):
@@ -118,7 +116,7 @@ class Pointer(NamedTuple):
 
 def is_own_name(name: str) -> bool:
     """Whether a file of this name in a root is the pointer, or a piece of one."""
-    return name == _POINTER_NAME or _TEMPORARY.fullmatch(name) is not None
+    return name == POINTER_NAME or is_pointer_temporary(name)
 
 
 def read_pointer(root: Path) -> Pointer | None:
@@ -128,9 +126,9 @@ def read_pointer(root: Path) -> Pointer | None:
         CorruptionError: it is none of ours, or torn.
         StorageError: it cannot be read.
     """
-    path = root / _POINTER_NAME
+    path = root / POINTER_NAME
     try:
-        with Directory(root) as directory, directory.open_small(_POINTER_NAME) as file:
+        with Directory(root) as directory, directory.open_small(POINTER_NAME) as file:
             text = file.part(0, min(file.nbytes, _MAX_BYTES + 1))
     except StorageError as error:
         if error.errno == errno.ENOENT:
@@ -186,12 +184,12 @@ def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool, is_alone: b
     content = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
     with Directory(root) as directory:
         for name in directory.names() if is_alone else ():
-            if _TEMPORARY.fullmatch(name):  # of a job that was killed
+            if is_pointer_temporary(name):  # of a job that was killed
                 directory.unlink(name)
-        temporary = f"{_POINTER_NAME}.{uuid.uuid4().hex[:12]}.tmp"
+        temporary = temporary_name(POINTER_NAME)
         try:
             directory.create(temporary, [content], is_durable=is_durable)
-            directory.rename(temporary, _POINTER_NAME)
+            directory.rename(temporary, POINTER_NAME)
         except BaseException:
             directory.unlink(temporary)
             raise

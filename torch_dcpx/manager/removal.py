@@ -21,25 +21,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError, UnsupportedError
-from torch_dcpx.manager.root import TRASH_PREFIX, ManagerRoot
+from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import OwnDirectory
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
+    PIN_NAME,
+    READERS_NAME,
     TOMBSTONE_NAME,
+    TRASH_PREFIX,
     is_data_file_name,
     is_metadata_name,
     is_temporary_name,
 )
-from torch_dcpx.storage.reader_lock import READERS_NAME, being_deleted
+from torch_dcpx.storage.reader_lock import being_deleted
 from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.storage.save_lock import SaveLock
 from torch_dcpx.writer.commit import referenced_files, remove_replaced
 
 logger = logging.getLogger("torch_dcpx")
 
-PIN_NAME = ".dcpx.pin"
 _OWN_NAMES = frozenset((LOCK_NAME, READERS_NAME, PIN_NAME, TOMBSTONE_NAME))
 
 

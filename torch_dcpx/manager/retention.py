@@ -21,13 +21,13 @@ from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.manager.pointer import check_step
 from torch_dcpx.manager.removal import (
-    PIN_NAME,
     remove_checkpoint,
     resume_removals,
     suppress_and_log,
 )
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored, lies_there
+from torch_dcpx.storage.names import PIN_NAME
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -24,10 +24,10 @@ from torch_dcpx.manager.pointer import Pointer, is_own_name, is_tag, read_pointe
 from torch_dcpx.manager.stored import Skipped, Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, fsync_path
+from torch_dcpx.storage.names import TRASH_PREFIX
 
 logger = logging.getLogger("torch_dcpx")
 
-TRASH_PREFIX = ".dcpx.trash."  # of directories on their way out
 _MAX_SHOWN = 8
 
 

@@ -1,7 +1,8 @@
-"""Names in a checkpoint directory, and the table of data files that one `.metadata` binds.
+"""Names in a checkpoint directory and in a manager's root, and the entry of a data file.
 
-All file naming of torch-dcpx is here. Names follow stock DCP: `__{rank}_{n}.distcp` for data,
-`.metadata` for the global and `__{rank}.metadata` for a rank-local commit.
+No other module spells one; those of an export's files are in `artifacts`. Names follow stock DCP:
+`__{rank}_{n}.distcp` for data, `.metadata` for the global and `__{rank}.metadata` for a rank-local
+commit.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from typing import NamedTuple
 
 METADATA_NAME = ".metadata"
 LOCK_NAME = ".dcpx.lock"
+READERS_NAME = ".dcpx.readers"  # locked by who reads the checkpoint, and by who deletes it
+PIN_NAME = ".dcpx.pin"  # keeps a checkpoint of a manager
 TOMBSTONE_NAME = ".dcpx.deleted"  # what `.metadata` becomes when its checkpoint is deleted
 
+POINTER_NAME = "newest"  # in a manager's root
+TRASH_PREFIX = ".dcpx.trash."  # in a manager's root: directories on their way out
+
 _DATA_FILE = re.compile(r"__[A-Za-z0-9_.-]{1,200}\.distcp")
+_OWN_DATA_FILE = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
 _METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
 _RANK_LOCK = re.compile(r"\.dcpx\.\d{1,9}\.lock")
 _TEMPORARY = re.compile(r"(\.metadata|__\d{1,9}\.metadata)\.[0-9a-f]{12}\.tmp")
+_POINTER_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -51,6 +59,14 @@ def data_file_names(prefix: str, index: int, file_id: bytes, *, is_fresh: bool) 
     return (f"{prefix}{index}.distcp", own) if is_fresh else (own,)
 
 
+def data_file_parts(name: str) -> tuple[int, int, str | None] | None:
+    """Returns (rank, number, the file id's first 12 hex digits) of a name that `data_file_names`
+    gives with DCP's prefix; no digits in a stock name, None for any other name.
+    """
+    found = _OWN_DATA_FILE.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2]), found[3])
+
+
 def metadata_name(rank: int | None) -> str:
     """Name of the global metadata file, or of a rank's own in rank-local mode."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
@@ -62,7 +78,9 @@ def is_data_file_name(name: str) -> bool:
 
 
 def temporary_name(name: str) -> str:
-    """Returns a name of its own under which metadata `name` is written before the rename."""
+    """Returns a name of its own under which `name` is written before the rename: metadata, or a
+    manager's pointer.
+    """
     return f"{name}.{uuid.uuid4().hex[:12]}.tmp"
 
 
@@ -74,6 +92,16 @@ def is_temporary_name(name: str) -> bool:
 def is_metadata_name(name: str) -> bool:
     """Whether `name` commits a checkpoint: `.metadata` or `__{rank}.metadata`."""
     return _METADATA.fullmatch(name) is not None
+
+
+def is_pointer_temporary(name: str) -> bool:
+    """Whether `name` is what a manager that was killed before its rename leaves of its pointer."""
+    return _POINTER_TEMPORARY.fullmatch(name) is not None
+
+
+def rank_lock_name(rank: int) -> str:
+    """Name of the lock of a rank that saves its own checkpoint (rank-local mode)."""
+    return f".dcpx.{rank}.lock"
 
 
 def is_rank_lock(name: str) -> bool:

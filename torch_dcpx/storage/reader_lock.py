@@ -19,12 +19,12 @@ from typing import Any
 
 from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.storage.directory import storage_error
+from torch_dcpx.storage.names import READERS_NAME
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.system_calls import close_read
 
 logger = logging.getLogger("torch_dcpx")
 
-READERS_NAME = ".dcpx.readers"
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EACCES})
 

@@ -7,7 +7,7 @@ one shared, and one of its own. Followers hold none.
 from __future__ import annotations
 
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import LOCK_NAME
+from torch_dcpx.storage.names import LOCK_NAME, rank_lock_name
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import SaveLock
 from torch_dcpx.writer.commit import Leftovers, remove_leftovers
@@ -30,7 +30,7 @@ class SaveLocks:
         self._rank = rank
         self._locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=rank is not None))
         if rank is not None:
-            self._locks.append(SaveLock(directory, f".dcpx.{rank}.lock", save))
+            self._locks.append(SaveLock(directory, rank_lock_name(rank), save))
 
     def release(self, *, has_ended_well: bool) -> None:
         """Gives all of them back; safe to call twice."""
