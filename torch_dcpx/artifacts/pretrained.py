@@ -2,7 +2,7 @@
 
 1. Parameters and buffers on `meta` are looked through; what no file can fill is refused.
 2. They get memory: of a DTensor its local shard alone, so that no rank ever holds the model.
-3. One load (`load_checkpoint`) reads byte ranges of the files straight into them.
+3. One load (`checkpoint/load.py`) reads byte ranges of the files straight into them.
 4. What `state_dict()` gave as copies is handed over, and checked (`handed_state`).
 5. Names that are forgiven and not stored go back to `meta`.
 """
