@@ -1,8 +1,8 @@
 """One directory beneath a manager's root: is it a whole checkpoint, and may a manager change it?
 
-Whole: its `.metadata` reads, and every data file that it names is there with its size. No data are
-read but the manager's own record, a line of JSON that every checkpoint of a manager holds as its
-item `dcpx.manager`: `.metadata` commits it together with everything else.
+Whole: its `.metadata` reads, and every data file that it names is there with its size. The look
+reads no data but the manager's own record, a line of JSON that every checkpoint of a manager holds
+as its item `dcpx.manager`: `.metadata` commits it together with everything else.
 
 A manager changes only what the root itself holds under a tag. It reads through a user's link,
 `latest -> step-300`; a change through the link would reach another checkpoint, or leave the root.
@@ -60,7 +60,7 @@ class Record(NamedTuple):
 
     @classmethod
     def decoded(cls, text: Any, path: Path) -> Record:
-        """Returns what `encoded` gave. Raises CorruptionError: it gives no such thing."""
+        """Returns the record in a text of `encoded`. Raises CorruptionError: there is none."""
         try:
             found = json.loads(text)
             record = cls(
@@ -73,25 +73,25 @@ class Record(NamedTuple):
                 tuple(found["per_rank"]),
             )
             numbers = (found["format"], record.step, record.order, record.ranks)
-            is_right = all(type(number) is int and number >= 0 for number in numbers)
             words = (record.tag, *record.parts, *record.per_rank)
-            is_right = is_right and record.ranks <= _MAX_RANKS
-            if not is_right or not all(type(word) is str for word in words):
+            is_right = (
+                all(type(number) is int and number >= 0 for number in numbers)
+                and record.ranks <= _MAX_RANKS
+                and all(type(word) is str for word in words)
+            )
+            if not is_right:
                 raise TypeError(f"{found!r:.200}")
         except _WRONG as error:
-            raise CorruptionError(
-                f"read the item '{_RECORD_ITEM}' of '{path}': no record of a manager: {error}",
-                fqn=_RECORD_ITEM,
-                path=str(path),
-            ) from error
+            raise _wrong_record(path, f"no record of a manager: {error}") from error
         if numbers[0] != _FORMAT:
-            raise CorruptionError(
-                f"read the item '{_RECORD_ITEM}' of '{path}': its format is {numbers[0]}, this "
-                f"torch-dcpx reads {_FORMAT}",
-                fqn=_RECORD_ITEM,
-                path=str(path),
-            )
+            problem = f"its format is {numbers[0]}, this torch-dcpx reads {_FORMAT}"
+            raise _wrong_record(path, problem)
         return record
+
+
+def _wrong_record(path: Path, problem: str) -> CorruptionError:
+    message = f"read the item '{_RECORD_ITEM}' of '{path}': {problem}"
+    return CorruptionError(message, fqn=_RECORD_ITEM, path=str(path))
 
 
 class Stored(NamedTuple):
@@ -112,9 +112,8 @@ class Stored(NamedTuple):
 
     @property
     def rank_among(self) -> tuple[bool, int, int, str]:
-        """The newest has the highest. Commits count in their order; checkpoints of others come
-        before the first of them, by step. Clocks prove nothing, and steps fall when a training goes
-        back.
+        """The newest has the highest. Commits count in their order, behind checkpoints of others by
+        step. Clocks prove nothing, and steps fall when a training goes back.
         """
         step = -1 if self.step is None else self.step
         return self.record is not None, self.order, step, self.tag
@@ -130,16 +129,12 @@ def identity_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def examine(path: Path, options: ReadOptions | None = None) -> Stored:
-    """Returns the checkpoint in `path`, which is whole.
-
-    Args:
-        path: the directory; its name is the tag.
-        options: of the reader.
+    """Returns the checkpoint in the directory `path`, which is whole; its name is the tag.
 
     Raises:
         NotCommittedError: no directory or no `.metadata`: never committed, or half deleted.
-        StorageError: a data file is missing or cannot be looked at.
-        ShortReadError: a data file is shorter than it was written, or longer.
+        StorageError: a data file is missing or its status cannot be read.
+        ShortReadError: a data file is shorter or longer than its save wrote it.
         CorruptionError: `.metadata` or the manager's record cannot be read.
     """
     with open_checkpoint(path) as directory:
@@ -159,14 +154,12 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
     if type(text) is not str or len(text) > _MAX_RECORD_BYTES:
         text = ""
     record = Record.decoded(text, path)
-    if any(math.isnan(value) for value in record.metrics.values()):
-        kept = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
-        record = record._replace(metrics=kept)
-    return Stored(path.name, path, found.save_id, record)
+    metrics = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
+    return Stored(path.name, path, found.save_id, record._replace(metrics=metrics))
 
 
 def _check_files(directory: Directory, found: CheckpointMetadata) -> None:
-    """Raises unless each data file is a regular one with its size; stock's, with enough of it."""
+    """Raises unless each data file is regular and has its size; stock's may be larger."""
     is_exact = found.files is not None
     for name, nbytes in wanted_sizes(found).items():
         path = str(directory.path / name)
@@ -198,8 +191,8 @@ _LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_
 
 
 class OwnDirectory(Directory):
-    """An open directory that no link leads to, whenever somebody has put it there. The root, and
-    directories above it, may be links.
+    """An open directory, never through a link as its last name. The root, and directories above
+    it, may be links.
     """
 
     FLAGS = Directory.FLAGS | os.O_NOFOLLOW
@@ -215,15 +208,11 @@ class OwnDirectory(Directory):
 
 
 def lies_there(path: Path, doing: str) -> bool:
-    """Returns whether there is anything at a path that is about to be changed.
-
-    Args:
-        path: of a checkpoint beneath a manager's root.
-        doing: what is to be done to it, for the message: "delete".
+    """Returns whether anything lies at a path beneath the root; `doing`, such as "delete", is next.
 
     Raises:
-        UnsupportedError: a symbolic link, leading to something or not.
-        StorageError: nobody can say.
+        UnsupportedError: a symbolic link, dangling or not.
+        StorageError: the system does not tell.
     """
     try:
         target = uninterrupted(os.readlink, path)
