@@ -36,7 +36,7 @@ from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.state import ModelPart
 from torch_dcpx.manager.stored import OwnDirectory, Skipped, Stored, identity_of, lies_there
-from torch_dcpx.manager.translate import MODEL, checked_translate
+from torch_dcpx.manager.translate import MODEL, beneath, checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
@@ -246,8 +246,7 @@ class CheckpointCatalog:
 
             def local() -> tuple[ExportArguments, Call]:
                 own = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
-                is_model = isinstance(tag_or_model, nn.Module)
-                tag = None if is_model else tag_of(tag_or_model)
+                tag = None if isinstance(tag_or_model, nn.Module) else tag_of(tag_or_model)
                 return own, Call("export", {"tag": tag, **own.told()})
 
             def reduce(calls: list[Call], own: ExportArguments) -> str | None:
@@ -267,9 +266,8 @@ class CheckpointCatalog:
 
             with self.exchange("export") as exchange:
                 checked, stored = self.agree(exchange, "export", local, reduce)
-            source: Any = _Live(tag_or_model) if stored is None else stored
             return export(
-                source,
+                _Live(tag_or_model) if stored is None else stored,
                 path,
                 format=file_format,
                 keys=checked.keys,
@@ -300,12 +298,8 @@ class CheckpointCatalog:
                         errno=errno.ENOENT,
                         path=str(self.root.path),
                     )
-                model = {
-                    name.removeprefix(MODEL): size
-                    for name, size in stored_sizes(str(chosen.path)).items()
-                    if name.startswith(MODEL)
-                }
-                return rules.dry_run(model)
+                sizes = stored_sizes(str(chosen.path)).items()
+                return rules.dry_run(beneath(MODEL, sizes))
 
             with self.exchange("dry_run") as exchange:
                 return self.agree(exchange, "dry_run", local, reduce)[1]

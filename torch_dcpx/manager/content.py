@@ -84,10 +84,8 @@ def check_mergeable(
     names: Sequence[str], merge: Merge, saved_ranks: int, world_size: int, path: str
 ) -> None:
     """Raises MismatchError where the number of ranks has changed and a name has no merge."""
-    if saved_ranks == world_size:
-        return
     missing = [name for name in names if _function(merge, name) is None]
-    if missing:
+    if missing and saved_ranks != world_size:
         raise MismatchError(
             f"resume from '{path}': {', '.join(map(repr, missing[:5]))} is each rank's own, of "
             f"{saved_ranks} ranks, and there are {world_size} now; give resume(merge=function) or "

@@ -28,7 +28,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import MismatchError
 from torch_dcpx.manager.optimizer_state import (
-    beneath,
     blank_groups,
     blank_states,
     stored_names,
@@ -37,6 +36,7 @@ from torch_dcpx.manager.optimizer_state import (
 from torch_dcpx.manager.state import by_name, flat, parameters_of
 from torch_dcpx.manager.translate import (
     TrainingRules,
+    beneath,
     check_classes,
     check_sources,
     groups_by_parameter,

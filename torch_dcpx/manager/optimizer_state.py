@@ -8,7 +8,7 @@ parameter's sizes is sharded as the parameter is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_dcpx.keys.key_map import keeps_names, unwrapped
-from torch_dcpx.manager.translate import TrainingRules, owner_of
+from torch_dcpx.manager.translate import TrainingRules, beneath, owner_of
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
 
 _MAX_DEPTH = 64
@@ -33,12 +33,6 @@ def stored_names(metadata: Metadata, prefix: str, rules: TrainingRules | None) -
         return beneath(prefix, ((name, name) for name in stored))
     mapped = rules.resolve(sizes_of(stored))
     return beneath(prefix, ((name, "".join(entry.sources[:1])) for name, entry in mapped.items()))
-
-
-def beneath(prefix: str, names: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Returns the pairs whose names begin with a prefix, without it."""
-    begin = len(prefix)
-    return {name[begin:]: source for name, source in names if name.startswith(prefix)}
 
 
 def blank_states(

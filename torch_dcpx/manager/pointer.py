@@ -131,15 +131,14 @@ def read_pointer(root: Path) -> Pointer | None:
             committing=tuple(found["committing"]), damaged=tuple(found.get("damaged", ()))
         )
         tags = [tag for tag in (pointer.tag, *pointer.committing) if tag is not None]
-        is_right = (
+        if not (
             found["format"] == _FORMAT
             and type(pointer.order) is int
             and (pointer.step is None or type(pointer.step) is int)
             and (pointer.save_id is None or type(pointer.save_id) is str)
             and all(type(tag) is str and is_tag(tag) for tag in tags)
             and all(type(save_id) is str for save_id in pointer.damaged)
-        )
-        if not is_right:
+        ):
             raise TypeError("its values are not those of a pointer")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptionError(

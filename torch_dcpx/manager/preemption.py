@@ -134,15 +134,13 @@ class Preemption:
         """
         check_step(step)
         if self._world_size == 1:
-            if not self.is_signalled:
-                return False
-            self._notes = [self._own_note(step)]
-            return self._answered(step)
+            return self.is_signalled and self._answered(step, [self._own_note(step)])
         if not self._has_noted:
             self._note_if_called(step)
             return False
         self._notes = self._notes or self._read_notes()
-        return step > max(note.step for note in self._notes) and self._answered(step)
+        is_past_all = step > max(note.step for note in self._notes)
+        return is_past_all and self._answered(step, self._notes)
 
     def close(self) -> None:
         """Puts the handlers that were there back. Called on the main thread; safe to call twice."""
@@ -195,9 +193,9 @@ class Preemption:
             )
         return [_Note(*json.loads(note)) for note in self._keys.multi_get(names, deadline)]
 
-    def _answered(self, step: int) -> bool:
+    def _answered(self, step: int, notes: Sequence[_Note]) -> bool:
         """Ends the round, and returns its answer."""
-        notes, self._notes = self._notes, []
+        self._notes = []
         if self._world_size > 1:
             deadline = Deadline(self._timeout_s)
             if self._keys.add(self._key("out"), 1, deadline) == self._world_size:

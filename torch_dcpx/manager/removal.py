@@ -200,7 +200,5 @@ def suppress_and_log(doing: str) -> Iterator[None]:
     except ConcurrentSaveError as error:
         logger.info("%s: later: %s", doing, error)
     except DcpxError as error:
-        if getattr(error, "errno", None) == errno.ENOENT:  # somebody else has removed it
-            logger.debug("%s: %s", doing, error)
-        else:
-            logger.warning("%s: %s", doing, error)
+        is_gone = getattr(error, "errno", None) == errno.ENOENT  # another process has removed it
+        logger.log(logging.DEBUG if is_gone else logging.WARNING, "%s: %s", doing, error)

@@ -45,15 +45,14 @@ class KeepRules(NamedTuple):
                 if value == 0:
                     raise not_one_of(name, value, "at least 1, or None")
         if best is not None:
-            is_right = (
+            if not (
                 isinstance(best, (tuple, list))
                 and len(best) == 3
                 and type(best[0]) is str
                 and best[1] in ("min", "max")
                 and type(best[2]) is int
                 and best[2] >= 1
-            )
-            if not is_right:
+            ):
                 raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
             best = tuple(best)
         return cls(last, every, best)
@@ -155,16 +154,17 @@ class Retention:
         """Begins a run, behind one that is under way."""
         self.wait()
         thread = threading.Thread(target=self.run, name="dcpx-retention", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            logger.warning("no thread to remove old checkpoints: %s", error)
-        else:
-            self._thread = thread
+        with self._guard:  # so that `wait` joins no thread that has not started
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:
+                logger.warning("no thread to remove old checkpoints: %s", error)
 
     def wait(self) -> None:
         """Waits for the run that is under way."""
-        thread = self._thread
+        with self._guard:
+            thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 

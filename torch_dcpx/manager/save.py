@@ -129,11 +129,6 @@ class Parts(NamedTuple):
         encoded = {name: encode_content(value) for name, value in shared.items()}
         return Small(encoded, encode_content(own) if own else b"", sorted(own), digests)
 
-    def groups(self) -> bytes:
-        """Returns a digest that tells this rank's groups of optimizers from other ranks'."""
-        none = self.optimizer is None
-        return b"" if none else digest_of_groups(self.model, flat(self.optimizer))
-
     def call(self, name: str, per_rank: list[str], **arguments: Any) -> Call:
         """Returns a call as all ranks compare it."""
         return Call(name, {**arguments, **self.given, "per_rank": per_rank})
@@ -163,7 +158,7 @@ def _state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str
     if parts.optimizer is not None:
         named = by_name(parts.optimizer)
         items[CLASSES] = {name: classes_of(flat(one)) for name, one in named.items()}
-    if rank == 0:  # one of them is kept: the same one each time
+    if rank == 0:  # the same rank each time, of ranks that all have them
         items |= small.shared
     if small.own:
         items["rank"] = {str(rank): small.own}
@@ -233,8 +228,9 @@ class Saves:
             number = self.last_step if number is None else number
             small = parts.small()
             call = parts.call("save", small.per_rank, tag=tag, step=number, is_async=self.is_async)
-            note = _checked_metrics(metrics), parts.groups()
-            return small, replace(call, digests=small.digests, note=note)
+            found, one = _checked_metrics(metrics), parts.optimizer
+            groups = b"" if one is None else digest_of_groups(parts.model, flat(one))
+            return small, replace(call, digests=small.digests, note=(found, groups))
 
         with ExitStack() as undo:
 

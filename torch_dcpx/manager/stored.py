@@ -34,12 +34,12 @@ from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.system_calls import uninterrupted
 
-Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tag and reason of what is not whole
+Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tags that are not whole, and reasons
 
 _RECORD_ITEM = "dcpx.manager"
 _FORMAT = 1
 _MAX_RECORD_BYTES = 1 << 20
-_MAX_RANKS = 1 << 20  # each is looked for where ranks merge what all had
+_MAX_RANKS = 1 << 20  # a merge reads an item of each
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -51,11 +51,11 @@ class Record(NamedTuple):
     order: int  # of the commit among all beneath this root
     ranks: int  # that saved it
     metrics: dict[str, float]
-    parts: tuple[str, ...]  # what was given to `save`, sorted: "model", "optimizer" ...
-    per_rank: tuple[str, ...]  # what each rank has its own of, by path, sorted
+    parts: tuple[str, ...]  # arguments of `save`, sorted: "model", "optimizer" ...
+    per_rank: tuple[str, ...]  # paths of each rank's own values, sorted
 
     def encoded(self) -> str:
-        """Returns it as JSON."""
+        """Returns the record as JSON."""
         return json.dumps({"format": _FORMAT, **self._asdict()}, separators=(",", ":"))
 
     @classmethod
@@ -74,12 +74,11 @@ class Record(NamedTuple):
             )
             numbers = (found["format"], record.step, record.order, record.ranks)
             words = (record.tag, *record.parts, *record.per_rank)
-            is_right = (
+            if not (
                 all(type(number) is int and number >= 0 for number in numbers)
                 and record.ranks <= _MAX_RANKS
                 and all(type(word) is str for word in words)
-            )
-            if not is_right:
+            ):
                 raise TypeError(f"{found!r:.200}")
         except _WRONG as error:
             raise _wrong_record(path, f"no record of a manager: {error}") from error
@@ -151,9 +150,8 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
     item: dict[str, Any] = {"dcpx": {"manager": ""}}
     load(item, path, no_dist=True, options=options)
     text = item["dcpx"]["manager"]
-    if type(text) is not str or len(text) > _MAX_RECORD_BYTES:
-        text = ""
-    record = Record.decoded(text, path)
+    is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
+    record = Record.decoded(text if is_text else "", path)
     metrics = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
     return Stored(path.name, path, found.save_id, record._replace(metrics=metrics))
 
@@ -198,7 +196,7 @@ class OwnDirectory(Directory):
     FLAGS = Directory.FLAGS | os.O_NOFOLLOW
 
     def __init__(self, path: Path, doing: str = "save") -> None:
-        """Opens `path`, to do something to it. Raises: StorageError; as `lies_there`."""
+        """Opens `path`. Raises: StorageError; as `lies_there`."""
         try:
             super().__init__(path)
         except StorageError as error:
@@ -208,7 +206,7 @@ class OwnDirectory(Directory):
 
 
 def lies_there(path: Path, doing: str) -> bool:
-    """Returns whether anything lies at a path beneath the root; `doing`, such as "delete", is next.
+    """Returns whether anything lies at a path beneath the root. `doing` is the verb of messages.
 
     Raises:
         UnsupportedError: a symbolic link, dangling or not.

@@ -15,13 +15,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torch_dcpx.errors import MismatchError, OptionError, PlanError, UnsupportedError
 from torch_dcpx.keys.key_map import KeyMap, unwrapped
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
+
+_V = TypeVar("_V")
 
 MODEL = "model."
 
@@ -121,6 +123,12 @@ def owner_of(name: str, *known: Collection[str]) -> str | None:
             return name[:end]
         end = name.find(".", end + 1)
     return None
+
+
+def beneath(prefix: str, names: Iterable[tuple[str, _V]]) -> dict[str, _V]:
+    """Returns the pairs whose names begin with a prefix, without it."""
+    begin = len(prefix)
+    return {name[begin:]: value for name, value in names if name.startswith(prefix)}
 
 
 def checked_translate(translate: Any, model: Any) -> KeyMap | None:
