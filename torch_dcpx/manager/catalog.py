@@ -175,7 +175,7 @@ class CheckpointCatalog:
                 errno=errno.EBUSY,
                 path=str(path),
             )
-        newest, _ = root.newest()  # anew: what lies there now
+        newest, _ = root.newest()  # anew: other jobs may have changed the root
         stored = root.listed()[0]
         good = {each.tag for each in stored if each.save_id not in root.damaged}
         others = [each for each in stored if each.tag != name]

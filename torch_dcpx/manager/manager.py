@@ -61,8 +61,8 @@ class CheckpointManager:
 
         Args:
             root: directory of the checkpoints; made by the first save. One job at a time.
-            keep_last: how many of the last commits are kept. Default None.
-            keep_every: checkpoints whose step is a multiple of this are kept. Default None.
+            keep_last: keeps that many of the last commits. Default None.
+            keep_every: keeps checkpoints whose step is a multiple of this. Default None.
             keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. With
                 all three None every checkpoint is kept; else those that any of the three keeps,
                 pinned ones, and always the last commit.
@@ -176,8 +176,8 @@ class CheckpointManager:
             RankError: code of the caller (`merge`, a `load_state_dict`) raised on a rank: on all.
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
-            UnsupportedError: `translate` splits, merges or transposes a tensor of which the
-                optimizer is to be loaded.
+            UnsupportedError: `translate` splits, merges or transposes a tensor, and the load
+                includes its optimizer.
             As `dcpx.load`.
         """
         if not load_optimizer:
@@ -190,7 +190,7 @@ class CheckpointManager:
             self._saves.last_step = info.step or 0
         return info
 
-    # ---- What lies beneath the root ------------------------------------------------------------
+    # ---- The checkpoints beneath the root ------------------------------------------------------
 
     def latest(self) -> str | None:
         """Returns the tag that `resume` would try first; None where there is none."""
@@ -254,7 +254,7 @@ class CheckpointManager:
         """Writes one artifact for inference, by all ranks at once.
 
         Args:
-            tag_or_model: a checkpoint by tag or step, which is kept from deletion meanwhile; or a
+            tag_or_model: a checkpoint by tag or step, which cannot be deleted meanwhile; or a
                 module as it is now, by the names that a checkpoint of it would have.
             path: directory, or the file in it, of the artifact; the same on every rank.
             format, keys, key_map, max_shard_bytes: as `torch_dcpx.export`. Default: the model only,
@@ -296,7 +296,7 @@ class CheckpointManager:
         """
         return self._catalog.dry_run(translate, tag)
 
-    # ---- The end, and what may bring it --------------------------------------------------------
+    # ---- Signals, and the end ------------------------------------------------------------------
 
     def save_on_signal(
         self,
@@ -306,7 +306,7 @@ class CheckpointManager:
         """Takes over signals that announce the end of the job; ask `.requested(step)` each step.
 
         Args:
-            signals: whose handlers are replaced, until `close`.
+            signals: it replaces their handlers, until `close`.
             time_left_s: seconds from the signal to the end of the job. Default None: unknown. If
                 the last save took longer than the time left, the answer is no.
 

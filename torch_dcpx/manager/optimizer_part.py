@@ -123,7 +123,7 @@ class OptimizerPart(LoadPart):
 
     def _templates(self, own: _Own) -> dict[str, Any]:
         """Returns tensors of the parameters' sizes and shards, by name."""
-        if self._has_flat:  # whose optimizers hold parts of flat parameters
+        if self._has_flat:  # its optimizers hold parts of flat parameters
             return get_model_state_dict(self.model)
         parameters = parameters_of(own.optimizers)
         return dict(zip(chain.from_iterable(own.names), parameters, strict=True))

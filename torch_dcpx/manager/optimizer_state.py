@@ -51,7 +51,7 @@ def blank_states(
         names: stored names by "PARAMETER.KEY".
         templates: tensors with the sizes and shards of the parameters, by name.
         present: states that the optimizer holds now, by parameter.
-        has_wrappers: whether stored names may lack what wrappers put into names of the parameters.
+        has_wrappers: whether stored names may lack the components of wrappers.
     """
     outline = outline_of(metadata.state_dict_metadata)
     bare = {unwrapped(name): name for name in templates} if has_wrappers else {}
@@ -63,7 +63,7 @@ def blank_states(
         owner = stored_owner if stored_owner in templates else bare[stored_owner]
         path = _path_of(source, name[len(stored_owner) + 1 :], metadata)
         now, entry = _at(present.get(owner), path), outline(source)
-        leaf = None  # an object: what is stored takes its place
+        leaf = None  # an object: the load puts the stored one in its place
         if isinstance(entry, TensorStorageMetadata):
             is_there = isinstance(now, (torch.Tensor, ShardedTensor))
             leaf = now if is_there else _blank(templates[owner], entry, is_step=path[-1] == "step")

@@ -203,7 +203,7 @@ class Preemption:
                 self._keys.post_delete(list(map(self._key, ("call", "n", "all", "out", *at))))
         self._round += 1
         self._has_noted = False
-        self._signalled_at = None  # one that came meanwhile asked for the same
+        self._signalled_at = None  # a signal that came meanwhile is answered, too
         left_s = min((n.time_left_s for n in notes if n.time_left_s is not None), default=None)
         save_s = max((n.save_s for n in notes if n.save_s is not None), default=None)
         if left_s is not None and save_s is not None and left_s < save_s:

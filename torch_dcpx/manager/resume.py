@@ -1,14 +1,14 @@
 """One `resume` of a manager, with another attempt for each checkpoint that is damaged.
 
 1. The coordinator chooses: the newest whole checkpoint, or the tag that the caller named. It holds
-   the readers' lock from here on, so that nobody's retention takes the checkpoint away.
+   the readers' lock from here on, so that no retention removes the checkpoint.
 2. `Wanted` raises for parts that are not there, and for values that were other ranks' own.
 3. `dcpx.load` checks the checkpoint as a whole, then reads it. Small values are decoded and merged
    behind the read: an error of that is raised on all ranks before any part is filled on any.
 4. Still in the load: model, optimizers and state are filled, then scheduler, data loader and each
    rank's own values. An error on one rank is raised on all, and none returns before.
 
-Where bytes of the newest checkpoint are not what was written:
+Where bytes of the newest checkpoint are wrong:
 5. Its load raises a `CorruptionError`, on which the ranks agree as on any error of a load.
 6. All ranks pass it over and begin anew: the newest of those that they did not pass over. The
    coordinator notes the damaged one, so that retention keeps a good one in its place.
@@ -50,7 +50,7 @@ class PassedOver(NamedTuple):
     """A newer checkpoint that is damaged, though its files have their sizes."""
 
     tag: str
-    file: str  # whose bytes are not what was written
+    file: str  # with wrong bytes
     reason: str
 
 
@@ -99,7 +99,7 @@ class Resume:
     fallback: bool
     allow_fresh: bool
     _passed: list[PassedOver] = field(default_factory=list)
-    # Of the first damage. Not the error itself, whose frames would keep what was read.
+    # Of the first damage. Not the error itself: its frames would keep the loaded values.
     _fields: dict[str, Any] = field(default_factory=dict)
     _skipped: Skipped = ()
 
@@ -234,7 +234,7 @@ class Resume:
 
 
 def _is_damage(error: BaseException, path: Path) -> TypeGuard[CorruptionError]:
-    """Returns whether bytes of a file of the checkpoint in `path` are not what was written.
+    """Returns whether bytes of a file of the checkpoint in `path` are wrong.
 
     A class that is on no list is no damage, nor are names in the metadata that contradict each
     other. A file that some `load_state_dict` reads elsewhere is no part of the checkpoint.

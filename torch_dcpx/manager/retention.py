@@ -211,7 +211,7 @@ class Retention:
         try:
             newest = max(kept, key=lambda each: each.order)
             root.forget(newest.tag)
-            root.examined(newest.tag)  # nothing goes while what stays is not whole
+            root.examined(newest.tag)  # nothing goes while the newest is not whole
         except DcpxError as error:
             logger.warning("old checkpoints stay: the newest one is not whole: %s", error)
             return

@@ -1,9 +1,9 @@
-"""One `save` of a manager: what is written, and what happens around its commit.
+"""One `save` of a manager: the state to write, and the steps around its commit.
 
-1. Each rank says what it was given, and encodes what is small. The coordinator compares, and gives
+1. Each rank describes its call, and encodes small values. The coordinator compares, and gives
    the save its number.
-2. `dcpx.save` or `async_save` of the parts; their `state_dict` is asked while the ranks plan.
-3. Coordinator, before the commit: what earlier jobs left to remove goes; the pointer notes the tag.
+2. `dcpx.save` or `async_save` of the parts calls their `state_dict` while the ranks plan.
+3. Coordinator, before the commit: leftovers of earlier jobs go; the pointer notes the tag.
 4. Coordinator, after it: the pointer names the checkpoint; retention begins. Then the save is over.
 """
 
@@ -244,7 +244,7 @@ class Saves:
             with catalog.exchange("save", tag_or_step, timeout_s) as exchange:
                 rank = exchange.rank
                 small, record = catalog.agree(exchange, "agree", local, reduce)
-            undo.pop_all()  # what was reserved is free when the save has ended
+            undo.pop_all()  # the end of the save frees the tag
         return self._write(record, parts, small, rank)
 
     def _write(

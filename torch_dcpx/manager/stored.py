@@ -4,7 +4,7 @@ Whole: its `.metadata` reads, and every data file that it names is there with it
 reads no data but the manager's own record, a line of JSON that every checkpoint of a manager holds
 as its item `dcpx.manager`: `.metadata` commits it together with everything else.
 
-A manager changes only what the root itself holds under a tag. It reads through a user's link,
+A manager changes only directories of the root itself. It reads through a user's link,
 `latest -> step-300`; a change through the link would reach another checkpoint, or leave the root.
 """
 

@@ -6,8 +6,8 @@
 3. All other parts keep their names.
 
 A checkpoint keeps one value of a name. Groups of optimizers have numbers for names, and a stage of
-a pipeline has other groups under the same numbers: then the settings of each rank's groups are kept
-under the names of their parameters.
+a pipeline has other groups under the same numbers: then a save keeps the settings of each rank's
+groups under the names of their parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrainingRules(KeyMap):
         kinds = ("state.", "param_groups.") if has_named_groups else ("state.",)
         self._prefixes = tuple(prefix + kind for prefix in whole for kind in kinds)
         self._new: dict[str, str | None] = {}  # by stored name; None: left out
-        self._reshaped: dict[str, list[str | None]] = {}  # what is made of a stored one
+        self._reshaped: dict[str, list[str | None]] = {}  # names made of a stored one
         # The last question and its answer: parts and planner ask, and functions are called once.
         self._resolved: tuple[Mapping[str, Sizes | None], dict[str, MappedTensor]] | None = None
 
