@@ -298,8 +298,7 @@ class CheckpointCatalog:
                         errno=errno.ENOENT,
                         path=str(self.root.path),
                     )
-                sizes = stored_sizes(str(chosen.path)).items()
-                return rules.dry_run(beneath(MODEL, sizes))
+                return rules.dry_run(beneath(MODEL, stored_sizes(str(chosen.path)).items()))
 
             with self.exchange("dry_run") as exchange:
                 return self.agree(exchange, "dry_run", local, reduce)[1]

@@ -159,12 +159,11 @@ def _copied(value: Any, path: str, depth: int, own: dict[str, Any] | None) -> An
         return _copied_tensor(value, path)
     if _is_plain_numpy(value):
         return value
-    is_tensor = isinstance(value, torch.Tensor)
     hint = "; give parameters and sharded tensors as `state`, or their `.detach()`"
     raise UnsupportedError(
         f"keep '{path}': a {kind.__module__}.{kind.__qualname__} cannot be loaded without running "
         "code of the file; keep numbers, strings, bytes, dicts, lists, tuples, sets, numpy arrays "
-        f"and tensors{hint if is_tensor else ''}"
+        f"and tensors{hint if isinstance(value, torch.Tensor) else ''}"
     )
 
 

@@ -125,8 +125,8 @@ class OptimizerPart(LoadPart):
         """Returns tensors of the parameters' sizes and shards, by name."""
         if self._has_flat:  # its optimizers hold parts of flat parameters
             return get_model_state_dict(self.model)
-        parameters = parameters_of(own.optimizers)
-        return dict(zip(chain.from_iterable(own.names), parameters, strict=True))
+        names = chain.from_iterable(own.names)
+        return dict(zip(names, parameters_of(own.optimizers), strict=True))
 
     def _settings(self, own: _Own, names: Iterable[str]) -> set[str]:
         """Returns the settings in names "OWNER.SETTING"; notes the owners."""
@@ -150,8 +150,7 @@ class OptimizerPart(LoadPart):
             else:
                 if self.rules is not None:
                     groups = translated_groups(groups, own.names, self.rules)
-                ends = len(own.names)
-                groups = [g for at, g in enumerate(groups) if at < ends or g[_PARAMS]]
+                groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[_PARAMS]]
                 kept = [g for at, g in enumerate(groups) if at not in own.unsaved]
                 saved = set(chain.from_iterable(g[_PARAMS] for g in kept))
                 if self.strict:

@@ -86,8 +86,7 @@ class KeepRules(NamedTuple):
         """Returns the tags that a rule keeps of at least one commit, the oldest first."""
         kept = {s.tag for s in own[-(self.last or 1) :]}
         if self.every is not None:
-            every = self.every
-            kept |= {s.tag for s in own if s.step is not None and s.step % every == 0}
+            kept |= {s.tag for s in own if s.step is not None and s.step % self.every == 0}
         if self.best is not None:
             kept |= _best(own, *self.best)
         return kept

@@ -125,9 +125,9 @@ class Parts(NamedTuple):
             own |= its_own
             if path in ("lr_scheduler", "user_content"):
                 shared[path] = rest
-        digests = digests_of(shared)
         encoded = {name: encode_content(value) for name, value in shared.items()}
-        return Small(encoded, encode_content(own) if own else b"", sorted(own), digests)
+        own_bytes = encode_content(own) if own else b""
+        return Small(encoded, own_bytes, sorted(own), digests_of(shared))
 
     def call(self, name: str, per_rank: list[str], **arguments: Any) -> Call:
         """Returns a call as all ranks compare it."""
@@ -242,10 +242,9 @@ class Saves:
 
             timeout_s = catalog.options.save_timeout_s
             with catalog.exchange("save", tag_or_step, timeout_s) as exchange:
-                rank = exchange.rank
                 small, record = catalog.agree(exchange, "agree", local, reduce)
             undo.pop_all()  # the end of the save frees the tag
-        return self._write(record, parts, small, rank)
+        return self._write(record, parts, small, exchange.rank)
 
     def _write(
         self, record: Record, parts: Parts, small: Small, rank: int

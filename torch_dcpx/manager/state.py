@@ -35,8 +35,7 @@ class ModelPart:
         return get_model_state_dict(self.model)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        options = StateDictOptions(strict=self.strict)
-        set_model_state_dict(self.model, state, options=options)
+        set_model_state_dict(self.model, state, options=StateDictOptions(strict=self.strict))
 
 
 @dataclass(eq=False)

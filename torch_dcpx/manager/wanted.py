@@ -57,8 +57,9 @@ class Wanted(LoadPart):
         self._has_named_groups = NAMED_GROUPS in record.parts
         if self.translate is not None:
             names = () if parts.optimizer is None else by_name(parts.optimizer)
-            named = self._has_named_groups
-            self.rules = TrainingRules(self.translate, names, has_named_groups=named)
+            self.rules = TrainingRules(
+                self.translate, names, has_named_groups=self._has_named_groups
+            )
         has_scheduler = parts.lr_scheduler is not None and "lr_scheduler" in record.parts
         self.is_applied = has_scheduler or any(
             not name.startswith("user_content") for name in self._names
@@ -118,8 +119,8 @@ class Wanted(LoadPart):
                 except (KeyError, TypeError, RecursionError) as error:
                     raise self._none_of_ours(fqn, error) from error
         if "lr_scheduler" in self._shared:
-            schedulers = self.parts.lr_scheduler
-            self._schedulers = paired_states(schedulers, self._shared["lr_scheduler"])
+            states = self._shared["lr_scheduler"]
+            self._schedulers = paired_states(self.parts.lr_scheduler, states)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Gives the small values to the caller's objects."""
