@@ -1,8 +1,7 @@
 """The checkpoints beneath a root: the coordinator looks at them and changes them, for all ranks.
 
 `agree` compares the ranks' calls, and the coordinator answers for all of them. `export` and
-`dry_run` hold the readers' lock of the checkpoint, so that nobody's retention takes it away
-meanwhile.
+`dry_run` hold the readers' lock of the checkpoint, so that no retention removes it meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,7 +36,7 @@ from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.state import ModelPart
 from torch_dcpx.manager.stored import OwnDirectory, Skipped, Stored, identity_of, lies_there
-from torch_dcpx.manager.translate import MODEL, checked_translate
+from torch_dcpx.manager.translate import MODEL, beneath, checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
@@ -57,13 +57,12 @@ _MAX_CHOICES = 8  # while others delete the chosen checkpoint
 class CheckpointCatalog:
     """The checkpoints beneath one root. Every rank makes every call. Belongs to one process.
 
-    It touches nothing before the first call; group and options are those of CheckpointManager.
+    It touches nothing before the first call; its options are those of CheckpointManager.
     """
 
     root: ManagerRoot
     retention: Retention
-    group: Any
-    no_dist: bool
+    ranks: dict[str, Any]  # `process_group` and `no_dist`
     options: WriteOptions
     read_options: ReadOptions
     _is_closed: bool = False
@@ -76,7 +75,7 @@ class CheckpointCatalog:
         name = self.root.path.name if tag is None else tag_or_none(tag)
         call = CallId(f"CheckpointManager.{what}", name, is_write=what in ("save", "export"))
         seconds = self.read_options.load_timeout_s if timeout_s is None else timeout_s
-        return exchange_for(self.group, self.no_dist, seconds, what, call)
+        return exchange_for(**self.ranks, timeout_s=seconds, what=what, call=call)
 
     def agree(
         self,
@@ -85,17 +84,10 @@ class CheckpointCatalog:
         local: Callable[[], tuple[_Own, Call]],
         reduce: Callable[[list[Call], _Own], _T],
     ) -> tuple[_Own, _T]:
-        """Compares the ranks' calls, and has the coordinator answer for all of them.
+        """Compares the ranks' calls; returns this rank's own value and the coordinator's answer.
 
-        Args:
-            exchange: of the ranks.
-            step: its name.
-            local: makes, on each rank, a value of its own and its call.
-            reduce: makes, on the coordinator, the answer of all calls, which are the same, and of
-                the coordinator's own value.
-
-        Returns:
-            This rank's own value, and the coordinator's answer.
+        `local` returns, on each rank, its own value and its call. `reduce` makes the answer, on the
+        coordinator, from the calls, which are all the same, and its own value.
 
         Raises:
             UnsupportedError, OptionError: this process cannot use the manager.
@@ -107,8 +99,8 @@ class CheckpointCatalog:
         def call() -> Call:
             nonlocal own
             self._check_usable()
-            own, told = local()
-            return told
+            own, its_call = local()
+            return its_call
 
         def answer(calls: list[Call]) -> _T:
             check_same_call(calls)
@@ -118,16 +110,14 @@ class CheckpointCatalog:
         return own, answered
 
     def on_coordinator(self, name: str, tag: Any, work: Callable[[Any], _T]) -> _T:
-        """Has the coordinator do work that all ranks ask for; all get the answer or the error."""
-
-        def local() -> tuple[None, Call]:
-            return None, Call(name, {} if tag is None else {"tag": tag_of(tag)})
-
-        def reduce(calls: list[Call], _: None) -> _T:
-            return work(calls[0].arguments.get("tag"))
-
+        """Has the coordinator do work for all ranks; all get the answer or the error."""
         with self.exchange(name, tag) as exchange:
-            return self.agree(exchange, name, local, reduce)[1]
+            return self.agree(
+                exchange,
+                name,
+                lambda: (None, Call(name, {} if tag is None else {"tag": tag_of(tag)})),
+                lambda calls, _: work(calls[0].arguments.get("tag")),
+            )[1]
 
     def close(self) -> bool:
         """Refuses every later call. Returns False in a process that was forked from the owner."""
@@ -147,7 +137,7 @@ class CheckpointCatalog:
     # ---- On the coordinator --------------------------------------------------------------------
 
     def pin(self, name: str) -> None:
-        """Puts the mark into a directory that keeps it from deletion."""
+        """Puts the mark into a directory that keeps the checkpoint from deletion."""
         lies_there(self.root.path / name, "pin")
         path = self.root.examined(name).path
         with OwnDirectory(path, "pin") as directory:
@@ -172,7 +162,7 @@ class CheckpointCatalog:
             directory.sync()
 
     def delete(self, name: str) -> None:
-        """Removes a checkpoint that is neither pinned, nor saved to, nor the last good one."""
+        """Removes a checkpoint that is not pinned, saved to, or the last good one."""
         self.retention.wait()
         root, path = self.root, self.root.path / name
         lies_there(path, "delete")
@@ -185,7 +175,7 @@ class CheckpointCatalog:
                 errno=errno.EBUSY,
                 path=str(path),
             )
-        newest, _ = root.newest()  # anew: what lies there now
+        newest, _ = root.newest()  # anew: other jobs may have changed the root
         stored = root.listed()[0]
         good = {each.tag for each in stored if each.save_id not in root.damaged}
         others = [each for each in stored if each.tag != name]
@@ -207,23 +197,21 @@ class CheckpointCatalog:
         *,
         allow_fresh: bool,
     ) -> tuple[Stored | None, Skipped]:
-        """Returns the checkpoint that is resumed, and keeps it from deletion until the stack ends.
+        """Returns a checkpoint to read, and keeps it from deletion until the stack ends.
 
         Args:
-            tag: that the caller named. None: the newest.
+            tag: None: the newest.
             stack: holds the lock.
-            passed: tags that a resume has passed over; none of them is chosen. Default (): none.
-            allow_fresh: whether nothing is chosen where nothing is whole.
+            passed: tags that a resume has passed over, and does not choose. Default (): none.
+            allow_fresh: whether to return None, and not raise, where nothing is whole.
         """
         root = self.root
-        self.retention.wait()  # what it removes is not to be chosen
+        self.retention.wait()  # else it may remove the chosen one
         for _ in range(_MAX_CHOICES):
-            skipped: Skipped = ()
-            stored: Stored | None
-            if tag is not None:
-                stored = root.examined(tag)
-            else:
+            if tag is None:
                 stored, skipped = root.newest_but(passed) if passed else root.newest()
+            else:
+                stored, skipped = root.examined(tag), ()
             if stored is None:
                 if not allow_fresh and not passed:
                     root.check_fresh(skipped)
@@ -258,8 +246,7 @@ class CheckpointCatalog:
 
             def local() -> tuple[ExportArguments, Call]:
                 own = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
-                is_model = isinstance(tag_or_model, nn.Module)
-                tag = None if is_model else tag_of(tag_or_model)
+                tag = None if isinstance(tag_or_model, nn.Module) else tag_of(tag_or_model)
                 return own, Call("export", {"tag": tag, **own.told()})
 
             def reduce(calls: list[Call], own: ExportArguments) -> str | None:
@@ -267,31 +254,41 @@ class CheckpointCatalog:
                 chosen = None if tag is None else self.choose(tag, stack, allow_fresh=False)[0]
                 if chosen is None:
                     return None
-                if own.keys is None:
-                    _check_model(chosen)
+                record = chosen.record
+                if own.keys is None and record is not None and "model" not in record.parts:
+                    held = ", ".join(record.parts) or "nothing"
+                    raise MismatchError(
+                        f"export '{chosen.path}': no model was saved there, but {held}; keys= "
+                        "names what to export",
+                        path=str(chosen.path),
+                    )
                 return str(chosen.path)
 
             with self.exchange("export") as exchange:
                 checked, stored = self.agree(exchange, "export", local, reduce)
-            source: Any = _Live(tag_or_model) if stored is None else stored
             return export(
-                source, path, format=file_format, keys=checked.keys, key_map=checked.key_map,
-                max_shard_bytes=checked.max_shard_bytes, process_group=self.group,
-                no_dist=self.no_dist, options=options or self.options,
-            )  # fmt: skip
+                _Live(tag_or_model) if stored is None else stored,
+                path,
+                format=file_format,
+                keys=checked.keys,
+                key_map=checked.key_map,
+                max_shard_bytes=checked.max_shard_bytes,
+                options=options or self.options,
+                **self.ranks,
+            )
 
     def dry_run(self, translate: Any, tag: str | int | None) -> DryRun:
         """Does `CheckpointManager.dry_run`."""
         with ExitStack() as stack:
 
             def local() -> tuple[KeyMap, Call]:
-                found = checked_translate(translate, True)
-                if found is None:
+                rules = checked_translate(translate, True)
+                if rules is None:
                     raise OptionError(
                         "dry_run needs a translate to try", option="translate", value=None
                     )
                 named = None if tag is None else tag_of(tag)
-                return found, Call("dry_run", {"tag": named, "translate": told_rules(found)})
+                return rules, Call("dry_run", {"tag": named, "translate": told_rules(rules)})
 
             def reduce(calls: list[Call], rules: KeyMap) -> DryRun:
                 chosen, _ = self.choose(calls[0].arguments["tag"], stack, allow_fresh=False)
@@ -301,43 +298,18 @@ class CheckpointCatalog:
                         errno=errno.ENOENT,
                         path=str(self.root.path),
                     )
-                model = {
-                    name.removeprefix(MODEL): size
-                    for name, size in stored_sizes(str(chosen.path)).items()
-                    if name.startswith(MODEL)
-                }
-                return rules.dry_run(model)
+                return rules.dry_run(beneath(MODEL, stored_sizes(str(chosen.path)).items()))
 
             with self.exchange("dry_run") as exchange:
                 return self.agree(exchange, "dry_run", local, reduce)[1]
 
 
-class _Live(Mapping[str, Any]):
-    """A module's state, made where an error of it is raised on all ranks."""
+class _Live(UserDict[str, Any]):
+    """A module's state. The export makes it where all ranks raise an error of it."""
 
     def __init__(self, model: Any) -> None:
         self._part = ModelPart(model)
 
     @cached_property
-    def _state(self) -> dict[str, Any]:
+    def data(self) -> dict[str, Any]:  # type: ignore[override]
         return self._part.state_dict()
-
-    def __getitem__(self, name: str) -> Any:
-        return self._state[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-
-def _check_model(chosen: Stored) -> None:
-    """Raises MismatchError where a manager saved no model, and the caller names no keys."""
-    if chosen.record is not None and "model" not in chosen.record.parts:
-        held = ", ".join(chosen.record.parts) or "nothing"
-        raise MismatchError(
-            f"export '{chosen.path}': no model was saved there, but {held}; keys= names what to "
-            "export",
-            path=str(chosen.path),
-        )

@@ -11,8 +11,8 @@ any other type by its path; a refusal at load time would come too late.
     PerRank of any of these: each rank's own
 
 A rank's own values, such as the state of its data loader or of its random generators, are saved
-under a name a rank and come back to the same rank. Where the number of ranks has changed nobody can
-know whose is whose: then a function of the user's merges the values of all ranks.
+under a name a rank and come back to the same rank. Where the number of ranks has changed, values
+have no owner any more: then a function of the user's merges the values of all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch_dcpx.errors import CorruptionError, MismatchError, OptionError, Unsup
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.unpickle.byte_items import decode_byte_item
 
-# What this rank gets: from the objects of all ranks that saved, by rank; rank; ranks now.
+# (values of all ranks that saved, by rank; this rank; ranks now) -> value of this rank
 MergeFunction: TypeAlias = Callable[[list[Any], int, int], Any]
 Merge: TypeAlias = MergeFunction | Mapping[str, MergeFunction] | None
 
@@ -49,18 +49,18 @@ class PerRank:
 
 
 def checked_merge(merge: Any) -> list[str] | bool:
-    """Returns what ranks compare of `resume(merge=)`. Raises OptionError: it cannot be called."""
+    """Returns `resume(merge=)` as ranks compare it. Raises OptionError: it cannot be called."""
     if merge is None or callable(merge):
         return merge is not None
-    if not isinstance(merge, Mapping) or not all(
+    if isinstance(merge, Mapping) and all(
         type(name) is str and callable(function) for name, function in merge.items()
     ):
-        raise OptionError(
-            f"merge must be a function, or a dict of functions by name, got {merge!r:.80}",
-            option="merge",
-            value=None,
-        )
-    return sorted(merge)
+        return sorted(merge)
+    raise OptionError(
+        f"merge must be a function, or a dict of functions by name, got {merge!r:.80}",
+        option="merge",
+        value=None,
+    )
 
 
 def merged(
@@ -70,14 +70,9 @@ def merged(
     rank: int,
     world_size: int,
 ) -> dict[str, Any]:
-    """Returns what this rank gets of each name.
+    """Returns this rank's value of each name, merged from `stored`: a dict of each rank's save.
 
-    Args:
-        stored: what each rank that saved had, by name.
-        names: that are asked for.
-        merge: one function for all names, or one each.
-        rank: this one.
-        world_size: ranks now; another number than those that saved.
+    `world_size` counts the ranks of now; another number saved.
     """
     return {
         name: _function(merge, name)([own[name] for own in stored], rank, world_size)
@@ -88,11 +83,9 @@ def merged(
 def check_mergeable(
     names: Sequence[str], merge: Merge, saved_ranks: int, world_size: int, path: str
 ) -> None:
-    """Raises MismatchError where ranks have changed in number and nobody says how to merge."""
-    if saved_ranks == world_size:
-        return
+    """Raises MismatchError where the number of ranks has changed and a name has no merge."""
     missing = [name for name in names if _function(merge, name) is None]
-    if missing:
+    if missing and saved_ranks != world_size:
         raise MismatchError(
             f"resume from '{path}': {', '.join(map(repr, missing[:5]))} is each rank's own, of "
             f"{saved_ranks} ranks, and there are {world_size} now; give resume(merge=function) or "
@@ -113,29 +106,24 @@ def _function(merge: Merge, name: str) -> Any:
 
 _MAX_DEPTH = 64
 _MARK = "__dcpx_per_rank__"  # key of the dict that stands where a PerRank was
-_LEAVES = frozenset(
-    (
-        *(type(None), bool, int, float, complex, str, bytes, bytearray),
-        *(torch.Size, torch.dtype, torch.device),
-    )
-)
+_BUILTINS = (type(None), bool, int, float, complex, str, bytes, bytearray)
+_LEAVES = frozenset((*_BUILTINS, torch.Size, torch.dtype, torch.device))
 _SEQUENCES = frozenset((list, tuple))
 _SETS = frozenset((set, frozenset))
 _MAPPINGS = frozenset((dict, collections.OrderedDict, collections.Counter))
 
 
 def split_content(value: Any, path: str) -> tuple[Any, dict[str, Any]]:
-    """Returns a value without what ranks have of their own, and that by its path.
+    """Returns a copy of a value without its `PerRank` objects, and their values by path.
+
+    Containers are copies, tensors and arrays are not.
 
     Args:
         value: of the types above.
-        path: its name, such as "user_content"; parts are joined by dots.
-
-    Returns:
-        A copy of the containers, tensors as they are; and the values of `PerRank` objects.
+        path: its name, such as "user_content"; dots join it and the parts beneath it.
 
     Raises:
-        UnsupportedError: something of another type, nested too deep, or one PerRank in another.
+        UnsupportedError: a value of another type, nested too deep, or one PerRank in another.
     """
     own: dict[str, Any] = {}
     return _copied(value, path, 0, own), own
@@ -160,24 +148,23 @@ def _copied(value: Any, path: str, depth: int, own: dict[str, Any] | None) -> An
     if kind in _SETS:
         return kind(_copied(v, f"{path}.(element)", depth + 1, None) for v in value)
     if kind in _MAPPINGS:
-        return _copied_mapping(value, path, depth, own)
+        if _MARK in value:
+            raise UnsupportedError(f"keep '{path}': the key {_MARK!r} is torch-dcpx's own")
+        made = kind()
+        for key, part in value.items():
+            copy = _copied(part, f"{path}.{_part(key)}", depth + 1, own)
+            made[_copied(key, f"{path}.(key)", depth + 1, None)] = copy
+        return made
     if kind is torch.Tensor:
         return _copied_tensor(value, path)
     if _is_plain_numpy(value):
         return value
-    raise _refusal(value, path)
-
-
-def _copied_mapping(
-    value: Mapping[Any, Any], path: str, depth: int, own: dict[str, Any] | None
-) -> Any:
-    if _MARK in value:
-        raise UnsupportedError(f"keep '{path}': the key {_MARK!r} is torch-dcpx's own")
-    made: Any = type(value)()
-    for key, part in value.items():
-        name = f"{path}.{_part(key)}"
-        made[_copied(key, f"{path}.(key)", depth + 1, None)] = _copied(part, name, depth + 1, own)
-    return made
+    hint = "; give parameters and sharded tensors as `state`, or their `.detach()`"
+    raise UnsupportedError(
+        f"keep '{path}': a {kind.__module__}.{kind.__qualname__} cannot be loaded without running "
+        "code of the file; keep numbers, strings, bytes, dicts, lists, tuples, sets, numpy arrays "
+        f"and tensors{hint if isinstance(value, torch.Tensor) else ''}"
+    )
 
 
 def _part(key: Any) -> str:
@@ -192,7 +179,7 @@ def _copied_tensor(value: torch.Tensor, path: str) -> torch.Tensor:
         raise UnsupportedError(f"keep '{path}': a tensor that is sparse, quantized or on meta")
     value = value.detach()
     whole = value.untyped_storage().nbytes()
-    return value if whole == value.nbytes else value.clone()  # not what it is a view of
+    return value if whole == value.nbytes else value.clone()  # without the rest of the storage
 
 
 def _is_plain_numpy(value: Any) -> bool:
@@ -205,36 +192,17 @@ def _is_plain_numpy(value: Any) -> bool:
     return is_array and value.dtype.kind in "biufcSUmM"
 
 
-def _refusal(value: Any, path: str) -> UnsupportedError:
-    kind = type(value)
-    hint = ""
-    if isinstance(value, torch.Tensor):
-        hint = "; give parameters and sharded tensors as `state`, or their `.detach()`"
-    return UnsupportedError(
-        f"keep '{path}': a {kind.__module__}.{kind.__qualname__} cannot be loaded without running "
-        "code of the file; keep numbers, strings, bytes, dicts, lists, tuples, sets, numpy arrays "
-        f"and tensors{hint}"
-    )
-
-
 def encode_content(value: Any) -> bytes:
-    """Returns the archive of what `split_content` gave: what it held at this moment."""
+    """Returns the archive of a value of `split_content`, as it is at this moment."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def decode_content(data: Any, fqn: str, path: str, options: ReadOptions | None) -> Any:
-    """Returns what was encoded; nothing of it is executed.
+    """Returns the value in an archive of `encode_content`; executes nothing of it.
 
-    Args:
-        data: the item's value.
-        fqn: its name.
-        path: of the checkpoint, for errors.
-        options: of the reader: its `safe_globals`.
-
-    Raises:
-        CorruptionError: it is no archive of ours.
+    Raises CorruptionError, for item `fqn` of the checkpoint in `path`: this is no archive of ours.
     """
     if type(data) is not bytes:
         raise CorruptionError(
@@ -247,12 +215,7 @@ def decode_content(data: Any, fqn: str, path: str, options: ReadOptions | None) 
 
 
 def with_own(value: Any, own: Mapping[str, Any]) -> Any:
-    """Returns a decoded value with this rank's own in the places where a PerRank was.
-
-    Args:
-        value: of `decode_content`.
-        own: by path.
-    """
+    """Returns a value of `decode_content` with this rank's own values, by path, in their places."""
     kind = type(value)
     if kind in _SEQUENCES:
         parts = [with_own(part, own) for part in value]
@@ -260,8 +223,5 @@ def with_own(value: Any, own: Mapping[str, Any]) -> Any:
     if kind in _MAPPINGS:
         if kind is dict and _MARK in value and len(value) == 1:
             return own[value[_MARK]]
-        made = kind()
-        for key, part in value.items():
-            made[key] = with_own(part, own)
-        return made
+        return kind({key: with_own(part, own) for key, part in value.items()})
     return value

@@ -1,7 +1,7 @@
-"""CheckpointManager: what a training job calls. Steps, the newest checkpoint, what is kept.
+"""CheckpointManager: the calls of a training job. It saves, resumes, lists, removes and exports.
 
-Every rank makes every call, in one order. What ranks must agree on goes through the process group's
-store. The coordinator alone (rank 0) looks at the root and changes it.
+Every rank makes every call, in one order. Ranks agree through the process group's store. The
+coordinator alone (rank 0) looks at the root and changes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger("torch_dcpx")
 class CheckpointManager:
     """The checkpoints of one training, each in a directory beneath one root.
 
-    As a context manager, the end of the block waits for what is under way, also when an exception
+    As a context manager, the end of the block waits for saves under way, also when an exception
     leaves it, which is raised then. Not thread-safe; belongs to one process.
     """
 
@@ -61,11 +61,11 @@ class CheckpointManager:
 
         Args:
             root: directory of the checkpoints; made by the first save. One job at a time.
-            keep_last: how many of the last commits are kept. Default None.
-            keep_every: checkpoints whose step is a multiple of this are kept. Default None.
+            keep_last: keeps that many of the last commits. Default None.
+            keep_every: keeps checkpoints whose step is a multiple of this. Default None.
             keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. With
-                all three None everything is kept; else what any of them keeps, what is pinned, and
-                always the last commit.
+                all three None every checkpoint is kept; else those that any of the three keeps,
+                pinned ones, and always the last commit.
             async_save: whether `save` returns before the checkpoint is written. Default True.
             process_group: the ranks of the training. Default None: all.
             no_dist: this process by itself. Default False.
@@ -81,12 +81,10 @@ class CheckpointManager:
         rules = KeepRules.of(keep_last, keep_every, keep_best)
         options, read_options = options or WriteOptions(), read_options or ReadOptions()
         self.root = Path(checked_path(root, _WAY_OUT)).absolute()
-        is_durable = options.durability == "full"
-        self._root = ManagerRoot(self.root, read_options, is_durable=is_durable)
+        self._root = ManagerRoot(self.root, read_options, is_durable=options.durability == "full")
         self._retention = Retention(self._root, rules)
-        self._catalog = CheckpointCatalog(
-            self._root, self._retention, process_group, no_dist, options, read_options
-        )
+        ranks = {"process_group": process_group, "no_dist": no_dist}
+        self._catalog = CheckpointCatalog(self._root, self._retention, ranks, options, read_options)
         self._saves = Saves(self._catalog, is_async=async_save)
         self._allow_fresh = allow_fresh
         self._watches: list[Preemption] = []
@@ -109,8 +107,8 @@ class CheckpointManager:
         """Saves a checkpoint.
 
         Args:
-            tag_or_step: the step, saved as "step-N", or a name for the directory. What lies under
-                that name is replaced by the commit.
+            tag_or_step: the step, saved as "step-N", or a name for the directory. The commit
+                replaces a checkpoint of that name.
             model: a module; plain, DDP, FSDP2, compiled.
             optimizer: of that model; or a list or a dict of several.
             lr_scheduler: one, or a list or dict of several.
@@ -121,7 +119,7 @@ class CheckpointManager:
             step: of a tag that is no step. Default: that of "step-N", else of the last save.
 
         Returns:
-            With `async_save` a SaveHandle: everything may change. Else the report of a checkpoint
+            With `async_save` a SaveHandle: all parts may change. Else the report of a checkpoint
             that is there.
 
         Raises:
@@ -129,7 +127,7 @@ class CheckpointManager:
             OptionError: a tag or part that cannot work.
             UnsupportedError: small values that could not be loaded without execution; or a link
                 lies under the tag's name. Nothing was changed.
-            As `dcpx.save` and `dcpx.async_save`, whose earlier errors too.
+            As `dcpx.save` and `dcpx.async_save`, also of an earlier save.
         """
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
         return self._saves.save(tag_or_step, parts, metrics, step)
@@ -157,9 +155,9 @@ class CheckpointManager:
             model, optimizer, lr_scheduler, dataloader, state: as they were given to `save`, or
                 fewer of them; filled in place.
             tag: which checkpoint; a link to one will do. Default None: the newest.
-            strict: whether what the checkpoint does not hold is an error. Default True.
+            strict: whether a name that the checkpoint does not hold is an error. Default True.
             load_optimizer: with False, optimizer and scheduler stay as they are. Default True.
-            merge: for what each rank had of its own, where there are more or fewer ranks now:
+            merge: for each rank's own values, where there are more or fewer ranks now:
                 function(values_by_rank, rank, world_size), or one a name ("dataloader",
                 "user_content.rng"). Default None: an error.
             translate: a KeyMap, or a function of one name, from stored names of the model (without
@@ -167,55 +165,53 @@ class CheckpointManager:
             fallback: whether the commit before takes a damaged newest one's place. Default True.
 
         Returns:
-            What was resumed. A fresh start has no tag: the root is missing or empty, or holds
-            nothing whole and `allow_fresh` says so.
+            The resumed checkpoint. A fresh start has no tag: the root is missing or empty, or holds
+            no whole checkpoint and `allow_fresh` is set.
 
         Raises:
-            NotCommittedError: nothing whole is there, or not the tag.
-            MismatchError: what was asked for was not saved; nothing was changed. Or parameters that
-                are one group now were saved with different settings, or were in no optimizer that
-                was saved, which is seen behind the read.
-            RankError: what is the caller's (`merge`, a `load_state_dict`) raised on a rank: on all.
-            PlanError: ranks made different calls, or `translate` does not fit what is stored.
-            CorruptionError: what is there is damaged, or what was to take its place does not fit.
-            UnsupportedError: `translate` splits, merges or transposes a tensor of which the
-                optimizer is to be loaded.
+            NotCommittedError: no whole checkpoint is there, or not the tag.
+            MismatchError: a part was not saved; nothing was changed. Or, behind the read:
+                parameters of one group were saved with different settings, or were in no optimizer
+                that was saved.
+            RankError: code of the caller (`merge`, a `load_state_dict`) raised on a rank: on all.
+            PlanError: ranks made different calls, or `translate` does not fit the stored names.
+            CorruptionError: the checkpoint is damaged, or the one before it does not fit.
+            UnsupportedError: `translate` splits, merges or transposes a tensor, and the load
+                includes its optimizer.
             As `dcpx.load`.
         """
         if not load_optimizer:
             optimizer = lr_scheduler = None
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
-        resume = Resume(
+        info = Resume(
             self._catalog, parts, tag, strict, merge, translate, fallback, self._allow_fresh
-        )
-        info = resume.run()
+        ).run()
         if not info.is_fresh:
             self._saves.last_step = info.step or 0
         return info
 
-    # ---- What lies beneath the root ------------------------------------------------------------
+    # ---- The checkpoints beneath the root ------------------------------------------------------
 
     def latest(self) -> str | None:
         """Returns the tag that `resume` would try first; None where there is none."""
 
         def look(_: None) -> str | None:
-            stored, _skipped = self._root.newest()
+            stored = self._root.newest()[0]
             return None if stored is None else stored.tag
 
         return self._catalog.on_coordinator("latest", None, look)
 
     def tags(self) -> list[str]:
-        """Returns the tags of all whole checkpoints, the oldest first: what no manager saved, by
-        step, then the others in the order of their commits.
+        """Returns the tags of all whole checkpoints, the oldest first.
+
+        Those that no manager saved come first, by step; then the others, by their commits.
         """
-
-        def look(_: None) -> list[str]:
-            return [stored.tag for stored in reversed(self._root.listed()[0])]
-
-        return self._catalog.on_coordinator("tags", None, look)
+        return self._catalog.on_coordinator(
+            "tags", None, lambda _: [stored.tag for stored in reversed(self._root.listed()[0])]
+        )
 
     def pin(self, tag: str | int) -> None:
-        """Keeps a checkpoint from retention and `delete`, until `unpin`, beyond this job.
+        """Keeps a checkpoint from retention and `delete`, until `unpin`, also after this job.
 
         Raises:
             UnsupportedError: it is a link.
@@ -225,7 +221,7 @@ class CheckpointManager:
         self._catalog.on_coordinator("pin", tag, self._catalog.pin)
 
     def unpin(self, tag: str | int) -> None:
-        """Takes the mark of `pin` away; none is fine.
+        """Removes the mark of `pin`, if there is one.
 
         Raises:
             UnsupportedError: it is a link.
@@ -238,8 +234,8 @@ class CheckpointManager:
 
         Raises:
             UnsupportedError: it is pinned, or a link, or the last one that is whole and not known
-                to be damaged: links to it are no others.
-            ConcurrentSaveError: somebody saves or reads there.
+                to be damaged; links to it do not count.
+            ConcurrentSaveError: a save or a reader is there.
             NotCommittedError, and others: it is not there, or not whole.
         """
         self._catalog.on_coordinator("delete", tag, self._catalog.delete)
@@ -258,7 +254,7 @@ class CheckpointManager:
         """Writes one artifact for inference, by all ranks at once.
 
         Args:
-            tag_or_model: a checkpoint by tag or step, which is kept from deletion meanwhile; or a
+            tag_or_model: a checkpoint by tag or step, which cannot be deleted meanwhile; or a
                 module as it is now, by the names that a checkpoint of it would have.
             path: directory, or the file in it, of the artifact; the same on every rank.
             format, keys, key_map, max_shard_bytes: as `torch_dcpx.export`. Default: the model only,
@@ -266,7 +262,7 @@ class CheckpointManager:
             options: of the export. Default None: those of the manager.
 
         Returns:
-            What was written.
+            The report of the artifact.
 
         Raises:
             NotCommittedError, and others: the tag is not there, or not whole.
@@ -284,7 +280,7 @@ class CheckpointManager:
         translate: KeyMap | Callable[[str], str | None],
         tag: str | int | None = None,
     ) -> DryRun:
-        """Returns what `resume(translate=)` would make of the model's names. Loads nothing.
+        """Returns the model's names as `resume(translate=)` would make them. Loads nothing.
 
         Args:
             translate: as in `resume`.
@@ -294,13 +290,13 @@ class CheckpointManager:
             Stored and new names, both without "model."; `print()` shows them.
 
         Raises:
-            PlanError: the rules do not fit what is stored, or ranks made different calls.
-            NotCommittedError, and others: nothing whole is there, or not the tag.
+            PlanError: the rules do not fit the stored names, or ranks made different calls.
+            NotCommittedError, and others: no whole checkpoint is there, or not the tag.
             OptionError: `translate` is no KeyMap and no function.
         """
         return self._catalog.dry_run(translate, tag)
 
-    # ---- The end, and what may bring it --------------------------------------------------------
+    # ---- Signals, and the end ------------------------------------------------------------------
 
     def save_on_signal(
         self,
@@ -310,9 +306,9 @@ class CheckpointManager:
         """Takes over signals that announce the end of the job; ask `.requested(step)` each step.
 
         Args:
-            signals: whose handlers are replaced, until `close`.
-            time_left_s: seconds from the signal until the job is ended. Default None: unknown. A
-                save that would take longer, as the last one took, is not asked for.
+            signals: it replaces their handlers, until `close`.
+            time_left_s: seconds from the signal to the end of the job. Default None: unknown. If
+                the last save took longer than the time left, the answer is no.
 
         Raises:
             OptionError: not on the main thread; no signals, or one that cannot be handled.
@@ -322,29 +318,30 @@ class CheckpointManager:
         name = catalog.on_coordinator(
             "save_on_signal", None, lambda _: f"signals/{uuid.uuid4().hex}"
         )
-        keys, rank, world_size = keys_for(catalog.group, catalog.no_dist, "save on a signal", name)
         watch = Preemption(
-            keys, rank, world_size, timeout_s=catalog.options.save_timeout_s,
-            time_left_s=time_left_s, last_save_s=lambda: self._saves.last_save_s,
-        )  # fmt: skip
+            *keys_for(**catalog.ranks, what="save on a signal", name=name),
+            timeout_s=catalog.options.save_timeout_s,
+            time_left_s=time_left_s,
+            last_save_s=lambda: self._saves.last_save_s,
+        )
         watch.watch(signals)
         self._watches.append(watch)
         return watch
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the saves of this manager, and for the removal of what is not kept.
+        """Waits for the saves of this manager, and for the removal of old checkpoints.
 
         Args:
             timeout_s: seconds for each save. Default None: as long as they may take.
 
         Raises:
-            DcpxError: what failed and nobody had asked for; of several the first, others logged.
+            DcpxError: of a save that failed, once; of several the first, others are logged.
             TimeoutError: a save is still under way.
         """
         self._saves.wait(timeout_s)
 
     def close(self) -> None:
-        """Waits as `wait` does, and puts signals' handlers back; safe to call twice."""
+        """Calls `wait`, and puts signals' handlers back; safe to call twice."""
         if not self._catalog.close():
             return  # the parent's
         try:

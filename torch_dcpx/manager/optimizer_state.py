@@ -1,15 +1,16 @@
-"""Blank states of optimizers, which a load fills: as many of each parameter as are stored.
+"""Blank states of optimizers for a load to fill: for each parameter those that are stored.
 
 A fresh optimizer has no state before its first step, and that step would change the training. So
 the checkpoint describes the state: its metadata has names, sizes and dtypes. A tensor of the
-parameter's sizes is sharded as the parameter is. A state that is not stored is not made.
+parameter's sizes is sharded as the parameter is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from itertools import count
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -18,48 +19,25 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_dcpx.keys.key_map import keeps_names, unwrapped
-from torch_dcpx.manager.translate import TrainingRules, owner_of
+from torch_dcpx.manager.translate import TrainingRules, beneath, owner_of
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
 
 _MAX_DEPTH = 64
 _Path: TypeAlias = tuple[Any, ...]  # keys of dicts (str) and places in lists (int)
 
 
-class StoredNames(NamedTuple):
-    """The names that begin with a prefix, as the rules of a load make them, without it.
-
-    Attributes:
-        sources: the stored name of each.
-        metadata: of the checkpoint.
-    """
-
-    sources: dict[str, str]
-    metadata: Metadata
-
-    @classmethod
-    def of(cls, metadata: Metadata, prefix: str, rules: TrainingRules | None) -> StoredNames:
-        """Raises: as `TrainingRules.resolve`."""
-        stored = metadata.state_dict_metadata
-        names: Iterable[tuple[str, str]]
-        if rules is None or keeps_names(rules, stored):
-            names = ((name, name) for name in stored)
-        else:
-            mapped = rules.resolve(sizes_of(stored))
-            names = ((name, "".join(entry.sources[:1])) for name, entry in mapped.items())
-        return cls(_beneath(prefix, names), metadata)
-
-    def beneath(self, prefix: str) -> StoredNames:
-        """Returns those that begin so, without it."""
-        return StoredNames(_beneath(prefix, self.sources.items()), self.metadata)
-
-
-def _beneath(prefix: str, names: Iterable[tuple[str, str]]) -> dict[str, str]:
-    begin = len(prefix)
-    return {name[begin:]: source for name, source in names if name.startswith(prefix)}
+def stored_names(metadata: Metadata, prefix: str, rules: TrainingRules | None) -> dict[str, str]:
+    """Returns stored names by those of the rules, `beneath` a prefix. Raises: as `resolve`."""
+    stored = metadata.state_dict_metadata
+    if rules is None or keeps_names(rules, stored):
+        return beneath(prefix, ((name, name) for name in stored))
+    mapped = rules.resolve(sizes_of(stored))
+    return beneath(prefix, ((name, "".join(entry.sources[:1])) for name, entry in mapped.items()))
 
 
 def blank_states(
-    names: StoredNames,
+    names: Mapping[str, str],
+    metadata: Metadata,
     templates: Mapping[str, torch.Tensor],
     present: Mapping[str, Mapping[Any, Any]],
     *,
@@ -67,25 +45,25 @@ def blank_states(
 ) -> dict[str, dict[str, Any]]:
     """Returns the states that a load fills, by parameter; none where none is stored.
 
-    Tensors that are there are filled in place. Of others the bytes are undefined until then.
+    The load fills tensors that are there in place. Bytes of new ones are undefined until then.
 
     Args:
-        names: "PARAMETER.KEY" of what is stored.
+        names: stored names by "PARAMETER.KEY".
         templates: tensors with the sizes and shards of the parameters, by name.
-        present: what the optimizer holds now, by parameter.
-        has_wrappers: whether stored names may lack what wrappers put into names of the parameters.
+        present: states that the optimizer holds now, by parameter.
+        has_wrappers: whether stored names may lack the components of wrappers.
     """
-    outline = outline_of(names.metadata.state_dict_metadata)
+    outline = outline_of(metadata.state_dict_metadata)
     bare = {unwrapped(name): name for name in templates} if has_wrappers else {}
     leaves: dict[str, dict[_Path, Any]] = {}
-    for name, source in names.sources.items():
+    for name, source in names.items():
         stored_owner = owner_of(name, templates, bare)
         if stored_owner is None:
             continue
         owner = stored_owner if stored_owner in templates else bare[stored_owner]
-        path = _path_of(source, name[len(stored_owner) + 1 :], names.metadata)
+        path = _path_of(source, name[len(stored_owner) + 1 :], metadata)
         now, entry = _at(present.get(owner), path), outline(source)
-        leaf = None  # an object: what is stored takes its place
+        leaf = None  # an object: the load puts the stored one in its place
         if isinstance(entry, TensorStorageMetadata):
             is_there = isinstance(now, (torch.Tensor, ShardedTensor))
             leaf = now if is_there else _blank(templates[owner], entry, is_step=path[-1] == "step")
@@ -93,35 +71,23 @@ def blank_states(
     return {owner: _nested(own) for owner, own in leaves.items()}
 
 
-def blank_groups(names: StoredNames, begin: int) -> list[dict[str, Any]]:
-    """Returns the groups from a number on, for a load to fill.
-
-    Args:
-        names: "NUMBER.SETTING" of what is stored.
-        begin: how many groups the optimizer has itself.
-    """
-    outline = outline_of(names.metadata.state_dict_metadata)
+def blank_groups(names: Mapping[str, str], metadata: Metadata, begin: int) -> list[dict[str, Any]]:
+    """Returns the groups from number `begin` on; `names` are by "NUMBER.SETTING"."""
+    outline = outline_of(metadata.state_dict_metadata)
     leaves: dict[int, dict[_Path, Any]] = {}
-    for name, source in names.sources.items():
+    for name, source in names.items():
         number, _, rest = name.partition(".")
         if rest and _is_number(number) and int(number) >= begin:
             entry, leaf = outline(source), None
             if isinstance(entry, TensorStorageMetadata):
                 leaf = torch.empty(entry.size, dtype=entry.properties.dtype)
-            leaves.setdefault(int(number), {})[_path_of(source, rest, names.metadata)] = leaf
-    groups: list[dict[str, Any]] = []
-    while ("params",) in leaves.get(begin + len(groups), ()):
-        groups.append(_nested(leaves[begin + len(groups)]))
-    return groups
+            leaves.setdefault(int(number), {})[_path_of(source, rest, metadata)] = leaf
+    ends = next(at for at in count(begin) if ("params",) not in leaves.get(at, ()))
+    return [_nested(leaves[at]) for at in range(begin, ends)]
 
 
 def with_own_keys(loaded: Any, present: Any) -> Any:
-    """Returns a loaded state with keys of dicts that are numbers: a checkpoint knows texts only.
-
-    Args:
-        loaded: the state of a parameter, or a part of it.
-        present: the same of the optimizer as it is now; None where it has none.
-    """
+    """Returns a loaded state with the present one's keys, or numbers: a checkpoint keeps texts."""
     if isinstance(loaded, list):
         now: Any = present if isinstance(present, (list, tuple)) else ()
         return [with_own_keys(v, now[i] if i < len(now) else None) for i, v in enumerate(loaded)]
@@ -130,11 +96,8 @@ def with_own_keys(loaded: Any, present: Any) -> Any:
     now = present if isinstance(present, Mapping) else {}
     own = {str(key): key for key in now}
     are_numbers = all(type(key) is str and _is_number(key) for key in loaded)
-    made = {}
-    for text, value in loaded.items():
-        key = own.get(text, int(text) if are_numbers else text)
-        made[key] = with_own_keys(value, now.get(key))
-    return made
+    keys = {text: own.get(text, int(text) if are_numbers else text) for text in loaded}
+    return {key: with_own_keys(loaded[text], now.get(key)) for text, key in keys.items()}
 
 
 def _is_number(text: str) -> bool:
@@ -148,14 +111,9 @@ def _path_of(source: str, rest: str, metadata: Metadata) -> _Path:
     paths = metadata.planner_data
     path = paths.get(source) if isinstance(paths, dict) else None
     if not isinstance(path, tuple):
-        parts = rest.split(".")
-        path = tuple(int(part) if _is_number(part) else part for part in parts)
-    for begin in range(len(path) - 1, -1, -1):
-        if len(path) - begin > _MAX_DEPTH:
-            break
-        if ".".join(map(str, path[begin:])) == rest:
-            return path[begin:]
-    return (rest,)
+        path = tuple(int(part) if _is_number(part) else part for part in rest.split("."))
+    ends = (path[-nkeys:] for nkeys in range(1, min(len(path), _MAX_DEPTH) + 1))
+    return next((end for end in ends if ".".join(map(str, end)) == rest), (rest,))
 
 
 def _at(state: Any, path: _Path) -> Any:
@@ -188,10 +146,9 @@ def _nested(leaves: Mapping[_Path, Any]) -> dict[str, Any]:
 
 
 def _blank(template: Any, entry: TensorStorageMetadata, *, is_step: bool) -> Any:
-    """Returns a tensor to be filled with what is stored, sharded as the template if it has its
-    sizes.
+    """Returns a tensor for a load to fill, sharded as the template if it has the same sizes.
 
-    Counters are tensors without dimensions that each rank has; a DTensor takes such as they are.
+    Counters are tensors without dimensions that each rank has; a DTensor takes them as they are.
     """
     sizes, dtype = entry.size, entry.properties.dtype
     is_alike = tuple(sizes) == tuple(template.size()) and not is_step

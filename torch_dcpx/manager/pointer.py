@@ -2,10 +2,10 @@
 
 A tag is the name of a directory in the root. The pointer is a line of JSON that each commit
 replaces as a whole. It names the newest checkpoint, and the tags whose commit has begun: a job that
-is killed between a commit and the next pointer leaves a pointer that says where to look, and the
-next job sees without a listing that it is stale. A reader that does not trust the pointer loses
-nothing, because a listing gives the same answer. The pointer also names the saves that a resume has
-seen damaged, so that a later job's retention keeps a good checkpoint instead.
+is killed between a commit and the next pointer leaves a pointer that names the place to look, and
+the next job sees without a listing that it is stale. A reader may do without the pointer: a listing
+gives the same answer. The pointer also names the saves that a resume has seen damaged, so that a
+later job's retention keeps a good checkpoint instead.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ _MAX_STEP = 10**18 - 1
 
 
 def tag_of(tag_or_step: Any) -> str:
-    """Returns the name of a checkpoint's directory: itself, or "step-N" of a step.
-
-    Raises:
-        OptionError: no step from 0 on, and no name that may be given to a checkpoint.
-    """
+    """Returns the name of a checkpoint's directory, "step-N" of a step. Raises: OptionError."""
     if type(tag_or_step) is int:
         check_step(tag_or_step)
         return f"step-{tag_or_step}"
-    problem = "it is neither a str nor a step" if type(tag_or_step) is not str else ""
-    problem = problem or _problem_of(tag_or_step)
+    is_text = type(tag_or_step) is str
+    problem = _problem_of(tag_or_step) if is_text else "it is neither a str nor a step"
     if problem:
         raise OptionError(
             f"name a checkpoint {tag_or_step!r:.80}: {problem}; a tag is a step (int), or the name "
@@ -44,12 +40,11 @@ def tag_of(tag_or_step: Any) -> str:
             option="tag",
             value=tag_or_step,
         )
-    tag: str = tag_or_step
-    return tag
+    return str(tag_or_step)
 
 
 def tag_or_none(tag_or_step: Any) -> str | None:
-    """Returns as `tag_of`, None where that raises."""
+    """Returns `tag_of`, or None where that raises."""
     try:
         return tag_of(tag_or_step)
     except OptionError:
@@ -57,7 +52,7 @@ def tag_or_none(tag_or_step: Any) -> str | None:
 
 
 def _problem_of(tag: str) -> str:
-    """Returns what is wrong with a name, "" if nothing is."""
+    """Returns the reason why a name cannot be a tag, "" if it can."""
     try:
         nbytes = len(os.fsencode(tag))
     except UnicodeEncodeError:
@@ -76,22 +71,23 @@ def _problem_of(tag: str) -> str:
 
 
 def is_tag(name: str) -> bool:
-    """Whether a directory of this name may be a checkpoint of a manager's."""
+    """Returns whether a directory of this name may be a manager's checkpoint."""
     return not _problem_of(name)
 
 
 def check_step(step: Any, option: str = "step") -> None:
-    """Raises OptionError for what is no step."""
+    """Raises OptionError unless this is a step."""
     if type(step) is not int or not 0 <= step <= _MAX_STEP:
-        raise OptionError(
-            f"{option} must be an int from 0 to {_MAX_STEP}, got {step!r:.80}",
-            option=option,
-            value=step,
-        )
+        raise not_one_of(option, step, f"an int from 0 to {_MAX_STEP}")
+
+
+def not_one_of(option: str, value: Any, wanted: str) -> OptionError:
+    """Returns the error of an option, as `errors.must_be`, with at most 80 characters of it."""
+    return OptionError(f"{option} must be {wanted}, got {value!r:.80}", option=option, value=value)
 
 
 def step_of_name(tag: str) -> int | None:
-    """Returns the step that a tag names, "step-N"; None of any other."""
+    """Returns the step N of a tag "step-N"; None of any other."""
     match = _STEP_NAME.fullmatch(tag)
     return int(match[1]) if match else None
 
@@ -106,25 +102,20 @@ _MAX_BYTES = 1 << 20
 class Pointer(NamedTuple):
     """The content of the pointer."""
 
-    tag: str | None  # None: nothing was committed so far
-    step: int | None  # of that checkpoint, for people and scripts
-    save_id: str | None
-    order: int  # of its commit; the last one that this root had
+    tag: str | None = None  # None: nothing was committed so far
+    step: int | None = None  # of that checkpoint, for people and scripts
+    save_id: str | None = None
+    order: int = 0  # of its commit; the last one that this root had
     committing: tuple[str, ...] = ()  # tags whose commit has begun
     damaged: tuple[str, ...] = ()  # ids of saves in which a resume has read wrong bytes
-
-
-def is_own_name(name: str) -> bool:
-    """Whether a file of this name in a root is the pointer, or a piece of one."""
-    return name == POINTER_NAME or is_pointer_temporary(name)
 
 
 def read_pointer(root: Path) -> Pointer | None:
     """Returns the pointer; None where there is none.
 
     Raises:
-        CorruptionError: it is none of ours, or torn.
-        StorageError: it cannot be read.
+        CorruptionError: this is no pointer, or a torn one.
+        StorageError: the file cannot be read.
     """
     path = root / POINTER_NAME
     try:
@@ -136,24 +127,18 @@ def read_pointer(root: Path) -> Pointer | None:
         raise
     try:
         found = json.loads(text)
-        pointer = Pointer(
-            found["tag"],
-            found["step"],
-            found["save_id"],
-            found["order"],
-            tuple(found["committing"]),
-            tuple(found.get("damaged", ())),
+        pointer = Pointer(*(found[name] for name in ("tag", "step", "save_id", "order")))._replace(
+            committing=tuple(found["committing"]), damaged=tuple(found.get("damaged", ()))
         )
         tags = [tag for tag in (pointer.tag, *pointer.committing) if tag is not None]
-        is_right = (
+        if not (
             found["format"] == _FORMAT
             and type(pointer.order) is int
             and (pointer.step is None or type(pointer.step) is int)
             and (pointer.save_id is None or type(pointer.save_id) is str)
             and all(type(tag) is str and is_tag(tag) for tag in tags)
             and all(type(save_id) is str for save_id in pointer.damaged)
-        )
-        if not is_right:
+        ):
             raise TypeError("its values are not those of a pointer")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptionError(
@@ -166,13 +151,10 @@ def read_pointer(root: Path) -> Pointer | None:
 
 
 def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool, is_alone: bool = True) -> None:
-    """Replaces the pointer: written under another name, fsynced, renamed, directory fsynced.
+    """Replaces the pointer: writes it under another name, fsyncs, renames, fsyncs the directory.
 
-    Args:
-        root: of the checkpoints; made where it is missing.
-        pointer: what to write.
-        is_durable: whether to fsync.
-        is_alone: whether no other job writes at this moment: what killed ones left is removed.
+    It makes a missing root. With `is_alone` no other job writes at this moment, and it removes the
+    leftovers of killed ones.
 
     Raises:
         StorageError: it could not be written; the one before is still there.

@@ -1,12 +1,12 @@
 """A signal that reaches some ranks, at some moment, makes all ranks save at one step.
 
 No collective, and one look at the store a step. A round, its keys beneath its number:
-1. A rank that was signalled sets `call`, in its next `requested`.
-2. A rank that finds `call` notes its step under `at/RANK` and adds 1 to `n`; the last sets `all`.
-   It answers no and goes on: the ranks of one training are at most a step apart, and who is ahead
-   may be waited for.
-3. In its next `requested` each rank waits for `all`. The step agreed on is the highest noted and 1:
-   nobody is past it, for nobody passed this wait. All compute the same answer from the same notes.
+1. A rank with a signal sets `call`, in its next `requested`.
+2. A rank that sees `call` notes its step under `at/RANK` and adds 1 to `n`; the last sets `all`.
+   It answers no and goes on: the ranks of one training are at most a step apart, and may wait for
+   a rank that is ahead.
+3. In its next `requested` each rank waits for `all`. The ranks save one step after the highest
+   noted: none is past it, for none passed this wait. All compute one answer from the same notes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class _Note(NamedTuple):
     """A rank's note in a round."""
 
     step: int
-    time_left_s: float | None  # None: not signalled, or nobody knows
-    save_s: float | None  # what its last save took; None: it made none
+    time_left_s: float | None  # None: no signal, or unknown
+    save_s: float | None  # of its last save; None: it made none
 
 
 class Preemption:
-    """Whether to save because somebody wants this job to end. Made by `save_on_signal`.
+    """Whether to save because a signal will end this job. Made by `save_on_signal`.
 
     As a context manager, the end of the block puts the signals' handlers back. Not thread-safe.
     """
@@ -57,11 +57,9 @@ class Preemption:
 
         Args:
             keys: of the ranks' store, or of this process alone.
-            rank: this one.
-            world_size: how many there are.
-            timeout_s: until when ranks wait for each other once one was signalled.
-            time_left_s: seconds from the signal until the process is ended; None: unknown.
-            last_save_s: returns how long this rank's last save took.
+            timeout_s: seconds that ranks wait for each other after a signal.
+            time_left_s: seconds from the signal to the end of the process; None: unknown.
+            last_save_s: returns the seconds of this rank's last save.
         """
         self._keys = keys
         self._rank = rank
@@ -82,11 +80,11 @@ class Preemption:
         return self._signalled_at is not None
 
     def watch(self, signals: Sequence[int]) -> None:
-        """Takes over these signals; what their handlers did is not done until `close`.
+        """Replaces the handlers of these signals until `close`.
 
         Raises:
-            OptionError: no signals, one that cannot be handled, or not on the main thread; no
-                handler is replaced then.
+            OptionError: no signals, one that cannot be handled, or not on the main thread; the
+                handlers stay.
         """
         if not signals or threading.current_thread() is not threading.main_thread():
             raise OptionError(
@@ -97,7 +95,8 @@ class Preemption:
             )
         try:
             for number in dict.fromkeys(signals):
-                self._before[number] = signal.signal(number, self._note_signal)
+                before = signal.signal(number, self._note_signal)
+                self._before[number] = signal.SIG_DFL if before is None else before
         except (OSError, ValueError, TypeError) as error:
             self.close()
             raise OptionError(
@@ -107,7 +106,7 @@ class Preemption:
             ) from error
 
     def signalled(self) -> None:
-        """Does what a signal does: for tests, and for schedulers that ask in another way."""
+        """Does the same as a signal: for tests, and for schedulers that ask in another way."""
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
 
@@ -115,46 +114,38 @@ class Preemption:
         if os.getpid() == self._pid:
             self.signalled()
             return
-        # A process that was forked meanwhile, such as a data loader's worker, asks nobody: the
-        # signal does there what it did before.
-        before = self._before.get(number)
-        signal.signal(number, signal.SIG_DFL if before is None else before)
+        # In a forked process, such as a data loader's worker, the signal does the same as before.
+        signal.signal(number, self._before.get(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)
 
     def requested(self, step: int) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
         Every rank calls it once a step, with the steps ascending. True once a request; then the
-        next request may come. False, too, where the time left would not do for a save.
+        next request may come. False, too, where the time left is too short for a save.
 
         Args:
-            step: that has just been trained.
+            step: the last one that was trained.
 
         Raises:
-            OptionError: a step that is none.
+            OptionError: this is no step.
             RankLostError: a rank did not call it within `save_timeout_s` of another's request.
             StoreLostError: the store does not answer.
         """
         check_step(step)
         if self._world_size == 1:
-            if self._signalled_at is None:
-                return False
-            self._notes = [self._own_note(step)]
-            return self._answered(step)
+            return self.is_signalled and self._answered(step, [self._own_note(step)])
         if not self._has_noted:
             self._note_if_called(step)
             return False
-        if not self._notes:
-            self._read_notes()
-        if step <= max(note.step for note in self._notes):
-            return False
-        return self._answered(step)
+        self._notes = self._notes or self._read_notes()
+        is_past_all = step > max(note.step for note in self._notes)
+        return is_past_all and self._answered(step, self._notes)
 
     def close(self) -> None:
         """Puts the handlers that were there back. Called on the main thread; safe to call twice."""
         while self._before:
-            number, handler = self._before.popitem()
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(*self._before.popitem())
 
     def __enter__(self) -> Preemption:
         return self
@@ -185,7 +176,7 @@ class Preemption:
             self._keys.set(self._key("all"), b"1", deadline)
         self._has_noted = True
 
-    def _read_notes(self) -> None:
+    def _read_notes(self) -> list[_Note]:
         deadline = Deadline(self._timeout_s)
         names = [self._key(f"at/{rank}") for rank in range(self._world_size)]
         if self._keys.wait_for(self._key("all"), deadline) is None:
@@ -200,21 +191,19 @@ class Preemption:
                 phases=("training",) * len(lost),
                 waited_s=self._timeout_s,
             )
-        found = self._keys.multi_get(names, deadline)
-        self._notes = [_Note(*json.loads(note)) for note in found]
+        return [_Note(*json.loads(note)) for note in self._keys.multi_get(names, deadline)]
 
-    def _answered(self, step: int) -> bool:
-        """Ends the round, and returns what it comes to."""
-        notes, self._notes = self._notes, []
+    def _answered(self, step: int, notes: Sequence[_Note]) -> bool:
+        """Ends the round, and returns its answer."""
+        self._notes = []
         if self._world_size > 1:
-            soon = Deadline(self._timeout_s)
-            if self._keys.add(self._key("out"), 1, soon) == self._world_size:
-                own = [f"at/{rank}" for rank in range(self._world_size)]
-                names = ("call", "n", "all", "out", *own)
-                self._keys.post_delete([self._key(name) for name in names])
+            deadline = Deadline(self._timeout_s)
+            if self._keys.add(self._key("out"), 1, deadline) == self._world_size:
+                at = [f"at/{rank}" for rank in range(self._world_size)]
+                self._keys.post_delete(list(map(self._key, ("call", "n", "all", "out", *at))))
         self._round += 1
         self._has_noted = False
-        self._signalled_at = None  # one that came meanwhile asked for the same
+        self._signalled_at = None  # a signal that came meanwhile is answered, too
         left_s = min((n.time_left_s for n in notes if n.time_left_s is not None), default=None)
         save_s = max((n.save_s for n in notes if n.save_s is not None), default=None)
         if left_s is not None and save_s is not None and left_s < save_s:

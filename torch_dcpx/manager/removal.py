@@ -1,12 +1,12 @@
-"""Removes a checkpoint so that nobody, killed or not, ever sees half of one.
+"""Removes a checkpoint so that no process, killed or not, ever sees half of one.
 
 1. The removal takes the directory's lock and the readers' lock; a save or a reader there has one.
 2. `.metadata` is renamed to `.dcpx.deleted`, the directory fsynced: no checkpoint any more.
 3. The data files that it names go, and leftovers of failed saves.
-4. The directory, in which nothing but our own small files is left, is renamed to a name of the
-   root's own, and emptied and removed there. One that holds anything else stays, without ours.
+4. A directory that holds only our own small files is renamed to a name of the root's own, emptied
+   and removed there. A directory that holds anything else stays, without our files.
 
-A job that is killed in between leaves a file or a name that says so; `resume_removals` goes on.
+A job that is killed in between leaves a file or a name as a sign; `resume_removals` goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from torch_dcpx.storage.names import (
     TOMBSTONE_NAME,
     TRASH_PREFIX,
     is_data_file_name,
-    is_metadata_name,
     is_temporary_name,
 )
 from torch_dcpx.storage.reader_lock import being_deleted
@@ -45,16 +44,11 @@ logger = logging.getLogger("torch_dcpx")
 _OWN_NAMES = frozenset((LOCK_NAME, READERS_NAME, PIN_NAME, TOMBSTONE_NAME))
 
 
-class _Removal:
-    """On whose behalf a directory's lock is held."""
-
-
 @contextmanager
 def _locked(directory: Directory) -> Iterator[SaveLock]:
     """Keeps saves and readers out. Raises: ConcurrentSaveError, StorageError."""
-    owner = _Removal()
     with driven():
-        save = RunningSave(owner)
+        save = RunningSave(directory)
     lock = SaveLock(directory, LOCK_NAME, save)
     try:
         with being_deleted(directory.path, dir_fd=directory.fd):
@@ -69,16 +63,16 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
     """Removes a checkpoint, or goes on with a removal that did not end.
 
     Raises:
-        ConcurrentSaveError: somebody saves or reads there; nothing was removed.
+        ConcurrentSaveError: a save or a reader is there; nothing was removed.
         UnsupportedError: it is pinned, or a link; nothing was removed.
-        CorruptionError: its `.metadata` cannot be read, so that nobody knows what it names.
-        StorageError: a system call failed; what is left is removed by the next attempt.
+        CorruptionError: its `.metadata` cannot be read, so the names of its files are unknown.
+        StorageError: a system call failed; the next attempt removes the rest.
     """
     root.forget(tag)
     with OwnDirectory(root.path / tag, "delete") as directory, _locked(directory):
         names = directory.names()
         if METADATA_NAME in names:
-            if PIN_NAME in names:  # under the readers' lock, which who pins holds as well
+            if PIN_NAME in names:  # under the readers' lock, as `pin` makes it
                 raise UnsupportedError(f"delete '{directory.path}': it is pinned; unpin it first")
             if referenced_files(directory, METADATA_NAME) is None:
                 raise CorruptionError(
@@ -93,18 +87,16 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
 
 
 def _empty(root: ManagerRoot, directory: Directory) -> None:
-    """Removes what is ours of a directory whose `.metadata` is gone; under its locks."""
-    named: set[str] = set()
-    if directory.is_regular(TOMBSTONE_NAME):
-        named = referenced_files(directory, TOMBSTONE_NAME) or set()
-    remove_replaced(directory, named, "everybody")
+    """Removes our files of a directory whose `.metadata` is gone; under its locks."""
+    has_tombstone = directory.is_regular(TOMBSTONE_NAME)
+    named = referenced_files(directory, TOMBSTONE_NAME) if has_tombstone else None
+    remove_replaced(directory, named or set(), "everybody")
     rest = [name for name in directory.names() if name not in _OWN_NAMES]
     if rest:
         if not any(map(is_data_file_name, rest)):
             directory.unlink(TOMBSTONE_NAME)
             directory.unlink(PIN_NAME)
-        shown = ", ".join(rest[:5])
-        logger.warning("'%s' stays, for it holds %s besides", directory.path, shown)
+        logger.warning("'%s' stays, for it holds %s besides", directory.path, ", ".join(rest[:5]))
         return
     if root.is_durable:
         directory.sync()  # the data are gone before the name is
@@ -127,7 +119,7 @@ def _rename(path: Path, new: Path) -> None:
 
 
 def _is_other(path: Path, directory: Directory) -> bool:
-    """Returns whether something else than `directory` lies at `path`. Raises: OSError."""
+    """Returns whether anything but `directory` lies at `path`. Raises: OSError."""
     try:
         return not os.path.samestat(path.lstat(), os.fstat(directory.fd))
     except FileNotFoundError:
@@ -156,34 +148,26 @@ def _remove_trash(path: Path) -> None:
 
 def resume_removals(
     root: ManagerRoot, busy: Callable[[], Collection[str]], *, leftovers: bool
-) -> list[str]:
-    """Ends removals that did not end, and removes what saves that were killed have left.
+) -> None:
+    """Ends removals that did not end, and logs failures.
 
     Args:
         busy: returns the tags that this job saves to at the moment.
-        leftovers: whether directories in which a save of this machine did not end, and which hold
-            nothing but its files, go as well.
-
-    Returns:
-        The directories that went. Failures are logged.
+        leftovers: whether to remove directories that hold only the files of a save of this machine
+            that was killed.
     """
-    removed: list[str] = []
     for name in root.names():
         if name.startswith(TRASH_PREFIX):
             with suppress_and_log(f"remove '{root.path / name}'"):
                 _remove_trash(root.path / name)
-                removed.append(name)
     for tag in root.directories():
-        if tag in busy():
-            continue
-        with suppress_and_log(f"tidy '{root.path / tag}'"):
-            if _tidy(root, tag, leftovers=leftovers):
-                removed.append(tag)
-    return removed
+        if tag not in busy():
+            with suppress_and_log(f"tidy '{root.path / tag}'"):
+                _tidy(root, tag, leftovers=leftovers)
 
 
-def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> bool:
-    """Returns whether the directory of a removal, or of a killed save, was removed."""
+def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> None:
+    """Removes the directory of a removal, or of a killed save."""
     with OwnDirectory(root.path / tag, "tidy") as directory:
         names = directory.names()
         is_tombstone = TOMBSTONE_NAME in names
@@ -193,37 +177,28 @@ def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> bool:
                     named = referenced_files(directory, TOMBSTONE_NAME) or set()
                     remove_replaced(directory, named, "nobody")
                     directory.unlink(TOMBSTONE_NAME)
-            return False
-        if not is_tombstone and not (leftovers and _is_ours_alone(names)):
-            return False
-        with _locked(directory) as lock:
-            if not is_tombstone and (not lock.is_held or lock.left_by != "this machine"):
-                return False
-            if METADATA_NAME in directory.names():
-                return False  # committed meanwhile
-            _empty(root, directory)
-    return not (root.path / tag).exists()
+        elif is_tombstone or (leftovers and _is_ours_alone(names)):
+            with _locked(directory) as lock:
+                is_ended = lock.is_held and lock.left_by == "this machine"
+                # Else a save has committed meanwhile.
+                if (is_tombstone or is_ended) and METADATA_NAME not in directory.names():
+                    _empty(root, directory)
 
 
 def _is_ours_alone(names: list[str]) -> bool:
-    """Whether a directory holds only what a save of all ranks leaves, and its lock file."""
-    if LOCK_NAME not in names or any(map(is_metadata_name, names)):
-        return False
-    ours = (
+    """Returns whether a directory holds only the files of a save of all ranks, and its lock."""
+    return LOCK_NAME in names and all(
         name in _OWN_NAMES or is_data_file_name(name) or is_temporary_name(name) for name in names
     )
-    return all(ours)
 
 
 @contextmanager
 def suppress_and_log(doing: str) -> Iterator[None]:
-    """Logs an error of ours that leaves the block, and goes on: the next run tries again."""
+    """Logs a DcpxError of the block, and goes on: the next run tries again."""
     try:
         yield
     except ConcurrentSaveError as error:
         logger.info("%s: later: %s", doing, error)
     except DcpxError as error:
-        if getattr(error, "errno", None) == errno.ENOENT:  # somebody else has removed it
-            logger.debug("%s: %s", doing, error)
-        else:
-            logger.warning("%s: %s", doing, error)
+        is_gone = getattr(error, "errno", None) == errno.ENOENT  # another process has removed it
+        logger.log(logging.DEBUG if is_gone else logging.WARNING, "%s: %s", doing, error)

@@ -1,19 +1,19 @@
 """One `resume` of a manager, with another attempt for each checkpoint that is damaged.
 
 1. The coordinator chooses: the newest whole checkpoint, or the tag that the caller named. It holds
-   the readers' lock from here on, so that nobody's retention takes the checkpoint away.
-2. `Wanted` refuses parts that are not there, and values that were each of other ranks' own.
+   the readers' lock from here on, so that no retention removes the checkpoint.
+2. `Wanted` raises for parts that are not there, and for values that were other ranks' own.
 3. `dcpx.load` checks the checkpoint as a whole, then reads it. Small values are decoded and merged
    behind the read: an error of that is raised on all ranks before any part is filled on any.
-4. Still in the load: model, optimizers and state are filled, then scheduler, data loader and what
-   is each rank's own. An error on one rank is raised on all, and none returns before.
+4. Still in the load: model, optimizers and state are filled, then scheduler, data loader and each
+   rank's own values. An error on one rank is raised on all, and none returns before.
 
-Where bytes of the newest checkpoint are not what was written:
+Where bytes of the newest checkpoint are wrong:
 5. Its load raises a `CorruptionError`, on which the ranks agree as on any error of a load.
 6. All ranks pass it over and begin anew: the newest of those that they did not pass over. The
-   coordinator notes what is damaged, so that retention keeps a good one in its place.
+   coordinator notes the damaged one, so that retention keeps a good one in its place.
 7. The next load overwrites all that the damaged read may have filled. Where it would not, or does
-   not fit, the damage is the error: nobody goes on with parts of two checkpoints.
+   not fit, the damage is the error: no rank goes on with parts of two checkpoints.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.checkpoint.same_call import Call, told_rules
-from torch_dcpx.errors import (
-    CorruptionError,
-    PlanError,
-    UnsafePickleError,
-    UnsupportedError,
-)
+from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError, UnsupportedError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge, checked_merge
@@ -52,23 +47,23 @@ logger = logging.getLogger("torch_dcpx")
 
 
 class PassedOver(NamedTuple):
-    """A newer checkpoint that was whole, as far as sizes tell, and damaged."""
+    """A newer checkpoint that is damaged, though its files have their sizes."""
 
     tag: str
-    file: str  # whose bytes are not what was written
+    file: str  # with wrong bytes
     reason: str
 
 
 @dataclass(frozen=True)
 class ResumeInfo:
-    """What a training goes on from.
+    """The state that a training goes on from.
 
     Attributes:
         tag: of the checkpoint; None: there is none, the training starts fresh.
-        step: that it was saved with; None of a fresh start, and of a checkpoint of others whose
-            name is not "step-N".
+        step: of its save; None of a fresh start, and of a checkpoint of others whose name is not
+            "step-N".
         user_content: as it was saved; None if nothing was.
-        metrics: that were saved with it.
+        metrics: of its save.
         report: of the load; None of a fresh start.
         skipped: (tag, reason) of directories that were no whole checkpoints on the way to this one.
         passed_over: newer checkpoints that were damaged, the newest first.
@@ -88,14 +83,6 @@ class ResumeInfo:
         return self.tag is None
 
 
-class _Damage(NamedTuple):
-    """A checkpoint that was passed over. Not the error, whose frames would keep what was read."""
-
-    over: PassedOver
-    path: str
-    fields: dict[str, Any]
-
-
 @dataclass
 class Resume:
     """One `resume` and what it has tried so far: the same on every rank. Not thread-safe.
@@ -111,29 +98,30 @@ class Resume:
     translate: Any
     fallback: bool
     allow_fresh: bool
-    _damages: list[_Damage] = field(default_factory=list)
+    _passed: list[PassedOver] = field(default_factory=list)
+    # Of the first damage. Not the error itself: its frames would keep the loaded values.
+    _fields: dict[str, Any] = field(default_factory=dict)
     _skipped: Skipped = ()
 
     def run(self) -> ResumeInfo:
-        """Returns what the first attempt gives that meets no damage.
+        """Returns the result of the first attempt that meets no damage.
 
         Raises:
-            CorruptionError: what was saved before something damaged does not fit.
+            CorruptionError: a checkpoint before a damaged one does not fit.
         """
-        found = None
-        while found is None:
+        while True:
             try:
                 found = self._attempt()
             except (PlanError, UnsupportedError) as error:
-                if self._damages:
+                if self._passed:
                     self._raise(f"what was to take its place does not fit: {error}", error)
                 raise
-        return found
+            if found is not None:
+                return found
 
     def _attempt(self) -> ResumeInfo | None:
         """Resumes from one checkpoint; None: it is damaged, and older ones may be tried."""
-        catalog = self.catalog
-        group, no_dist, options = catalog.group, catalog.no_dist, catalog.read_options
+        catalog, options = self.catalog, self.catalog.read_options
         with ExitStack() as stack:
             with catalog.exchange("resume", self.tag) as exchange:
                 rank, world_size = exchange.rank, exchange.world_size
@@ -141,98 +129,93 @@ class Resume:
                     exchange, "choose", self._call, lambda calls, _: self._choose(calls, stack)
                 )
             if chosen is None:
-                if self._damages:
+                if self._passed:
                     more = "".join(f"; '{tag}': {reason}" for tag, reason in self._skipped)
                     self._raise(f"there is no other whole checkpoint{more}")
                 return ResumeInfo(skipped=self._skipped)
             path = str(chosen.path)
             call = CallId("load", last_component(path))
-            with told_to_next(group, no_dist, options.load_timeout_s, "load", call):
+            timeout_s = options.load_timeout_s
+            with told_to_next(**catalog.ranks, timeout_s=timeout_s, what="load", call=call):
                 wanted = Wanted(
-                    self.parts, chosen, rank, world_size, strict=self.strict, merge=self.merge,
-                    translate=rules, options=options,
-                )  # fmt: skip
+                    self.parts, chosen, rank, world_size, self.strict, self.merge, rules, options
+                )
                 target = wanted.target()
             try:
                 report = load(
-                    target, path, process_group=group, no_dist=no_dist, options=options,
-                    strict=self.strict, key_map=wanted.rules,
-                )  # fmt: skip
+                    target,
+                    path,
+                    options=options,
+                    strict=self.strict,
+                    key_map=wanted.rules,
+                    **catalog.ranks,
+                )
             except BaseException as error:
                 if self._passes_over(chosen, error, logs=rank == 0):
                     return None
                 raise
-            if self._damages and not self.strict:
-                self._check_filled(report.missing, wanted)
-        metrics = {} if chosen.record is None else chosen.record.metrics
-        over = tuple(damage.over for damage in self._damages)
+            if self._passed and not self.strict:
+                self._check_filled(report.missing, has_rules=wanted.rules is not None)
+        metrics, passed = wanted.record.metrics, tuple(self._passed)
         return ResumeInfo(
-            chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, over
+            chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, passed
         )
 
     def _call(self) -> tuple[KeyMap | None, Call]:
         """Returns the rules for the model's names, and this rank's call."""
         self.parts.check()
         rules = checked_translate(self.translate, self.parts.model)
-        tag = None if self.tag is None else tag_of(self.tag)
-        passed = self._passed_tags()
-        call = self.parts.call(
-            "resume", None, tag=tag, strict=self.strict, merge=checked_merge(self.merge),
-            translate=told_rules(rules), fallback=self.fallback,
-            **({"passed": passed} if passed else {}),
-        )  # fmt: skip
-        return rules, call
+        arguments = {
+            "tag": None if self.tag is None else tag_of(self.tag),
+            "strict": self.strict,
+            "merge": checked_merge(self.merge),
+            "translate": told_rules(rules),
+            "fallback": self.fallback,
+        }
+        if self._passed:
+            arguments["passed"] = self._passed_tags
+        return rules, self.parts.call("resume", sorted(self.parts.per_rank), **arguments)
 
     def _choose(self, calls: list[Call], stack: ExitStack) -> tuple[Stored | None, Skipped]:
-        """The coordinator's: the checkpoint of this attempt."""
-        if self._damages:
+        """Returns the checkpoint of this attempt; on the coordinator."""
+        if self._passed:
             self.catalog.root.tell_damaged()
-        tag, passed = calls[0].arguments["tag"], self._passed_tags()
+        tag, passed = calls[0].arguments["tag"], self._passed_tags
         return self.catalog.choose(tag, stack, passed, allow_fresh=self.allow_fresh)
 
+    @property
     def _passed_tags(self) -> list[str]:
-        return [damage.over.tag for damage in self._damages]
+        return [over.tag for over in self._passed]
 
     def _passes_over(self, chosen: Stored, error: BaseException, *, logs: bool) -> bool:
-        """Returns whether an older checkpoint is to be loaded where this load has failed.
-
-        Args:
-            chosen: what was loaded.
-            error: of the load, agreed by the ranks.
-            logs: whether this rank says so.
-        """
+        """Returns whether to try an older checkpoint after this error, on which the ranks agree."""
         if not _is_damage(error, chosen.path):
             return False
-        root = self.catalog.root
-        root.note_damaged(chosen.tag)
+        self.catalog.root.note_damaged(chosen.tag)
         if self.tag is not None or not self.fallback:
             return False
-        file = str(error.path)
-        fields = {name: getattr(error, name) for name in CorruptionError.FIELDS}
-        over = PassedOver(chosen.tag, file, error.message)
-        self._damages.append(_Damage(over, str(chosen.path), fields))
+        over = PassedOver(chosen.tag, str(error.path), error.message)
+        if not self._passed:
+            self._fields = {name: getattr(error, name) for name in CorruptionError.FIELDS}
+        self._passed.append(over)
         if logs:
             logger.warning(
                 "passed over checkpoint '%s' beneath '%s', for '%s' is damaged; the one before it "
-                "is tried: %s", chosen.tag, root.path, file, error.message,
-            )  # fmt: skip
+                "is tried: %s",
+                over.tag,
+                self.catalog.root.path,
+                over.file,
+                over.reason,
+            )
         return True
 
-    def _check_filled(self, missing: Sequence[str], wanted: Wanted) -> None:
-        """Makes sure that nothing of a damaged checkpoint is left in what was filled.
-
-        Args:
-            missing: names that were not read, as `strict=False` allows.
-            wanted: what was asked of the checkpoint that was read.
-
-        Raises:
-            CorruptionError: something may be, on any rank.
-        """
+    def _check_filled(self, missing: Sequence[str], *, has_rules: bool) -> None:
+        """Raises CorruptionError on all ranks if bytes of a damaged one may be in `missing`."""
 
         def check() -> None:
-            for damage in self._damages if missing else ():
+            for tag in self._passed_tags if missing else ():
                 # Behind a map the names are not those that are stored.
-                held = missing if wanted.rules is not None else stored_sizes(damage.path)
+                held = missing if has_rules else stored_sizes(str(self.catalog.root.path / tag))
                 left = [name for name in missing if name in held]
                 if left:
                     names = ", ".join(left[:_MAX_SHOWN])
@@ -242,21 +225,23 @@ class Resume:
             exchange.all_reduce("fallback", check, lambda _: None)
 
     def _raise(self, why: str, cause: BaseException | None = None) -> NoReturn:
-        overs = [damage.over for damage in self._damages]
-        damages = "; ".join(f"'{tag}' ('{file}': {text})" for tag, file, text in overs)
+        damages = "; ".join(f"'{tag}' ('{file}': {text})" for tag, file, text in self._passed)
         raise CorruptionError(
             f"resume from '{self.catalog.root.path}': damaged: {damages}; {why}. What was to be "
             "filled may hold bytes of them; tag= takes a checkpoint by name",
-            **self._damages[0].fields,
+            **self._fields,
         ) from cause
 
 
 def _is_damage(error: BaseException, path: Path) -> TypeGuard[CorruptionError]:
-    """Returns whether bytes of a file of the checkpoint in `path` are not what was written.
+    """Returns whether bytes of a file of the checkpoint in `path` are wrong.
 
     A class that is on no list is no damage, nor are names in the metadata that contradict each
-    other, and what some `load_state_dict` reads elsewhere is no part of the checkpoint.
+    other. A file that some `load_state_dict` reads elsewhere is no part of the checkpoint.
     """
-    if not isinstance(error, CorruptionError) or isinstance(error, UnsafePickleError):
-        return False
-    return error.path is not None and Path(error.path).is_relative_to(path)
+    return (
+        isinstance(error, CorruptionError)
+        and not isinstance(error, UnsafePickleError)
+        and error.path is not None
+        and Path(error.path).is_relative_to(path)
+    )

@@ -1,7 +1,7 @@
-"""Which checkpoints are kept, and the thread that removes the others.
+"""The rules that keep checkpoints, and the thread that removes the others.
 
-Only committed checkpoints count, and only those that a manager has saved are ever removed. A run
-begins behind a commit, in a thread of its own. The next commit waits for it, so that beyond the
+Only committed checkpoints count, and a run removes only those that a manager has saved. It begins
+behind a commit, in a thread of its own. The next commit waits for it, so that beyond the
 checkpoints to keep there is at most the save in flight. A checkpoint that is pinned or being read
 stays, and the next run tries again.
 """
@@ -9,7 +9,6 @@ stays, and the next run tries again.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections import Counter
@@ -18,13 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint import pending as pending_saves
-from torch_dcpx.errors import DcpxError, OptionError
-from torch_dcpx.manager.pointer import check_step
-from torch_dcpx.manager.removal import (
-    remove_checkpoint,
-    resume_removals,
-    suppress_and_log,
-)
+from torch_dcpx.errors import DcpxError
+from torch_dcpx.manager.pointer import check_step, not_one_of
+from torch_dcpx.manager.removal import remove_checkpoint, resume_removals, suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored, lies_there
 from torch_dcpx.storage.names import PIN_NAME
@@ -35,7 +30,7 @@ _LAST_WAIT_S = 5.0  # of the interpreter, for one removal to end
 
 
 class KeepRules(NamedTuple):
-    """What is kept: the union of the rules, and always the last commit. No rule keeps all."""
+    """The rules, of which each keeps checkpoints. The last commit stays; without a rule all do."""
 
     last: int | None
     every: int | None
@@ -48,19 +43,18 @@ class KeepRules(NamedTuple):
             if value is not None:
                 check_step(value, name)
                 if value == 0:
-                    _refuse(name, value, "at least 1, or None")
+                    raise not_one_of(name, value, "at least 1, or None")
         if best is not None:
-            is_right = (
+            if not (
                 isinstance(best, (tuple, list))
                 and len(best) == 3
                 and type(best[0]) is str
                 and best[1] in ("min", "max")
                 and type(best[2]) is int
                 and best[2] >= 1
-            )
-            if not is_right:
-                _refuse("keep_best", best, '(metric, "min" or "max", how many)')
-            best = (best[0], best[1], best[2])
+            ):
+                raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
+            best = tuple(best)
         return cls(last, every, best)
 
     @property
@@ -73,13 +67,13 @@ class KeepRules(NamedTuple):
         pinned: Callable[[str], bool],
         damaged: Collection[str] = (),
     ) -> list[Stored]:
-        """Returns what no rule keeps, the oldest commit first.
+        """Returns the checkpoints that no rule keeps, the oldest commit first.
 
         Args:
-            stored: whole checkpoints; those without a manager's record are kept.
-            pinned: whether a tag is.
-            damaged: ids of saves that are known to be. The rules are also applied as if these were
-                not there, so that they take no good one's place. Default (): none.
+            stored: whole checkpoints; those without a manager's record stay.
+            pinned: returns whether a tag is.
+            damaged: ids of damaged saves. The rules also count as if these were not there, so that
+                they take no good one's place. Default (): none.
         """
         own = sorted((s for s in stored if s.record is not None), key=lambda s: s.order)
         good = [s for s in own if s.save_id not in damaged]
@@ -92,31 +86,26 @@ class KeepRules(NamedTuple):
         """Returns the tags that a rule keeps of at least one commit, the oldest first."""
         kept = {s.tag for s in own[-(self.last or 1) :]}
         if self.every is not None:
-            every = self.every
-            kept |= {s.tag for s in own if s.step is not None and s.step % every == 0}
+            kept |= {s.tag for s in own if s.step is not None and s.step % self.every == 0}
         if self.best is not None:
-            kept |= {s.tag for s in _best(own, *self.best)}
+            kept |= _best(own, *self.best)
         return kept
 
 
-def _best(own: Sequence[Stored], metric: str, mode: str, count: int) -> list[Stored]:
-    """Returns the best by a metric; of equal ones, the later commits."""
+def _best(own: Sequence[Stored], metric: str, mode: str, count: int) -> set[str]:
+    """Returns the tags of the best by a metric; of equal ones, the later commits."""
     sign = 1 if mode == "max" else -1
     scored = [
-        (sign * s.record.metrics[metric], s.order, s)
+        (sign * s.record.metrics[metric], s.order, s.tag)
         for s in own
-        if s.record is not None and not math.isnan(s.record.metrics.get(metric, math.nan))
+        if s.record is not None and metric in s.record.metrics
     ]
     scored.sort(key=lambda row: row[:2], reverse=True)
-    return [s for _, _, s in scored[:count]]
-
-
-def _refuse(name: str, value: Any, wanted: str) -> None:
-    raise OptionError(f"{name} must be {wanted}, got {value!r:.80}", option=name, value=value)
+    return {tag for _, _, tag in scored[:count]}
 
 
 class Retention:
-    """Removes what is not kept, in the background. Thread-safe; lives on the coordinator."""
+    """Removes checkpoints that no rule keeps. Thread-safe; lives on the coordinator."""
 
     def __init__(self, root: ManagerRoot, rules: KeepRules) -> None:
         self._root = root
@@ -136,9 +125,9 @@ class Retention:
             return frozenset(self._saves)
 
     def reserve(self, tag: str) -> None:
-        """Keeps a tag from removal until `free`, as a save to it begins: once each.
+        """Keeps a tag from removal until `free`, once for each save that begins there.
 
-        Where something lies there, a run that may be removing it is waited for.
+        Where something lies there, it waits for a run that may be removing it.
 
         Raises:
             UnsupportedError: a link lies there; nothing is reserved.
@@ -154,7 +143,7 @@ class Retention:
             raise
 
     def free(self, tag: str) -> None:
-        """Says that a save to a tag has ended, whichever way."""
+        """Ends one `reserve` of a tag: its save has ended, well or not."""
         with self._guard:
             self._saves[tag] -= 1
             if self._saves[tag] <= 0:  # this rank may have reserved none
@@ -164,14 +153,12 @@ class Retention:
         """Begins a run, behind one that is under way."""
         self.wait()
         thread = threading.Thread(target=self.run, name="dcpx-retention", daemon=True)
-        with self._guard:
-            self._thread = thread
-        try:
-            thread.start()
-        except RuntimeError as error:
-            with self._guard:
-                self._thread = None
-            logger.warning("no thread to remove old checkpoints: %s", error)
+        with self._guard:  # so that `wait` joins no thread that has not started
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:
+                logger.warning("no thread to remove old checkpoints: %s", error)
 
     def wait(self) -> None:
         """Waits for the run that is under way."""
@@ -195,13 +182,13 @@ class Retention:
                 )
 
     def catch_up(self) -> None:
-        """Waits, and before this process' first commit does what an earlier job left undone."""
+        """Waits, and before this process' first commit does the run of an earlier job again."""
         self.wait()
         if not self._has_run:
             self.run()
 
     def run(self) -> None:
-        """Removes what no rule keeps. A failure is logged, and the next run tries again."""
+        """Removes checkpoints that no rule keeps. Logs a failure: the next run tries again."""
         self._has_run = True
         root = self._root
         try:
@@ -215,17 +202,15 @@ class Retention:
     def _remove_condemned(self) -> None:
         root = self._root
         stored, _ = root.listed()
-        condemned = self._rules.condemned(stored, self.is_pinned, root.damaged)
-        condemned = [each for each in condemned if each.tag != root.newest_tag]
-        if not condemned:
+        unkept = self._rules.condemned(stored, self.is_pinned, root.damaged)
+        condemned = [each for each in unkept if each.tag != root.newest_tag]
+        kept = [each for each in stored if each not in condemned]
+        if not condemned or not kept:
             return
-        gone = {each.tag for each in condemned}
-        newest = max((s for s in stored if s.tag not in gone), key=lambda s: s.order, default=None)
         try:
-            if newest is None:
-                return
+            newest = max(kept, key=lambda each: each.order)
             root.forget(newest.tag)
-            root.examined(newest.tag)  # nothing goes while what stays is not whole
+            root.examined(newest.tag)  # nothing goes while the newest is not whole
         except DcpxError as error:
             logger.warning("old checkpoints stay: the newest one is not whole: %s", error)
             return
@@ -236,7 +221,7 @@ class Retention:
                     logger.info("removed checkpoint '%s'", each.path)
 
     def is_pinned(self, tag: str) -> bool:
-        """Whether a checkpoint carries the mark that keeps it."""
+        """Returns whether a checkpoint carries the mark that keeps it."""
         return (self._root.path / tag / PIN_NAME).exists()
 
 

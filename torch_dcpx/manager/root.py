@@ -1,12 +1,12 @@
 """The directory that a manager keeps its checkpoints in, as one rank (the coordinator) sees it.
 
 Which checkpoint is the newest:
-1. What the pointer names, if it is whole and still that save; of what was committing when the
-   pointer was written, whatever is whole and was committed later.
-2. Else all directories are looked at once: the last commit that is whole; of checkpoints that no
-   manager saved, and only where there are no others, the one with the highest step.
-Directories that are skipped on the way are logged with the reason. Not thread-safe but for
-`note_*`.
+1. The one that the pointer names, if it is whole and still that save. Or one that was committing
+   when the pointer was written, if it is whole and was committed later.
+2. Else one look at all directories: the last commit that is whole. Checkpoints that no manager
+   saved count only where there are no others: the one with the highest step.
+A log entry names each directory that is skipped on the way, with the reason. Not thread-safe but
+for `note_*`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import logging
 import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
-from torch_dcpx.manager.pointer import Pointer, is_own_name, is_tag, read_pointer, write_pointer
+from torch_dcpx.manager.pointer import Pointer, is_tag, read_pointer, write_pointer
 from torch_dcpx.manager.stored import Skipped, Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, fsync_path
-from torch_dcpx.storage.names import TRASH_PREFIX
+from torch_dcpx.storage.names import POINTER_NAME, TRASH_PREFIX, is_pointer_temporary
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -35,19 +35,13 @@ class ManagerRoot:
     """A root directory. `note_committing` and `note_committed` may come from several threads."""
 
     def __init__(self, path: Path, options: ReadOptions | None, *, is_durable: bool) -> None:
-        """Looks at nothing yet.
-
-        Args:
-            path: the root; need not exist.
-            options: of readers.
-            is_durable: whether what is written here is fsynced.
-        """
+        """Looks at nothing yet; `is_durable`: whether to fsync the pointer and entries."""
         self.path = path
         self.is_durable = is_durable
         self._options = options
         self.commit_guard = threading.Lock()  # one commit at a time: the pointer follows each
         self._guard = threading.RLock()
-        self._pointer: Pointer | None = None  # as this process has written or found it
+        self._pointer: Pointer | None = None  # as this process has written or read it
         self._committing: list[str] = []
         self._next_order = 0
         self._known: dict[str, tuple[object, Stored]] = {}
@@ -70,29 +64,22 @@ class ManagerRoot:
         """Returns the names in the root that may be checkpoints' (no links)."""
         found: list[str] = []
         for name in filter(is_tag, self.names()):
-            try:
-                mode = (self.path / name).lstat().st_mode
-            except OSError:
-                continue  # removed meanwhile
-            if stat.S_ISDIR(mode):
-                found.append(name)
+            with suppress(OSError):  # removed meanwhile
+                if stat.S_ISDIR((self.path / name).lstat().st_mode):
+                    found.append(name)
         return found
 
     def examined(self, tag: str) -> Stored:
-        """Returns a checkpoint that is whole; one that has not changed keeps its record.
-
-        Raises:
-            DcpxError: it is not whole, and why.
-        """
+        """Returns a whole checkpoint, from memory if it has not changed. Raises: as `examine`."""
         path = self.path / tag
         identity = identity_of(path)
         with self._guard:
             known = self._known.get(tag)
-        if known is not None and identity is not None and known[0] == identity:
+        if known is not None and known[0] == identity:
             return known[1]
         stored = examine(path, self._options)
-        with self._guard:
-            if identity is not None:
+        if identity is not None:
+            with self._guard:
                 self._known[tag] = identity, stored
         return stored
 
@@ -107,12 +94,12 @@ class ManagerRoot:
         """Notes the damaged saves in the pointer for later jobs, unless they are there already.
 
         The pointer names the newest as before, and none where there was no pointer: this may be a
-        job that only reads, beside one that saves. A failure is logged: later jobs see the damage
+        job that only reads, beside one that saves. It logs a failure: later jobs see the damage
         themselves.
         """
         with self._guard:
             try:
-                found = read_pointer(self.path) or Pointer(None, None, None, 0)
+                found = read_pointer(self.path) or Pointer()
                 damaged = tuple(sorted(self._damaged))
                 if damaged != found.damaged:
                     pointer = found._replace(damaged=damaged)
@@ -129,29 +116,21 @@ class ManagerRoot:
             return frozenset(self._damaged)
 
     def forget(self, tag: str) -> None:
-        """Says that a checkpoint is gone, or may have changed."""
+        """Notes that a checkpoint is gone, or may have changed."""
         with self._guard:
             self._known.pop(tag, None)
 
     def listed(self) -> tuple[list[Stored], list[tuple[str, str]]]:
-        """Returns all whole checkpoints, the newest first, and why others are skipped."""
-        stored: list[Stored] = []
+        """Returns all whole checkpoints, the newest first, and tag and reason of the others."""
         skipped: list[tuple[str, str]] = []
-        for tag in self.directories():
-            try:
-                stored.append(self.examined(tag))
-            except DcpxError as error:
-                skipped.append((tag, _reason(error)))
+        stored = self._whole(self.directories(), skipped)
         stored.sort(key=lambda found: found.rank_among, reverse=True)
         with self._guard:
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
     def newest(self) -> tuple[Stored | None, Skipped]:
-        """Looks for the newest whole checkpoint, and goes on from there.
-
-        Returns:
-            The checkpoint, None where nothing is whole; and the directories passed on the way.
+        """Returns the newest whole checkpoint, and notes it; and the directories that it skipped.
 
         Raises:
             StorageError: the root cannot be listed.
@@ -159,63 +138,68 @@ class ManagerRoot:
         self._known.clear()
         skipped: list[tuple[str, str]] = []
         try:
-            pointer = read_pointer(self.path)
+            pointer = read_pointer(self.path) or Pointer()
         except DcpxError as error:
             if isinstance(error, StorageError) and error.errno == errno.ENOTDIR:
                 raise
             logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
-            pointer = None
-        if pointer is not None:
-            with self._guard:
-                self._damaged.update(pointer.damaged)
-        stored = None if pointer is None else self._pointed(pointer, skipped)
-        order = 0 if pointer is None else pointer.order
-        if stored is None:
+            pointer = Pointer()
+        with self._guard:
+            self._damaged.update(pointer.damaged)
+        found = self._pointed(pointer, skipped)
+        if not found:
             found, skipped = self.listed()
-            order = max([order, *(each.order for each in found)])
-            stored = found[0] if found else None
         self._warned.clear()
         self._warn(skipped)
+        stored = found[0] if found else None
+        order = max([pointer.order, *(each.order for each in found)])
         with self._guard:
-            order = max(order, 0 if stored is None else stored.order)
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 self._pointer = _pointer_to(stored, order)
         return stored, tuple(skipped)
 
     def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
-        """As `newest`, of all directories but these tags; notes nothing of what it finds."""
+        """Returns the same as `newest`, of all directories but these tags; notes nothing."""
         found, skipped = self.listed()
         self._warn(skipped)
         return next((each for each in found if each.tag not in passed), None), tuple(skipped)
 
     def _warn(self, skipped: Iterable[tuple[str, str]]) -> None:
-        """Says why checkpoints are skipped, unless that was the last word on them."""
+        """Logs why checkpoints are skipped, unless the last reason was the same."""
         for tag, reason in skipped:
             if self._warned.get(tag) != reason:
                 self._warned[tag] = reason
                 logger.warning("skipped checkpoint '%s' beneath '%s': %s", tag, self.path, reason)
 
-    def _pointed(self, pointer: Pointer, skipped: list[tuple[str, str]]) -> Stored | None:
-        """Returns the newest checkpoint that the pointer names; None where none is whole."""
-        found: list[Stored] = []
-        for tag in dict.fromkeys((*pointer.committing, pointer.tag)):
-            if tag is None or tag in self._committing:  # by this process, at this moment
-                continue
+    def _pointed(self, pointer: Pointer, skipped: list[tuple[str, str]]) -> list[Stored]:
+        """Returns the whole checkpoints that the pointer names, the newest first."""
+        tags = [tag for tag in dict.fromkeys((*pointer.committing, pointer.tag)) if tag is not None]
+        # This process commits some of them at this moment.
+        found = self._whole((tag for tag in tags if tag not in self._committing), skipped)
+        own = (pointer.tag, pointer.save_id)
+        found = [s for s in found if (s.tag, s.save_id) == own or s.order > pointer.order]
+        return sorted(found, key=lambda each: each.order, reverse=True)
+
+    def _whole(self, tags: Iterable[str], skipped: list[tuple[str, str]]) -> list[Stored]:
+        """Returns the whole checkpoints among these; adds the others to `skipped`."""
+        stored: list[Stored] = []
+        for tag in tags:
             try:
-                stored = self.examined(tag)
+                stored.append(self.examined(tag))
             except DcpxError as error:
-                skipped.append((tag, _reason(error)))
-                continue
-            is_same = tag == pointer.tag and stored.save_id == pointer.save_id
-            if is_same or stored.order > pointer.order:
-                found.append(stored)
-        return max(found, key=lambda each: each.order, default=None)
+                skipped.append((tag, f"{type(error).__name__}: {error}"))
+        return stored
 
     def check_fresh(self, skipped: Skipped) -> None:
-        """Raises NotCommittedError where the root, of which nothing is whole, is not empty."""
-        names = [name for name in self.names() if not is_own_name(name)]
-        names = [name for name in names if not name.startswith(TRASH_PREFIX)]
+        """Raises NotCommittedError where a root without a whole checkpoint is not empty."""
+        names = [
+            name
+            for name in self.names()
+            if name != POINTER_NAME
+            and not is_pointer_temporary(name)
+            and not name.startswith(TRASH_PREFIX)
+        ]
         if not names:
             return
         reasons = dict(skipped)
@@ -231,9 +215,12 @@ class ManagerRoot:
     # ---- Commits -------------------------------------------------------------------------------
 
     def take_order(self) -> int:
-        """Returns the next commit's number; looks for the newest checkpoint first, where the
-        pointer is not as this process has left it: another job was here."""
-        if self._pointer is None or not self._is_own_pointer():
+        """Returns the next commit's number.
+
+        It looks for the newest checkpoint first where the pointer is not as this process has left
+        it: another job was here.
+        """
+        if not self._is_own_pointer():
             self.newest()
         with self._guard:
             order, self._next_order = self._next_order, self._next_order + 1
@@ -241,11 +228,10 @@ class ManagerRoot:
 
     def _is_own_pointer(self) -> bool:
         with self._guard:
-            try:
-                found = read_pointer(self.path)
-            except DcpxError:
-                return False
-            own = self._pointer
+            own, found = self._pointer, None
+            if own is not None:
+                with suppress(DcpxError):
+                    found = read_pointer(self.path)
             return own is not None and found is not None and found[:4] == own[:4]
 
     @property
@@ -259,17 +245,14 @@ class ManagerRoot:
         """Notes durably that a commit begins, and afterwards that its checkpoint is the newest.
 
         Raises:
-            StorageError: the first could not be written: nothing is to be committed.
+            StorageError: the first could not be written: commit nothing.
         """
         with self._guard:
             self._committing.append(tag)
             self.forget(tag)
-            try:
-                self._write()
-            except BaseException:
-                self._committing.remove(tag)
-                raise
         try:
+            with self._guard:
+                self._write()
             yield
         finally:
             with self._guard:
@@ -278,7 +261,7 @@ class ManagerRoot:
     def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
         """Points to a checkpoint that is committed, unless a later one was.
 
-        A failure is logged: the pointer before says where to look.
+        It logs a failure: the pointer before still leads to the checkpoint.
         """
         with self._guard:
             if self._pointer is None or order >= self._pointer.order:
@@ -289,7 +272,7 @@ class ManagerRoot:
     def point_away(self, tag: str, stored: Stored) -> None:
         """Makes an older checkpoint the newest where the newest was just deleted.
 
-        A failure is logged: a pointer to a checkpoint that is gone costs a listing.
+        It logs a failure: a pointer to a checkpoint that is gone costs a listing.
         """
         with self._guard:
             if self._pointer is None or self._pointer.tag != tag:
@@ -305,7 +288,7 @@ class ManagerRoot:
 
     def _write(self, committing: list[str] | None = None) -> None:
         tags = self._committing if committing is None else committing
-        pointer = (self._pointer or Pointer(None, None, None, 0))._replace(
+        pointer = (self._pointer or Pointer())._replace(
             committing=tuple(tags), damaged=tuple(sorted(self._damaged))
         )
         write_pointer(self.path, pointer, is_durable=self.is_durable)
@@ -318,9 +301,5 @@ class ManagerRoot:
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:
     if stored is None:
-        return Pointer(None, None, None, order)
+        return Pointer(order=order)
     return Pointer(stored.tag, stored.step, stored.save_id, order)
-
-
-def _reason(error: DcpxError) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""One `save` of a manager: what is written, and what happens around its commit.
+"""One `save` of a manager: the state to write, and the steps around its commit.
 
-1. Each rank says what it was given, and encodes what is small. The coordinator compares, and gives
+1. Each rank describes its call, and encodes small values. The coordinator compares, and gives
    the save its number.
-2. `dcpx.save` or `async_save` of the parts; their `state_dict` is asked while the ranks plan.
-3. Coordinator, before the commit: what earlier jobs left to remove goes; the pointer notes the tag.
+2. `dcpx.save` or `async_save` of the parts calls their `state_dict` while the ranks plan.
+3. Coordinator, before the commit: leftovers of earlier jobs go; the pointer notes the tag.
 4. Coordinator, after it: the pointer names the checkpoint; retention begins. Then the save is over.
 """
 
@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,22 +27,26 @@ from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
-from torch_dcpx.manager.optimizer_part import OptimizerPart, by_name
+from torch_dcpx.manager.optimizer_part import OptimizerPart
 from torch_dcpx.manager.pointer import check_step, step_of_name, tag_of
-from torch_dcpx.manager.retention import Retention
-from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.state import (
     ModelPart,
     StatePart,
+    by_name,
     check_parts,
     flat,
     kind_of,
     states_of,
 )
 from torch_dcpx.manager.stored import OwnDirectory, Record
-from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, classes_of, digest_of_groups
+from torch_dcpx.manager.translate import (
+    CLASSES,
+    NAMED_GROUPS,
+    TrainingRules,
+    classes_of,
+    digest_of_groups,
+)
 from torch_dcpx.metadata.file import committed_save_id
-from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reports import SaveReport
@@ -64,8 +68,14 @@ class Parts(NamedTuple):
     user_content: Any = None
 
     def check(self) -> None:
-        """Raises OptionError for parts that are not what they are given as."""
+        """Raises OptionError for a part of the wrong type."""
         check_parts(self.model, self.optimizer, self.lr_scheduler, self.dataloader, self.state)
+
+    @property
+    def per_rank(self) -> dict[str, PerRank]:
+        """The values of the state that are each rank's own, by path."""
+        state = self.state or {}
+        return {f"state.{key}": value for key, value in state.items() if type(value) is PerRank}
 
     @property
     def given(self) -> dict[str, str]:
@@ -76,59 +86,61 @@ class Parts(NamedTuple):
             if part is not None
         }
 
-    def small(self) -> Small:
-        """Returns the values of byte items, encoded: their objects may change afterwards.
+    def stateful(
+        self,
+        *,
+        strict: bool = True,
+        has_named_groups: bool,
+        rules: TrainingRules | None = None,
+    ) -> dict[str, Any]:
+        """Returns model, optimizer and state for a save or load, as `Stateful` objects."""
+        found: dict[str, Any] = {}
+        if self.model is not None:
+            found["model"] = ModelPart(self.model, strict=strict)
+        if self.optimizer is not None:
+            found["optimizer"] = OptimizerPart(
+                self.model,
+                self.optimizer,
+                strict=strict,
+                has_named_groups=has_named_groups,
+                rules=rules,
+            )
+        if self.state is not None:
+            found["state"] = StatePart(self.state)
+        return found
 
-        Raises:
-            UnsupportedError: something that would not load again without execution.
-        """
+    def small(self) -> Small:
+        """Returns byte items, encoded: their objects may change. Raises: as `split_content`."""
+        values: dict[str, Any] = {}
+        if self.lr_scheduler is not None:
+            values["lr_scheduler"] = states_of(self.lr_scheduler)
+        if self.user_content is not None:
+            values["user_content"] = self.user_content
+        if self.dataloader is not None:
+            values["dataloader"] = PerRank(self.dataloader.state_dict())
         own: dict[str, Any] = {}
         shared: dict[str, Any] = {}
-        if self.lr_scheduler is not None:
-            states = states_of(self.lr_scheduler)
-            shared["lr_scheduler"], found = split_content(states, "lr_scheduler")
-            own |= found
-        if self.user_content is not None:
-            shared["user_content"], found = split_content(self.user_content, "user_content")
-            own |= found
-        if self.dataloader is not None:
-            state = PerRank(self.dataloader.state_dict())
-            own |= split_content(state, "dataloader")[1]
-        for key, value in (self.state or {}).items():
-            if type(value) is PerRank:
-                own |= split_content(value, f"state.{key}")[1]
-        digests = digests_of(shared)
+        for path, value in (values | self.per_rank).items():
+            rest, its_own = split_content(value, path)
+            own |= its_own
+            if path in ("lr_scheduler", "user_content"):
+                shared[path] = rest
         encoded = {name: encode_content(value) for name, value in shared.items()}
-        return Small(encoded, encode_content(own) if own else b"", sorted(own), digests)
+        own_bytes = encode_content(own) if own else b""
+        return Small(encoded, own_bytes, sorted(own), digests_of(shared))
 
-    def groups(self) -> bytes:
-        """Returns a digest that tells this rank's groups of optimizers from other ranks'."""
-        none = self.optimizer is None
-        return b"" if none else digest_of_groups(self.model, flat(self.optimizer))
-
-    def call(self, name: str, small: Small | None, **arguments: Any) -> Call:
+    def call(self, name: str, per_rank: list[str], **arguments: Any) -> Call:
         """Returns a call as all ranks compare it."""
-        kinds = self.given
-        names = [k for k, v in (self.state or {}).items() if type(v) is PerRank]
-        per_rank = sorted(f"state.{k}" for k in names) if small is None else small.per_rank
-        digests = {} if small is None else small.digests
-        return Call(name, {**arguments, **kinds, "per_rank": per_rank}, digests)
+        return Call(name, {**arguments, **self.given, "per_rank": per_rank})
 
     def record(self, calls: list[Call], order: int) -> Record:
-        """Returns the record that a save keeps beside its parts.
-
-        Args:
-            calls: of all ranks, the same; each notes its metrics and its groups.
-            order: number of the commit.
-        """
-        arguments, metrics = calls[0].arguments, calls[0].note[0]
+        """Returns the record of a save; all ranks' calls note their metrics and groups."""
+        tag, step, per_rank = (calls[0].arguments[name] for name in ("tag", "step", "per_rank"))
         names = sorted(self.given)
         if len({call.note[1] for call in calls}) > 1:
             names.append(NAMED_GROUPS)
-        return Record(
-            arguments["tag"], arguments["step"], order, len(calls), metrics, tuple(names),
-            tuple(arguments["per_rank"]),
-        )  # fmt: skip
+        metrics = calls[0].note[0]
+        return Record(tag, step, order, len(calls), metrics, tuple(names), tuple(per_rank))
 
 
 class Small(NamedTuple):
@@ -142,33 +154,19 @@ class Small(NamedTuple):
 
 def _state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str, Any]:
     """Returns the state that this rank gives to a save."""
-    state: dict[str, Any] = {}
-    if parts.model is not None:
-        state["model"] = ModelPart(parts.model)
-    if parts.optimizer is not None:
-        state["optimizer"] = OptimizerPart(
-            parts.model, parts.optimizer, has_named_groups=NAMED_GROUPS in record.parts
-        )
-    if parts.state is not None:
-        state["state"] = StatePart(parts.state)
     items: dict[str, Any] = {"manager": record.encoded()}
     if parts.optimizer is not None:
         named = by_name(parts.optimizer)
         items[CLASSES] = {name: classes_of(flat(one)) for name, one in named.items()}
-    if rank == 0:  # one of them is kept: the same one each time
+    if rank == 0:  # the same rank each time, of ranks that all have them
         items |= small.shared
     if small.own:
         items["rank"] = {str(rank): small.own}
-    state["dcpx"] = items
-    return state
+    return {**parts.stateful(has_named_groups=NAMED_GROUPS in record.parts), "dcpx": items}
 
 
 def _step_of(tag_or_step: str | int, step: int | None) -> int | None:
-    """Returns the step of a save; None where neither of its arguments says one.
-
-    Raises:
-        OptionError: what is no step, or two different ones.
-    """
+    """Returns the step of a save, None if it has none. Raises OptionError: no step, or two."""
     if step is not None:
         check_step(step)
         if type(tag_or_step) is int and step != tag_or_step:
@@ -183,7 +181,7 @@ def _step_of(tag_or_step: str | int, step: int | None) -> int | None:
 
 
 def _checked_metrics(metrics: Any) -> dict[str, float]:
-    """Returns metrics as floats. Raises OptionError: what is no dict of numbers by name."""
+    """Returns metrics as floats. Raises OptionError: this is no dict of numbers by name."""
     found: dict[str, float] = {}
     if metrics is not None and not isinstance(metrics, Mapping):
         _refuse_metric(metrics)
@@ -207,24 +205,21 @@ def _refuse_metric(value: Any) -> None:
     )
 
 
+@dataclass(eq=False)
 class Saves:
-    """The saves of one manager: those under way, and what the next one takes from the last.
+    """The saves of one manager. Not thread-safe, but for the end of a background save."""
 
-    Not thread-safe, but for the end of a background save.
-    """
-
-    def __init__(self, catalog: CheckpointCatalog, *, is_async: bool) -> None:
-        self._catalog = catalog
-        self._is_async = is_async
-        self._handles: list[SaveHandle] = []
-        self.last_step = 0
-        self.last_save_s: float | None = None
+    catalog: CheckpointCatalog
+    is_async: bool
+    last_step: int = 0
+    last_save_s: float | None = None
+    _handles: list[SaveHandle] = field(default_factory=list)
 
     def save(
         self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None
     ) -> SaveHandle | SaveReport:
         """Does `CheckpointManager.save`."""
-        catalog, retention = self._catalog, self._catalog.retention
+        catalog, retention = self.catalog, self.catalog.retention
 
         def local() -> tuple[Small, Call]:
             tag = tag_of(tag_or_step)
@@ -232,8 +227,10 @@ class Saves:
             number = _step_of(tag_or_step, step)
             number = self.last_step if number is None else number
             small = parts.small()
-            call = parts.call("save", small, tag=tag, step=number, is_async=self._is_async)
-            return small, replace(call, note=(_checked_metrics(metrics), parts.groups()))
+            call = parts.call("save", small.per_rank, tag=tag, step=number, is_async=self.is_async)
+            found, one = _checked_metrics(metrics), parts.optimizer
+            groups = b"" if one is None else digest_of_groups(parts.model, flat(one))
+            return small, replace(call, digests=small.digests, note=(found, groups))
 
         with ExitStack() as undo:
 
@@ -245,27 +242,26 @@ class Saves:
 
             timeout_s = catalog.options.save_timeout_s
             with catalog.exchange("save", tag_or_step, timeout_s) as exchange:
-                rank = exchange.rank
                 small, record = catalog.agree(exchange, "agree", local, reduce)
-            undo.pop_all()  # what was reserved is free when the save has ended
-        return self._write(record, parts, small, rank)
+            undo.pop_all()  # the end of the save frees the tag
+        return self._write(record, parts, small, exchange.rank)
 
     def _write(
         self, record: Record, parts: Parts, small: Small, rank: int
     ) -> SaveHandle | SaveReport:
-        catalog, options = self._catalog, self._catalog.options
-        path, group, no_dist = catalog.root.path / record.tag, catalog.group, catalog.no_dist
-        name = "async_save" if self._is_async else "save"
+        catalog, path = self.catalog, self.catalog.root.path / record.tag
+        timeout_s = catalog.options.save_timeout_s
+        name = "async_save" if self.is_async else "save"
         call = CallId(name, last_component(path), is_target_compared=False, is_write=True)
         try:
-            with told_to_next(group, no_dist, options.save_timeout_s, "save", call):
+            with told_to_next(**catalog.ranks, timeout_s=timeout_s, what="save", call=call):
                 self.last_step = record.step
                 state = _state_of(parts, small, record, rank)
                 self._forget_ended()
-                writer = _ManagedWriter(path, options, record, catalog.root, catalog.retention)
-            save: Any = save_in_background if self._is_async else save_now
+                writer = _ManagedWriter(path, record, catalog)
+            save: Any = save_in_background if self.is_async else save_now
             saved: SaveHandle | SaveReport = save(
-                state, path, storage_writer=writer, process_group=group, no_dist=no_dist
+                state, path, storage_writer=writer, **catalog.ranks
             )
         except BaseException:
             self._note_end(record.tag, None)
@@ -279,16 +275,17 @@ class Saves:
         return saved
 
     def _note_end(self, tag: str, report: SaveReport | None) -> None:
-        self._catalog.retention.free(tag)
+        self.catalog.retention.free(tag)
         if report is not None:
             self.last_save_s = report.total_s
 
     def _forget_ended(self) -> None:
         """Forgets saves that ended well, or whose error the caller has."""
         self._handles = [
-            h for h in self._handles
-            if not h.done() or (h.report() is None and not h.durable.is_collected)
-        ]  # fmt: skip
+            handle
+            for handle in self._handles
+            if not handle.done() or (handle.report() is None and not handle.durable.is_collected)
+        ]
 
     def wait(self, timeout_s: float | None) -> None:
         """Does `CheckpointManager.wait`."""
@@ -300,9 +297,9 @@ class Saves:
                 except Exception as error:  # noqa: BLE001 - raised below, or logged
                     failed.append(error)
         self._forget_ended()
-        self._catalog.retention.wait()
+        self.catalog.retention.wait()
         for other in failed[1:]:
-            logger.error("another save beneath '%s' failed: %s", self._catalog.root.path, other)
+            logger.error("another save beneath '%s' failed: %s", self.catalog.root.path, other)
         if failed:
             raise failed[0]
 
@@ -310,44 +307,27 @@ class Saves:
 class _ManagedWriter(DcpxWriter):
     """Writes one checkpoint of a manager; on the coordinator, `finish` also keeps the root."""
 
-    # A link that comes behind the coordinator's look is refused, too.
+    # Refuses a link that comes behind the coordinator's look, too.
     _DcpxWriter__opened = OwnDirectory
 
-    def __init__(
-        self,
-        path: Path,
-        options: WriteOptions | None,
-        record: Record,
-        root: ManagerRoot,
-        retention: Retention,
-    ) -> None:
-        super().__init__(path, options=options)
+    def __init__(self, path: Path, record: Record, catalog: CheckpointCatalog) -> None:
+        super().__init__(path, options=catalog.options)
         self.__record = record
-        self.__root = root
-        self.__retention = retention
+        self.__root = catalog.root
+        self.__retention = catalog.retention
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits, and points to what was committed.
-
-        Raises:
-            StorageError: as `DcpxWriter`, or the pointer could not be written: nothing was
-                published.
-        """
-        root, record = self.__root, self.__record
-        tag = Path(self.path).name
+        """Commits, and points to the checkpoint. Raises: as `DcpxWriter`, also of the pointer."""
+        root, record, path = self.__root, self.__record, Path(self.path)
         with root.commit_guard:
             self.__retention.catch_up()
-            with root.committing(tag):
+            with root.committing(path.name):
                 super().finish(metadata, results)
-                self.__note(tag, record)
+                try:
+                    make_readers_file(path)
+                except StorageError as error:
+                    logger.warning("'%s': its readers have no lock: %s", path, error)
+                save_id = committed_save_id(path)
+                if save_id is not None:
+                    root.note_committed(path.name, record.step, save_id, record.order)
             self.__retention.start()
-
-    def __note(self, tag: str, record: Record) -> None:
-        path = Path(self.path)
-        try:
-            make_readers_file(path)
-        except StorageError as error:
-            logger.warning("'%s': its readers have no lock: %s", path, error)
-        save_id = committed_save_id(path)
-        if save_id is not None:
-            self.__root.note_committed(tag, record.step, save_id, record.order)

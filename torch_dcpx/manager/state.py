@@ -8,7 +8,8 @@ is wrapped or sharded. These run on every rank, and with FSDP1 run collectives o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,40 +24,40 @@ from torch_dcpx.errors import OptionError
 from torch_dcpx.manager.content import PerRank
 
 
+@dataclass(eq=False)
 class ModelPart:
     """The parameters and buffers of a module. Belongs to one save or load."""
 
-    def __init__(self, model: torch.nn.Module, *, strict: bool = True) -> None:
-        self._model = model
-        self._options = StateDictOptions(strict=strict)
+    model: torch.nn.Module
+    strict: bool = True
 
     def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self._model)
+        return get_model_state_dict(self.model)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self._model, state, options=self._options)
+        set_model_state_dict(self.model, state, options=StateDictOptions(strict=self.strict))
 
 
+@dataclass(eq=False)
 class StatePart:
-    """A user's dict. Its `Stateful` values are asked, the others replaced in it."""
+    """A user's dict. It asks its `Stateful` values, and replaces the others in the dict."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
+    state: dict[str, Any]
 
     def state_dict(self) -> dict[str, Any]:
         return {
             key: value.state_dict() if isinstance(value, Stateful) else value
-            for key, value in self._state.items()
+            for key, value in self.state.items()
             if type(value) is not PerRank
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, value in state.items():
-            current = self._state[key]
+            current = self.state[key]
             if isinstance(current, Stateful):
                 current.load_state_dict(value)
             else:
-                self._state[key] = value
+                self.state[key] = value
 
 
 def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, state: Any) -> None:
@@ -71,22 +72,22 @@ def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, 
                 _refuse("optimizer", one, "an Optimizer, or a list or dict of them")
         if isinstance(optimizer, (list, tuple)):
             _check_unshared(model, optimizer)
+    stateful = "Stateful (state_dict, load_state_dict)"
     for one in flat(lr_scheduler):
         if not isinstance(one, Stateful):
-            _refuse("lr_scheduler", one, "Stateful (state_dict, load_state_dict), or a list or "
-                    "dict of such")  # fmt: skip
+            _refuse("lr_scheduler", one, f"{stateful}, or a list or dict of such")
     if dataloader is not None and not isinstance(dataloader, Stateful):
-        _refuse("dataloader", dataloader, "Stateful (state_dict, load_state_dict)")
+        _refuse("dataloader", dataloader, stateful)
     if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
         _refuse("state", state, "a dict with str as keys")
 
 
 def _check_unshared(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises OptionError: one parameter is in several optimizers, which are kept as one."""
+    """Raises OptionError: several optimizers that are saved as one share a parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, int] = {}
     for at, one in enumerate(optimizers):
-        for parameter in (each for group in one.param_groups for each in group["params"]):
+        for parameter in parameters_of([one]):
             first = owners.setdefault(id(parameter), at)
             if first != at:
                 name = names.get(id(parameter), "one that is not the model's")
@@ -105,12 +106,26 @@ def _refuse(name: str, value: Any, wanted: str) -> None:
 
 
 def flat(parts: Any) -> Sequence[Any]:
-    """Returns one part, or those in a list or dict, one after the other."""
-    if parts is None:
-        return ()
+    """Returns one part, or those in a list or dict, one after the other; none of None."""
     if isinstance(parts, Mapping):
         return list(parts.values())
-    return parts if isinstance(parts, (list, tuple)) else (parts,)
+    alone = () if parts is None else (parts,)
+    return parts if isinstance(parts, (list, tuple)) else alone
+
+
+def by_name(optimizers: Any) -> Mapping[str, Any]:
+    """Returns optimizers by their names; one, and a list of them, under ""."""
+    return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.nn.Parameter]:
+    """Returns the parameters of optimizers, group by group."""
+    return (
+        parameter
+        for one in optimizers
+        for group in one.param_groups
+        for parameter in group["params"]
+    )
 
 
 def states_of(parts: Any) -> Any:
@@ -123,23 +138,20 @@ def states_of(parts: Any) -> Any:
 
 
 def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
-    """Returns each object with what `states_of` gave of it. Raises OptionError: there are more or
-    fewer of them."""
-    fits, pairs = True, [(parts, states)]
+    """Returns each object with its state of `states_of`. Raises OptionError: not as many."""
     if isinstance(parts, Mapping):
-        fits = type(states) is dict and states.keys() == parts.keys()
-        pairs = [(part, states[name]) for name, part in parts.items()] if fits else []
-    elif isinstance(parts, (list, tuple)):
-        fits = type(states) is list and len(states) == len(parts)
-        pairs = list(zip(parts, states, strict=True)) if fits else []
-    if not fits:
-        raise OptionError(
-            f"lr_scheduler is {kind_of(parts)}, and another sort was saved: give as many, under "
-            "the same names",
-            option="lr_scheduler",
-            value=None,
-        )
-    return pairs
+        if type(states) is dict and states.keys() == parts.keys():
+            return [(part, states[name]) for name, part in parts.items()]
+    elif not isinstance(parts, (list, tuple)):
+        return [(parts, states)]
+    elif type(states) is list and len(states) == len(parts):
+        return list(zip(parts, states, strict=True))
+    raise OptionError(
+        f"lr_scheduler is {kind_of(parts)}, and another sort was saved: give as many, under "
+        "the same names",
+        option="lr_scheduler",
+        value=None,
+    )
 
 
 def kind_of(part: Any) -> str:

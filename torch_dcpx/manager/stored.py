@@ -1,10 +1,10 @@
 """One directory beneath a manager's root: is it a whole checkpoint, and may a manager change it?
 
-Whole: its `.metadata` reads, and every data file that it names is there with its size. No data are
-read but the manager's own record, a line of JSON that every checkpoint of a manager holds as its
-item `dcpx.manager`: `.metadata` commits it together with everything else.
+Whole: its `.metadata` reads, and every data file that it names is there with its size. The look
+reads no data but the manager's own record, a line of JSON that every checkpoint of a manager holds
+as its item `dcpx.manager`: `.metadata` commits it together with everything else.
 
-A manager changes only what the root itself holds under a tag. It reads through a user's link,
+A manager changes only directories of the root itself. It reads through a user's link,
 `latest -> step-300`; a change through the link would reach another checkpoint, or leave the root.
 """
 
@@ -34,12 +34,12 @@ from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.system_calls import uninterrupted
 
-Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tag and reason of what is not whole
+Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tags that are not whole, and reasons
 
 _RECORD_ITEM = "dcpx.manager"
 _FORMAT = 1
 _MAX_RECORD_BYTES = 1 << 20
-_MAX_RANKS = 1 << 20  # each is looked for where ranks merge what all had
+_MAX_RANKS = 1 << 20  # a merge reads an item of each
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -51,16 +51,16 @@ class Record(NamedTuple):
     order: int  # of the commit among all beneath this root
     ranks: int  # that saved it
     metrics: dict[str, float]
-    parts: tuple[str, ...]  # what was given to `save`, sorted: "model", "optimizer" ...
-    per_rank: tuple[str, ...]  # what each rank has its own of, by path, sorted
+    parts: tuple[str, ...]  # arguments of `save`, sorted: "model", "optimizer" ...
+    per_rank: tuple[str, ...]  # paths of each rank's own values, sorted
 
     def encoded(self) -> str:
-        """Returns it as JSON."""
+        """Returns the record as JSON."""
         return json.dumps({"format": _FORMAT, **self._asdict()}, separators=(",", ":"))
 
     @classmethod
     def decoded(cls, text: Any, path: Path) -> Record:
-        """Returns what `encoded` gave. Raises CorruptionError: it gives no such thing."""
+        """Returns the record in a text of `encoded`. Raises CorruptionError: there is none."""
         try:
             found = json.loads(text)
             record = cls(
@@ -73,25 +73,24 @@ class Record(NamedTuple):
                 tuple(found["per_rank"]),
             )
             numbers = (found["format"], record.step, record.order, record.ranks)
-            is_right = all(type(number) is int and number >= 0 for number in numbers)
             words = (record.tag, *record.parts, *record.per_rank)
-            is_right = is_right and record.ranks <= _MAX_RANKS
-            if not is_right or not all(type(word) is str for word in words):
+            if not (
+                all(type(number) is int and number >= 0 for number in numbers)
+                and record.ranks <= _MAX_RANKS
+                and all(type(word) is str for word in words)
+            ):
                 raise TypeError(f"{found!r:.200}")
         except _WRONG as error:
-            raise CorruptionError(
-                f"read the item '{_RECORD_ITEM}' of '{path}': no record of a manager: {error}",
-                fqn=_RECORD_ITEM,
-                path=str(path),
-            ) from error
+            raise _wrong_record(path, f"no record of a manager: {error}") from error
         if numbers[0] != _FORMAT:
-            raise CorruptionError(
-                f"read the item '{_RECORD_ITEM}' of '{path}': its format is {numbers[0]}, this "
-                f"torch-dcpx reads {_FORMAT}",
-                fqn=_RECORD_ITEM,
-                path=str(path),
-            )
+            problem = f"its format is {numbers[0]}, this torch-dcpx reads {_FORMAT}"
+            raise _wrong_record(path, problem)
         return record
+
+
+def _wrong_record(path: Path, problem: str) -> CorruptionError:
+    message = f"read the item '{_RECORD_ITEM}' of '{path}': {problem}"
+    return CorruptionError(message, fqn=_RECORD_ITEM, path=str(path))
 
 
 class Stored(NamedTuple):
@@ -112,9 +111,8 @@ class Stored(NamedTuple):
 
     @property
     def rank_among(self) -> tuple[bool, int, int, str]:
-        """The newest has the highest. Commits count in their order; checkpoints of others come
-        before the first of them, by step. Clocks prove nothing, and steps fall when a training goes
-        back.
+        """The newest has the highest. Commits count in their order, behind checkpoints of others by
+        step. Clocks prove nothing, and steps fall when a training goes back.
         """
         step = -1 if self.step is None else self.step
         return self.record is not None, self.order, step, self.tag
@@ -130,16 +128,12 @@ def identity_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def examine(path: Path, options: ReadOptions | None = None) -> Stored:
-    """Returns the checkpoint in `path`, which is whole.
-
-    Args:
-        path: the directory; its name is the tag.
-        options: of the reader.
+    """Returns the checkpoint in the directory `path`, which is whole; its name is the tag.
 
     Raises:
         NotCommittedError: no directory or no `.metadata`: never committed, or half deleted.
-        StorageError: a data file is missing or cannot be looked at.
-        ShortReadError: a data file is shorter than it was written, or longer.
+        StorageError: a data file is missing or its status cannot be read.
+        ShortReadError: a data file is shorter or longer than its save wrote it.
         CorruptionError: `.metadata` or the manager's record cannot be read.
     """
     with open_checkpoint(path) as directory:
@@ -156,17 +150,14 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
     item: dict[str, Any] = {"dcpx": {"manager": ""}}
     load(item, path, no_dist=True, options=options)
     text = item["dcpx"]["manager"]
-    if type(text) is not str or len(text) > _MAX_RECORD_BYTES:
-        text = ""
-    record = Record.decoded(text, path)
-    if any(math.isnan(value) for value in record.metrics.values()):
-        kept = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
-        record = record._replace(metrics=kept)
-    return Stored(path.name, path, found.save_id, record)
+    is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
+    record = Record.decoded(text if is_text else "", path)
+    metrics = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
+    return Stored(path.name, path, found.save_id, record._replace(metrics=metrics))
 
 
 def _check_files(directory: Directory, found: CheckpointMetadata) -> None:
-    """Raises unless each data file is a regular one with its size; stock's, with enough of it."""
+    """Raises unless each data file is regular and has its size; stock's may be larger."""
     is_exact = found.files is not None
     for name, nbytes in wanted_sizes(found).items():
         path = str(directory.path / name)
@@ -198,14 +189,14 @@ _LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_
 
 
 class OwnDirectory(Directory):
-    """An open directory that no link leads to, whenever somebody has put it there. The root, and
-    directories above it, may be links.
+    """An open directory, never through a link as its last name. The root, and directories above
+    it, may be links.
     """
 
     FLAGS = Directory.FLAGS | os.O_NOFOLLOW
 
     def __init__(self, path: Path, doing: str = "save") -> None:
-        """Opens `path`, to do something to it. Raises: StorageError; as `lies_there`."""
+        """Opens `path`. Raises: StorageError; as `lies_there`."""
         try:
             super().__init__(path)
         except StorageError as error:
@@ -215,15 +206,11 @@ class OwnDirectory(Directory):
 
 
 def lies_there(path: Path, doing: str) -> bool:
-    """Returns whether there is anything at a path that is about to be changed.
-
-    Args:
-        path: of a checkpoint beneath a manager's root.
-        doing: what is to be done to it, for the message: "delete".
+    """Returns whether anything lies at a path beneath the root. `doing` is the verb of messages.
 
     Raises:
-        UnsupportedError: a symbolic link, leading to something or not.
-        StorageError: nobody can say.
+        UnsupportedError: a symbolic link, dangling or not.
+        StorageError: the system does not tell.
     """
     try:
         target = uninterrupted(os.readlink, path)

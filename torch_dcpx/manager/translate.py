@@ -6,21 +6,24 @@
 3. All other parts keep their names.
 
 A checkpoint keeps one value of a name. Groups of optimizers have numbers for names, and a stage of
-a pipeline has other groups under the same numbers: then the settings of each rank's groups are kept
-under the names of their parameters.
+a pipeline has other groups under the same numbers: then a save keeps the settings of each rank's
+groups under the names of their parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 
 from torch_dcpx.errors import MismatchError, OptionError, PlanError, UnsupportedError
 from torch_dcpx.keys.key_map import KeyMap, unwrapped
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
+
+_V = TypeVar("_V")
 
 MODEL = "model."
 
@@ -31,11 +34,10 @@ class TrainingRules(KeyMap):
     def __init__(
         self, key_map: KeyMap, optimizers: Iterable[str], *, has_named_groups: bool
     ) -> None:
-        """Translates as `key_map` does.
+        """Translates as `key_map` does for the model.
 
         Args:
-            key_map: for the model.
-            optimizers: names of the optimizers asked for; "" for one without a name.
+            optimizers: names of the optimizers that are resumed; "" for one without a name.
             has_named_groups: whether the settings of groups are stored by parameter.
         """
         super().__init__(*key_map.rules, wrappers=key_map.wrappers)
@@ -44,24 +46,31 @@ class TrainingRules(KeyMap):
         kinds = ("state.", "param_groups.") if has_named_groups else ("state.",)
         self._prefixes = tuple(prefix + kind for prefix in whole for kind in kinds)
         self._new: dict[str, str | None] = {}  # by stored name; None: left out
-        self._reshaped: dict[str, list[str | None]] = {}  # what is made of a stored one
-        # What was asked for, and the answer: parts and planner ask, and functions are called once.
+        self._reshaped: dict[str, list[str | None]] = {}  # names made of a stored one
+        # The last question and its answer: parts and planner ask, and functions are called once.
         self._resolved: tuple[Mapping[str, Sizes | None], dict[str, MappedTensor]] | None = None
 
     def resolve(
         self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False, part: str = ""
     ) -> dict[str, MappedTensor]:
-        """Returns what the stored entries become, of all parts.
+        """Returns the entries of all parts by their new names.
 
         Raises:
             PlanError: as the KeyMap; or an optimizer would have two entries of one name.
-            UnsupportedError: an optimizer that is asked for has states of a tensor that is split,
-                merged or transposed.
+            UnsupportedError: an optimizer has states of a tensor that is split, merged or
+                transposed.
         """
         if self._resolved is not None and self._resolved[0] == stored:
             return self._resolved[1]
         mapped = self._key_map.resolve(stored, tensors_only=tensors_only, part=MODEL)
-        self._note(mapped, stored)
+        self._new = {name.removeprefix(MODEL): None for name in stored if name.startswith(MODEL)}
+        for name, entry in mapped.items():
+            old = [source.removeprefix(MODEL) for source in entry.sources]
+            if len(old) == 1 and entry.is_whole(stored[entry.sources[0]]):
+                self._new[old[0]] = name
+            else:
+                for source in old:
+                    self._reshaped.setdefault(source, []).append(name)
         entries = {MODEL + name: entry for name, entry in mapped.items()}
         for name, sizes in stored.items():
             new = None if name.startswith(MODEL) else self._renamed(name)
@@ -76,8 +85,7 @@ class TrainingRules(KeyMap):
         return entries
 
     def parameters(self, name: str, own: Set[str]) -> list[str]:
-        """Returns what a stored parameter is called among `own`: nothing where it is left out,
-        several names where it is split.
+        """Returns the names of a stored parameter among `own`; none, or several after a split.
 
         REQUIRES: `resolve`.
         """
@@ -90,24 +98,12 @@ class TrainingRules(KeyMap):
         alike = [one for one in own if unwrapped(one) == unwrapped(new)]
         return alike[0] if len(alike) == 1 else new
 
-    def _note(self, mapped: Mapping[str, MappedTensor], stored: Mapping[str, Sizes | None]) -> None:
-        self._new = {name.removeprefix(MODEL): None for name in stored if name.startswith(MODEL)}
-        for name, entry in mapped.items():
-            sources = entry.sources
-            if len(sources) == 1 and entry.is_whole(stored[sources[0]]):
-                self._new[sources[0].removeprefix(MODEL)] = name
-            else:
-                for source in sources:
-                    self._reshaped.setdefault(source.removeprefix(MODEL), []).append(name)
-
     def _renamed(self, name: str) -> str | None:
-        """Returns the new name of what is no part of the model; None: it is left out."""
+        """Returns the new name of an item outside the model; None: it is left out."""
         prefix = next((one for one in self._prefixes if name.startswith(one)), None)
-        if prefix is None:
-            return name
-        rest = name.removeprefix(prefix)
+        rest = "" if prefix is None else name.removeprefix(prefix)
         old = owner_of(rest, self._new)
-        if old is None:
+        if prefix is None or old is None:
             return name
         if old in self._reshaped:
             raise UnsupportedError(
@@ -129,24 +125,24 @@ def owner_of(name: str, *known: Collection[str]) -> str | None:
     return None
 
 
+def beneath(prefix: str, names: Iterable[tuple[str, _V]]) -> dict[str, _V]:
+    """Returns the pairs whose names begin with a prefix, without it."""
+    begin = len(prefix)
+    return {name[begin:]: value for name, value in names if name.startswith(prefix)}
+
+
 def checked_translate(translate: Any, model: Any) -> KeyMap | None:
     """Returns the rules of an argument, a KeyMap or a function of a name. Raises: OptionError."""
     if translate is not None and model is None:
-        raise OptionError(
-            "translate is for the names of a model, and no model is given",
-            option="translate",
-            value=None,
-        )
-    if translate is None or isinstance(translate, KeyMap):
+        problem = "translate is for the names of a model, and no model is given"
+    elif translate is None or isinstance(translate, KeyMap):
         return translate
-    if not callable(translate):
-        raise OptionError(
-            "translate must be a KeyMap, a function of a name, or None, got a "
-            f"{type(translate).__name__}",
-            option="translate",
-            value=None,
-        )
-    return KeyMap(translate)
+    elif callable(translate):
+        return KeyMap(translate)
+    else:
+        kind = type(translate).__name__
+        problem = f"translate must be a KeyMap, a function of a name, or None, got a {kind}"
+    raise OptionError(problem, option="translate", value=None)
 
 
 # ---- Groups of optimizers ------------------------------------------------------------------------
@@ -156,14 +152,8 @@ NAMED_GROUPS = "optimizer.groups by parameter"  # in a manager's record
 CLASSES = "optimizer_classes"  # beneath a manager's own items
 
 _PARAMS = "params"
-_OF_SCHEDULERS = (
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "base_momentum",
-    "max_momentum",
-    "swa_lr",
-)  # what these begin with, they and wrappers add to groups
+# Schedulers and wrappers add settings to groups whose names begin so.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
 def digest_of_groups(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
@@ -188,23 +178,16 @@ def check_classes(
     stored: Iterable[str],
     settings: Iterable[str],
 ) -> None:
-    """Refuses what another class of optimizer saved.
+    """Raises MismatchError: another class of optimizer has saved, with other settings.
 
     A class of another name may go on where it has every setting that was saved: AdamW from Adam, a
-    subclass, a wrapper. Where no class was saved, nothing is refused.
+    subclass, a wrapper. Where no class was saved, every class may.
 
-    Args:
-        name: of the optimizer, for the message.
-        optimizers: those that are kept as one.
-        stored: names of all items of the checkpoint.
-        settings: names of settings that the checkpoint holds for their groups.
-
-    Raises:
-        MismatchError: the class is another one, and so are the settings.
+    `stored` are the names of all items, `settings` those that the checkpoint holds for the groups.
     """
-    prefix = f"dcpx.{CLASSES}.{name}."
-    saved = {item[len(prefix) :] for item in stored if item.startswith(prefix)}
-    saved = {one for one in saved if "." not in one}  # else of another, whose name begins so
+    begin = f"dcpx.{CLASSES}.{name}"
+    owners = (item.rpartition(".") for item in stored if item.startswith(begin))
+    saved = {kind for owner, _, kind in owners if owner == begin}
     own = set(classes_of(optimizers))
     if not saved or own <= saved:
         return
@@ -225,29 +208,25 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def settings_by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the settings of groups by parameter; of a group without any nothing is kept.
+    """Returns the settings of groups by parameter; none of a group without parameters.
 
     Tensors among them are copies: a load fills those of each parameter on their own.
     """
     return {
-        name: {key: _own(value) for key, value in group.items() if key != _PARAMS}
+        name: {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != _PARAMS
+        }
         for group in groups
         for name in group[_PARAMS]
     }
 
 
-def _own(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
 def groups_by_parameter(
     settings: Mapping[str, Mapping[str, Any]], own: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Returns the groups of an optimizer that holds `own` parameters; none for one without any.
-
-    Raises:
-        MismatchError: what is one group now was saved with different settings.
-    """
+    """Returns the groups of `own` parameters. Raises MismatchError: settings of one differ."""
     groups: list[dict[str, Any]] = []
     for names in filter(None, own):
         first = settings[names[0]]
@@ -263,11 +242,7 @@ def groups_by_parameter(
 
 
 def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
-    """Looks at settings that several of the stored groups of one group's parameters have.
-
-    Raises:
-        MismatchError: what is one group now was saved with different settings.
-    """
+    """Raises MismatchError: stored groups with parameters of one group differ in a setting."""
     owners = {name: group for group in groups for name in group[_PARAMS]}
     for at, names in enumerate(own):
         known = [name for name in names if name in owners]
@@ -296,9 +271,8 @@ def translated_groups(
     groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], rules: TrainingRules
 ) -> list[dict[str, Any]]:
     """Returns stored groups with their parameters' new names."""
-    names = frozenset(name for group in own for name in group)
-    found = []
-    for group in groups:
-        new = [one for name in group[_PARAMS] for one in rules.parameters(name, names)]
-        found.append({**group, _PARAMS: new})
-    return found
+    names = frozenset(chain.from_iterable(own))
+    return [
+        {**g, _PARAMS: [new for name in g[_PARAMS] for new in rules.parameters(name, names)]}
+        for g in groups
+    ]
