@@ -76,10 +76,13 @@ def last_component(path: Any) -> str | None:
         return None
     try:
         plain = Path(os.fsdecode(path)).absolute()
+    except Exception:  # noqa: BLE001 - no text, an __fspath__ that raises
+        return None
+    try:
         # Of what ends in "..", too.
         return (plain.resolve() if plain.is_symlink() or plain.name == ".." else plain).name
-    except Exception:  # noqa: BLE001 - no text, links in a circle, an __fspath__ that raises
-        return None
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or a storage that fails
+        return plain.name
 
 
 def path_name(storage: Any) -> str | None:
