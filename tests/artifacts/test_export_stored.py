@@ -146,9 +146,12 @@ def interrupt_twice() -> None:
 
     def interrupt() -> None:
         rows.has_begun.wait(120)
-        signal.pthread_kill(main, signal.SIGINT)
-        while not is_leaving() and not has_left.wait(0.01):
-            pass
+        # Again and again: one that comes just before a thread sleeps in a lock does not wake it.
+        while not is_leaving() and not has_left.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+            end = time.monotonic() + 2
+            while time.monotonic() < end and not is_leaving() and not has_left.wait(0.01):
+                pass
         time.sleep(0.1)  # into its wait
         if not has_left.is_set():
             signal.pthread_kill(main, signal.SIGINT)

@@ -48,6 +48,7 @@ def run_save(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 # ---- The whole ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_save_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Path) -> None:
     report, printed = run_save(tmp_path, "--metered", "64mib")
     assert {name: report[name] for name in ("bench", "size")} == {"bench": "save", "size": "smoke"}
@@ -74,6 +75,7 @@ def test_save_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_save_on_two_ranks_adds_to_what_one_rank_measured(tmp_path: Path) -> None:
     old = {"case": "tiny", "ranks": 1, "times": {"ours": [1.0], "stock": [2.0]}, "bytes": 8}

@@ -80,6 +80,7 @@ def test_tables_and_verdicts_say_what_the_rounds_say() -> None:
     assert steps[0].endswith("take 1.05 (1-1.1) x as long, <= 1.02: NOT MET")
 
 
+@pytest.mark.slow
 def test_bench_without_a_gpu_says_so_and_fails() -> None:
     if not cuda.why_not():
         return  # test_bench_runs_on_a_gpu

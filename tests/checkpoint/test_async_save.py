@@ -240,6 +240,7 @@ def test_threads_and_descriptors_are_as_before(tmp_path: Path) -> None:
     assert now() == before
 
 
+@pytest.mark.slow
 def test_small_tensors_that_an_arena_pads_beyond_the_budget_go_in_waves(tmp_path: Path) -> None:
     state = {f"w{i}": torch.tensor([float(i)]) for i in range(10_000)}
     options = WriteOptions(host_memory_bytes=1 << 19, workers=1, slot_bytes=1 << 18)

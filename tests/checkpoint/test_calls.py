@@ -21,7 +21,8 @@ WORKER = Path(__file__).with_name("calls_worker.py")
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_call_on_several_ranks(tmp_path: Path, ranks: int) -> None:
     run_cases(WORKER, ranks, "all", tmp_path)
 

@@ -105,6 +105,7 @@ def every(calls: dict[str, int]) -> Iterator[tuple[str, int]]:
 CODES = [(True, "INVALID_HANDLE"), (False, "INVALID_HANDLE"), (True, "UNKNOWN")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("has_kernel", "code"), CODES)
 def test_failed_call_fails_the_save_before_its_commit_or_nothing(
     fake_cuda: FakeCuda, tmp_path: Path, has_kernel: bool, code: str
@@ -140,6 +141,7 @@ def test_failed_call_fails_the_save_before_its_commit_or_nothing(
     assert_loads(second, tmp_path / "a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("has_kernel", "code"), CODES)
 def test_failed_call_fails_the_load_and_says_what_it_touched(
     fake_cuda: FakeCuda, tmp_path: Path, has_kernel: bool, code: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from conftest import RunPython
 from fake_cuda.driver_calls import DriverCalls
@@ -67,6 +68,7 @@ def test_default_stream_of_a_thread_is_its_own_and_keeps_step_with_the_legacy_on
     driver.destroy_event(done)
 
 
+@pytest.mark.slow
 def test_forked_child_frees_its_tensors_and_waits_for_nothing_whoever_holds_the_fake(
     run_warm: RunPython, fake_cuda: FakeCuda
 ) -> None:

@@ -104,6 +104,7 @@ def offences(calls: Calls, scenario: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_save_fsyncs_what_a_power_cut_could_lose_before_it_matters(
     recorded: dict[str, Calls],
 ) -> None:

@@ -35,6 +35,7 @@ def play(root: Path, seed: int, programs: int, per_set: int, deadline_s: float) 
     assert "BAD\n" not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_ten_programs_of_calls_end_in_typed_errors_and_whole_checkpoints(
     tmp_path: Path, seed: int

@@ -31,6 +31,7 @@ def environment(fake_cuda: FakeCuda) -> dict[str, str]:
     return fake_cuda.environment()
 
 
+@pytest.mark.slow
 def test_exit_with_copies_under_way_waits_for_the_save(
     run_warm: RunPython, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -43,6 +44,7 @@ def test_exit_with_copies_under_way_waits_for_the_save(
     assert_saved(tmp_path / "a", WANTED)
 
 
+@pytest.mark.slow
 def test_exit_with_copies_that_nobody_waits_for_is_an_exit(
     run_warm: RunPython, environment: dict[str, str]
 ) -> None:
@@ -71,6 +73,7 @@ def test_exit_before_the_save_has_ended_leaves_no_checkpoint_and_says_so(
     assert not (tmp_path / "a" / ".metadata").exists()
 
 
+@pytest.mark.slow
 def test_forked_child_refuses_and_the_parent_goes_on(
     run_warm: RunPython, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_handler_that_is_put_back_no_longer_waits(tmp_path: Path) -> None:
     assert value_in(tmp_path) == 1.0
 
 
+@pytest.mark.slow
 def test_save_that_takes_too_long_at_the_end_leaves_the_previous_checkpoint(
     tmp_path: Path,
 ) -> None:

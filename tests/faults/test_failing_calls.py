@@ -127,6 +127,7 @@ def assert_names_room(error: StorageError) -> None:
 # ---- Calls of C++ -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("code", SOME_HARD, ids=errno.errorcode.get)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -165,6 +166,7 @@ def test_save_with_any_call_of_cpp_failing_keeps_the_previous_checkpoint_and_not
     assert calls["fallocate"] > 1 or layout in ("one file", "buffered")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_short_writes_of_a_save_are_continued(tmp_path: Path, layout: str) -> None:

@@ -98,6 +98,7 @@ def test_signal_while_bytes_are_written_stops_the_save_and_leaves_nothing(
     assert_whole(mixed_state(1), tmp_path)
 
 
+@pytest.mark.slow
 def test_signal_without_collectives_arrives_as_it_is(tmp_path: Path) -> None:
     seen = signalled(signal.SIGINT, from_outside=True)
     used = DcpxWriter(tmp_path, options=dataclasses.replace(SLOW, progress=seen))
@@ -150,6 +151,7 @@ for step in itertools.count(1):  # until the signal comes
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_collectives", [True, False])
 def test_ctrl_c_ends_a_process_that_saves_and_its_checkpoint_is_whole(
     tmp_path: Path, use_collectives: bool

@@ -60,6 +60,7 @@ def test_save_killed_at_any_system_call_leaves_old_or_new(tmp_path: Path, librar
     assert max(leftovers for *_, leftovers in points) > 1  # some were killed with files of both
 
 
+@pytest.mark.slow
 def test_first_save_killed_at_any_system_call_leaves_nothing_or_new(
     tmp_path: Path, library: Path
 ) -> None:

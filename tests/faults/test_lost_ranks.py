@@ -85,7 +85,6 @@ LOSSES = [
 # Of all combinations, those that every run of the suite looks at.
 ALWAYS = {
     (2, "writing", "async_save", signal.SIGKILL),
-    (0, "before the commit", "async_save", signal.SIGSTOP),
 }
 CASES = [
     pytest.param(

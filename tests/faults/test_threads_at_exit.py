@@ -172,6 +172,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_save_without_time_at_the_end_is_given_up_and_leaves_nothing_of_it(
     run_warm: RunPython, tmp_path: Path
 ) -> None:

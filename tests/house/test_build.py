@@ -98,6 +98,7 @@ LOADING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["missing", "broken", "foreign"])
 def test_extension_that_does_not_load_is_a_loud_import_error(
     state: str, tmp_path: Path, run_python: RunPython

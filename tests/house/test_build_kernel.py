@@ -71,6 +71,7 @@ def test_zero_leaves_the_kernel_out_where_there_is_nvcc(build: dict[str, Any], n
     assert build["find_nvcc"]() is None
 
 
+@pytest.mark.slow
 def test_one_without_nvcc_ends_the_build_and_says_where_it_was_looked_for(tmp_path: Path) -> None:
     env = {"PATH": "/no/such/place", "CUDA_HOME": "/no/such/toolkit", "DCPX_CUDA": "1"}
     folders = ["--build-temp", str(tmp_path / "t"), "--build-lib", str(tmp_path / "l")]

@@ -94,6 +94,7 @@ def test_that_passes():
 """
 
 
+@pytest.mark.slow
 def test_timeout_prints_every_stack_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "test_hangs.py").write_text(HANGS)
     done = subprocess.run(
@@ -117,6 +118,7 @@ def test_sigint_interrupts_tests_and_their_children(run_python: RunPython) -> No
     assert warm_parent().run(["-c", IS_DEFAULT], env=os.environ).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_sigint_that_a_shell_ignores_interrupts_tests_all_the_same(
     tmp_path: Path, processes: str

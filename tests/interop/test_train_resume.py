@@ -44,6 +44,7 @@ def resumed_by_three(
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_rank_killed_in_mid_save_commits_nothing_and_loses_nothing(
     demo: ModuleType, killed: Path
@@ -72,6 +73,7 @@ def test_losses_resumed_on_two_ranks_equal_the_uninterrupted_bit_for_bit(
     assert demo.read_losses(rest) == {step: expected[step] for step in (5, 6, 7, 8)}
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_resume_on_three_ranks_goes_on_from_the_newest_committed(
     demo: ModuleType, resumed_by_three: Path
@@ -81,6 +83,7 @@ def test_resume_on_three_ranks_goes_on_from_the_newest_committed(
     assert (resumed_by_three / "ckpt" / "step-6" / ".metadata").exists()  # over the remains
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_ours_through_stock_and_stock_through_ours_are_equal_bit_for_bit(
     demo: ModuleType, resumed_by_three: Path
@@ -88,6 +91,7 @@ def test_ours_through_stock_and_stock_through_ours_are_equal_bit_for_bit(
     demo.check_interop(resumed_by_three, demo.TINY)
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_interop_check_fails_with_the_names_of_other_losses(
     demo: ModuleType, bitwise: ModuleType, resumed_by_three: Path

@@ -109,6 +109,7 @@ def test_save_that_would_not_fit_is_not_asked_for(ranks: Ranks) -> None:
         assert ranks.run(train) == [answer] * ranks.world_size
 
 
+@pytest.mark.slow
 def test_rank_that_does_not_ask_is_named(ranks: Ranks) -> None:
     watches = watches_of(ranks, timeout_s=3)
 

@@ -15,6 +15,7 @@ from torch_dcpx.ranks.exchange import Exchange
 WORKER = Path(__file__).with_name("resume_end_worker.py")
 
 
+@pytest.mark.slow
 @pytest.mark.multirank
 def test_what_raises_on_one_rank_raises_on_all_and_the_next_calls_work(tmp_path: Path) -> None:
     run_cases(WORKER, 2, "all", tmp_path)

@@ -56,6 +56,7 @@ from torch_dcpx.storage.names import FileEntry
 # ---- There and back -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(metadatas(), files)
 def test_decoded_metadata_equals_what_stock_unpickles(
     metadata: Metadata, file_table: list[FileEntry]
@@ -204,6 +205,7 @@ def test_planner_data_in_the_pickle_needs_leave() -> None:
 # ---- A torch whose classes have fields that C++ does not know ------------------------------------
 
 
+@pytest.mark.slow
 @given(metadatas(), files)
 def test_torch_with_unknown_fields_reads_stocks_pickle_of_the_same_file(
     metadata: Metadata, file_table: list[FileEntry]

@@ -168,6 +168,7 @@ def nested_rings(count: int) -> Tensor:
     return (side, side), boxes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [columns_over_rows, nested_rings])
 def test_boxes_that_no_one_dimension_separates_take_a_moment(
     make: Callable[[int], Tensor],

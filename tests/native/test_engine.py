@@ -145,6 +145,7 @@ def assert_read(box: Box) -> None:
     assert bool((box.memory.view(-1, width)[is_outside] == CANARY).all())
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     described=st.lists(specs.filter(lambda s: 0 not in s.shape), min_size=1, max_size=5),

@@ -189,13 +189,15 @@ def test_load_of_whole_tensors_makes_no_entry(
 def taken_apart(planner: DefaultLoadPlanner, state: Any) -> Any:
     try:
         planner.set_up_planner(copy.copy(state), None, True)
-    except (ValueError, TypeError) as error:  # two values of one name, or one in the other
+    # Two values of one name, one in the other, or what stock itself cannot take apart.
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         return type(error), str(error)
     found, paths = planner.state_dict, planner.mappings
     values = [id(one) if isinstance(one, torch.Tensor) else repr(one) for one in found.values()]
     return list(found), values, paths, planner.flatten_state_dict
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(STATES, st.booleans(), st.booleans())
 def test_state_is_taken_apart_as_by_stocks_planner(

@@ -10,6 +10,7 @@ from support.ranks import run_cases
 WORKER = Path(__file__).with_name("replicas_worker.py")
 
 
+@pytest.mark.slow
 def test_two_ranks_share_replicas_by_rows_in_every_call(tmp_path: Path) -> None:
     run_cases(WORKER, 2, "calls", tmp_path)
 

@@ -104,6 +104,7 @@ def run_with_fates(world_size: int, random_seed: int) -> None:
         assert fates[0][1] == "committed", described
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_whatever_happens_to_ranks_the_others_agree(world_size: int, seed: int) -> None:
     with ThreadPoolExecutor(4) as pool:  # they mostly wait

@@ -240,6 +240,7 @@ def test_error_of_the_reduction_is_raised_on_all_ranks(ranks: Ranks, is_scattere
     assert_no_key_is_left(ranks)
 
 
+@pytest.mark.slow
 def test_failing_rank_wakes_those_that_wait_while_another_is_busy(ranks: Ranks) -> None:
     others_are_out = threading.Event()
     out = []

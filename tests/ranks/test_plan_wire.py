@@ -128,6 +128,7 @@ def paths(draw: Any) -> Any:
     return draw(st.one_of(st.none(), rows, st.just({"a": [1]}), st.just({"a": "a"}), st.just({})))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(items(), max_size=8), paths(), st.booleans())
 def test_plan_comes_out_as_from_a_pickle(

@@ -252,6 +252,7 @@ def numbers(seed: int, count: int) -> list[int]:
     return [int(only)] if only else list(range(seed, seed + count))
 
 
+@pytest.mark.slow
 def test_programs_in_which_ranks_err_mix_nothing_and_go_on(seed: int) -> None:
     for number in numbers(seed, 150):
         run_program(number)

@@ -96,6 +96,7 @@ def save_chunks(
     dcp.save(parts, storage_writer=writer(directory), no_dist=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=6), st.sampled_from(WAYS), st.integers(1, 3))
 def test_any_layout_loads_from_any_other(

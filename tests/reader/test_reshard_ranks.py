@@ -51,6 +51,7 @@ def check_reshard(
             assert_same(local_parts(expected[rank][fqn]), local_parts(value), f"rank {rank} {fqn}")
 
 
+@pytest.mark.slow
 @settings(max_examples=100, derandomize=True)
 @given(worlds(), sides)
 def test_each_shard_loads_as_its_part_of_the_whole(

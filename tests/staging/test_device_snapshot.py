@@ -102,6 +102,7 @@ def test_small_tensors_are_one_kernel_and_no_copy(device: FakeCuda) -> None:
 TABLE_PIECES = 11_776  # of one table of the kernel, 512 KiB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [TABLE_PIECES, TABLE_PIECES + 1, 2 * TABLE_PIECES + 1])
 def test_overlapped_snapshot_of_many_small_tensors_waits_for_none_of_its_launches(
     device: FakeCuda, pieces: int

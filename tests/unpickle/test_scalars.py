@@ -49,6 +49,7 @@ def torch_archive(value: object) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+@pytest.mark.slow
 @given(st.lists(scalars, min_size=1, max_size=20))
 def test_archive_of_a_scalar_has_the_records_of_torch_save(values: list[Any]) -> None:
     state = {f"v{i}": value for i, value in enumerate(values)}

@@ -250,6 +250,7 @@ def test_archives_that_torch_save_does_not_write_are_refused():
             decode(saved(torch.ones(3))[:end])
 
 
+@pytest.mark.slow
 def test_decoding_imports_no_module_in_a_fresh_process(tmp_path):
     item = tmp_path / "item"
     item.write_bytes(saved({"a": argparse.Namespace(x=1), "b": torch.ones(2), "c": (1.5, {2})}))

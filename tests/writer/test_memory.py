@@ -99,12 +99,14 @@ def grown_mib(parent: WarmParent, code: str, path: Path, kind: str) -> int:
 
 # The bound is 32 MiB of slots and 32 MiB of temporaries; one item of 8 MiB may be alive besides
 # the window that is full, and Python's own objects take a little.
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "strided", "temporaries"])
 def test_a_save_stays_within_its_budget(tmp_path: Path, exact: WarmParent, kind: str) -> None:
     grown = grown_mib(exact, SAVE, tmp_path / "ckpt", kind)
     assert grown <= 32 + 32 + 8 + 8, f"{grown} MiB for a state of {STATE_MIB} MiB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "converted", "temporaries"])
 def test_a_load_stays_within_its_budget(tmp_path: Path, exact: WarmParent, kind: str) -> None:
     grown = grown_mib(exact, LOAD, tmp_path / "ckpt", kind)

@@ -10,7 +10,8 @@ from support.ranks import run_cases
 WORKER = Path(__file__).with_name("save_worker.py")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_saves_of_several_ranks_are_whole_or_fail_on_all(tmp_path: Path, ranks: int) -> None:
     run_cases(WORKER, ranks, "all", tmp_path)
 
