@@ -200,7 +200,7 @@ lint-cpp: $(S)/lint
 	@$(MAKE) --no-print-directory --output-sync=target -j$(JOBS) tidy
 
 # One stamp a file, so that only what changed is read again.
-TIDY_FLAGS = -std=c++17 -Icsrc $(shell $(PY) -c 'import pybind11, sysconfig; \
+TIDY_FLAGS = -std=c++17 -Wthread-safety -Icsrc $(shell $(PY) -c 'import pybind11, sysconfig; \
 	print("-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include"))')
 tidy: $(patsubst %.cpp,build/tidy/%.ok,$(filter %.cpp,$(CSRC)))
 build/tidy/%.ok: %.cpp .clang-tidy $(HEADERS) | $(S)/lint

@@ -167,13 +167,24 @@ std::uint64_t py_total(const py::buffer& values, const py::object& widths) {
   return total(counts.numbers(), &each);
 }
 
+void check_tags(const HeldColumn& tags, const HeldColumn& values) {
+  if (values.numbers().count() != tags.column().nbytes) {
+    throw py::value_error("as many tags as values are wanted");
+  }
+}
+
 bool py_are_keys(const py::buffer& tags, const py::buffer& values, std::int64_t strings) {
   const HeldColumn tag(tags);
   const HeldColumn held(values);
-  if (held.numbers().count() != tag.column().nbytes) {
-    throw py::value_error("as many tags as values are wanted");
-  }
+  check_tags(tag, held);
   return are_keys(tag.column(), held.numbers(), strings);
+}
+
+std::uint64_t py_longest_list(const py::buffer& tags, const py::buffer& values) {
+  const HeldColumn tag(tags);
+  const HeldColumn held(values);
+  check_tags(tag, held);
+  return longest_list(tag.column(), held.numbers());
 }
 
 }  // namespace
@@ -198,6 +209,9 @@ void bind_columns(py::module_& module) {
              "it is that or more.");
   module.def("are_keys", &py_are_keys, py::arg("tags"), py::arg("values"), py::arg("strings"),
              "Whether each value with tag 0 numbers one of so many strings.");
+  module.def("longest_list", &py_longest_list, py::arg("tags"), py::arg("values"),
+             "The length of the longest list that values with another tag index; 2**63 where one "
+             "is negative.");
 }
 
 }  // namespace dcpx

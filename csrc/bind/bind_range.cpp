@@ -77,8 +77,15 @@ void bind_range(py::module_& m) {
           },
           py::arg("rows"))
       .def("crc_shares", &RangeJob::crc_shares)
-      .def("finish", &RangeJob::finish, py::arg("is_whole"), py::call_guard<ReleasedGil>())
-      .def("abandon", &RangeJob::abandon)
+      .def(
+          "finish",
+          [](RangeJob& job, bool is_whole) {
+            const PollFunction poll = signal_poll();
+            const ReleasedGil no_gil;
+            job.finish(is_whole, poll);
+          },
+          py::arg("is_whole"))
+      .def("abandon", &RangeJob::abandon, py::call_guard<ReleasedGil>())
       .def("report", [](const RangeJob& job) {
         const engine::RangeReport report = job.report();
         py::dict out;

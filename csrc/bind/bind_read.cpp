@@ -164,7 +164,7 @@ void bind_read(py::module_& m) {
             job.read(regions, signal_poll(), after);
           },
           py::arg("rows"), py::arg("after") = py::none())
-      .def("close", &ReadJob::close)
+      .def("close", &ReadJob::close, py::call_guard<ReleasedGil>())
       .def("touched", &ReadJob::touched)
       .def("report", [](const ReadJob& job) {
         const engine::ReadReport report = job.report();

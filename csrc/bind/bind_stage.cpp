@@ -37,6 +37,12 @@ constexpr DataType kBytesType{1, 8, 1};  // uint8
 // Python's end of an arena. release() leaves the memory to the tensors over it.
 struct ArenaHandle {
   std::shared_ptr<Arena> arena;
+
+  explicit ArenaHandle(std::shared_ptr<Arena> owned) : arena(std::move(owned)) {}
+  ArenaHandle(ArenaHandle&&) = default;
+  ~ArenaHandle() { release(); }
+
+  void release() noexcept { let_go(std::move(arena)); }
   Arena& get() const {
     if (arena == nullptr) throw py::value_error("the arena was released");
     return *arena;
@@ -249,8 +255,12 @@ class StagedCopies {
       const ReleasedGil no_gil;
       has_ended = copies_->drain();
     }
+    if (has_ended) {
+      arena_->give_back();
+      let_go(std::move(arena_));
+      return;
+    }
     const std::shared_ptr<void> lent(arena_.get(), [arena = arena_](void*) { arena->give_back(); });
-    if (has_ended) return;
     // Copies may still read the sources, and write to the arena, which stays lent and mapped.
     device::let_go_when_unused(lent);
     keep_while_copied(std::move(table_));
@@ -313,13 +323,13 @@ py::object lend_bytes(const ArenaHandle& handle, std::uint64_t offset, std::uint
 void bind_stage(py::module_& m) {
   py::class_<ArenaHandle>(m, "Arena")
       .def(py::init([](std::uint64_t nbytes, bool is_shared) {
-             return ArenaHandle{std::make_shared<Arena>(nbytes, is_shared)};
+             return ArenaHandle(std::make_shared<Arena>(nbytes, is_shared));
            }),
            py::arg("nbytes"), py::kw_only(), py::arg("is_shared") = false)
       .def_static(
           "attach",
           [](int fd, std::uint64_t nbytes) {
-            return ArenaHandle{std::make_shared<Arena>(Arena::attach(fd, nbytes))};
+            return ArenaHandle(std::make_shared<Arena>(Arena::attach(fd, nbytes)));
           },
           py::arg("fd"), py::arg("nbytes"))
       .def_property_readonly("nbytes",
@@ -352,7 +362,7 @@ void bind_stage(py::module_& m) {
                                const device::Pinned* const pinned = self.pinned();
                                return pinned == nullptr ? 0 : pinned->pinned_bytes();
                              })
-      .def("release", [](ArenaHandle& self) { self.arena.reset(); });
+      .def("release", &ArenaHandle::release);
 
   py::class_<StageTable>(m, "StageTable")
       .def(py::init<const py::list&>(), py::arg("entries"))

@@ -89,7 +89,7 @@ void bind_write(py::module_& m) {
              }
              return out;
            })
-      .def("abandon", &WriteJob::abandon)
+      .def("abandon", &WriteJob::abandon, py::call_guard<ReleasedGil>())
       .def("created", &WriteJob::created)
       .def("report", [](const WriteJob& job) {
         const engine::WriteReport report = job.report();

@@ -18,7 +18,7 @@
 namespace dcpx {
 namespace {
 
-constexpr std::uint64_t kPageBytes = 4096;
+constexpr std::uint64_t kPageBytes = 4096;  // of the layout; a system's own may be larger
 constexpr std::uint64_t kHugePageBytes = 2 << 20;
 constexpr std::uint64_t kPrefaultBytes = 32 << 20;  // what a worker takes at once
 constexpr const char* kName = "dcpx-arena";
@@ -105,8 +105,10 @@ void Arena::map() {
     throw storage_error("mmap", kName, mmap_errno, -1, static_cast<std::int64_t>(wanted));
   }
   if (before > 0) ::munmap(first, static_cast<std::size_t>(before));
-  if (reserved - before > wanted)
-    ::munmap(place + wanted, static_cast<std::size_t>(reserved - before - wanted));
+  // The system counts in its own pages, 64 KiB of some: the last one may be wanted in part.
+  const std::uint64_t whole = align_up(wanted, system_page_bytes());
+  const std::uint64_t behind = align_up(reserved, system_page_bytes()) - before;
+  if (behind > whole) ::munmap(place + whole, static_cast<std::size_t>(behind - whole));
   data_ = place;
   owner_ = ::getpid();
   const std::uint64_t huge_bytes = align_down(nbytes_, kHugePageBytes);

@@ -29,11 +29,11 @@ Slot::Slot(std::uint64_t nbytes, std::uint64_t alignment) : nbytes_(nbytes) {
     data_ = first;
     return;
   }
-  const std::uint64_t whole = align_up(nbytes, kPageBytes);  // the system counts in pages
+  const std::uint64_t whole = align_up(nbytes, system_page_bytes());
   const std::uint64_t before = align_up(reinterpret_cast<std::uintptr_t>(first), alignment) -
                                reinterpret_cast<std::uintptr_t>(first);
   data_ = first + before;
-  const std::uint64_t behind = align_up(nbytes + spare, kPageBytes) - before - whole;
+  const std::uint64_t behind = align_up(nbytes + spare, system_page_bytes()) - before - whole;
   if (before > 0) ::munmap(first, static_cast<std::size_t>(before));
   if (behind > 0) ::munmap(data_ + whole, static_cast<std::size_t>(behind));
 }

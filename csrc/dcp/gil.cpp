@@ -73,6 +73,13 @@ ReleasedGil::~ReleasedGil() {
   take_gil(state_);
 }
 
+void let_go(std::shared_ptr<void> memory) noexcept {
+  // Without an interpreter PyGILState_Check() says that the GIL is held.
+  if (memory.use_count() != 1 || Py_IsInitialized() == 0 || PyGILState_Check() == 0) return;
+  const ReleasedGil no_gil;
+  memory.reset();
+}
+
 HeldGil::HeldGil() { take_gil(its_state); }
 
 HeldGil::~HeldGil() { PyEval_SaveThread(); }

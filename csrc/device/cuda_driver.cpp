@@ -19,9 +19,9 @@ constexpr const char* kForked =
 
 // Never destroyed: threads may use the driver while the process ends.
 struct Shared {
-  std::mutex mutex;  // one thread loads
-  std::vector<std::unique_ptr<Driver>> drivers;
-  std::vector<std::unique_ptr<std::string>> failures;
+  Mutex mutex;  // one thread loads
+  std::vector<std::unique_ptr<Driver>> drivers DCPX_GUARDED_BY(mutex);
+  std::vector<std::unique_ptr<std::string>> failures DCPX_GUARDED_BY(mutex);
   std::atomic<Driver*> driver{nullptr};
   std::atomic<const std::string*> failure{nullptr};
   std::atomic<::pid_t> loader{0};  // who may hold the mutex: a forked child must not wait for it
@@ -114,8 +114,8 @@ struct DriverLoader {
 
 namespace {
 
-// Leaves either a driver or a failure. REQUIRES: the mutex is held.
-void load(Shared& all) {
+// Leaves either a driver or a failure.
+void load(Shared& all) DCPX_HOLDS(all.mutex) {
   try {
     all.drivers.push_back(DriverLoader::load());
     all.driver.store(all.drivers.back().get(), std::memory_order_release);
@@ -140,7 +140,7 @@ Driver& Driver::get() {
   if (loader != 0 && loader != self) fail(kForked);
   all.loader.store(self, std::memory_order_release);
   {
-    const std::lock_guard lock(all.mutex);
+    const Lock lock(all.mutex);
     if (all.driver.load(std::memory_order_acquire) == nullptr &&
         all.failure.load(std::memory_order_acquire) == nullptr)
       load(all);
@@ -173,7 +173,7 @@ void Driver::check(Result result, const char* call, const std::string& doing) {
   if (result == kSuccess) return;
   std::string message = describe(result, call, doing);
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     std::string& first_loss = first_losses_[current_device];
     if (!first_loss.empty()) {
       message += "; an earlier error had lost the device: " + first_loss;
@@ -193,7 +193,7 @@ void Driver::check_ordinal(int device) const {
 void Driver::check_device(int device) {
   check_ordinal(device);
   std::vector<std::shared_ptr<void>> unused;  // goes after the lock
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   unused = forget_ended();
   for (const GivenUp& one : given_up_) {
     if (one.device != device) continue;
@@ -203,19 +203,19 @@ void Driver::check_device(int device) {
 }
 
 void Driver::give_up(int device, const std::string& why, Stream stream, Event event) noexcept {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   given_up_.push_back({device, why, stream, event});
 }
 
 void Driver::keep_while_used(std::shared_ptr<void> memory) noexcept {
   if (!has_given_up()) return;
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   kept_.push_back(std::move(memory));  // for a moment too long where they have just ended
 }
 
 bool Driver::has_given_up() noexcept {
   std::vector<std::shared_ptr<void>> unused;  // goes after the lock
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   unused = forget_ended();
   return !given_up_.empty();
 }
@@ -240,7 +240,7 @@ std::vector<std::shared_ptr<void>> Driver::forget_ended() {
 
 Context Driver::primary_context(int device) {
   check_ordinal(device);
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   const auto found = contexts_.find(device);
   if (found != contexts_.end()) return found->second;
   const auto failed = [&](Result result, const char* call) {
@@ -256,7 +256,7 @@ Context Driver::primary_context(int device) {
 }
 
 std::vector<int> Driver::open_devices() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<int> devices;
   for (const auto& [device, context] : contexts_) devices.push_back(device);
   return devices;
@@ -281,7 +281,7 @@ std::string driver_failure() {
 
 void forget_driver() {
   Shared& all = shared();
-  const std::lock_guard lock(all.mutex);
+  const Lock lock(all.mutex);
   all.driver.store(nullptr, std::memory_order_release);
   all.failure.store(nullptr, std::memory_order_release);
 }

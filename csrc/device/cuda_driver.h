@@ -7,11 +7,11 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "common/error.h"
+#include "common/mutex.h"
 #include "device/cuda_abi.h"
 
 namespace dcpx::device {
@@ -71,8 +71,8 @@ class Driver {
     Stream stream;
     Event event;
   };
-  // What was kept and is not used any more: to be let go without the mutex. REQUIRES: it is held.
-  [[nodiscard]] std::vector<std::shared_ptr<void>> forget_ended();
+  // What was kept and is not used any more: to be let go without the mutex.
+  [[nodiscard]] std::vector<std::shared_ptr<void>> forget_ended() DCPX_HOLDS(mutex_);
   Driver() = default;
 
   Api api_;
@@ -80,11 +80,11 @@ class Driver {
   int device_count_ = 0;
   ::pid_t owner_ = 0;
   std::atomic<bool> has_batch_{false};
-  std::mutex mutex_;  // guards what follows
-  std::map<int, Context> contexts_;
-  std::vector<GivenUp> given_up_;
-  std::vector<std::shared_ptr<void>> kept_;  // by them
-  std::map<int, std::string> first_losses_;  // by device
+  Mutex mutex_;
+  std::map<int, Context> contexts_ DCPX_GUARDED_BY(mutex_);
+  std::vector<GivenUp> given_up_ DCPX_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<void>> kept_ DCPX_GUARDED_BY(mutex_);  // by them
+  std::map<int, std::string> first_losses_ DCPX_GUARDED_BY(mutex_);  // by device
 };
 
 // Whether a context is lost after this error: nothing that was queued in it runs any more.

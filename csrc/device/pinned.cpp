@@ -10,12 +10,12 @@
 #include <map>
 #include <mutex>
 #include <set>
-#include <shared_mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "common/mutex.h"
 #include "device/cuda_driver.h"
 
 #ifndef MADV_WIPEONFORK
@@ -28,13 +28,13 @@ namespace {
 
 // What is registered now, by address. Never destroyed: a Pinned may live in a static object.
 struct Registry {
-  std::shared_mutex mutex;
-  std::map<std::uint64_t, std::uint64_t> pieces;  // begin -> end
+  SharedMutex mutex;
+  std::map<std::uint64_t, std::uint64_t> pieces DCPX_GUARDED_BY(mutex);  // begin -> end
   // Pieces that the driver would not take back, as their device was lost. It still sends copies
   // that name these addresses to the pages that lay there then.
-  std::map<std::uint64_t, std::uint64_t> stale;
+  std::map<std::uint64_t, std::uint64_t> stale DCPX_GUARDED_BY(mutex);
   // Where pieces begin or end, or will: what is under way may register them at any moment.
-  std::multiset<std::uint64_t> borders;
+  std::multiset<std::uint64_t> borders DCPX_GUARDED_BY(mutex);
 };
 
 Registry& registry() {
@@ -43,9 +43,9 @@ Registry& registry() {
 }
 
 struct Warning {
-  std::mutex mutex;
-  bool is_given = false;
-  std::string text;
+  Mutex mutex;
+  bool is_given DCPX_GUARDED_BY(mutex) = false;
+  std::string text DCPX_GUARDED_BY(mutex);
 };
 
 Warning& warning() {
@@ -61,7 +61,7 @@ std::string memlock_limit() {
 
 void warn_once(const std::string& reason) {
   Warning& kept = warning();
-  const std::lock_guard lock(kept.mutex);
+  const Lock lock(kept.mutex);
   if (kept.is_given) return;
   kept.is_given = true;
   kept.text =
@@ -138,7 +138,7 @@ struct Pinned::State {
   void plan() {
     ::madvise(data, static_cast<std::size_t>(nbytes), MADV_WIPEONFORK);
     Registry& all = registry();
-    const std::unique_lock lock(all.mutex);
+    const Lock lock(all.mutex);
     const auto begin = reinterpret_cast<std::uintptr_t>(data);
     for (; planned < nbytes; planned += std::min(kPinPieceBytes, nbytes - planned))
       all.borders.insert(begin + planned);
@@ -148,9 +148,9 @@ struct Pinned::State {
   void forget_plan() noexcept {
     ::madvise(data, static_cast<std::size_t>(nbytes), MADV_KEEPONFORK);
     Registry& all = registry();
-    const std::unique_lock lock(all.mutex);
+    const Lock lock(all.mutex);
     const auto begin = reinterpret_cast<std::uintptr_t>(data);
-    const auto forget = [&all](std::uint64_t border) {
+    const auto forget = [&all](std::uint64_t border) DCPX_HOLDS(all.mutex) {
       const auto found = all.borders.find(border);
       if (found != all.borders.end()) all.borders.erase(found);
     };
@@ -165,7 +165,7 @@ struct Pinned::State {
       const auto begin = reinterpret_cast<std::uintptr_t>(data + at);
       at += count;
       Registry& all = registry();
-      const std::unique_lock lock(all.mutex);
+      const Lock lock(all.mutex);
       all.pieces[begin] = begin + count;
       pinned.store(at, std::memory_order_release);
     }
@@ -198,11 +198,11 @@ struct Pinned::State {
       const auto begin = reinterpret_cast<std::uintptr_t>(data + at);
       Registry& all = registry();
       {
-        const std::unique_lock lock(all.mutex);
+        const Lock lock(all.mutex);
         all.pieces.erase(begin);
       }
       if (unregister(begin)) continue;
-      const std::unique_lock lock(all.mutex);
+      const Lock lock(all.mutex);
       all.stale[begin] = begin + std::min(kPinPieceBytes, end - at);
     }
   }
@@ -266,7 +266,7 @@ bool is_pinned_range(std::uint64_t address, std::uint64_t nbytes) noexcept {
 
 std::uint64_t pin_run_bytes(std::uint64_t address, std::uint64_t nbytes, bool& is_pinned) noexcept {
   Registry& all = registry();
-  const std::shared_lock lock(all.mutex);
+  const SharedLock lock(all.mutex);
   const auto next = all.pieces.upper_bound(address);
   if (next != all.pieces.begin()) {
     const std::uint64_t end = std::prev(next)->second;
@@ -282,7 +282,7 @@ std::uint64_t pin_run_bytes(std::uint64_t address, std::uint64_t nbytes, bool& i
 
 bool is_stale_range(std::uint64_t address, std::uint64_t nbytes) noexcept {
   Registry& all = registry();
-  const std::shared_lock lock(all.mutex);
+  const SharedLock lock(all.mutex);
   const auto next = all.stale.lower_bound(address + nbytes);
   return next != all.stale.begin() && std::prev(next)->second > address;
 }
@@ -291,25 +291,25 @@ void release_stale() noexcept {
   Registry& all = registry();
   std::map<std::uint64_t, std::uint64_t> stale;
   {
-    const std::unique_lock lock(all.mutex);
+    const Lock lock(all.mutex);
     stale.swap(all.stale);
   }
   for (auto it = stale.begin(); it != stale.end();)
     it = unregister(it->first) ? stale.erase(it) : std::next(it);
   if (stale.empty()) return;
-  const std::unique_lock lock(all.mutex);
+  const Lock lock(all.mutex);
   all.stale.merge(stale);
 }
 
 std::string take_warning() {
   Warning& kept = warning();
-  const std::lock_guard lock(kept.mutex);
+  const Lock lock(kept.mutex);
   return std::exchange(kept.text, {});
 }
 
 void forget_warnings() {
   Warning& kept = warning();
-  const std::lock_guard lock(kept.mutex);
+  const Lock lock(kept.mutex);
   kept.is_given = false;
   kept.text.clear();
 }

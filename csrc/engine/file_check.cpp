@@ -13,8 +13,6 @@ namespace dcpx::engine {
 namespace {
 
 constexpr std::uint64_t kScanBytes = 64 << 10;
-// Larger footers must be on the disk: a file of 4 KiB may claim terabytes of index and table.
-constexpr std::uint64_t kFooterBytes = 64 << 20;
 
 std::vector<std::byte> read_bytes(const io::InputFile& file, std::uint64_t offset,
                                   std::uint64_t nbytes) {
@@ -64,6 +62,12 @@ bool begins_as_zip(const io::InputFile& file, const ForeignItem& item) {
 
 }  // namespace
 
+bool is_hollow_footer(const io::InputFile& file, const Tail& tail) {
+  static constexpr std::uint64_t kSmallBytes = 64 << 20;
+  const std::uint64_t end = file.size_bytes();
+  return end - tail.index_offset > kSmallBytes && io::has_hole(file.fd(), tail.index_offset, end);
+}
+
 FooterFacts check_footer(const io::InputFile& file, std::vector<Finding>& findings) {
   FooterFacts facts;
   const std::uint64_t size = file.size_bytes();
@@ -80,9 +84,9 @@ FooterFacts check_footer(const io::InputFile& file, std::vector<Finding>& findin
     return facts;
   }
   const Tail& tail = facts.tail;
-  if (size - tail.index_offset > kFooterBytes && io::has_hole(file.fd(), tail.index_offset, size)) {
+  if (is_hollow_footer(file, tail)) {
     add(findings, FindingKind::kTail, file, tail.index_offset, size - tail.index_offset,
-        "a footer with a hole, to which nothing was written");
+        kHollowFooter);
     return facts;
   }
   facts.has_tail = true;

@@ -47,6 +47,11 @@ struct FooterFacts {
   std::vector<IndexRow> rows;
 };
 
+// Whether a footer of more than 64 MiB was not written whole: a file of 4 KiB on the disk may claim
+// terabytes of index and table, for which nobody is to take memory. REQUIRES: `tail` is the file's.
+bool is_hollow_footer(const io::InputFile& file, const Tail& tail);
+inline constexpr const char* kHollowFooter = "a footer with a hole, to which nothing was written";
+
 // Reads tail and index, and looks for bytes between them that are not zero. Blocks.
 // Throws what cannot be read at all; adds the rest to `findings`.
 FooterFacts check_footer(const io::InputFile& file, std::vector<Finding>& findings);

@@ -1,7 +1,5 @@
 #include "engine/range_job.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -24,9 +22,7 @@ constexpr std::uint64_t kWriteBackBytes = 1 << 20;  // ranges from here on are w
 // What direct I/O takes, and no less than what the page cache holds together: a page is written
 // through it or past it, never both ways.
 std::uint64_t page_bytes() {
-  static const std::uint64_t bytes =
-      std::max<std::uint64_t>(io::kDirectAlignment, static_cast<std::uint64_t>(::getpagesize()));
-  return bytes;
+  return std::max<std::uint64_t>(io::kDirectAlignment, system_page_bytes());
 }
 
 }  // namespace
@@ -243,12 +239,18 @@ void RangeJob::write_direct(const Plan& plan, const std::byte* data, std::uint64
   if (file.is_direct()) direct_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
 }
 
-void RangeJob::finish(bool is_whole) {
+void RangeJob::finish(bool is_whole, const PollFunction& poll) {
   const Stopwatch watch(engine_ns_);
-  for (File& file : files_) {
-    if (options_.is_durable) file.file.sync();
-    if (is_whole) file.file.close(file.file_bytes);
-  }
+  std::atomic<std::size_t> next{0};
+  const auto work = [&](unsigned, StopFlag& stop) {
+    for (std::size_t i = next++; i < files_.size() && !stop.is_set(); i = next++) {
+      File& file = files_[i];
+      if (options_.is_durable) file.file.sync();
+      if (is_whole) file.file.close(file.file_bytes);
+    }
+  };
+  // Never on this thread: it answers signals while a sync takes its time.
+  run_workers(std::max(options_.workers, 2u), work, poll);
   abandon();
 }
 

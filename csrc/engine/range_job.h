@@ -67,9 +67,9 @@ class RangeJob {  // Not thread-safe. After an exception only report() and aband
   void write(const std::vector<RangeRow>& rows, const PollFunction& poll);
   // This job's share in the CRC of each tag; the xor of all jobs' shares is the CRC.
   const std::vector<std::uint32_t>& crc_shares() const noexcept { return shares_; }
-  // Syncs and closes all files; with `is_whole`, checks their sizes. Blocks. Throws
-  // Error(kStorage).
-  void finish(bool is_whole);
+  // Syncs and closes all files; with `is_whole`, checks their sizes. Polls
+  // while it waits. Blocks. Throws Error(kStorage).
+  void finish(bool is_whole, const PollFunction& poll);
   // Closes what is open.
   void abandon() noexcept;
   RangeReport report() const;

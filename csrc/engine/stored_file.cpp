@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/bytes.h"
+#include "engine/file_check.h"
 #include "engine/file_range.h"
 #include "format/crc32.h"
 
@@ -47,6 +48,10 @@ void StoredFile::open(int dir_fd, const std::string& dir_path) {
                              static_cast<std::int64_t>(kTailBytes),
                              "the file belongs to another save than the metadata",
                              "file id " + hex(spec_.file_id), "file id " + hex(tail_.file_id));
+    }
+    if (is_hollow_footer(file_, tail_)) {
+      throw corruption_error(file_.path(), static_cast<std::int64_t>(tail_.index_offset),
+                             static_cast<std::int64_t>(size - tail_.index_offset), kHollowFooter);
     }
     const bool has_both = spec_.save_id != SaveId{} && tail_.save_id != SaveId{};
     if (has_both && tail_.save_id != spec_.save_id) {

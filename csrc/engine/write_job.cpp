@@ -15,15 +15,16 @@ namespace dcpx::engine {
 
 struct WriteJob::OpenFile {
   FileSpec spec;
-  std::mutex mutex;  // guards `file` while it is opened, and `behind`
-  io::OutputFile file;
+  Mutex mutex;
+  io::OutputFile file;  // opened under the mutex; whoever writes has seen it open
   struct Range {
     std::uint64_t begin, nbytes;
   };
-  std::deque<Range> behind;  // what the page cache has not written back yet, oldest first
-  std::uint64_t behind_bytes = 0;
-  std::uint64_t data_end = 0;  // behind the last item laid out so far
-  std::uint64_t allocated_end = 0;
+  // What the page cache has not written back yet, oldest first.
+  std::deque<Range> behind DCPX_GUARDED_BY(mutex);
+  std::uint64_t behind_bytes DCPX_GUARDED_BY(mutex) = 0;
+  std::uint64_t data_end = 0;                   // behind the last item laid out so far
+  std::uint64_t allocated_end = 0;              // as `file`
   std::atomic<std::uint32_t> segments_left{0};  // of the current call
   std::uint32_t first_segment = 0;              // of the current call
   std::uint32_t segment_count = 0;
@@ -293,7 +294,7 @@ bool WriteJob::write_bytes(OpenFile& file, const std::byte* data, std::uint64_t 
 // behind. REQUIRES: a segment of the file is not done, so that nobody closes it.
 void WriteJob::write_back(OpenFile& file, std::uint64_t begin, std::uint64_t nbytes) {
   file.file.start_write_back(begin, nbytes);
-  std::unique_lock lock(file.mutex);
+  Lock lock(file.mutex);
   file.behind.push_back({begin, nbytes});
   file.behind_bytes += nbytes;
   while (file.behind_bytes > kBehindBytes * options_.workers && file.behind.size() > 1) {
@@ -307,11 +308,11 @@ void WriteJob::write_back(OpenFile& file, std::uint64_t begin, std::uint64_t nby
 }
 
 bool WriteJob::open(OpenFile& file, const StopFlag& stop) {
-  const std::lock_guard lock(file.mutex);
+  const Lock lock(file.mutex);
   if (!file.file.is_open()) {
     file.file =
         io::OutputFile::create(dir_fd_.get(), dir_path_, file.spec.names, options_.use_direct);
-    const std::lock_guard created_lock(created_mutex_);
+    const Lock created_lock(created_mutex_);
     created_.push_back(file.file.name());
   }
   std::uint64_t end = align_up(file.data_end, io::kDirectAlignment);
@@ -383,7 +384,7 @@ void WriteJob::abandon() noexcept {
 }
 
 std::vector<std::string> WriteJob::created() const {
-  const std::lock_guard lock(created_mutex_);
+  const Lock lock(created_mutex_);
   return created_;
 }
 

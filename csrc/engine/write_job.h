@@ -15,10 +15,10 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "common/mutex.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
 #include "device/source_events.h"
@@ -126,8 +126,8 @@ class WriteJob {
   std::string dir_path_;
   WriteOptions options_;
   std::deque<OpenFile> files_;
-  mutable std::mutex created_mutex_;
-  std::vector<std::string> created_;
+  mutable Mutex created_mutex_;
+  std::vector<std::string> created_ DCPX_GUARDED_BY(created_mutex_);
   std::atomic<std::uint64_t> direct_bytes_{0};
   std::atomic<std::uint64_t> buffered_bytes_{0};
   std::atomic<std::uint64_t> in_place_bytes_{0};

@@ -47,4 +47,14 @@ bool are_keys(const RawColumn& tags, const RawNumbers& values, std::int64_t stri
   return true;
 }
 
+std::uint64_t longest_list(const RawColumn& tags, const RawNumbers& values) {
+  std::uint64_t longest = 0;
+  for (std::size_t at = 0; at < tags.nbytes; ++at) {
+    if (tags.begin[at] == std::byte{0}) continue;
+    const std::int64_t value = values[at];
+    longest = std::max(longest, value < 0 ? kTooMany : static_cast<std::uint64_t>(value) + 1);
+  }
+  return longest;
+}
+
 }  // namespace dcpx

@@ -47,4 +47,8 @@ std::uint64_t total(const RawNumbers& counts, const RawNumbers* widths);
 // Whether each value with tag 0 numbers one of so many strings. REQUIRES: a tag a value.
 bool are_keys(const RawColumn& tags, const RawNumbers& values, std::int64_t strings);
 
+// The length of the longest list that values with another tag index; kTooMany where one is
+// negative. REQUIRES: a tag a value.
+std::uint64_t longest_list(const RawColumn& tags, const RawNumbers& values);
+
 }  // namespace dcpx

@@ -10,20 +10,25 @@ namespace dcpx::crc32_kernels {
 namespace {
 
 #if defined(__clang__)
+// <arm_acle.h> has the intrinsics only where the whole file is compiled for the extension.
 #define DCPX_TARGET_CRC __attribute__((target("crc")))
+#define DCPX_CRC32D __builtin_arm_crc32d
+#define DCPX_CRC32B __builtin_arm_crc32b
 #else
 #define DCPX_TARGET_CRC __attribute__((target("+crc")))
+#define DCPX_CRC32D __crc32d
+#define DCPX_CRC32B __crc32b
 #endif
 
 // Functors, not lambdas: a lambda does not inherit the target of the function around it.
 struct Step8 {
   DCPX_TARGET_CRC std::uint32_t operator()(std::uint32_t raw, std::uint64_t word) const {
-    return __crc32d(raw, word);
+    return DCPX_CRC32D(raw, word);
   }
 };
 struct Step1 {
   DCPX_TARGET_CRC std::uint32_t operator()(std::uint32_t raw, std::uint8_t value) const {
-    return __crc32b(raw, value);
+    return DCPX_CRC32B(raw, value);
   }
 };
 

@@ -1,9 +1,11 @@
 #include "io/system_calls.h"
 
 #include <fcntl.h>
-#include <linux/openat2.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#if __has_include(<linux/openat2.h>)  // Linux 5.6
+#include <linux/openat2.h>
+#endif
 
 #include <atomic>
 #include <cerrno>
@@ -83,7 +85,7 @@ int open_at(int dir_fd, const char* name, int flags, mode_t mode) {
 }
 
 int open_beneath(int dir_fd, const char* path, int flags) {
-#ifdef SYS_openat2
+#if defined(SYS_openat2) && defined(RESOLVE_BENEATH)
   if (before(Call::kOpen) == Verdict::kFail) return -1;
   open_how how{};
   how.flags = static_cast<std::uint64_t>(static_cast<unsigned>(flags));

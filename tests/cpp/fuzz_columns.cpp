@@ -100,7 +100,10 @@ void ask(const Columns& columns) {
   }
   const dcpx::RawColumn tags = columns.raw("planner_tag");
   const dcpx::RawNumbers values(columns.raw("planner_value"));
-  if (values.count() == tags.nbytes) dcpx::are_keys(tags, values, 3);
+  if (values.count() == tags.nbytes) {
+    dcpx::are_keys(tags, values, 3);
+    dcpx::longest_list(tags, values);
+  }
   dcpx::highest(columns.raw("tensor_flags"));
 }
 

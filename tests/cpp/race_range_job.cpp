@@ -63,8 +63,8 @@ TEST(range_jobs_fill_a_file_together) {
     second.write({boxes[1].row, boxes[2].row}, kNoPoll);
     const std::uint32_t crc = first.crc_shares()[1] ^ second.crc_shares()[1];
     CHECK_EQ(crc, dcpx::crc32(0, matrix.data(), matrix.size()));
-    second.finish(false);
-    first.finish(true);
+    second.finish(false, kNoPoll);
+    first.finish(true, kNoPoll);
     const std::vector<std::byte> found = dir.content("f");
     CHECK_EQ(found.size(), file_bytes);
     CHECK(std::memcmp(found.data() + kOffset, matrix.data(), matrix.size()) == 0);
@@ -92,8 +92,8 @@ TEST(range_jobs_write_long_runs_past_the_page_cache) {
     first.write({boxes[0].row}, kNoPoll);
     const std::uint32_t crc = first.crc_shares()[1] ^ second.crc_shares()[1];
     CHECK_EQ(crc, dcpx::crc32(0, matrix.data(), matrix.size()));
-    second.finish(false);
-    first.finish(true);
+    second.finish(false, kNoPoll);
+    first.finish(true, kNoPoll);
     const std::vector<std::byte> found = dir.content("f");
     CHECK_EQ(found.size(), file_bytes);
     CHECK(std::memcmp(found.data() + kOffset, matrix.data(), matrix.size()) == 0);
@@ -119,7 +119,7 @@ TEST(range_job_refuses_rows_that_reach_behind_their_file) {
   job.write({row}, kNoPoll);
   CHECK_THROWS(job.add_file("f", 100, true, kNoPoll), ErrorCode::kStorage);
   CHECK_THROWS(job.add_file("absent", 100, false, kNoPoll), ErrorCode::kStorage);
-  job.finish(true);
+  job.finish(true, kNoPoll);
 }
 
 }  // namespace

@@ -229,3 +229,31 @@ def test_sdist_builds_a_wheel_in_isolation_without_torch(
     code = f"{IMPORT_THE_COPY}from torch_dcpx import _C; print(_C.__file__)"
     unpacked = str(tmp_path / "unpacked")
     assert run_python(code, unpacked).stdout.startswith(unpacked)
+
+
+def headers_without(name: str, folder: Path) -> list[str]:
+    """The compiler's arguments for its own headers without one of them."""
+    said = subprocess.run(
+        ["c++", "-E", "-v", "-x", "c++", os.devnull], capture_output=True, text=True, check=True
+    ).stderr
+    listed = said.split("#include <...> search starts here:")[1].split("End of search list")[0]
+    arguments = ["-nostdinc", "-nostdinc++"]
+    for number, root in enumerate(Path(line.strip()) for line in listed.splitlines() if line):
+        if (root / name).exists():
+            mirror, inner = folder / str(number), Path(name).parent
+            (mirror / inner).mkdir(parents=True)
+            for one in [*root.iterdir(), *(root / inner).iterdir()]:
+                if one not in (root / inner, root / name):
+                    (mirror / one.relative_to(root)).symlink_to(one)
+            arguments += ["-isystem", str(mirror)]
+        else:
+            arguments += ["-isystem", str(root)]
+    return arguments
+
+
+def test_calls_of_the_system_build_with_headers_before_linux_5_6(tmp_path: Path) -> None:
+    arguments = headers_without("linux/openat2.h", tmp_path)
+    source = ROOT / "csrc" / "io" / "system_calls.cpp"
+    command = ["c++", "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}", *arguments, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

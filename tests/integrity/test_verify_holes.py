@@ -6,9 +6,13 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import RunPython
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C, RepairError
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+from torch_dcpx.storage.names import FileEntry
 
 BLOCK, PAGE, TIB = 64 << 10, 4096, 1 << 40
 
@@ -40,3 +44,41 @@ def test_footer_of_holes_is_a_finding(tmp_path: Path, data_bytes: int, index_byt
     assert fault.kind == "tail" and "hole" in fault.message
     with pytest.raises(RepairError, match="hole"):
         dcpx.repair(tmp_path)
+
+
+LOADS_A_HOLLOW_FILE = """
+import resource, sys
+import torch
+import torch_dcpx as dcpx
+# Neither the index nor the table that it claims fits.
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+try:
+    dcpx.load({"w": torch.zeros(4)}, sys.argv[1], no_dist=True)
+except dcpx.CorruptionError as error:
+    assert "a footer with a hole" in str(error), error
+    assert str(error.path).endswith("__0_0.distcp")
+    peak = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    print(int(peak[0].split()[1]) >> 20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("data_bytes", "index_bytes"), [(0, 4 << 30), (0, TIB), (TIB, 0), (12 * TIB, 0)]
+)
+def test_load_takes_no_memory_for_a_footer_of_holes(
+    run_python: RunPython, tmp_path: Path, data_bytes: int, index_bytes: int
+) -> None:
+    """The tail is that of the file which the metadata names, so nothing but the hole is wrong."""
+    path, file = tmp_path / "ckpt", tmp_path / "ckpt" / "__0_0.distcp"
+    dcpx.save({"w": torch.ones(4)}, path, no_dist=True)
+    write_sparse(file, data_bytes, index_bytes)
+    assert file.stat().st_blocks * 512 <= 64 << 10
+    meta = path / ".metadata"
+    decoded = decode_metadata(meta.read_bytes(), str(meta))
+    with file.open("rb") as raw:
+        raw.seek(-4, 2)
+        (crc,) = struct.unpack("<I", raw.read())
+    entry = FileEntry("__0_0.distcp", bytes(16), file.stat().st_size, crc)
+    meta.write_bytes(encode_metadata(decoded.metadata, [entry], decoded.save_id))
+    peak = int(run_python(LOADS_A_HOLLOW_FILE, str(path)).stdout)
+    assert peak < 1024, peak

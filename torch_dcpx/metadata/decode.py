@@ -16,7 +16,14 @@ from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION
 from torch_dcpx._native import _C
 from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.metadata.columns import I64_MAX, ColumnReader
-from torch_dcpx.metadata.lazy import StoredEntries, StoredPaths, StoredPlaces, stored_dicts
+from torch_dcpx.metadata.lazy import (
+    MANY_PLACES,
+    StoredEntries,
+    StoredPaths,
+    StoredPlaces,
+    have_full_lists,
+    stored_dicts,
+)
 from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 from torch_dcpx.storage.names import FileEntry, id_bytes
 
@@ -151,7 +158,10 @@ def open_planner(columns: ColumnReader, strings: list[str]) -> StoredPaths:
         names = fqns.cast("q")
         if len({strings[number] for number in names}) != len(names):
             raise columns.error("a name is there twice", "planner_fqn")
-    return StoredPaths.over(strings, fqns.cast("q"), counts.cast("q"), tags, values.cast("q"))
+    paths = StoredPaths.over(strings, fqns.cast("q"), counts.cast("q"), tags, values.cast("q"))
+    if _C.longest_list(tags, values) > MANY_PLACES and not have_full_lists(paths.values()):
+        raise columns.error("a list index that the names cannot fill", "planner_value")
+    return paths
 
 
 def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEntry]:

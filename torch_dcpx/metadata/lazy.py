@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -95,6 +95,40 @@ _ALL_METHODS = (
 )  # fmt: skip
 for _name in _ALL_METHODS:
     setattr(_Filled, _name, _filling(_name))
+
+
+# Flatten leaves empty dicts out, so a list may have gaps. So many places are no bomb.
+_SPARE_PLACES = 1 << 20
+_PLACES_A_KEY = 64
+MANY_PLACES = 256  # a list up to here is always let be
+
+
+def have_full_lists(paths: Collection[object]) -> bool:
+    """Whether the lists that a state of these paths has are about as long as the paths are many.
+
+    A load without a template makes each list as long as its highest index says, at 8 B a place.
+
+    Args:
+        paths: keys and list indices of each name; what is no tuple or list is left alone.
+    """
+    known = [path for path in paths if isinstance(path, (tuple, list))]
+    limit = _PLACES_A_KEY * sum(map(len, known)) + _SPARE_PLACES
+    root: dict[Any, Any] = {}  # what lies under each key; under None the length of a list
+    for path in known:
+        node = root
+        if set(map(type, path)) <= {str}:
+            continue
+        for key in path:
+            if isinstance(key, (int, float)):
+                grown = int(key) + 1 - node.get(None, 0) if 0 <= key < limit else limit + 1
+                limit -= max(grown, 0)
+                if limit < 0:
+                    return False
+                node[None] = max(node.get(None, 0), int(key) + 1)
+            elif not isinstance(key, str):
+                break  # no path of flatten's
+            node = node.setdefault(key, {})
+    return True
 
 
 class StoredPaths(_Filled):

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_dcpx._compat import AnyProperties, common_properties
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import CorruptionError
+from torch_dcpx.metadata.lazy import have_full_lists
 from torch_dcpx.metadata.stock_classes import (
     BYTES,
     INDEX,
@@ -129,8 +130,12 @@ class _Rebuild:
             type(key) is str and type(path) is tuple and {type(part) for part in path} <= {str, int}
             for key, path in raw.items()
         ):
-            return raw  # what stock's flatten writes
-        return self._settle(raw)
+            made: Any = raw  # what stock's flatten writes
+        else:
+            made = self._settle(raw)
+        if isinstance(made, dict) and not have_full_lists(made.values()):
+            self._refuse(None, "planner_data has a list index that its names cannot fill")
+        return made
 
     def metadata(self, state: dict[str, Any]) -> Metadata:
         meta = state.get("storage_meta")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._native import _C
-from torch_dcpx.metadata.lazy import StoredPaths, stored_dicts
+from torch_dcpx.metadata.lazy import MANY_PLACES, StoredPaths, have_full_lists, stored_dicts
 from torch_dcpx.metadata.stock_classes import METADATA
 from torch_dcpx.unpickle.torch_objects import LAYOUTS
 
@@ -67,7 +67,11 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
     planner = None
     if found["has_planner"]:
         fqns, counts, values = (_numbers(columns[f"planner_{n}"]) for n in ("fqn", "len", "value"))
-        planner = StoredPaths.over(strings, fqns, counts, columns["planner_tag"], values)
+        tags = columns["planner_tag"]
+        planner = StoredPaths.over(strings, fqns, counts, tags, values)
+        longest = _C.longest_list(tags, columns["planner_value"])
+        if longest > MANY_PLACES and not have_full_lists(planner.values()):
+            return None
     return Metadata(
         state_dict_metadata=dicts[0],
         planner_data=planner,
