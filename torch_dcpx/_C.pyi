@@ -127,6 +127,8 @@ class ReadRows:
         entries: list[Any],
         forms: list[Any],
         state: dict[str, Any],
+        stored: dict[str, Any],
+        columns: StoredColumns | None,
         is_host: Callable[[Any], bool],
         ordinal_of: Callable[[Any], int],
     ) -> tuple[list[Any], set[int]]: ...

@@ -10,6 +10,7 @@
 #include "dcp/dcp.h"
 #include "dcp/fields.h"
 #include "dcp/objects.h"
+#include "dcp/stored_columns.h"
 #include "dcp/tensor_fields.h"
 
 namespace dcpx {
@@ -45,6 +46,7 @@ class ReadRows {
 
   py::tuple plain_reads(const py::list& items, const py::list& files, const py::list& places,
                         const py::list& entries, const py::list& forms, const py::dict& state,
+                        const py::dict& stored, const StoredColumns* columns,
                         const py::object& is_host, const py::object& ordinal_of) const {
     const Py_ssize_t count = PyList_GET_SIZE(items.ptr());
     if (PyList_GET_SIZE(files.ptr()) != count || PyList_GET_SIZE(places.ptr()) != count ||
@@ -67,7 +69,7 @@ class ReadRows {
       if (number >= known.size()) throw py::value_error("a place numbers no form");
       const Form& form = known[number];
       py::object read;
-      if (form.run_bytes != 0) {
+      if (form.run_bytes != 0 && is_of_dtype(field(all, i), form, stored, columns)) {
         read = read_of(field(all, i), form, field(its_files, i), place, field(its_entries, i),
                        state, is_host, ordinal_of, devices);
       }
@@ -77,6 +79,22 @@ class ReadRows {
   }
 
  private:
+  // Whether the metadata says the dtype that is stored. `stored` has entries, or their numbers in
+  // the columns, by name.
+  bool is_of_dtype(const py::handle& item, const Form& form, const py::dict& stored,
+                   const StoredColumns* columns) const {
+    const auto entry = py::reinterpret_borrow<py::object>(
+        find(stored, get_attr(get_attr(item, storage_index_), fqn_)));
+    if (!entry) return true;  // nothing is said
+    if (PyLong_CheckExact(entry.ptr()) == 0) {
+      const py::object properties = py::getattr(entry, properties_, py::none());
+      return !properties.is_none() && get_attr(properties, dtype_).is(form.dtype);
+    }
+    const auto number = entry.cast<std::int64_t>();
+    return columns != nullptr && columns->is_tensor(number) &&
+           columns->dtype(number).is(form.dtype);
+  }
+
   // Null for what is not a whole tensor in C order of the stored dtype.
   py::object read_of(const py::handle& item, const Form& form, const py::handle& file,
                      const py::handle& place, const py::handle& entry, const py::dict& state,
@@ -133,7 +151,8 @@ class ReadRows {
              dest_index_ = interned("dest_index"), fqn_ = interned("fqn"),
              shape_ = interned("shape"), lengths_ = interned("lengths"),
              offset_ = interned("offset"), storage_offsets_ = interned("storage_offsets"),
-             descriptors_ = interned("transform_descriptors");
+             descriptors_ = interned("transform_descriptors"),
+             storage_index_ = interned("storage_index"), properties_ = interned("properties");
 };
 
 }  // namespace
@@ -143,8 +162,10 @@ void bind_read_rows(py::module_& module) {
       .def(py::init<const py::dict&>(), py::arg("classes"))
       .def("plain_reads", &ReadRows::plain_reads, py::arg("items"), py::arg("files"),
            py::arg("places"), py::arg("entries"), py::arg("forms"), py::arg("state"),
-           py::arg("is_host"), py::arg("ordinal_of"),
-           "(reads of whole tensors in C order, None for other items; the devices they go to).");
+           py::arg("stored"), py::arg("columns").none(true), py::arg("is_host"),
+           py::arg("ordinal_of"),
+           "(reads of whole tensors in C order whose dtype is that of the metadata, None for other "
+           "items; the devices they go to).");
 }
 
 }  // namespace dcpx

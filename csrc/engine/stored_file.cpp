@@ -1,6 +1,7 @@
 #include "engine/stored_file.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "common/bytes.h"
 #include "engine/file_check.h"
@@ -69,6 +70,7 @@ void StoredFile::open(int dir_fd, const std::string& dir_path) {
 void StoredFile::locate(const std::vector<WantedItem>& wanted,
                         const std::vector<std::uint32_t>& indices,
                         std::vector<LocatedItem>& located) const {
+  refuse_overlaps(wanted, indices);
   if (!spec_.is_ours) {
     for (const std::uint32_t i : indices) located[i] = locate_foreign(wanted[i]);
     return;
@@ -110,6 +112,26 @@ void StoredFile::locate(const std::vector<WantedItem>& wanted,
     out.sizes = row->sizes;
     out.strides = row->strides;
     out.dtype = row->dtype;
+  }
+}
+
+// Two names may be one item, as of tied weights; two items share no byte.
+void StoredFile::refuse_overlaps(const std::vector<WantedItem>& wanted,
+                                 const std::vector<std::uint32_t>& indices) const {
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges;  // offset, bytes
+  ranges.reserve(indices.size());
+  for (const std::uint32_t i : indices) {
+    if (wanted[i].nbytes > 0) ranges.emplace_back(wanted[i].offset, wanted[i].nbytes);
+  }
+  if (!std::is_sorted(ranges.begin(), ranges.end())) std::sort(ranges.begin(), ranges.end());
+  for (std::size_t r = 1; r < ranges.size(); ++r) {
+    const auto& [offset, nbytes] = ranges[r];
+    const auto& [before, before_nbytes] = ranges[r - 1];
+    if (offset - before >= before_nbytes || ranges[r] == ranges[r - 1]) continue;
+    throw corruption_error(
+        file_.path(), static_cast<std::int64_t>(offset), static_cast<std::int64_t>(nbytes),
+        "the metadata puts this item on bytes of the one at offset " + std::to_string(before) +
+            ", which has " + std::to_string(before_nbytes) + " B");
   }
 }
 

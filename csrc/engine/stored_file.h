@@ -80,6 +80,8 @@ class StoredFile {  // open() and close() are the owner's; the rest is thread-sa
   std::uint32_t block_crc(std::uint64_t block) const { return blocks_[block - first_block_]; }
 
  private:
+  void refuse_overlaps(const std::vector<WantedItem>& wanted,
+                       const std::vector<std::uint32_t>& indices) const;
   LocatedItem locate_foreign(const WantedItem& wanted) const;
 
   StoredFileSpec spec_;

@@ -26,7 +26,7 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
-from torch_dcpx.unpickle.torch_items import load_by_torch
+from torch_dcpx.unpickle.torch_items import fill_target, load_by_torch
 
 Maker = Callable[[torch.Generator], torch.Tensor]
 MEMORYLESS: dict[str, Maker] = {
@@ -127,7 +127,7 @@ def test_sparse_coo_item_that_stock_wrote_from_a_device_fills_its_target() -> No
     item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, sizes)
     planner = DefaultLoadPlanner()
     planner.state_dict = {"w": target}
-    load_by_torch(data, "file", item, planner, ReadOptions())
+    fill_target(load_by_torch(data, "file", item, planner, ReadOptions()), item, planner)
     assert torch.equal(target.to_dense(), torch.eye(3))
 
 

@@ -328,6 +328,13 @@ def outline_of(stored: Mapping[str, Any]) -> Callable[[str], STORAGE_TYPES | Non
     return stored.outline if isinstance(stored, StoredEntries) else stored.get
 
 
+def raw_entries(stored: Mapping[str, Any]) -> tuple[dict[str, Any], _C.StoredColumns | None]:
+    """Returns entries, or their numbers in the columns, by name; and the columns, if there are."""
+    if isinstance(stored, StoredEntries):
+        return stored, stored.columns
+    return stored if isinstance(stored, dict) else dict(stored), None
+
+
 def chunks_in(stored: Mapping[str, Any]) -> Callable[[str], Any]:
     """Returns a function from a stored tensor's name to its chunks, or to their number in `columns`
     while they are not made.

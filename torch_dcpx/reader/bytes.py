@@ -9,7 +9,7 @@ torch-dcpx wrote are decoded in C++, all of a window in one call.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.unpickle.byte_items import decode_byte_item, reencode_byte_item
-from torch_dcpx.unpickle.torch_items import load_by_torch
+from torch_dcpx.unpickle.torch_items import fill_target, load_by_torch
 from torch_dcpx.unpickle.unpickler import MAX_MESSAGE
 
 # One load decodes these once for all items of the same bytes, as they cannot change. A list or a
@@ -46,7 +46,15 @@ class BytesRead(NamedTuple):
 class BytesFinisher:
     """Hands items that were read to torch or the planner. One per load."""
 
-    def __init__(self, planner: LoadPlanner, transforms: Any, options: ReadOptions) -> None:
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        transforms: Any,
+        options: ReadOptions,
+        check_dtype: Callable[[ReadItem, torch.dtype, str], None],
+    ) -> None:
+        """Args: check_dtype: refuses a tensor's dtype."""
+        self._check_dtype = check_dtype
         self._planner = planner
         self._transforms = transforms
         self._options = options
@@ -70,7 +78,9 @@ class BytesFinisher:
         if read.descriptors:
             data = _undo_extensions(read, self._transforms)
         if item.type != LoadItemType.BYTE_IO:
-            load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
+            tensor = load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
+            self._check_dtype(item, tensor.dtype, read.path)
+            fill_target(tensor, item, self._planner)
         elif plain is not NotImplemented and self._takes_objects:
             _put(self._planner, item, plain)  # type: ignore[arg-type]
         elif plain is not NotImplemented or self._options.trusted:

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from torch_dcpx._compat import increment_version
@@ -28,6 +28,7 @@ from torch_dcpx._gc import bounded_pause
 from torch_dcpx._hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks, is_any_order
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, StagingError, StorageError
+from torch_dcpx.metadata.lazy import outline_of, raw_entries
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.bytes import BytesFinisher, BytesRead
 from torch_dcpx.reader.claims import Claim, disjoint_groups
@@ -130,12 +131,13 @@ class _Window:
         transforms: Any,
         options: ReadOptions,
         meeting: Container[MetadataIndex],
+        stored: Mapping[str, Any],
     ) -> None:
         self._found = found
+        self._stored = stored
         self._meeting = meeting
         self._planner = planner
         self._budget_bytes = options.host_memory_bytes
-        self._bytes = BytesFinisher(planner, transforms, options)
         self._makes_targets = not has_stock_hooks(planner)
         self._is_single = (
             self._makes_targets
@@ -143,6 +145,9 @@ class _Window:
             and not is_any_order(planner)
         )
         self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
+        # A planner's own hooks may convert what is stored as another dtype than it is said to be.
+        self._outline = None if self._makes_targets or self._wants_commits else outline_of(stored)
+        self._bytes = BytesFinisher(planner, transforms, options, self._check_dtype)
         # Whether targets are the state's own tensors, and no hook waits for them.
         has_state = has_plain_state(planner) and not meeting
         self.is_lean = has_state and not (self._makes_targets or self._wants_commits)
@@ -173,6 +178,7 @@ class _Window:
             reads, self._plain_devices = _READ_ROWS.plain_reads(
                 found.items, found.files, found.places, found.entries, found.forms,
                 self._planner.state_dict,  # type: ignore[attr-defined]
+                *raw_entries(self._stored),
                 device_memory.is_host, device_memory.ordinal_of,
             )  # fmt: skip
         for number in order:
@@ -191,6 +197,18 @@ class _Window:
             self._add_bytes(item, located, descriptors)
         else:
             self._add_tensor(item, located)
+
+    def _check_dtype(self, item: ReadItem, dtype: torch.dtype, path: str) -> None:
+        """Raises CorruptionError where the metadata says another dtype than a tensor is of."""
+        fqn = item.storage_index.fqn
+        entry = self._outline(fqn) if self._outline is not None else None
+        if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
+            raise CorruptionError(
+                f"'{fqn}' is stored in '{path}' as {dtype}, the metadata says "
+                f"{entry.properties.dtype}",
+                fqn=fqn,
+                path=path,
+            )
 
     def _claim(self, item: ReadItem, target: torch.Tensor) -> Claim | None:
         """Returns the memory of a target whose strides say where it is."""
@@ -213,6 +231,7 @@ class _Window:
     def _add_tensor(self, item: ReadItem, located: Located) -> None:
         """Prepares the read of a plain tensor's region."""
         dtype = stored_dtype(located, item.storage_index.fqn)
+        self._check_dtype(item, dtype, located.path)
         is_big_endian = located.form.is_big_endian
         target = self._planner.resolve_tensor(item)
         place = place_of(target.detach(), dtype, is_big_endian)
@@ -331,6 +350,7 @@ def read_items(
     transforms: Any,
     options: ReadOptions,
     *,
+    stored: Mapping[str, Any],
     meeting: Container[MetadataIndex] = frozenset(),
 ) -> ReadCounts:
     """Reads the items of a plan into the planner's tensors and objects, file by file as stock does.
@@ -340,13 +360,14 @@ def read_items(
         planner: gives targets, takes values.
         transforms: stock's `_StorageReaderTransforms`.
         options: memory bound and trust.
+        stored: the entries of the metadata.
         meeting: targets of which two items may fill the same element.
 
     Raises:
         CorruptionError, StagingError, StorageError: `touched` names the items whose targets may
             hold new bytes.
     """
-    window = _Window(found, planner, transforms, options, meeting)
+    window = _Window(found, planner, transforms, options, meeting, stored)
     try:
         # A user's planner may make garbage of any size, which must not wait for the end.
         runs_own_code = not (window.is_lean and has_stock_hooks(planner, TAKING_HOOKS))

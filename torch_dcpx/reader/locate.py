@@ -246,8 +246,8 @@ def _file_spec(
 def _name_item(error: CorruptionError, stored: Sequence[tuple[ReadItem, Any]]) -> None:
     """Adds the name of the item of this file in which the damage begins, where it is in one."""
     at = -1 if error.offset is None else error.offset
-    for item, entry in stored:
-        if entry.offset == at or entry.offset <= at < entry.offset + entry.length:
-            error.fqn = item.storage_index.fqn
-            error.message += f" (item '{error.fqn}')"
-            return
+    begin = [item for item, entry in stored if entry.offset == at]
+    hold = [item for item, entry in stored if entry.offset <= at < entry.offset + entry.length]
+    for item in (begin or hold)[:1]:
+        error.fqn = item.storage_index.fqn
+        error.message += f" (item '{error.fqn}')"

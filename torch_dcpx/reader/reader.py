@@ -19,7 +19,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,14 @@ class DcpxReader(FileSystemReader):
                     is_tiled = check_coverage(plan.items, planner, str(Path(self.path) / name))
                 found = found or self.__find(plan.items)
                 meeting = frozenset() if is_tiled else meeting_targets(plan.items)
-                counts = read_items(found, planner, self.transforms, self.options, meeting=meeting)
+                counts = read_items(
+                    found,
+                    planner,
+                    self.transforms,
+                    self.options,
+                    stored=self.__entries,
+                    meeting=meeting,
+                )
             except StorageError as error:
                 self.__check_not_replaced(error)
                 raise
@@ -236,6 +243,10 @@ class DcpxReader(FileSystemReader):
     def generation(self) -> Generation | None:
         """Which save's metadata was read. None: none yet."""
         return self.__generation
+
+    @property
+    def __entries(self) -> Mapping[str, Any]:
+        return self.__checkpoint.metadata.state_dict_metadata if self.__checkpoint else {}
 
     @property
     def __files(self) -> dict[str, FileEntry] | None:

@@ -296,11 +296,10 @@ def _refusals_by_name(path: str, fqn: str) -> Iterator[None]:
 
 def load_by_torch(
     data: io.IOBase, path: str, item: ReadItem, planner: LoadPlanner, options: ReadOptions
-) -> None:
-    """Loads an item that only torch's own loader understands, as stock does.
+) -> torch.Tensor:
+    """Returns the tensor of an item that only torch's own loader understands, loaded as by stock.
 
     Raises:
-        AssertionError: the target's size is not the region's (stock's text).
         UnsafePickleError: it is of a class that is neither plain nor allowed by `options`.
         CorruptionError: torch cannot load it.
     """
@@ -321,6 +320,15 @@ def load_by_torch(
             weights_only=not options.trusted,
         )
         _check_tensor(tensor)
+    return tensor  # type: ignore[no-any-return]
+
+
+def fill_target(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    """Copies the region of `item` in a loaded tensor to its target, as stock does.
+
+    Raises:
+        AssertionError: the target's size is not the region's (stock's text).
+    """
     tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item)
     if target.layout != torch.sparse_coo:  # of which detach() makes a copy, which stock then fills

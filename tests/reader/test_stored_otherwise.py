@@ -1,0 +1,147 @@
+"""Items that are stored otherwise than the metadata says: of another dtype, or on shared bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.saves import raises_one, save
+from support.states import assert_same
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+import torch_dcpx
+from torch_dcpx import CorruptionError, DcpxLoadPlanner, DcpxReader
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+
+STATE = {"a": torch.arange(100.0), "b": torch.arange(60.0), "c": torch.arange(40)}
+
+
+def change_metadata(path: Path, writer: str, change: Callable[[Any], None]) -> None:
+    file = path / ".metadata"
+    if writer == "stock":
+        metadata = pickle.loads(file.read_bytes())
+        change(metadata)
+        file.write_bytes(pickle.dumps(metadata))
+        return
+    decoded = decode_metadata(file.read_bytes(), str(file))
+    plain = pickle.loads(pickle.dumps(decoded.metadata))
+    change(plain)
+    assert decoded.files is not None
+    file.write_bytes(encode_metadata(plain, list(decoded.files.values()), decoded.save_id))
+
+
+def say_dtype(name: str, dtype: torch.dtype) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata[name]
+        metadata.state_dict_metadata[name] = dataclasses.replace(
+            entry, properties=dataclasses.replace(entry.properties, dtype=dtype)
+        )
+
+    return change
+
+
+def load(path: Path, planner: LoadPlanner | None = None, **dtypes: torch.dtype) -> dict[str, Any]:
+    target = {
+        name: torch.full_like(value, -1, dtype=dtypes.get(name)) for name, value in STATE.items()
+    }
+    dcp.load(target, storage_reader=DcpxReader(path), planner=planner, no_dist=True)
+    return target
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("planner", [DefaultLoadPlanner, DcpxLoadPlanner])
+def test_other_dtype_than_the_metadata_says_is_corruption(
+    tmp_path: Path, writer: str, wanted: torch.dtype, planner: type[LoadPlanner]
+) -> None:
+    save(STATE, tmp_path, writer)
+    change_metadata(tmp_path, writer, say_dtype("b", torch.float64))
+    with raises_one(CorruptionError) as raised:
+        load(tmp_path, planner(), b=wanted)
+    assert "is stored in" in str(raised.error)
+    assert "as torch.float32, the metadata says torch.float64" in str(raised.error)
+    assert (raised.error.fqn, raised.error.touched) == ("b", ())
+    target = {"a": torch.zeros(100)}  # what is not damaged is there
+    dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert_same({"a": STATE["a"]}, target)
+
+
+def test_item_that_only_torch_understands_is_looked_at_too(tmp_path: Path) -> None:
+    def quantized(value: float) -> torch.Tensor:
+        return torch.quantize_per_tensor(torch.full((4,), value), 0.1, 0, torch.qint8)
+
+    save({"q": quantized(1.0)}, tmp_path)
+    change_metadata(tmp_path, "ours", say_dtype("q", torch.quint8))
+    with raises_one(CorruptionError) as raised:
+        dcp.load({"q": quantized(0.0)}, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert "as torch.qint8, the metadata says torch.quint8" in str(raised.error)
+
+
+class Casts(DefaultLoadPlanner):
+    """A planner that knows what it does."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+def test_planner_with_a_hook_of_its_own_may_convert(tmp_path: Path) -> None:
+    save(STATE, tmp_path, "stock")
+    change_metadata(tmp_path, "stock", say_dtype("b", torch.float64))
+    found = load(tmp_path, Casts(), b=torch.float64)
+    assert_same(STATE["b"].double(), found["b"])
+
+
+def test_target_of_another_dtype_is_converted_as_ever(tmp_path: Path) -> None:
+    save(STATE, tmp_path, "stock")
+    assert_same(STATE["b"].half(), load(tmp_path, b=torch.float16)["b"])
+
+
+# ---- Bytes that two items share ------------------------------------------------------------------
+
+
+def place_of(metadata: Any, name: str) -> Any:
+    return next(key for key in metadata.storage_data if key.fqn == name)
+
+
+def move(name: str, other: str, by: int) -> Callable[[Any], None]:
+    """Puts an item `by` bytes behind where another one begins."""
+
+    def change(metadata: Any) -> None:
+        at = metadata.storage_data[place_of(metadata, other)].offset + by
+        key = place_of(metadata, name)
+        metadata.storage_data[key] = dataclasses.replace(metadata.storage_data[key], offset=at)
+
+    return change
+
+
+@pytest.mark.parametrize("by", [1, 200])
+def test_items_on_the_same_bytes_are_corruption(tmp_path: Path, by: int) -> None:
+    save(STATE, tmp_path, "stock")
+    change_metadata(tmp_path, "stock", move("b", "a", by))
+    with raises_one(CorruptionError) as raised:
+        load(tmp_path)
+    assert "on bytes of the one at offset 0" in str(raised.error)
+    assert (raised.error.fqn, raised.error.touched) == ("b", ())
+    assert any(fault.kind == "overlap" for fault in torch_dcpx.verify(tmp_path).faults)
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_one_tensor_may_have_two_names(tmp_path: Path, writer: str) -> None:
+    state = {**STATE, "d": STATE["a"].clone()}
+    save(state, tmp_path, writer)
+
+    def tie(metadata: Any) -> None:
+        own = metadata.storage_data
+        own[place_of(metadata, "d")] = own[place_of(metadata, "a")]
+
+    change_metadata(tmp_path, writer, tie)
+    target = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert_same(state, target)
