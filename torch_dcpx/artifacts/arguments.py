@@ -197,7 +197,7 @@ def tensors_of(
         dtypes = {str(entries[source].dtype) for source in entry.sources}
         if len(dtypes) > 1:
             raise PlanError(f"'{name}' is merged of dtypes {sorted(dtypes)}", fqn=name)
-        dtype = dtypes.pop() if dtypes else "float32"
+        dtype = dtypes.pop()
         if is_safetensors and not is_held(dtype):
             refused.append(f"'{name}' ({dtype})")
         tensors.append(ExportTensor(name, dtype, entry.sizes))

@@ -129,6 +129,7 @@ def compare(
     if mapped is not None:
         missing += mapped.missing
         shapes += mapped.shapes
+        dtypes += mapped.dtypes if is_dtype_known else []
         kinds += mapped.kinds
     refused = [fqn for fqn in missing if rules.is_strict and not rules.may_miss(fqn)]
     found = Differences(tuple(missing), tuple(refused), tuple(shapes), tuple(dtypes), tuple(kinds))

@@ -68,7 +68,7 @@ class TrainingRules(KeyMap):
             old = [source.removeprefix(MODEL) for source in entry.sources]
             if len(old) == 1 and entry.is_whole(stored[entry.sources[0]]):
                 self._new[old[0]] = name
-            else:
+            elif entry.sizes is None or 0 not in entry.sizes:  # else no element is elsewhere
                 for source in old:
                     self._reshaped.setdefault(source, []).append(name)
         entries = {MODEL + name: entry for name, entry in mapped.items()}
