@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_dcpx as dcpx
-from torch_dcpx import KeyMap, Merge, PlanError
+from torch_dcpx import KeyMap, Merge, OptionError, PlanError, Split
 
 EXPERTS = Merge((r"(.*)\.experts\.(\d+)\.w",), r"\1.experts.w", stack=True)
 
@@ -59,3 +59,17 @@ def test_merge_of_numbers_that_run_on_takes_all_of_them(merge: Any, names: list[
 def test_gap_in_any_group_is_found(names: list[str]) -> None:
     with pytest.raises(PlanError, match=re.escape(r"'w\\.(\\d+)\\.(\\d+)'")):
         KeyMap(Merge((r"w\.(\d+)\.(\d+)",), "w")).resolve(dict.fromkeys(names, (2,)))
+
+
+@pytest.mark.parametrize(
+    "sizes", [("a", 4), (2.0, 2.0), (True, 3), (-1, 5), (None, 4), "22", 4, torch.tensor([0.5, 1])]
+)
+def test_sizes_of_a_split_that_are_no_counts_are_refused_when_the_map_is_made(sizes: Any) -> None:
+    with pytest.raises(OptionError, match="sizes of a Split are a list of ints from 0 on, got"):
+        KeyMap(Split("q", ("x", "y"), sizes=sizes))
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), [1, 3], torch.Size([1, 3]), torch.tensor([1, 3])])
+def test_sizes_of_a_split_are_any_integers(sizes: Any) -> None:
+    entries = KeyMap(Split("q", ("x", "y"), sizes=sizes)).resolve({"q": (4, 3)})
+    assert [entry.sizes for entry in entries.values()] == [(1, 3), (3, 3)]

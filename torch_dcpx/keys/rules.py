@@ -6,9 +6,10 @@ Two entries under one name, and a rule that nothing matches, are errors with nam
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch_dcpx.errors import OptionError, PlanError
 from torch_dcpx.keys.mapped_tensor import MappedTensor
@@ -105,7 +106,23 @@ def checked_rule(rule: Rule) -> Rule:
     is_pair = not isinstance(rule, Transpose) or (isinstance(numbers, tuple) and len(numbers) == 2)
     if not is_pair or not all(type(number) is int for number in numbers):
         raise OptionError(f"dimensions are ints, got {rule!r}", option="rules", value=rule)
-    return rule
+    return _with_sizes(rule) if isinstance(rule, Split) and rule.sizes is not None else rule
+
+
+def _with_sizes(rule: Split) -> Split:
+    """Returns the rule with its sizes as ints. Raises OptionError: they are no counts."""
+    sizes: Any = rule.sizes
+    try:
+        lengths = tuple(map(operator.index, sizes))
+    except TypeError:
+        lengths = (-1,)
+    if min(lengths, default=0) < 0 or any(isinstance(size, bool) for size in sizes):
+        raise OptionError(
+            f"sizes of a Split are a list of ints from 0 on, got {rule.sizes!r}: {rule!r}",
+            option="rules",
+            value=rule,
+        )
+    return rule._replace(sizes=lengths)
 
 
 def _made_by(rule: Rule) -> list[tuple[str, object]]:
