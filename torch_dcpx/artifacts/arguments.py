@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name
+from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name, is_quantized
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_globs, told_rules
 from torch_dcpx.errors import CorruptionError, OptionError, PlanError, UnsupportedError
@@ -185,7 +185,7 @@ def tensors_of(
     """Returns the artifact's tensors, the stored pieces of each, and the names of objects.
 
     Raises:
-        UnsupportedError: dtypes or names that safetensors cannot hold, with all of them.
+        UnsupportedError: dtypes or names that the format cannot hold, with all of them.
         PlanError: the map does not fit.
     """
     mapped = key_map.resolve({name: entry.sizes for name, entry in entries.items()}, part=part)
@@ -198,7 +198,7 @@ def tensors_of(
         if len(dtypes) > 1:
             raise PlanError(f"'{name}' is merged of dtypes {sorted(dtypes)}", fqn=name)
         dtype = dtypes.pop()
-        if is_safetensors and not is_held(dtype):
+        if is_quantized(dtype) or (is_safetensors and not is_held(dtype)):
             refused.append(f"'{name}' ({dtype})")
         tensors.append(ExportTensor(name, dtype, entry.sizes))
     unheld = [repr(one.name) for one in tensors if is_safetensors and not is_name(one.name)]
@@ -208,9 +208,11 @@ def tensors_of(
             "key_map"
         )
     if refused:
+        has_quantized = any(is_quantized(tensor.dtype) for tensor in tensors)
         raise UnsupportedError(
-            f"safetensors cannot hold {len(refused)} tensors: {_listed(refused)}; leave them out "
-            "by keys, or use format='torch'"
+            f"{'safetensors' if is_safetensors else 'a torch archive'} cannot hold {len(refused)} "
+            f"tensors: {_listed(refused)}; leave them out by keys, or "
+            + ("export what dequantize() gives" if has_quantized else "use format='torch'")
         )
     return tensors, mapped, objects
 
