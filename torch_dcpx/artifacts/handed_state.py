@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.tensors.memory import refuse_expanded
 
 EXTRA_STATE = "_extra_state"
 _MAX_SHOWN = 5
@@ -58,6 +59,16 @@ class HandedState:
     def is_needed(self, missing: Collection[str]) -> bool:
         """Returns whether anything was loaded that the module does not hold by itself."""
         return any(name not in missing for name in self._handed())
+
+    def check_memory(self, missing: Collection[str]) -> None:
+        """Raises UnsupportedError where several elements of what is loaded have one memory.
+
+        Args:
+            missing: names that will not be loaded.
+        """
+        for name, value in self._state.items():
+            for tensor in _tensors_in(value) if name not in missing else ():
+                refuse_expanded(name, tensor)
 
     def hand_over(self, missing: Collection[str], *, strict: bool) -> None:
         """Gives the module what was loaded: extra states alone where all else is its memory.
@@ -143,7 +154,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _place(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     """Returns the storage of a tensor, and the first byte and the end of what it has of it."""
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested:
         return ("", id(tensor)), 0, 1
     storage = tensor.untyped_storage()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

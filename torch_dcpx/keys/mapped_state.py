@@ -22,6 +22,7 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.key_map import KeyMap, unwrapped
 from torch_dcpx.keys.mapped_tensor import MappedTensor, StoredPart
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
+from torch_dcpx.tensors.memory import refuse_nested
 
 
 class MappedTarget:
@@ -98,6 +99,7 @@ def map_state(
 
     Raises:
         PlanError: the map does not fit what is stored, or two names mean the same entry.
+        UnsupportedError: a nested tensor without sizes.
     """
     sizes, outline = sizes_of(stored), outline_of(stored)
     entries = key_map.resolve(sizes, part=part)
@@ -153,6 +155,7 @@ def _add(
     if not is_tensor or entry.sizes is None:
         found.kinds.append((name, "tensor", f"object ({type(target).__name__})"))
         return
+    refuse_nested(name, target)
     wanted = wanted_sizes(target)
     if wanted is not None and wanted != entry.sizes:
         found.shapes.append((name, entry.sizes, wanted))
