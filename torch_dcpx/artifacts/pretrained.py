@@ -256,5 +256,7 @@ def _refuse_transient(model: nn.Module) -> None:
 
 
 def _or_extra_state(may_miss: Callable[[str], object]) -> Callable[[str], object]:
-    """Returns whether a name may be missing: a module's extra state always may."""
-    return lambda name: name.endswith(EXTRA_STATE) or may_miss(name)
+    """Returns whether a name may be missing: a module's extra state always may, and what is in it
+    where it is a dict.
+    """
+    return lambda name: EXTRA_STATE in name.split(".") or may_miss(name)
