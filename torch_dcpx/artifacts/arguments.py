@@ -300,6 +300,18 @@ def _check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
         )
 
 
+def refuse_nothing(
+    tensors: Sequence[ExportTensor], objects: Sequence[str], *, is_torch: bool
+) -> None:
+    """Raises PlanError where an artifact would hold nothing."""
+    if not tensors and not (is_torch and objects):
+        skipped = f", but {len(objects)} objects, which safetensors cannot hold" if objects else ""
+        raise PlanError(
+            f"export: there is no tensor to export{skipped}; nothing was written; keys= names "
+            "what to export"
+        )
+
+
 def refuse_objects(names: Sequence[str]) -> None:
     """Raises UnsupportedError for objects that were asked for by name."""
     if names:
