@@ -254,7 +254,8 @@ def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[st
                     raise MismatchError(
                         f"parameters '{known[0]}' and '{name}' are one group of the optimizer "
                         f"({at}), and were saved with {key}={first[key]!r:.80} and "
-                        f"{key}={other[key]!r:.80}; strict=False takes those of the last group",
+                        f"{key}={other[key]!r:.80}; strict=False takes those of the last one whose "
+                        f"number is below {len(own)}",
                         fqn=name,
                     )
 
