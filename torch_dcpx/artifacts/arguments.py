@@ -131,6 +131,13 @@ def checked_arguments(
         directory, stem = directory.parent, directory.name
     elif not is_torch and directory.suffix == ".safetensors":
         directory, stem = directory.parent, directory.stem
+    if any("\ud800" <= one <= "\udfff" for one in stem):
+        raise OptionError(
+            f"the file's name {stem!r} is no UTF-8, and no index could name its files; a "
+            "directory's may be",
+            option="path",
+            value=path,
+        )
     limit = _shard_bytes(max_shard_bytes)
     return ExportArguments(
         directory, stem, globs, checked_map(key_map) or KeyMap(), limit, is_torch
