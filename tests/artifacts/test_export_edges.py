@@ -64,6 +64,40 @@ def test_tensor_on_meta_and_a_path_with_nul_are_typed_errors(tmp_path: Path) -> 
         dcpx.export(TWO, f"{tmp_path}/a\0b")
 
 
+def test_path_that_no_file_system_can_name_is_an_option_error(tmp_path: Path) -> None:
+    model = nn.ParameterDict({name: torch.zeros_like(tensor) for name, tensor in TWO.items()})
+    path = f"{tmp_path}/a\ud800"
+    for call in (
+        lambda: dcpx.export(TWO, path),
+        lambda: dcpx.export(TWO, f"{path}.safetensors"),
+        lambda: dcpx.export(path, tmp_path / "out"),
+        lambda: dcpx.load_pretrained(model, path),
+        lambda: dcpx.load_pretrained(model, f"{path}.safetensors"),
+        lambda: dcpx.KeyMap().dry_run(path),
+        lambda: dcpx.save(dict(TWO), path),
+        lambda: dcpx.load(dict(TWO), path),
+        lambda: dcpx.verify(path),
+        lambda: dcpx.repair(path),
+        lambda: dcpx.CheckpointManager(path),
+    ):
+        with pytest.raises(dcpx.OptionError, match=r"holds '\\ud800', which the file system's"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_directory_of_any_bytes_takes_an_artifact_and_a_file_name_must_be_utf8(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / os.fsdecode(b"a\x80")
+    dcpx.export(TWO, directory, max_shard_bytes=1)
+    model = nn.ParameterDict({name: torch.zeros_like(tensor) for name, tensor in TWO.items()})
+    dcpx.load_pretrained(model, directory)
+    assert torch.equal(model["a"], TWO["a"])
+    assert_artifact(directory.rename(tmp_path / "b"), TWO)  # the package reads UTF-8 paths alone
+    with pytest.raises(dcpx.OptionError, match=r"'a\\udc80' is no UTF-8"):
+        dcpx.export(TWO, tmp_path / os.fsdecode(b"a\x80.safetensors"))
+
+
 @pytest.mark.parametrize("stem", ["my model", "modèle", ".net"])
 def test_own_shards_of_any_stem_are_loaded_again(tmp_path: Path, stem: str) -> None:
     dcpx.export(TWO, tmp_path / f"{stem}.safetensors", max_shard_bytes=1)
@@ -90,6 +124,33 @@ def test_interrupt_right_after_the_last_rename_leaves_the_new_artifact(
     with pytest.raises((KeyboardInterrupt, dcpx.DcpxError)):
         dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
     assert_artifact(tmp_path, OTHER)
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+@pytest.mark.parametrize("is_made", [True, False])
+def test_interrupt_at_the_rename_of_a_shard_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int, is_made: bool
+) -> None:
+    before: set[str] = set()
+    for has_artifact in (False, True):  # the second time there are shards under these names
+        real = Directory.rename
+
+        def renamed(self: Directory, old: str, new: str, real: Any = real) -> None:
+            is_last = f"-0000{shard}-of-" in new
+            if is_made or not is_last:
+                real(self, old, new)
+            if is_last:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "rename", renamed)
+            with pytest.raises(KeyboardInterrupt):
+                dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+        assert {path.name for path in tmp_path.iterdir()} == before
+        if not has_artifact:
+            dcpx.export(TWO, tmp_path, max_shard_bytes=1)
+            before = {path.name for path in tmp_path.iterdir()}
+    assert_artifact(tmp_path, TWO)
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

@@ -68,3 +68,26 @@ def test_objects_that_are_not_plain_are_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     dcpx.export(state, tmp_path / "out", format="torch", keys="w")
     assert list(load(tmp_path / "out" / "pytorch_model.bin")) == ["w"]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("file_format", ["torch", "safetensors"])
+def test_quantized_tensors_are_refused_by_name_whatever_the_format(
+    tmp_path: Path, is_stored: bool, file_format: Any
+) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    state = {"w": torch.ones(2), "scaled": quantized}
+    dcpx.save(dict(state), tmp_path / "ckpt")
+    source: Any = tmp_path / "ckpt" if is_stored else state
+    with pytest.raises(dcpx.UnsupportedError) as raised:
+        dcpx.export(source, tmp_path / "out", format=file_format)
+    what = "safetensors" if file_format == "safetensors" else "a torch archive"
+    assert str(raised.value) == (
+        f"{what} cannot hold 1 tensors: 'scaled' (quint8); leave them out by keys, or export what "
+        "dequantize() gives"
+    )
+    assert not (tmp_path / "out").exists()
+    dcpx.export(source, tmp_path / "out", format=file_format, keys="w")
+    with pytest.raises(dcpx.UnsupportedError, match="or use format='torch'"):
+        dcpx.export({"c": torch.ones(1, dtype=torch.complex128)}, tmp_path / "complex")

@@ -52,7 +52,7 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
     "metadata": {"storage", "unpickle"},
     "staging": {"tensors"},
     "reader": {"storage", "tensors", "unpickle", "metadata"},
-    "keys": {"metadata", "reader"},
+    "keys": {"tensors", "metadata", "reader"},
     "writer": {"storage", "tensors", "ranks", "metadata", "staging"},
     "planners": {"tensors", "ranks", "metadata", "reader", "keys", "writer"},
     "checkpoint": {

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name
+from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name, is_quantized
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_globs, told_rules
 from torch_dcpx.errors import CorruptionError, OptionError, PlanError, UnsupportedError
@@ -131,6 +131,13 @@ def checked_arguments(
         directory, stem = directory.parent, directory.name
     elif not is_torch and directory.suffix == ".safetensors":
         directory, stem = directory.parent, directory.stem
+    if any("\ud800" <= one <= "\udfff" for one in stem):
+        raise OptionError(
+            f"the file's name {stem!r} is no UTF-8, and no index could name its files; a "
+            "directory's may be",
+            option="path",
+            value=path,
+        )
     limit = _shard_bytes(max_shard_bytes)
     return ExportArguments(
         directory, stem, globs, checked_map(key_map) or KeyMap(), limit, is_torch
@@ -185,7 +192,7 @@ def tensors_of(
     """Returns the artifact's tensors, the stored pieces of each, and the names of objects.
 
     Raises:
-        UnsupportedError: dtypes or names that safetensors cannot hold, with all of them.
+        UnsupportedError: dtypes or names that the format cannot hold, with all of them.
         PlanError: the map does not fit.
     """
     mapped = key_map.resolve({name: entry.sizes for name, entry in entries.items()}, part=part)
@@ -197,8 +204,8 @@ def tensors_of(
         dtypes = {str(entries[source].dtype) for source in entry.sources}
         if len(dtypes) > 1:
             raise PlanError(f"'{name}' is merged of dtypes {sorted(dtypes)}", fqn=name)
-        dtype = dtypes.pop() if dtypes else "float32"
-        if is_safetensors and not is_held(dtype):
+        dtype = dtypes.pop()
+        if is_quantized(dtype) or (is_safetensors and not is_held(dtype)):
             refused.append(f"'{name}' ({dtype})")
         tensors.append(ExportTensor(name, dtype, entry.sizes))
     unheld = [repr(one.name) for one in tensors if is_safetensors and not is_name(one.name)]
@@ -208,9 +215,11 @@ def tensors_of(
             "key_map"
         )
     if refused:
+        has_quantized = any(is_quantized(tensor.dtype) for tensor in tensors)
         raise UnsupportedError(
-            f"safetensors cannot hold {len(refused)} tensors: {_listed(refused)}; leave them out "
-            "by keys, or use format='torch'"
+            f"{'safetensors' if is_safetensors else 'a torch archive'} cannot hold {len(refused)} "
+            f"tensors: {_listed(refused)}; leave them out by keys, or "
+            + ("export what dequantize() gives" if has_quantized else "use format='torch'")
         )
     return tensors, mapped, objects
 
@@ -295,6 +304,18 @@ def _check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
         raise CorruptionError(
             f"'{tensor.name}' of sizes {list(tensor.sizes)} cannot be exported: {what}",
             fqn=tensor.name,
+        )
+
+
+def refuse_nothing(
+    tensors: Sequence[ExportTensor], objects: Sequence[str], *, is_torch: bool
+) -> None:
+    """Raises PlanError where an artifact would hold nothing."""
+    if not tensors and not (is_torch and objects):
+        skipped = f", but {len(objects)} objects, which safetensors cannot hold" if objects else ""
+        raise PlanError(
+            f"export: there is no tensor to export{skipped}; nothing was written; keys= names "
+            "what to export"
         )
 
 

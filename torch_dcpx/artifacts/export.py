@@ -27,6 +27,7 @@ from torch_dcpx.artifacts.arguments import (
     check_same_export,
     check_same_tensors,
     checked_arguments,
+    refuse_nothing,
     refuse_objects,
     renamed_digest,
     source_of,
@@ -127,7 +128,7 @@ def export(
     Raises:
         UnsupportedError: what the format cannot hold, with all names; nothing was written.
         PlanError: ranks ask for different exports, or contradict each other; a glob or a rule
-            matches nothing; two tensors get one name.
+            matches nothing; two tensors get one name; there is nothing to export.
         OptionError: an argument that cannot work.
         ConcurrentSaveError: another export writes to the directory.
         CorruptionError, StorageError, RankError, RankLostError, StoreLostError: of any rank, on
@@ -233,6 +234,7 @@ class _Export:
         )
         if arguments.keys is not None and not arguments.is_torch:
             refuse_objects(self._objects)
+        refuse_nothing(self._tensors, self._objects, is_torch=arguments.is_torch)
         self._plan_s = time.perf_counter() - began
 
     def plan(self) -> None:

@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import re
 import uuid
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def open_job(
         workers = max(1, min(workers, memory_bytes // slot_bytes))
     return _C.RangeJob(
         dir_fd=directory.fd,
-        dir_path=str(directory.path),
+        dir_path=os.fsencode(directory.path),
         workers=workers,
         slot_bytes=slot_bytes,
         is_durable=options.durability == "full",
@@ -114,7 +115,8 @@ class ArtifactFiles:
         self._is_durable = options.durability == "full"
         make_directory(path, is_durable=self._is_durable)
         self.directory = Directory(path)
-        self._made: list[str] = []
+        self._made: list[str] = []  # temporary names
+        self._shards: list[str] = []  # that have got their own names, or are about to
         self._last_temporary: str | None = None  # of an index, once it may have been renamed
         try:
             self._set_up(stem, suffix, options)
@@ -176,36 +178,47 @@ class ArtifactFiles:
             self._made.append(temporary)
             directory.create(temporary, [index], is_durable=self._is_durable)
             for name in self._names:
+                self._shards.append(name)  # before: an interrupt may come right behind the rename
                 directory.rename(temporary_name(name, self.export_id), name)
-                self._made.append(name)
         self._sync()
         self._last_temporary = temporary_name(last, self.export_id)
         directory.rename(self._last_temporary, last)
-        self._made.clear()
+        self._forget()
         self._sync()
         self._remove_replaced(index is not None)
 
     def close(self) -> None:
         """Removes what was made and is no artifact, and closes the directory. Never raises."""
         self._job.abandon()
-        if self._made and not self._may_be_seen():
-            for name in self._made:
+        last = self._last_temporary
+        if self._made and not (last is not None and self._is_renamed(last, if_unknown=True)):
+            shards = [
+                name
+                for name in self._shards
+                if self._is_renamed(temporary_name(name, self.export_id), if_unknown=False)
+            ]
+            for name in (*self._made, *shards):
                 self._remove(name)
-        self._made.clear()
+        self._forget()
         try:  # closing is not enough: a process that was forked meanwhile shares the lock
             fcntl.flock(self.directory.fd, fcntl.LOCK_UN)
         except OSError as error:
             logger.debug("the lock of an export ends with its descriptor: %s", error)
         self.directory.close()
 
-    def _may_be_seen(self) -> bool:
-        """Returns whether the last rename was made, though an error or a signal came of it."""
-        if self._last_temporary is None:
-            return False
+    def _is_renamed(self, temporary: str, *, if_unknown: bool) -> bool:
+        """Returns whether a rename was made, though an error or a signal came of it.
+
+        Where nobody can say, `if_unknown`: what was made stays, as of a process that is killed.
+        """
         try:
-            return not self.directory.is_regular(self._last_temporary)
+            return not self.directory.is_regular(temporary)
         except StorageError:
-            return True  # nobody can say: what was made stays, as of a process that is killed
+            return if_unknown
+
+    def _forget(self) -> None:
+        self._made.clear()
+        self._shards.clear()
 
     def _sync(self) -> None:
         if self._is_durable:

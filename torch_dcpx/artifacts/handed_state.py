@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.tensors.memory import refuse_expanded
 
 EXTRA_STATE = "_extra_state"
 _MAX_SHOWN = 5
@@ -57,13 +59,25 @@ class HandedState:
 
     def is_needed(self, missing: Collection[str]) -> bool:
         """Returns whether anything was loaded that the module does not hold by itself."""
-        return any(name not in missing for name in self._handed())
+        unloaded = self._unloaded(missing)
+        return any(name not in unloaded for name in self._handed())
+
+    def check_memory(self, missing: Collection[str]) -> None:
+        """Raises UnsupportedError where several elements of what is loaded have one memory.
+
+        Args:
+            missing: flattened names that will not be loaded.
+        """
+        unloaded = self._unloaded(missing)
+        for name, value in self._state.items():
+            for tensor in _tensors_in(value) if name not in unloaded else ():
+                refuse_expanded(name, tensor)
 
     def hand_over(self, missing: Collection[str], *, strict: bool) -> None:
         """Gives the module what was loaded: extra states alone where all else is its memory.
 
         Args:
-            missing: names that were not loaded; they stay as they are.
+            missing: flattened names that were not loaded; they stay as they are.
             strict: what `load_state_dict` is told, unless names are missing.
 
         Raises:
@@ -71,7 +85,8 @@ class HandedState:
         """
         is_extra_alone = self.is_needed(missing) and not self._copied(missing)
         names = self._handed() if is_extra_alone else self._state
-        given = {name: self._state[name] for name in names if name not in missing}
+        unloaded = self._unloaded(missing)
+        given = {name: self._state[name] for name in names if name not in unloaded}
         is_strict = strict and len(given) == len(self._state)
         self._module.load_state_dict(given, strict=is_strict)
 
@@ -94,16 +109,29 @@ class HandedState:
     def _handed(self) -> Iterator[str]:
         return (name for name in self._state if name in self.copies or _is_extra(name))
 
+    def _unloaded(self, missing: Collection[str]) -> frozenset[str]:
+        """Returns the names of the state beneath which nothing is loaded: of a dict or a list, a
+        load misses the values one by one.
+        """
+        unloaded = frozenset(missing)
+        for name, value in self._state.items():
+            if isinstance(value, (Mapping, list, tuple)) and unloaded:
+                flat = flatten_state_dict({name: value})[0]
+                if flat and unloaded.issuperset(flat):
+                    unloaded |= {name}
+        return unloaded
+
     def _copied(self, missing: Collection[str]) -> list[str]:
+        unloaded = self._unloaded(missing)
         return [
             name
             for name in self._state
-            if name in self.copies and name not in missing and not _is_extra(name)
+            if name in self.copies and name not in unloaded and not _is_extra(name)
         ]
 
 
 def _is_extra(name: str) -> bool:
-    return name.endswith(EXTRA_STATE)
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _memory_of(module: nn.Module) -> _Memory:
@@ -143,7 +171,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _place(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
     """Returns the storage of a tensor, and the first byte and the end of what it has of it."""
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested:
         return ("", id(tensor)), 0, 1
     storage = tensor.untyped_storage()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -142,6 +142,11 @@ def is_held(dtype: str) -> bool:
     return dtype in DTYPE_CODES
 
 
+def is_quantized(dtype: str) -> bool:
+    """Returns whether tensors of this dtype have scales beside their bytes, which no format has."""
+    return dtype.startswith(("qint", "quint"))
+
+
 def is_name(name: str) -> bool:
     """Returns whether a header can hold a tensor of this name: UTF-8, and not what notes have."""
     try:

@@ -77,7 +77,8 @@ def load_pretrained(
     Raises:
         UnsupportedError: a buffer on `meta` that is not persistent, which no file holds, or
             parameters there of which `state_dict()` gives copies: make them on their device before.
-            A module that gives copies, and does not hold what its `load_state_dict` got.
+            A module that gives copies, and does not hold what its `load_state_dict` got. A tensor
+            to fill that is expanded, or nested.
         MismatchError, OptionError, PlanError, NotCommittedError, CorruptionError, StorageError,
         RankError, RankLostError, StoreLostError: as `dcpx.load`.
     """
@@ -95,9 +96,14 @@ def load_pretrained(
         rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
         names = checked_map(key_map) or KeyMap()
         reader = PretrainedReader(path, options=own_options)
+
+        def is_handed(missing: Collection[str]) -> bool:
+            handed.check_memory(missing)
+            return handed.is_needed(missing)
+
         return RankLoad(
             reader, DcpxLoadPlanner(), rules, names, is_model=True, twins=twins,
-            is_handed=handed.is_needed,
+            is_handed=is_handed,
         )  # fmt: skip
 
     call = CallId("load_pretrained", last_component(path))
@@ -250,5 +256,7 @@ def _refuse_transient(model: nn.Module) -> None:
 
 
 def _or_extra_state(may_miss: Callable[[str], object]) -> Callable[[str], object]:
-    """Returns whether a name may be missing: a module's extra state always may."""
-    return lambda name: name.endswith(EXTRA_STATE) or may_miss(name)
+    """Returns whether a name may be missing: a module's extra state always may, and what is in it
+    where it is a dict.
+    """
+    return lambda name: EXTRA_STATE in name.split(".") or may_miss(name)

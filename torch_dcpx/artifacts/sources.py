@@ -39,7 +39,7 @@ from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.reader.generation import Generation
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
-from torch_dcpx.tensors.memory import has_strides
+from torch_dcpx.tensors.memory import has_strides, refuse_nested
 
 Box = tuple[Sizes, Sizes]  # offsets and lengths, in elements
 
@@ -98,9 +98,14 @@ class LiveSource:
         self._tensors: Sequence[ExportTensor] = ()
 
     def entries(self) -> tuple[dict[str, Entry], str]:
-        """Returns all names that this rank sees, and what begins those of the model."""
+        """Returns all names that this rank sees, and what begins those of the model.
+
+        Raises:
+            UnsupportedError: a nested tensor without sizes.
+        """
         found = {}
         for name, value in self.state.items():
+            refuse_nested(name, value)
             sizes = wanted_sizes(value) if isinstance(value, torch.Tensor) else None
             found[name] = (
                 Entry(None, None) if sizes is None else Entry(dtype_name(value.dtype), sizes)

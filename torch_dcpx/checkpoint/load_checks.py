@@ -23,6 +23,7 @@ from torch_dcpx.keys.key_map import WRAPPERS
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.planners.load_planner import unlike_names
+from torch_dcpx.tensors.memory import refuse_nested
 
 _T = TypeVar("_T")
 
@@ -97,6 +98,9 @@ def compare(
             state; then shapes and kinds are not compared. None: each entry has its own name.
         is_dtype_known: whether the read fills the state's own tensors.
         mapped: if `state` goes by stored names, the differences found on the way to them.
+
+    Raises:
+        UnsupportedError: a nested tensor without sizes.
     """
     missing, shapes, dtypes, kinds = [], [], [], []
     outline = outline_of(stored)
@@ -113,6 +117,7 @@ def compare(
             kind = "tensor" if is_tensor else f"object ({type(target).__name__})"
             kinds.append((fqn, "object" if is_tensor else "tensor", kind))
         elif is_tensor:
+            refuse_nested(fqn, target)
             sizes = wanted_sizes(target) if sources is None else None
             entries = [one for one in map(outline, names) if isinstance(one, TensorStorageMetadata)]
             shapes += [
@@ -129,6 +134,7 @@ def compare(
     if mapped is not None:
         missing += mapped.missing
         shapes += mapped.shapes
+        dtypes += mapped.dtypes if is_dtype_known else []
         kinds += mapped.kinds
     refused = [fqn for fqn in missing if rules.is_strict and not rules.may_miss(fqn)]
     found = Differences(tuple(missing), tuple(refused), tuple(shapes), tuple(dtypes), tuple(kinds))

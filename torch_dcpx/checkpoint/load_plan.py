@@ -77,7 +77,8 @@ class RankLoad:
             twins: with a map: by name of the state, other names of the same tensor. It is enough
                 that the checkpoint holds one of them.
             is_handed: takes the missing names, and returns whether the caller hands the loaded
-                state over after the read, as to a `Stateful` object. Default: to those alone.
+                state over after the read, as to a `Stateful` object. It may refuse what cannot be
+                filled. Default: to those alone.
         """
         if key_map is not None and not _can_map(planner):
             raise OptionError(

@@ -14,6 +14,7 @@ from torch_dcpx.errors import NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, is_metadata_name
+from torch_dcpx.storage.paths import checked_path
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
@@ -22,16 +23,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
     Raises:
         NotCommittedError: there is no such directory.
         StorageError: it cannot be opened.
+        OptionError, UnsupportedError: as `checked_path`.
     """
+    text = checked_path(path, "copy or mount it, and name the directory")
     try:
-        return Directory(Path(path))
+        return Directory(Path(text))
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         raise NotCommittedError(
-            f"'{os.fspath(path)}' is no directory: there is no checkpoint",
+            f"'{text}' is no directory: there is no checkpoint",
             errno=error.errno,
-            path=os.fspath(path),
+            path=text,
         ) from error
 
 

@@ -6,7 +6,7 @@ goes straight to where it belongs: rules of a KeyMap cost no pass over the data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from torch_dcpx._compat import wanted_chunks, wanted_sizes
+from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
 from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.key_map import KeyMap, unwrapped
 from torch_dcpx.keys.mapped_tensor import MappedTensor, StoredPart
-from torch_dcpx.metadata.lazy import sizes_of
+from torch_dcpx.metadata.lazy import outline_of, sizes_of
+from torch_dcpx.tensors.memory import refuse_nested
 
 
 class MappedTarget:
@@ -67,6 +68,7 @@ class MappedState(NamedTuple):
     names: dict[str, str]  # of the state, by stored name, of what is renamed only
     missing: list[str]  # names of the state of which nothing is stored
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # name of the state, stored, wanted
+    dtypes: list[tuple[str, str, str]]  # likewise, of tensors without elements
     kinds: list[tuple[str, str, str]]
 
 
@@ -97,15 +99,16 @@ def map_state(
 
     Raises:
         PlanError: the map does not fit what is stored, or two names mean the same entry.
+        UnsupportedError: a nested tensor without sizes.
     """
-    sizes = sizes_of(stored)
+    sizes, outline = sizes_of(stored), outline_of(stored)
     entries = key_map.resolve(sizes, part=part)
-    found = MappedState({}, {}, [], [], [])
+    found = MappedState({}, {}, [], [], [], [])
     for name, entry_name in _matches(state, entries, key_map).items():
         if entry_name is None:
             found.missing.append(name)
         else:
-            _add(found, name, state[name], entries[entry_name], sizes)
+            _add(found, name, state[name], entries[entry_name], sizes, outline)
     return found
 
 
@@ -139,10 +142,12 @@ def _add(
     target: Any,
     entry: MappedTensor,
     sizes: Mapping[str, tuple[int, ...] | None],
+    outline: Callable[[str], Any],
 ) -> None:
     """Puts one tensor or object of the state under the stored names that fill it."""
-    source = entry.pieces[0].fqn if entry.pieces else ""
-    if entry.pieces and entry.is_whole(sizes[source]):
+    source = entry.pieces[0].fqn
+    # Several names may be all of one stored tensor where it has no elements.
+    if source not in found.state and entry.is_whole(sizes[source]):
         found.state[source] = target
         found.names[source] = name
         return
@@ -150,9 +155,14 @@ def _add(
     if not is_tensor or entry.sizes is None:
         found.kinds.append((name, "tensor", f"object ({type(target).__name__})"))
         return
+    refuse_nested(name, target)
     wanted = wanted_sizes(target)
     if wanted is not None and wanted != entry.sizes:
         found.shapes.append((name, entry.sizes, wanted))
+        return
+    if 0 in entry.sizes:
+        stored = dict.fromkeys(outline(one).properties.dtype for one in entry.sources)
+        found.dtypes.extend(_differing(name, stored, getattr(target, "dtype", None)))
         return
     for number, chunk in enumerate(wanted_chunks(target)):
         local = _local(name, target, chunk.offsets, number)
@@ -161,6 +171,15 @@ def _add(
             if not isinstance(mapped, MappedTarget):
                 mapped = found.state[part.fqn] = MappedTarget(torch.Size(sizes[part.fqn] or ()))
             mapped.add(part)
+
+
+def _differing(
+    name: str, stored: Iterable[torch.dtype], wanted: torch.dtype | None
+) -> list[tuple[str, str, str]]:
+    """Returns (name, stored dtype, wanted one) for each stored dtype that is another one."""
+    if wanted is None:
+        return []
+    return [(name, dtype_name(one), dtype_name(wanted)) for one in stored if one != wanted]
 
 
 def _local(name: str, target: Any, offsets: Sequence[int], number: int) -> torch.Tensor:

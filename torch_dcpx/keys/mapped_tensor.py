@@ -40,7 +40,7 @@ class MappedTensor(NamedTuple):
     """A tensor, or an object, by the stored names that make it."""
 
     sizes: Sizes | None  # None: an object, or a tensor of unknown sizes
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # of a tensor without elements empty ones: they name its sources
 
     @classmethod
     def whole(cls, fqn: str, sizes: Sequence[int] | None) -> MappedTensor:
@@ -76,6 +76,13 @@ class MappedTensor(NamedTuple):
         at = self._dim(dim)
         box_begin = tuple(begin if d == at else 0 for d in range(len(self.sizes)))
         box = tuple(length if d == at else size for d, size in enumerate(self.sizes))
+        if 0 in box:
+            # Nothing is read of it, but its dtype is that of the stored tensors.
+            empty = tuple(
+                piece._replace(offsets=(0,) * len(box), lengths=tuple(map(min, piece.lengths, box)))
+                for piece in self.pieces
+            )
+            return MappedTensor(box, empty)
         pieces = []
         for piece in self.pieces:
             cut = _cut(piece, box_begin, box)

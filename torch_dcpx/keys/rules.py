@@ -5,14 +5,17 @@ Two entries under one name, and a rule that nothing matches, are errors with nam
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch_dcpx.errors import OptionError, PlanError
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 
 Entries: TypeAlias = dict[str, MappedTensor]
+_Group: TypeAlias = tuple[int, int, str]  # of a pattern: (0, number, "") or (1, 0, text)
 
 
 class Split(NamedTuple):
@@ -38,7 +41,7 @@ class Merge(NamedTuple):
 
     Args:
         patterns: regular expressions that whole names match, in the order of the parts. Names that
-            match the same one are ordered by its groups, numbers as numbers.
+            match the same one are ordered by its groups, numbers as numbers, which leave none out.
         into: the new name; `\\1` stands for the first group. Names that give the same are merged.
         dim: the dimension. Default 0.
         stack: along a new dimension, as `torch.stack` does. Default False: `torch.cat`.
@@ -103,7 +106,23 @@ def checked_rule(rule: Rule) -> Rule:
     is_pair = not isinstance(rule, Transpose) or (isinstance(numbers, tuple) and len(numbers) == 2)
     if not is_pair or not all(type(number) is int for number in numbers):
         raise OptionError(f"dimensions are ints, got {rule!r}", option="rules", value=rule)
-    return rule
+    return _with_sizes(rule) if isinstance(rule, Split) and rule.sizes is not None else rule
+
+
+def _with_sizes(rule: Split) -> Split:
+    """Returns the rule with its sizes as ints. Raises OptionError: they are no counts."""
+    sizes: Any = rule.sizes
+    try:
+        lengths = tuple(map(operator.index, sizes))
+    except TypeError:
+        lengths = (-1,)
+    if min(lengths, default=0) < 0 or any(isinstance(size, bool) for size in sizes):
+        raise OptionError(
+            f"sizes of a Split are a list of ints from 0 on, got {rule.sizes!r}: {rule!r}",
+            option="rules",
+            value=rule,
+        )
+    return rule._replace(sizes=lengths)
 
 
 def _made_by(rule: Rule) -> list[tuple[str, object]]:
@@ -244,7 +263,7 @@ def _part_lengths(name: str, entry: MappedTensor, rule: Split) -> list[int]:
 
 def _merge(entries: Entries, rule: Merge, number: int, objects: frozenset[str]) -> Entries:
     new: Entries = {}
-    merged: dict[str, list[tuple[int, tuple[object, ...], MappedTensor]]] = {}
+    merged: dict[str, list[tuple[int, tuple[_Group, ...], MappedTensor]]] = {}
     for name, entry in entries.items():
         for order, pattern in enumerate(rule.patterns):
             found = re.fullmatch(pattern, name)
@@ -265,6 +284,8 @@ def _merge(entries: Entries, rule: Merge, number: int, objects: frozenset[str]) 
                 f"{', '.join(repr(rule.patterns[order]) for order in sorted(absent))}",
                 fqn=into,
             )
+        for order, pattern in enumerate(rule.patterns):
+            _check_numbers(into, pattern, [groups for at, groups, _ in group if at == order])
         parts = [part for _, _, part in sorted(group, key=lambda row: row[:2])]
         if rule.stack:
             parts = [part.unsqueezed(rule.dim) for part in parts]
@@ -272,7 +293,30 @@ def _merge(entries: Entries, rule: Merge, number: int, objects: frozenset[str]) 
     return new
 
 
-def _natural(group: str | None) -> tuple[int, int, str]:
+def _check_numbers(into: str, pattern: str, rows: Sequence[tuple[_Group, ...]]) -> None:
+    """Raises PlanError where numbers of a pattern's group, behind the same groups, leave one out.
+
+    Args:
+        into: the new name.
+        rows: the groups of the names that match the pattern and are merged into it.
+    """
+    numbers: dict[tuple[_Group, ...], set[int]] = {}
+    for groups in rows:
+        for at, (is_text, number, _) in enumerate(groups):
+            if not is_text:
+                numbers.setdefault(groups[:at], set()).add(number)
+    for found in numbers.values():
+        for low, high in itertools.pairwise(sorted(found)):
+            if high > low + 1:
+                raise PlanError(
+                    f"'{into}' is merged of what {pattern!r} matches, and of the numbers from "
+                    f"{min(found)} to {max(found)} nothing is stored for {low + 1}; a pattern for "
+                    "each part merges what there is",
+                    fqn=into,
+                )
+
+
+def _natural(group: str | None) -> _Group:
     """Returns what orders a pattern's groups: numbers as numbers, before texts."""
     text = group or ""
     return (0, int(text), "") if text.isdecimal() else (1, 0, text)

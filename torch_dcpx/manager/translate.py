@@ -68,7 +68,7 @@ class TrainingRules(KeyMap):
             old = [source.removeprefix(MODEL) for source in entry.sources]
             if len(old) == 1 and entry.is_whole(stored[entry.sources[0]]):
                 self._new[old[0]] = name
-            else:
+            elif entry.sizes is None or 0 not in entry.sizes:  # else no element is elsewhere
                 for source in old:
                     self._reshaped.setdefault(source, []).append(name)
         entries = {MODEL + name: entry for name, entry in mapped.items()}
@@ -254,7 +254,8 @@ def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[st
                     raise MismatchError(
                         f"parameters '{known[0]}' and '{name}' are one group of the optimizer "
                         f"({at}), and were saved with {key}={first[key]!r:.80} and "
-                        f"{key}={other[key]!r:.80}; strict=False takes those of the last group",
+                        f"{key}={other[key]!r:.80}; strict=False takes those of the last one whose "
+                        f"number is below {len(own)}",
                         fqn=name,
                     )
 

@@ -85,7 +85,12 @@ def unlike_names(
     if type(state) is not dict or not isinstance(stored, StoredEntries):
         return state
     columns = stored.columns  # once: another thread may fill the entries meanwhile
-    return state if columns is None else STATE_READER.unlike(state, stored, columns, has_dtypes)
+    if columns is None:
+        return state
+    try:
+        return STATE_READER.unlike(state, stored, columns, has_dtypes)
+    except RuntimeError:  # of a tensor that torch knows no sizes of: who asks further names it
+        return state
 
 
 def whole_rows(

@@ -22,6 +22,7 @@ from torch_dcpx.tensors.memory import (
     has_strides,
     is_disjoint,
     is_plain,
+    refuse_expanded,
 )
 
 
@@ -153,6 +154,7 @@ def plan_tensor_read(
     Raises:
         AssertionError: the target's size is not the region's (stock's text).
         CorruptionError: the stored tensor does not hold the region.
+        UnsupportedError: several elements of the target have one memory.
     """
     form, fqn = located.form, item.storage_index.fqn
     offsets, lengths = _region(item, form.sizes)
@@ -170,6 +172,7 @@ def plan_tensor_read(
     staged = None
     into = target
     if not place.is_direct:
+        refuse_expanded(fqn, target)
         if place.device >= 0:
             staged = into = device_memory.empty(lengths, dtype, target)
         else:

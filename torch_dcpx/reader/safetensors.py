@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch_dcpx.reader.safetensors_header import (
     HeaderEntry,
     header_bytes,
     parse_header,
+    unique_keys,
 )
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
@@ -103,18 +104,40 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
             seen[file] = _state_of(directory, file)
             held[file], digest = _tensors(directory, file)
             digests.update(digest.encode())
-        tensors = {}
-        for fqn, file in weight_map.items():
-            if fqn not in held[file]:
-                raise CorruptionError(
-                    f"'{directory_path / name}' says that '{fqn}' lies in '{file}', which does not "
-                    "hold it",
-                    path=str(directory_path / name),
-                    fqn=fqn,
-                    touched=(),
-                )
-            tensors[fqn] = held[file][fqn]
+        _check_index(weight_map, held, str(directory_path / name))
+        tensors = {fqn: held[file][fqn] for fqn, file in weight_map.items()}
         return Safetensors(directory_path, tensors, digests.hexdigest(), seen)
+
+
+def _check_index(
+    weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, StoredTensor]], path: str
+) -> None:
+    """Raises CorruptionError unless an index and its files name the same tensors.
+
+    Args:
+        weight_map: file by tensor.
+        held: tensors by file.
+        path: of the index.
+    """
+    for fqn, file in weight_map.items():
+        if fqn not in held[file]:
+            raise CorruptionError(
+                f"'{path}' says that '{fqn}' lies in '{file}', which does not hold it",
+                path=path,
+                fqn=fqn,
+                touched=(),
+            )
+    for file, tensors in held.items():
+        unnamed = [fqn for fqn in tensors if fqn not in weight_map]
+        if unnamed:
+            raise CorruptionError(
+                f"'{file}' holds {len(unnamed)} tensors that '{path}' does not name, such as "
+                f"'{unnamed[0]}': they are not of one save; mend the index, or load the files one "
+                "by one with strict=False",
+                path=path,
+                fqn=unnamed[0],
+                touched=(),
+            )
 
 
 def check_not_replaced(held: Safetensors) -> None:
@@ -166,7 +189,7 @@ def _weight_map(directory: Directory, name: str) -> dict[str, str]:
             raise fail(f"it holds {file.nbytes} B, more than {MAX_HEADER_BYTES}")
         text = file.part(0, file.nbytes)
     try:
-        index: Any = json.loads(text)
+        index: Any = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise fail(f"no JSON that it may be: {str(error)[:200]}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None

@@ -118,7 +118,7 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
     def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         if next(objects) > MAX_FILE_TENSORS + 2:  # notes, and all of them
             raise UnsupportedError(f"'{path}' names more than {MAX_FILE_TENSORS} tensors")
-        return _unique(pairs)
+        return unique_keys(pairs)
 
     try:
         rows = json.loads(header.decode(), object_pairs_hook=unique, parse_constant=_refused)
@@ -188,7 +188,8 @@ def _are_counts(values: Any) -> bool:
     )
 
 
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON as a dict. Raises ValueError: a key is there twice."""
     rows: dict[str, Any] = {}
     for name, value in pairs:
         if name in rows:

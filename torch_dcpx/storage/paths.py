@@ -27,13 +27,22 @@ def checked_path(path: AnyPath, way_out: str) -> str:
 
     Raises:
         UnsupportedError: it is a URL.
-        OptionError: it holds a NUL, which no file system can keep.
+        OptionError: it holds a NUL, which no file system can keep, or what its encoding has not.
     """
     text = os.fsdecode(path)
     if "://" in text:
         raise UnsupportedError(f"'{text}' is a URL; {way_out}")
     if "\0" in text:
         raise OptionError(f"{text!r} holds a NUL: no path can", option="path", value=text)
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"{text!r} holds {text[error.start]!r}, which the file system's encoding "
+            f"({error.encoding}) has not: no path can",
+            option="path",
+            value=text,
+        ) from error
     return text
 
 

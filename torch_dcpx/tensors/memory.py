@@ -56,6 +56,27 @@ def has_strides(tensor: torch.Tensor) -> bool:
     )
 
 
+def refuse_nested(fqn: str, value: Any) -> None:
+    """Raises UnsupportedError for a nested tensor of strided layout: torch knows no sizes of it."""
+    if type(value) in PLAIN_CLASSES and value.is_nested and value.layout == torch.strided:
+        raise UnsupportedError(
+            f"'{fqn}' is a nested tensor, which has no sizes; give its parts (unbind()) names of "
+            "their own, or leave it out"
+        )
+
+
+def refuse_expanded(fqn: str, target: torch.Tensor) -> None:
+    """Raises UnsupportedError where strides of 0 give several elements one memory: torch, too,
+    copies nothing into such a tensor.
+    """
+    dims = zip(target.shape, target.stride(), strict=True) if has_strides(target) else ()
+    if target.numel() and any(size > 1 and stride == 0 for size, stride in dims):
+        raise UnsupportedError(
+            f"'{fqn}' of sizes {list(target.shape)} and strides {list(target.stride())} has one "
+            "memory for several elements, which no load can fill; give it its own by contiguous()"
+        )
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether addresses and strides say all about the tensor's values."""
     return has_strides(tensor) and not tensor.is_conj() and not tensor.is_neg()
