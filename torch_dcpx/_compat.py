@@ -118,7 +118,8 @@ def dlpack_dtypes() -> dict[torch.dtype, bool]:
     for dtype in DTYPES.values():
         try:
             # Not `empty(dtype=...)`, which warns of some dtypes.
-            back = from_dlpack(to_dlpack(torch.empty(16, dtype=torch.uint8).view(dtype)))
+            sample = torch.empty(16, dtype=torch.uint8, device="cpu").view(dtype)
+            back = from_dlpack(to_dlpack(sample))
         except (BufferError, NotImplementedError, RuntimeError, TypeError):
             continue
         if back.dtype == dtype:

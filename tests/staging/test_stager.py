@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from torch_dcpx import DcpxStager, DcpxWriter, StagingError, UnsupportedError
+from torch_dcpx._compat import dlpack_dtypes
 from torch_dcpx.staging.arena import ArenaPool, process_pool
 from torch_dcpx.staging.snapshot import stage_tensors
 
@@ -131,6 +132,18 @@ def test_no_later_change_of_the_state_shows_in_what_was_staged(is_shared: bool) 
         torch.full((3 * MIB,), -1, dtype=torch.int32)
     assert staged.pop("n") == [1]
     assert_same(expected, staged)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_first_stage_where_tensors_are_made_elsewhere_spoils_none_behind_it(device: str) -> None:
+    state, known = mixed_state(5), dlpack_dtypes()
+    assert len(known) > 10
+    dlpack_dtypes.cache_clear()
+    with torch.device(device):
+        staged = DcpxStager().stage(state)
+    assert_same(state, staged)
+    assert dlpack_dtypes() == known
+    assert_same(state, DcpxStager().stage(state))
 
 
 # ---- Memory -------------------------------------------------------------------------------------
