@@ -215,6 +215,20 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert manager.tags() == ["step-0", "step-3"]
 
 
+def test_checkpoint_that_lost_its_data_takes_no_good_ones_place(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, keep_last=2)
+    save_steps(manager, 1, 2)
+    manager.wait()
+    next((tmp_path / "step-2").glob("__*.distcp")).unlink()
+    save_steps(manager, 3)
+    manager.wait()
+    assert on_disk(tmp_path) == {"step-1", "step-2", "step-3"}
+    assert manager.tags() == ["step-1", "step-3"]
+    save_steps(manager, 4)
+    manager.wait()
+    assert on_disk(tmp_path) == {"step-3", "step-4"}
+
+
 def test_nothing_goes_while_the_newest_is_not_whole(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     save_steps(manager, 1, 2, 3)

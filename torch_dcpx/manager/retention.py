@@ -202,8 +202,8 @@ class Retention:
 
     def _remove_condemned(self) -> None:
         root = self._root
-        stored, _ = root.listed()
-        unkept = self._rules.condemned(stored, self.is_pinned, root.damaged)
+        stored, damaged = root.remembered()
+        unkept = self._rules.condemned(stored, self.is_pinned, damaged)
         condemned = [each for each in unkept if each.tag != root.newest_tag]
         kept = [each for each in stored if each not in condemned]
         if not condemned or not kept:
