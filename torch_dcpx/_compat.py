@@ -202,6 +202,18 @@ def loaded_through(frame: FrameType) -> object | None:
     return frame.f_locals.get("storage_reader")
 
 
+def reader_above(frame: FrameType | None) -> object | None:
+    """Returns the storage reader of the load, DCP's or ours, that a frame is in; else None."""
+    while frame is not None:
+        if is_load(frame):
+            local = frame.f_locals
+            reader: object = local.get("storage_reader", getattr(local.get("self"), "reader", None))
+            if reader is not None:
+                return reader
+        frame = frame.f_back
+    return None
+
+
 def saved_through(frame: FrameType) -> object | None:
     """Returns the storage writer of a frame of DCP's save; None for all other frames."""
     return frame.f_locals.get("storage_writer") if frame.f_code is _SAVE_CODE else None

@@ -214,7 +214,9 @@ class DcpxReader(FileSystemReader):
             try:
                 if found is not None and is_own(self, DcpxReader, *_PLAN_HOOKS):
                     name = metadata_file(self, None if self.use_collectives else self.rank)
-                    is_tiled = check_coverage(plan.items, planner, str(Path(self.path) / name))
+                    is_tiled = check_coverage(
+                        plan.items, planner, str(Path(self.path) / name), type(self).__name__
+                    )
                 found = found or self.__find(plan.items)
                 meeting = frozenset() if is_tiled else meeting_targets(plan.items)
                 counts = read_items(found, planner, self.transforms, self.options, meeting=meeting)
