@@ -118,7 +118,8 @@ def dlpack_dtypes() -> dict[torch.dtype, bool]:
     for dtype in DTYPES.values():
         try:
             # Not `empty(dtype=...)`, which warns of some dtypes.
-            back = from_dlpack(to_dlpack(torch.empty(16, dtype=torch.uint8).view(dtype)))
+            sample = torch.empty(16, dtype=torch.uint8, device="cpu").view(dtype)
+            back = from_dlpack(to_dlpack(sample))
         except (BufferError, NotImplementedError, RuntimeError, TypeError):
             continue
         if back.dtype == dtype:
@@ -199,6 +200,18 @@ def loaded_through(frame: FrameType) -> object | None:
     if frame.f_globals.get("__name__") != state_dict_loader.__name__:
         return None
     return frame.f_locals.get("storage_reader")
+
+
+def reader_above(frame: FrameType | None) -> object | None:
+    """Returns the storage reader of the load, DCP's or ours, that a frame is in; else None."""
+    while frame is not None:
+        if is_load(frame):
+            local = frame.f_locals
+            reader: object = local.get("storage_reader", getattr(local.get("self"), "reader", None))
+            if reader is not None:
+                return reader
+        frame = frame.f_back
+    return None
 
 
 def saved_through(frame: FrameType) -> object | None:

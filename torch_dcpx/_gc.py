@@ -2,6 +2,10 @@
 
 Objects that only come (and hold no cycles) make each collection walk all of them for nothing:
 decoding the metadata of 100,000 chunks takes a multiple of the time with the collector on.
+
+A pause is a threshold that no program sets, not `gc.disable`: what the program does to the
+collector meanwhile, on any thread, shows and stays. A thread that works in the background makes
+none: the program goes on beside it, and makes garbage.
 """
 
 from __future__ import annotations
@@ -19,19 +23,26 @@ _MANY_ITEMS = 2000  # from here on collections cost a plan more than the timer d
 _MAX_PAUSE_S = 10.0  # where DCP does not come back
 _KEPT_PLAN_S = 1.0  # after the save, where somebody keeps its plan
 
+_PAUSED = 2_000_000_011  # objects before a collection: never
+_BACKGROUND = ("dcpx-", "AsyncCheckpointExecutor")  # how our threads are named, and that of stock
+
 _lock = Guard()  # a signal handler may save while its thread holds it
 _depth = 0  # how many blocks and bounded pauses, of all threads, are running
 _epoch = 0  # how often the process was forked from one that had this module
-_was_enabled = False  # before the first of them
-_own = threading.local()  # .depth: of these, the current thread's
+_before: tuple[int, int, int] | None = None  # thresholds; None where nothing is paused
+_own = threading.local()  # .depth: of the blocks, the current thread's
+
+
+def _is_in_background() -> bool:
+    return threading.current_thread().name.startswith(_BACKGROUND)
 
 
 def _begin() -> None:
     """REQUIRES: _lock."""
-    global _depth, _was_enabled
-    if _depth == 0:
-        _was_enabled = gc.isenabled()
-        gc.disable()
+    global _depth, _before
+    if _depth == 0 and gc.isenabled() and gc.get_threshold()[0] > 0:
+        _before = gc.get_threshold()
+        gc.set_threshold(_PAUSED, *_before[1:])
     _depth += 1
 
 
@@ -39,8 +50,16 @@ def _end() -> None:
     """REQUIRES: _lock."""
     global _depth
     _depth -= 1
-    if _depth == 0 and _was_enabled:
-        gc.enable()
+    if _depth == 0:
+        _resume()
+
+
+def _resume() -> None:
+    """Restores the thresholds, unless somebody has set others. REQUIRES: _lock."""
+    global _before
+    before, _before = _before, None
+    if before is not None and gc.get_threshold()[0] == _PAUSED:
+        gc.set_threshold(*before)
 
 
 def _made() -> int:
@@ -58,7 +77,8 @@ def _make_old(before: int) -> None:
     the program has switched the collector off: it collects when it likes, maybe the young alone (as
     `gc.collect(1)` does), and that garbage, device tensors included, would wait for ever.
     """
-    if _was_enabled and _made() - before >= _MANY_ITEMS and gc.get_freeze_count() == 0:
+    is_paused = _before is not None and gc.isenabled() and not _is_in_background()
+    if is_paused and _made() - before >= _MANY_ITEMS and gc.get_freeze_count() == 0:
         gc.freeze()
         gc.unfreeze()
 
@@ -77,11 +97,14 @@ def paused_gc_of_many() -> Iterator[None]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Keeps cyclic garbage collection off inside the block.
+    """Keeps cyclic garbage collection off inside the block; does nothing in the background.
 
-    The switch is the process's, so blocks are counted: the first one, whatever its thread,
-    remembers the state, and the last one restores it.
+    The thresholds are the process's, so blocks are counted: the first one, whatever its thread,
+    remembers them, and the last one restores them.
     """
+    if _is_in_background():
+        yield
+        return
     with _lock.held():
         _begin()
         _own.depth = getattr(_own, "depth", 0) + 1
@@ -114,7 +137,7 @@ class PlanningPause:
 
         Few items are planned before a timer is even started.
         """
-        if items < _MANY_ITEMS:
+        if items < _MANY_ITEMS or _is_in_background():
             self.end()
             return
         self._start(_MAX_PAUSE_S)
@@ -193,8 +216,8 @@ def _forget_other_threads() -> None:
     _lock = Guard()
     _epoch += 1
     before, _depth = _depth, getattr(_own, "depth", 0)
-    if before and _depth == 0 and _was_enabled:
-        gc.enable()
+    if before and _depth == 0:
+        _resume()
 
 
 os.register_at_fork(after_in_child=_forget_other_threads)

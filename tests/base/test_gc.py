@@ -21,6 +21,10 @@ from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc, paused_gc_of
 pytestmark = pytest.mark.usefixtures("thawed")
 
 
+def collects() -> bool:
+    return gc.isenabled() and gc.get_threshold()[0] != _gc._PAUSED
+
+
 def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
     entered, leave = threading.Event(), threading.Event()
 
@@ -33,10 +37,10 @@ def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
     with paused_gc():
         thread.start()
         assert entered.wait(60)
-    assert not gc.isenabled()
+    assert not collects()
     leave.set()
     thread.join(60)
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_child_forked_while_another_thread_pauses_collects() -> None:
@@ -52,23 +56,23 @@ def test_child_forked_while_another_thread_pauses_collects() -> None:
     assert entered.wait(60)
     child = os.fork()
     if child == 0:
-        is_enabled = gc.isenabled()
+        is_enabled = collects()
         with paused_gc():
-            is_paused = not gc.isenabled()
-        os._exit(3 if is_enabled and is_paused and gc.isenabled() else 1)
+            is_paused = not collects()
+        os._exit(3 if is_enabled and is_paused and collects() else 1)
     leave.set()
     thread.join(60)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_child_forked_within_a_block_goes_on_with_it() -> None:
     with paused_gc():
         child = os.fork()
         if child == 0:
-            before = gc.isenabled()
+            before = collects()
     if child == 0:
-        os._exit(3 if not before and gc.isenabled() else 1)
+        os._exit(3 if not before and collects() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
@@ -86,12 +90,12 @@ def timers() -> list[threading.Thread]:
 def test_planning_pause_lasts_until_its_end_and_leaves_no_thread() -> None:
     pause = PlanningPause()
     pause.begin(_gc._MANY_ITEMS)
-    assert not gc.isenabled()
+    assert not collects()
     (timer,) = timers()
     pause.begin(_gc._MANY_ITEMS)  # as a second save does when the first one was not heard of again
     pause.end()
     pause.end()
-    assert gc.isenabled()
+    assert collects()
     timer.join(60)
     for thread in timers():
         thread.join(60)
@@ -103,14 +107,14 @@ def test_planning_pause_that_nobody_ends_ends_in_time(monkeypatch: pytest.Monkey
     PlanningPause().begin(_gc._MANY_ITEMS)
     for thread in timers():
         thread.join(60)
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_pause_ends_at_once_with_a_plan_that_cannot_say_when_it_is_gone() -> None:
     pause = PlanningPause()
     pause.begin(_gc._MANY_ITEMS)
     pause.end_with(("a", "plan"))
-    assert gc.isenabled()
+    assert collects()
     assert not timers()
 
 
@@ -134,7 +138,7 @@ def test_what_was_made_in_a_pause_is_not_walked_when_it_ends_with_its_plan(is_fr
         gc.callbacks.append(note)
         del plan
         made += [[] for _ in range(5000)]
-        assert gc.isenabled()
+        assert collects()
         assert (gc.get_freeze_count() > 0) == (before > 0) == is_frozen
         # Where others froze something nothing is thawed, so what was made is still young.
         assert (max(walked) >= 5000) == is_frozen
@@ -153,20 +157,20 @@ def test_what_was_made_in_a_bounded_pause_is_not_walked_when_it_ends() -> None:
 
 def test_bounded_pause_ends_with_its_block_or_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with bounded_pause(_gc._MANY_ITEMS):
-        assert not gc.isenabled()
-    assert gc.isenabled()
+        assert not collects()
+    assert collects()
     assert not timers()
     monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
     with bounded_pause(_gc._MANY_ITEMS):
         for thread in timers():
             thread.join(60)
-        assert gc.isenabled()
-    assert gc.isenabled()
+        assert collects()
+    assert collects()
 
 
 def test_few_items_are_planned_without_a_pause_or_a_thread() -> None:
     PlanningPause().begin(_gc._MANY_ITEMS - 1)
-    assert gc.isenabled()
+    assert collects()
     assert not timers()
 
 
@@ -176,7 +180,7 @@ def test_without_threads_there_is_no_planning_pause(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(threading.Timer, "start", no_thread)
     PlanningPause().begin(_gc._MANY_ITEMS)
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_child_forked_in_a_planning_pause_collects() -> None:
@@ -184,14 +188,14 @@ def test_child_forked_in_a_planning_pause_collects() -> None:
     pause.begin(_gc._MANY_ITEMS)
     child = os.fork()
     if child == 0:
-        is_enabled = gc.isenabled()
+        is_enabled = collects()
         pause.end()
         with paused_gc():
-            is_paused = not gc.isenabled()
-        os._exit(3 if is_enabled and is_paused and gc.isenabled() else 1)
+            is_paused = not collects()
+        os._exit(3 if is_enabled and is_paused and collects() else 1)
     pause.end()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert gc.isenabled()
+    assert collects()
 
 
 FAILING = {"write_data": "write_files", "finish": "commit"}
@@ -206,17 +210,17 @@ class GcPlanner(DefaultSavePlanner):
         self.fails = fails
 
     def create_local_plan(self) -> SavePlan:
-        self.seen.append(gc.isenabled())
+        self.seen.append(collects())
         if self.fails:
             raise ValueError("no plan")
         return super().create_local_plan()
 
     def create_global_plan(self, plans: list[SavePlan]) -> Any:
-        self.seen.append(gc.isenabled())
+        self.seen.append(collects())
         return super().create_global_plan(plans)
 
     def finish_plan(self, plan: SavePlan) -> SavePlan:
-        self.seen.append(gc.isenabled())
+        self.seen.append(collects())
         return super().finish_plan(plan)
 
 
@@ -231,11 +235,9 @@ def test_many_items_are_planned_without_collections(
     state = {"model": {f"w{i}": torch.zeros(1) for i in range(items)}}
     dcp.save(state, storage_writer=DcpxWriter(tmp_path), planner=planner, no_dist=True)
     assert planner.seen == [items < 100] * 3
-    assert gc.isenabled() == (items < 100), (
-        "the planner has the plan, which a collection would walk"
-    )
+    assert collects() == (items < 100), "the planner has the plan, which a collection would walk"
     del planner
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_plan_that_is_kept_leaves_collections_on_in_time(
@@ -248,7 +250,7 @@ def test_plan_that_is_kept_leaves_collections_on_in_time(
     dcp.save({"w": torch.zeros(1)}, storage_writer=writer, planner=planner, no_dist=True)
     for thread in timers():
         thread.join(60)
-    assert gc.isenabled()
+    assert collects()
     assert planner.seen == [False] * 3
 
 
@@ -260,7 +262,7 @@ def test_save_that_fails_leaves_collections_on_at_once(
     planner, seen = GcPlanner(), []
 
     def fail(*args: Any, **kwargs: Any) -> None:
-        seen.append(gc.isenabled())
+        seen.append(collects())
         raise ValueError("no save")
 
     monkeypatch.setattr(f"torch_dcpx.writer.writer.{FAILING[failing]}", fail)
@@ -272,7 +274,7 @@ def test_save_that_fails_leaves_collections_on_at_once(
             no_dist=True,
         )
     assert seen == [False]
-    assert gc.isenabled()
+    assert collects()
 
 
 class GcLoadPlanner(DefaultLoadPlanner):
@@ -284,21 +286,21 @@ class GcLoadPlanner(DefaultLoadPlanner):
         self.fails = fails
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        self.seen["set_up_planner"] = gc.isenabled()
+        self.seen["set_up_planner"] = collects()
         super().set_up_planner(*args, **kwargs)
 
     def create_local_plan(self) -> LoadPlan:
-        self.seen["create_local_plan"] = gc.isenabled()
+        self.seen["create_local_plan"] = collects()
         if self.fails:
             raise ValueError("no plan")
         return super().create_local_plan()
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        self.seen["create_global_plan"] = gc.isenabled()
+        self.seen["create_global_plan"] = collects()
         return super().create_global_plan(global_plan)
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        self.seen["commit_tensor"] = gc.isenabled()
+        self.seen["commit_tensor"] = collects()
 
 
 @pytest.mark.parametrize("items", [10, 1000])
@@ -314,7 +316,7 @@ def test_many_items_are_planned_for_a_load_without_collections(
     assert planner.seen == {
         **dict.fromkeys(paused, items < 100), "create_global_plan": True, "commit_tensor": True
     }  # fmt: skip
-    assert gc.isenabled()
+    assert collects()
     assert timers() == []
 
 
@@ -324,7 +326,7 @@ def test_metadata_read_by_anyone_but_dcp_pauses_nothing(
     monkeypatch.setattr(_gc, "_MANY_ITEMS", 1)
     dcp.save({"w": torch.zeros(1)}, storage_writer=DcpxWriter(tmp_path), no_dist=True)
     DcpxReader(tmp_path).read_metadata()
-    assert gc.isenabled()
+    assert collects()
     assert timers() == []
 
 
@@ -340,7 +342,7 @@ def test_load_whose_plan_fails_leaves_collections_on_in_time(
                  no_dist=True)  # fmt: skip
     for thread in timers():
         thread.join(60)
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_plan_that_fails_leaves_collections_on_in_time(
@@ -358,7 +360,7 @@ def test_plan_that_fails_leaves_collections_on_in_time(
         )
     for thread in timers():
         thread.join(60)
-    assert gc.isenabled()
+    assert collects()
 
 
 def test_objects_of_a_pause_of_many_are_old_when_it_ends() -> None:
@@ -367,7 +369,7 @@ def test_objects_of_a_pause_of_many_are_old_when_it_ends() -> None:
     def note(phase: str, _: object) -> None:
         seen.append(phase)
 
-    assert gc.isenabled()
+    assert collects()
     gc.callbacks.append(note)
     try:
         with paused_gc_of_many():

@@ -120,6 +120,7 @@ def test_pause_of_the_collector_can_be_had_after_an_exception_at_any_line() -> N
 def _collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A pause that is hit as it begins goes on."""
     monkeypatch.setattr(_gc, "_depth", _gc._depth)
-    monkeypatch.setattr(_gc, "_was_enabled", _gc._was_enabled)
+    monkeypatch.setattr(_gc, "_before", _gc._before)
+    thresholds = _gc.gc.get_threshold()
     yield
-    _gc.gc.enable()
+    _gc.gc.set_threshold(*thresholds)

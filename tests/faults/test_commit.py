@@ -67,11 +67,20 @@ def test_resave_never_uses_a_name_again_and_removes_what_it_replaced(
         assert_whole(state_of(seed), tmp_path)
 
 
+# One sign away from a name that a save gives.
+NEARLY_OURS = [
+    "__my_notes.distcp", "__0_0.distcp.distcp", "__0.distcp", "__0_.distcp", "__0_x.distcp",
+    "__00_0.distcp", "__0_01.distcp", "__0_0.0123456789AB.distcp", "__0_0.0123456789abc.distcp",
+    "__0_0.notes.distcp", "__0_0-1.distcp", "__-1_0.distcp", "__0_0_0.distcp", "__\u0663_0.distcp",
+    "__0000000000_0.distcp", "__\u0663.metadata.0123456789ab.tmp", ".metadata.0123456789AB.tmp",
+]  # fmt: skip
+
+
 def test_leftovers_go_with_the_next_save_and_files_of_others_stay(tmp_path: Path) -> None:
     save(state_of(), tmp_path)
-    leftovers = ["__0_1.distcp", "__7_0.0123456789ab.distcp", "__0_0.distcp.distcp"]
+    leftovers = ["__0_1.distcp", "__7_0.0123456789ab.distcp", "__999999999_10.distcp"]
     others = ["meta.pt", "model.bin", "notes.distcp.txt", "x__0_0.distcp", "distcp", ".hidden",
-              "__0_0.txt", ".metadata.mine", ".metadata.tmp"]  # fmt: skip
+              "__0_0.txt", ".metadata.mine", ".metadata.tmp", *NEARLY_OURS]  # fmt: skip
     for name in leftovers + others:
         (tmp_path / name).write_text(name)
     temporary = ".metadata.0123456789ab.tmp"  # of a save that was killed before its rename
@@ -92,11 +101,13 @@ def test_replaced_metadata_that_names_files_outside_removes_nothing_there(
 ) -> None:
     ckpt = tmp_path / "ckpt"
     save(state_of(), ckpt, "stock")
-    victims = [tmp_path / "__1_0.distcp", ckpt / "meta.pt", ckpt / "sub" / "__2_0.distcp"]
+    notes = ckpt / "__my_notes.distcp"
+    victims = [tmp_path / "__1_0.distcp", ckpt / "meta.pt", ckpt / "sub" / "__2_0.distcp", notes]
     (ckpt / "sub").mkdir()
     for victim in victims:
         victim.write_text("kept")
     paths = ["../__1_0.distcp", str(victims[0]), "meta.pt", "sub/__2_0.distcp", ".metadata", ".."]
+    paths.append(notes.name)
     metadata = pickle.loads((ckpt / ".metadata").read_bytes())
     info = next(iter(metadata.storage_data.values()))
     for number, path in enumerate(paths):
@@ -110,7 +121,7 @@ def test_replaced_metadata_that_names_files_outside_removes_nothing_there(
     (ckpt / ".metadata").write_bytes(data)
     save(state_of(1), ckpt)
     assert_loads(state_of(1), ckpt)
-    assert [victim.read_text() for victim in victims] == ["kept"] * 3
+    assert [victim.read_text() for victim in victims] == ["kept"] * 4
     assert not (ckpt / "__0_0.distcp").exists()
 
 

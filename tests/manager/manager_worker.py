@@ -146,6 +146,18 @@ def other_calls_are_refused_on_every_rank_before_the_first_byte(root: Path) -> N
     assert manager.latest() is None
 
 
+@rank_case("save")
+def save_to_a_pinned_tag_is_refused_on_every_rank(root: Path) -> None:
+    manager = manager_of(root / "pinned")
+    manager.save("kept", state={"x": torch.ones(3)})
+    manager.wait()
+    manager.pin("kept")
+    with pytest.raises(UnsupportedError, match="kept': it is pinned"):
+        manager.save("kept", state={"x": torch.zeros(3)})
+    state = {"x": torch.zeros(3)}
+    assert manager.resume(state=state, tag="kept").step == 0 and state["x"].all()
+
+
 class Failing:
     """Its state fails on one rank, while the ranks plan."""
 

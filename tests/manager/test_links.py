@@ -208,8 +208,8 @@ def test_link_made_behind_the_check_of_a_call_is_not_followed(
     examined = manager._root.examined
     moved: list[Path] = []
 
-    def raced(tag: str) -> Any:
-        found = examined(tag)
+    def raced(tag: str, **how: Any) -> Any:
+        found = examined(tag, **how)
         if tag == "step-1" and not moved:
             moved.append(move_away_and_link(root / tag))
         return found

@@ -15,7 +15,7 @@ import torch
 from support.saves import save
 from trainings import manager_of, on_disk, save_steps
 
-from torch_dcpx import DcpxError, KeyMap, NotCommittedError, PlanError
+from torch_dcpx import DcpxError, KeyMap, NotCommittedError, PlanError, StorageError
 from torch_dcpx.manager import root as manager_root
 
 
@@ -225,6 +225,28 @@ def test_checkpoint_of_stock_is_found_by_its_name(tmp_path: Path) -> None:
     name = next((tmp_path / "step-10").glob("__*.distcp"))
     os.truncate(name, 100)
     assert manager_of(tmp_path).latest() == "step-9"
+
+
+@pytest.mark.parametrize("loss", ["gone", "cut", "directory"])
+def test_checkpoint_that_loses_its_data_is_no_tag_to_the_manager_that_saved_it(
+    tmp_path: Path, loss: str
+) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1, 2, 3)
+    assert manager.tags() == ["step-1", "step-2", "step-3"]
+    (name,) = (tmp_path / "step-2").glob("__*.distcp")
+    if loss == "cut":
+        os.truncate(name, 100)
+    else:
+        name.rename(tmp_path / "away")
+        if loss == "directory":
+            name.mkdir()
+    assert manager.tags() == ["step-1", "step-3"] == manager_of(tmp_path).tags()
+    with pytest.raises(StorageError, match=r"step-2/__0_0"):
+        manager.pin(2)
+    if loss == "gone":
+        (tmp_path / "away").rename(name)
+        assert manager.tags() == ["step-1", "step-2", "step-3"]
 
 
 def test_root_that_is_a_file_raises(tmp_path: Path) -> None:

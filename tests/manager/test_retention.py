@@ -91,6 +91,47 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(tmp_path: Path) -> None
     assert manager.tags() == ["step-4"]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_save_to_a_pinned_checkpoint_is_refused_before_a_byte_is_written(
+    tmp_path: Path, is_async: bool
+) -> None:
+    manager = manager_of(tmp_path, async_save=is_async)
+    save_steps(manager, 5)
+    manager.wait()
+    manager.pin(5)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for one in (manager, manager_of(tmp_path, async_save=is_async)):
+        with pytest.raises(UnsupportedError, match=r"save '.*/step-5': it is pinned; unpin it"):
+            one.save(5, state={"x": torch.zeros(3)})
+        assert not one._retention.busy
+    assert {path: path.read_bytes() for path in before} == before
+    assert len(before) == sum(path.is_file() for path in tmp_path.rglob("*"))
+    manager.unpin(5)
+    manager.save(5, state={"x": torch.zeros(3)})
+    manager.wait()
+    state = {"x": torch.ones(3)}
+    assert manager.resume(state=state).step == 5 and not state["x"].any()
+
+
+def test_checkpoint_that_is_pinned_while_a_save_to_it_goes_on_keeps_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 5)
+    catch_up = manager._retention.catch_up
+
+    def pinned_first() -> None:
+        manager_of(tmp_path).pin(5)
+        catch_up()
+
+    monkeypatch.setattr(manager._retention, "catch_up", pinned_first)
+    with pytest.raises(UnsupportedError, match=r"save '.*/step-5': it is pinned"):
+        manager.save(5, state={"x": torch.zeros(3)})
+    state = {"x": torch.zeros(3)}
+    assert manager.resume(state=state).step == 5 and state["x"].tolist() == [5.0] * 3
+    assert len(list((tmp_path / "step-5").glob("*.distcp"))) == 1
+
+
 def test_commits_of_two_managers_have_one_order(tmp_path: Path) -> None:
     """One of them at a time: what another has committed meanwhile is older."""
     one, two = manager_of(tmp_path, keep_last=1), manager_of(tmp_path, keep_last=1)
@@ -172,6 +213,20 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     left = {path.name for path in (tmp_path / "step-1").iterdir()}
     assert left == {"notes.txt", ".dcpx.lock", ".dcpx.readers"}
     assert manager.tags() == ["step-0", "step-3"]
+
+
+def test_checkpoint_that_lost_its_data_takes_no_good_ones_place(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, keep_last=2)
+    save_steps(manager, 1, 2)
+    manager.wait()
+    next((tmp_path / "step-2").glob("__*.distcp")).unlink()
+    save_steps(manager, 3)
+    manager.wait()
+    assert on_disk(tmp_path) == {"step-1", "step-2", "step-3"}
+    assert manager.tags() == ["step-1", "step-3"]
+    save_steps(manager, 4)
+    manager.wait()
+    assert on_disk(tmp_path) == {"step-3", "step-4"}
 
 
 def test_nothing_goes_while_the_newest_is_not_whole(tmp_path: Path) -> None:

@@ -244,14 +244,14 @@ def test_torch_with_unknown_fields_cannot_repair_by_columns_alone(
 
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_garbage_collection_is_as_before(was_enabled: bool) -> None:
-    enabled = gc.isenabled()
+    enabled, thresholds = gc.isenabled(), gc.get_threshold()
     try:
         (gc.enable if was_enabled else gc.disable)()
         data = encode_small()
         decode_metadata(data, PATH)
         with pytest.raises(CorruptionError):
             decode_metadata(data[:-1], PATH)
-        assert gc.isenabled() is was_enabled
+        assert (gc.isenabled(), gc.get_threshold()) == (was_enabled, thresholds)
     finally:
         (gc.enable if enabled else gc.disable)()
 
@@ -259,13 +259,13 @@ def test_garbage_collection_is_as_before(was_enabled: bool) -> None:
 def test_pauses_that_overlap_end_with_the_last() -> None:
     """Two threads decode; the first one to be done must not wake the collector for the other."""
     first, second = paused_gc(), paused_gc()
-    assert gc.isenabled()
+    thresholds = gc.get_threshold()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert not gc.isenabled()
+    assert gc.get_threshold() != thresholds
     second.__exit__(None, None, None)
-    assert gc.isenabled()
+    assert gc.get_threshold() == thresholds and gc.isenabled()
 
 
 def test_pieces_are_the_columns_themselves_and_make_the_file() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import os
 import pickle
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.ranks import run_cases
-from support.states import assert_same, mixed_state
+from support.states import assert_same, blank_like, mixed_state
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 
-from torch_dcpx import DcpxStager, DcpxWriter, StagingError, UnsupportedError
+from torch_dcpx import DcpxStager, DcpxWriter, OptionError, StagingError, UnsupportedError, load
+from torch_dcpx._compat import dlpack_dtypes
 from torch_dcpx.staging.arena import ArenaPool, process_pool
 from torch_dcpx.staging.snapshot import stage_tensors
 
@@ -41,6 +44,48 @@ def test_stager_and_writer_are_async_stagers_of_stock(tmp_path: Path) -> None:
     assert isinstance(DcpxWriter(tmp_path), AsyncStager)
     assert not DcpxStager().should_synchronize_after_execute
     assert pickle.loads(pickle.dumps(DcpxStager(timeout_s=3.0))).timeout_s == 3.0
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_options_of_torchs_stager_mean_what_they_mean_there(
+    tmp_path: Path, is_shared: bool, is_async: bool
+) -> None:
+    config = StagingOptions(use_shared_memory=is_shared, use_async_staging=is_async)
+    state = mixed_state(7)
+    for stager in (DcpxStager(config), DcpxStager(config=config)):
+        staged: Any = stager.stage(state)
+        assert isinstance(staged, Future) is is_async
+        staged = staged.result(60) if is_async else staged
+        assert_same(state, staged)
+        assert (staged.arena.fd >= 0) is is_shared
+        del staged
+    assert DcpxStager(config, overlap=True).overlap
+    assert not DcpxStager(config, is_shared=False).is_shared
+    saved: Any = dcp.async_save(
+        state, storage_writer=DcpxWriter(tmp_path), async_stager=DcpxStager(config), no_dist=True
+    )
+    (saved.upload_completion if is_async else saved).result(60)
+    target = blank_like(state)
+    load(target, tmp_path, no_dist=True)
+    assert_same(state, target)
+
+
+def test_options_of_torchs_stager_that_nobody_knows_are_refused_by_name() -> None:
+    @dataclasses.dataclass
+    class Newer(StagingOptions):
+        use_magic: bool = False
+
+    assert DcpxStager(Newer()).overlap
+    with pytest.raises(UnsupportedError, match="use_magic=True"):
+        DcpxStager(Newer(use_magic=True))
+    wrong: Any
+    for wrong in (True, {"use_shared_memory": True}, StagingOptions):
+        with pytest.raises(OptionError, match="config must be a StagingOptions"):
+            DcpxStager(wrong)
+    wrong = "no"
+    with pytest.raises(OptionError, match="use_async_staging must be True or False, not 'no'"):
+        DcpxStager(StagingOptions(use_async_staging=wrong))
 
 
 @pytest.mark.slow
@@ -131,6 +176,18 @@ def test_no_later_change_of_the_state_shows_in_what_was_staged(is_shared: bool) 
         torch.full((3 * MIB,), -1, dtype=torch.int32)
     assert staged.pop("n") == [1]
     assert_same(expected, staged)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_first_stage_where_tensors_are_made_elsewhere_spoils_none_behind_it(device: str) -> None:
+    state, known = mixed_state(5), dlpack_dtypes()
+    assert len(known) > 10
+    dlpack_dtypes.cache_clear()
+    with torch.device(device):
+        staged = DcpxStager().stage(state)
+    assert_same(state, staged)
+    assert dlpack_dtypes() == known
+    assert_same(state, DcpxStager().stage(state))
 
 
 # ---- Memory -------------------------------------------------------------------------------------

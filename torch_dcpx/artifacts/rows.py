@@ -167,7 +167,7 @@ class PieceMemory:
         nbytes = torch.Size(sizes).numel() * dtype.itemsize
         # For what is far smaller than a piece, the heap does as well and wastes nothing.
         if not self._piece_bytes // 4 <= nbytes <= self._piece_bytes:
-            return torch.empty(sizes, dtype=dtype)
+            return torch.empty(sizes, dtype=dtype, device="cpu")
         unit = max(1, self._piece_bytes // _SIZES)
         piece = self._piece(-(-nbytes // unit) * unit)
         self._lent[piece.data_ptr()] = piece

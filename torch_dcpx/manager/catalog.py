@@ -167,8 +167,7 @@ class CheckpointCatalog:
         root, path = self.root, self.root.path / name
         lies_there(path, "delete")
         root.examined(name)
-        if self.retention.is_pinned(name):
-            raise UnsupportedError(f"delete '{path}': it is pinned; unpin it first")
+        self.retention.refuse_pinned(name, "delete")
         if name in self.retention.busy:
             raise ConcurrentSaveError(
                 f"delete '{path}': a save to it is under way; wait for it",

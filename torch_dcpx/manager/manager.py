@@ -108,7 +108,7 @@ class CheckpointManager:
 
         Args:
             tag_or_step: the step, saved as "step-N", or a name for the directory. The commit
-                replaces a checkpoint of that name.
+                replaces a checkpoint of that name, unless it is pinned.
             model: a module; plain, DDP, FSDP2, compiled.
             optimizer: of that model; or a list or a dict of several.
             lr_scheduler: one, or a list or dict of several.
@@ -125,8 +125,8 @@ class CheckpointManager:
         Raises:
             PlanError: ranks made different calls; nothing was written.
             OptionError: a tag or part that cannot work.
-            UnsupportedError: small values that could not be loaded without execution; or a link
-                lies under the tag's name. Nothing was changed.
+            UnsupportedError: small values that could not be loaded without execution; or a link,
+                or a pinned checkpoint, lies under the tag's name. Nothing was changed.
             As `dcpx.save` and `dcpx.async_save`, also of an earlier save.
         """
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
@@ -211,7 +211,9 @@ class CheckpointManager:
         )
 
     def pin(self, tag: str | int) -> None:
-        """Keeps a checkpoint from retention and `delete`, until `unpin`, also after this job.
+        """Keeps a checkpoint from retention, `delete` and a `save` to its tag, until `unpin`.
+
+        Also after this job. A save to the tag that is under way commits nothing.
 
         Raises:
             UnsupportedError: it is a link.

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint import pending as pending_saves
-from torch_dcpx.errors import DcpxError
+from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.manager.pointer import check_step, not_one_of
 from torch_dcpx.manager.removal import remove_checkpoint, resume_removals, suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
@@ -130,7 +130,7 @@ class Retention:
         Where something lies there, it waits for a run that may be removing it.
 
         Raises:
-            UnsupportedError: a link lies there; nothing is reserved.
+            UnsupportedError: a link lies there, or what is pinned; nothing is reserved.
         """
         with self._guard:
             self._saves[tag] += 1
@@ -138,6 +138,7 @@ class Retention:
             if lies_there(self._root.path / tag, "save"):
                 with self._run_guard:
                     pass
+                self.refuse_pinned(tag, "save")
         except BaseException:
             self.free(tag)
             raise
@@ -201,8 +202,8 @@ class Retention:
 
     def _remove_condemned(self) -> None:
         root = self._root
-        stored, _ = root.listed()
-        unkept = self._rules.condemned(stored, self.is_pinned, root.damaged)
+        stored, damaged = root.remembered()
+        unkept = self._rules.condemned(stored, self.is_pinned, damaged)
         condemned = [each for each in unkept if each.tag != root.newest_tag]
         kept = [each for each in stored if each not in condemned]
         if not condemned or not kept:
@@ -223,6 +224,14 @@ class Retention:
     def is_pinned(self, tag: str) -> bool:
         """Returns whether a checkpoint carries the mark that keeps it."""
         return (self._root.path / tag / PIN_NAME).exists()
+
+    def refuse_pinned(self, tag: str, doing: str) -> None:
+        """Raises UnsupportedError if a checkpoint is pinned. `doing` is the verb of the message."""
+        if self.is_pinned(tag):
+            way_out = ", or save under another name" if doing == "save" else ""
+            raise UnsupportedError(
+                f"{doing} '{self._root.path / tag}': it is pinned; unpin it first{way_out}"
+            )
 
 
 _all: weakref.WeakSet[Retention] = weakref.WeakSet()

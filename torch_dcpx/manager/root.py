@@ -20,8 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
+from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.pointer import Pointer, is_tag, read_pointer, write_pointer
-from torch_dcpx.manager.stored import Skipped, Stored, examine, identity_of
+from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, fsync_path
 from torch_dcpx.storage.names import POINTER_NAME, TRASH_PREFIX, is_pointer_temporary
@@ -44,7 +45,7 @@ class ManagerRoot:
         self._pointer: Pointer | None = None  # as this process has written or read it
         self._committing: list[str] = []
         self._next_order = 0
-        self._known: dict[str, tuple[object, Stored]] = {}
+        self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
         self._damaged: set[str] = set()  # saves, by their ids
         self._warned: dict[str, str] = {}  # why a tag was skipped, since the last `newest`
 
@@ -69,18 +70,28 @@ class ManagerRoot:
                     found.append(name)
         return found
 
-    def examined(self, tag: str) -> Stored:
-        """Returns a whole checkpoint, from memory if it has not changed. Raises: as `examine`."""
+    def examined(self, tag: str, *, looks_at_data: bool = True) -> Stored:
+        """Returns a whole checkpoint, from memory if its `.metadata` has not changed.
+
+        Args:
+            looks_at_data: whether to look again at the data files of one from memory.
+
+        Raises:
+            As `examine`.
+        """
         path = self.path / tag
         identity = identity_of(path)
         with self._guard:
             known = self._known.get(tag)
         if known is not None and known[0] == identity:
+            if looks_at_data:
+                with open_checkpoint(path) as directory:
+                    known[2].check(directory)
             return known[1]
-        stored = examine(path, self._options)
+        stored, files = examine(path, self._options)
         if identity is not None:
             with self._guard:
-                self._known[tag] = identity, stored
+                self._known[tag] = identity, stored, files
         return stored
 
     def note_damaged(self, tag: str) -> None:
@@ -128,6 +139,16 @@ class ManagerRoot:
         with self._guard:
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
+
+    def remembered(self) -> tuple[list[Stored], frozenset[str]]:
+        """Returns all that is whole or was when it was last looked at, the newest first; and the
+        ids of the saves among them that are damaged, or have lost data since.
+        """
+        whole = {found.save_id for found in self.listed()[0]}
+        stored = self._whole(self.directories(), [], looks_at_data=False)
+        stored.sort(key=lambda found: found.rank_among, reverse=True)
+        lost = {found.save_id for found in stored} - whole
+        return stored, self.damaged | lost
 
     def newest(self) -> tuple[Stored | None, Skipped]:
         """Returns the newest whole checkpoint, and notes it; and the directories that it skipped.
@@ -181,12 +202,14 @@ class ManagerRoot:
         found = [s for s in found if (s.tag, s.save_id) == own or s.order > pointer.order]
         return sorted(found, key=lambda each: each.order, reverse=True)
 
-    def _whole(self, tags: Iterable[str], skipped: list[tuple[str, str]]) -> list[Stored]:
+    def _whole(
+        self, tags: Iterable[str], skipped: list[tuple[str, str]], *, looks_at_data: bool = True
+    ) -> list[Stored]:
         """Returns the whole checkpoints among these; adds the others to `skipped`."""
         stored: list[Stored] = []
         for tag in tags:
             try:
-                stored.append(self.examined(tag))
+                stored.append(self.examined(tag, looks_at_data=looks_at_data))
             except DcpxError as error:
                 skipped.append((tag, f"{type(error).__name__}: {error}"))
         return stored

@@ -321,6 +321,7 @@ class _ManagedWriter(DcpxWriter):
         root, record, path = self.__root, self.__record, Path(self.path)
         with root.commit_guard:
             self.__retention.catch_up()
+            self.__retention.refuse_pinned(path.name, "save")  # also since the save began
             with root.committing(path.name):
                 super().finish(metadata, results)
                 try:

@@ -28,7 +28,6 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.integrity.contents import open_checkpoint, read_commit, wanted_sizes
 from torch_dcpx.manager.pointer import step_of_name
-from torch_dcpx.metadata.file import CheckpointMetadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
@@ -127,7 +126,37 @@ def identity_of(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def examine(path: Path, options: ReadOptions | None = None) -> Stored:
+class DataFiles(NamedTuple):
+    """The data files that a `.metadata` names, and their bytes."""
+
+    sizes: dict[str, int]
+    is_exact: bool  # stock's metadata says only the least of them
+
+    def check(self, directory: Directory) -> None:
+        """Raises unless each is there, regular and has its size: as `examine`."""
+        for name, nbytes in self.sizes.items():
+            path = str(directory.path / name)
+            try:
+                status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+            except (OSError, ValueError) as error:
+                raise StorageError(
+                    f"stat '{path}', which '{METADATA_NAME}' names: {error}",
+                    errno=getattr(error, "errno", None),
+                    path=path,
+                ) from error
+            is_right = status.st_size == nbytes if self.is_exact else status.st_size >= nbytes
+            if not stat.S_ISREG(status.st_mode) or not is_right:
+                least = "" if self.is_exact else "at least "
+                raise ShortReadError(
+                    f"'{path}' is no regular file of {least}{nbytes} B: it has {status.st_size} B",
+                    errno=errno.EIO,
+                    path=path,
+                    offset=0,
+                    nbytes=nbytes,
+                )
+
+
+def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, DataFiles]:
     """Returns the checkpoint in the directory `path`, which is whole; its name is the tag.
 
     Raises:
@@ -144,41 +173,17 @@ def examine(path: Path, options: ReadOptions | None = None) -> Stored:
                 path=str(path / METADATA_NAME),
             )
         found = read_commit(directory, METADATA_NAME)
-        _check_files(directory, found)
+        files = DataFiles(wanted_sizes(found), found.files is not None)
+        files.check(directory)
     if _RECORD_ITEM not in found.metadata.state_dict_metadata:
-        return Stored(path.name, path, found.save_id, None)
+        return Stored(path.name, path, found.save_id, None), files
     item: dict[str, Any] = {"dcpx": {"manager": ""}}
     load(item, path, no_dist=True, options=options)
     text = item["dcpx"]["manager"]
     is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
     record = Record.decoded(text if is_text else "", path)
     metrics = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
-    return Stored(path.name, path, found.save_id, record._replace(metrics=metrics))
-
-
-def _check_files(directory: Directory, found: CheckpointMetadata) -> None:
-    """Raises unless each data file is regular and has its size; stock's may be larger."""
-    is_exact = found.files is not None
-    for name, nbytes in wanted_sizes(found).items():
-        path = str(directory.path / name)
-        try:
-            status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-        except (OSError, ValueError) as error:
-            raise StorageError(
-                f"stat '{path}', which '{METADATA_NAME}' names: {error}",
-                errno=getattr(error, "errno", None),
-                path=path,
-            ) from error
-        is_right = status.st_size == nbytes if is_exact else status.st_size >= nbytes
-        if not stat.S_ISREG(status.st_mode) or not is_right:
-            least = "" if is_exact else "at least "
-            raise ShortReadError(
-                f"'{path}' is no regular file of {least}{nbytes} B: it has {status.st_size} B",
-                errno=errno.EIO,
-                path=path,
-                offset=0,
-                nbytes=nbytes,
-            )
+    return Stored(path.name, path, found.save_id, record._replace(metrics=metrics)), files
 
 
 # ---- The directory, where a manager changes it ---------------------------------------------------

@@ -35,6 +35,7 @@ from torch_dcpx._compat import (
     IS_SWEPT,
     flatten_before_2_4,
     loaded_through,
+    reader_above,
     stock_chunks,
     wanted_sizes,
 )
@@ -46,8 +47,9 @@ from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
 from torch_dcpx.metadata.lazy import StoredEntries, chunks_in, outline_of
 from torch_dcpx.planners.cache import STATE_READER
 from torch_dcpx.planners.kept_load_plan import KeptPlan, is_kept
+from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor, is_plain_tensor
-from torch_dcpx.tensors.tiling import WAY_OUT, box_text
+from torch_dcpx.tensors.tiling import box_text, way_out
 
 # (name, wanted: its sizes for a whole tensor, else its chunks; stored chunks, or the entry's number
 # in the columns of the metadata; sizes of the tensor)
@@ -170,7 +172,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
                 stored where something else is wanted.
             PlanError: a DTensor's shard has another shape than its placement says.
             CorruptionError: the stored chunks do not hold each wanted element exactly once; `fqn`
-                is the first such tensor. `DefaultLoadPlanner` with `FileSystemReader` loads what
+                is the first such tensor. `DefaultLoadPlanner` with torch's reader loads what
                 there is.
         """
         if self.metadata is None:
@@ -195,7 +197,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             items, offences = MAKER.read_items(rows, fallback, IS_SWEPT, columns)
         if offences:
             first = offences[0]
-            raise _error(rows[first[0]], stored, *first[1:])
+            reader = reader_above(sys._getframe(1))
+            raise _error(reader, rows[first[0]], stored, *first[1:])
         if not uneven:
             self._covered = (self.state_dict, tuple(items))
         self._kept = None
@@ -327,6 +330,7 @@ def _size_error(stored: Sequence[int], wanted: torch.Size, fqn: str) -> ValueErr
 
 
 def _error(
+    reader: object | None,
     row: _Row,
     entries: Any,
     wanted: int,
@@ -356,4 +360,6 @@ def _error(
     else:
         message = f"the metadata gives {where} sizes that no tensor has"
         return CorruptionError(f"{message}; nothing was read", fqn=fqn, touched=())
-    return CorruptionError(f"{message}; nothing was read. {WAY_OUT}", fqn=fqn, touched=())
+    is_ours = reader is None or isinstance(reader, DcpxReader)
+    hint = way_out(offence, type(reader).__name__ if reader is not None else "", is_ours=is_ours)
+    return CorruptionError(f"{message}; nothing was read; {hint}", fqn=fqn, touched=())

@@ -23,7 +23,7 @@ from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks
 from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor
-from torch_dcpx.tensors.tiling import WAY_OUT, box_text, untiled
+from torch_dcpx.tensors.tiling import box_text, untiled, way_out
 
 
 class _Wanted(NamedTuple):
@@ -35,13 +35,16 @@ class _Wanted(NamedTuple):
     items: Sequence[ReadItem]
 
 
-def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -> bool:
+def check_coverage(
+    items: Sequence[ReadItem], planner: LoadPlanner, path: str, reader: str = "DcpxReader"
+) -> bool:
     """Raises when the items do not fill every tensor of the planner's state exactly once.
 
     Args:
         items: the plan of this rank.
         planner: whose state is loaded; one that plans its own way is believed.
         path: of the metadata, for errors.
+        reader: class of the reader, for errors. Default "DcpxReader".
 
     Returns:
         Whether that was asked: no two items of one target meet.
@@ -86,7 +89,7 @@ def check_coverage(items: Sequence[ReadItem], planner: LoadPlanner, path: str) -
         entry: Any = outline(fqn)
         exact += _exact(fqn, state[fqn], doubtful[fqn], entry.size)
     for row in _offences(exact):
-        raise _error(exact[row[0]], *row[1:], path=path)
+        raise _error(exact[row[0]], *row[1:], path=path, reader=reader)
     return True
 
 
@@ -159,14 +162,21 @@ def _offences(wanted: Sequence[_Wanted]) -> list[tuple[int, str, int, int, tuple
     for one in wanted:
         for number, item in enumerate(one.items):
             if not len(item.dest_offsets) == len(item.lengths) == len(one.sizes):
-                raise _error(one, "outside", number, -1, (), path="")
+                raise _error(one, "outside", number, -1, (), path="", reader="")
     return untiled(
         (one.sizes, [(item.dest_offsets, item.lengths) for item in one.items]) for one in wanted
     )
 
 
 def _error(
-    one: _Wanted, offence: str, box: int, other: int, point: tuple[int, ...], *, path: str
+    one: _Wanted,
+    offence: str,
+    box: int,
+    other: int,
+    point: tuple[int, ...],
+    *,
+    path: str,
+    reader: str,
 ) -> DcpxError:
     where = f"'{one.fqn}', of which {box_text(one.offsets, one.sizes)} is wanted"
     if offence == "hole":
@@ -183,4 +193,5 @@ def _error(
         item = one.items[box] if box >= 0 else None
         place = box_text(item.dest_offsets, item.lengths) if item is not None else "a region"
         return PlanError(f"the plan reads {place} into a chunk of {where}", fqn=one.fqn)
-    return CorruptionError(f"{message}; {WAY_OUT}", fqn=one.fqn, path=path, touched=())
+    message = f"{message}; {way_out(offence, reader)}"
+    return CorruptionError(message, fqn=one.fqn, path=path, touched=())

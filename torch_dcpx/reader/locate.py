@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_dcpx._compat import dtype_by_name, storage_dtypes
-from torch_dcpx.errors import CorruptionError, StorageError
+from torch_dcpx.errors import CorruptionError, StorageError, UnsupportedError
 from torch_dcpx.metadata.lazy import StoredPlaces
 from torch_dcpx.storage.names import FileEntry
 
@@ -178,8 +178,8 @@ def locate_items(
             specs.append(_file_spec(entry.relative_path, index.fqn, table))
         # Extensions make a tensor's item opaque: only its bytes are looked for.
         is_raw = type(entry) is RawPlace  # its form is known: only its bytes are looked for
-        is_tensor = item.type is not byte_io and not (is_foreign and entry.transform_descriptors)
-        is_tensor = is_tensor and not is_raw
+        has_extensions = is_foreign and getattr(entry, "transform_descriptors", None)
+        is_tensor = item.type is not byte_io and not has_extensions and not is_raw
         raws += is_raw
         entries.append(entry)
         files.append(number)
@@ -222,6 +222,21 @@ def _places(items: Sequence[ReadItem], storage_data: Mapping[Any, Any]) -> list[
     if isinstance(storage_data, StoredPlaces):
         return storage_data.find(indices)
     return list(map(storage_data.get, indices))
+
+
+def refuse_foreign_places(
+    items: Sequence[ReadItem], storage_data: Mapping[Any, Any], directory: str
+) -> None:
+    """Raises UnsupportedError, with the first of them, if places are not as `_StorageInfo` is."""
+    for item, entry in zip(items, _places(items, storage_data), strict=True):
+        fields = [getattr(entry, name, None) for name in ("relative_path", "offset", "length")]
+        if entry is not None and list(map(type, fields)) != [str, int, int]:
+            raise UnsupportedError(
+                f"load '{item.storage_index.fqn}' from '{directory}': its entry in `storage_data` "
+                f"is {entry!r:.80} ({type(entry).__name__}), which does not say the file, the "
+                "offset and the length as a `_StorageInfo` does; a subclass that has such "
+                "entries needs a `read_data` of its own"
+            )
 
 
 def _file_spec(

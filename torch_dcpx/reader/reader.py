@@ -44,7 +44,7 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.coverage import check_coverage, meeting_targets
 from torch_dcpx.reader.files import read_items
 from torch_dcpx.reader.generation import Generation, check_same_generation
-from torch_dcpx.reader.locate import Found, locate_items
+from torch_dcpx.reader.locate import Found, locate_items, refuse_foreign_places
 from torch_dcpx.reports import ReadReport, loaded_line
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry, is_data_file_name, is_metadata_name
@@ -168,17 +168,21 @@ class DcpxReader(FileSystemReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Opens every file that the plan needs, and notes which save it belongs to.
 
+        Where `read_data` is a subclass's own, what cannot be found is left to it.
+
         Raises:
             CorruptionError, StorageError: a file cannot be read, or is none of this checkpoint.
+            UnsupportedError: entries of `storage_data` that are not DCP's.
         """
         with self.__hook(), bounded_pause(len(plan.items)):
             self.__pause.end()
             plan = super().prepare_local_plan(plan)
             try:
                 self.__found = self.__find(plan.items)
-            except StorageError as error:
+            except DcpxError as error:
                 # Where ranks see different files, the final plan may do without what is missing.
-                if error.errno != errno.ENOENT:
+                is_missing = isinstance(error, StorageError) and error.errno == errno.ENOENT
+                if not is_missing and is_own(self, DcpxReader, "read_data"):
                     raise
         if plan.storage_data is None and self.__generation is not None:
             plan = dataclasses.replace(plan, storage_data=self.__generation)
@@ -210,7 +214,9 @@ class DcpxReader(FileSystemReader):
             try:
                 if found is not None and is_own(self, DcpxReader, *_PLAN_HOOKS):
                     name = metadata_file(self, None if self.use_collectives else self.rank)
-                    is_tiled = check_coverage(plan.items, planner, str(Path(self.path) / name))
+                    is_tiled = check_coverage(
+                        plan.items, planner, str(Path(self.path) / name), type(self).__name__
+                    )
                 found = found or self.__find(plan.items)
                 meeting = frozenset() if is_tiled else meeting_targets(plan.items)
                 counts = read_items(
@@ -272,13 +278,15 @@ class DcpxReader(FileSystemReader):
                 max_open_files=_max_open_files(),
                 max_slots=self.options.host_memory_bytes // self.options.slot_bytes,
             )
+            path = str(directory.path)
             try:
-                path = str(directory.path)
                 return locate_items(job, items, self.storage_data, self.__files, path)
             except BaseException as error:
                 job.close()
                 if isinstance(error, StorageError):
                     self.__check_not_replaced(error)
+                if isinstance(error, (AttributeError, TypeError)):
+                    refuse_foreign_places(items, self.storage_data, path)
                 raise
 
     def __take_found(self, items: Sequence[ReadItem] | None = None) -> Found | None:

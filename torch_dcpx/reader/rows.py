@@ -176,7 +176,7 @@ def plan_tensor_read(
         if place.device >= 0:
             staged = into = device_memory.empty(lengths, dtype, target)
         else:
-            staged = into = torch.empty(lengths, dtype=dtype)
+            staged = into = torch.empty(lengths, dtype=dtype, device="cpu")
     reach = sum(
         (length - 1) * stride for length, stride in zip(lengths, into.stride(), strict=True)
     )

@@ -6,13 +6,18 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 
-from torch_dcpx.errors import StagingError
+from torch_dcpx.errors import OptionError, StagingError, UnsupportedError
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, staging_workers
 from torch_dcpx.staging.staged_state import StagedState, StateWalk, stage_state
 from torch_dcpx.tensors.copy_guard import CopyGuard
+
+# Fields of torch's StagingOptions.
+_KNOWN = frozenset(
+    ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy")
+)
 
 
 class DcpxStager(AsyncStager):
@@ -30,6 +35,7 @@ class DcpxStager(AsyncStager):
 
     def __init__(
         self,
+        config: StagingOptions | None = None,
         *,
         is_shared: bool = True,
         host_memory_bytes: int | None = None,
@@ -40,6 +46,10 @@ class DcpxStager(AsyncStager):
         """Takes no memory yet.
 
         Args:
+            config: as `DefaultStager` takes it. `use_shared_memory=False` is `is_shared=False`,
+                `use_async_staging=True` is `overlap=True`: `stage` gives a future.
+                `use_pinned_memory` and `use_non_blocking_copy` have no effect: what devices copy to
+                is page-locked, and they never block one another. Default None: says nothing.
             is_shared: stage where another process can map it, as `AsyncCheckpointerType.PROCESS`
                 needs. Default True.
             host_memory_bytes: bound on the staging memory of this process, in bytes; a larger state
@@ -49,7 +59,15 @@ class DcpxStager(AsyncStager):
             overlap: `stage` returns once the copies from devices are queued there, and gives a
                 future. What overwrites saved tensors must then come after `guard.wait()`;
                 `guard_optimizer` does that for an optimizer's steps. Default False.
+
+        Raises:
+            OptionError: `config` is no `StagingOptions`, or a field of it no bool.
+            UnsupportedError: a field of a newer torch's is set.
         """
+        if config is not None:
+            _check_config(config)
+            is_shared = is_shared and config.use_shared_memory
+            overlap = overlap or config.use_async_staging
         self.is_shared = is_shared
         self.host_memory_bytes = host_memory_bytes
         self.workers = workers
@@ -115,6 +133,27 @@ class DcpxStager(AsyncStager):
         """Gives the process's staging memory back to the system; what a save still uses, when it
         ends. The stager stays usable."""
         process_pool().close()
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, StagingOptions):
+        raise OptionError(
+            f"config must be a StagingOptions of torch.distributed.checkpoint.staging, not "
+            f"{config!r:.80}; options of DcpxStager are given by name, such as overlap=True",
+            option="config",
+            value=config,
+        )
+    for name, value in vars(config).items():
+        if name in _KNOWN and type(value) is not bool:
+            raise OptionError(
+                f"config: {name} must be True or False, not {value!r:.80}", option=name, value=value
+            )
+        default = getattr(type(config), name, None)
+        if name not in _KNOWN and value != default:
+            raise UnsupportedError(
+                f"config: DcpxStager does not know what {name}={value!r:.80} asks for; leave it at "
+                f"{default!r:.80}, or stage with torch's DefaultStager"
+            )
 
 
 def _when_copied(state: StagedState, guard: CopyGuard) -> Future[StagedState]:

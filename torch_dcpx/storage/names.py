@@ -20,11 +20,11 @@ TOMBSTONE_NAME = ".dcpx.deleted"  # what `.metadata` becomes when its checkpoint
 POINTER_NAME = "newest"  # in a manager's root
 TRASH_PREFIX = ".dcpx.trash."  # in a manager's root: directories on their way out
 
-_DATA_FILE = re.compile(r"__[A-Za-z0-9_.-]{1,200}\.distcp")
-_OWN_DATA_FILE = re.compile(r"__(\d{1,9})_(\d{1,9})(?:\.([0-9a-f]{12}))?\.distcp")
-_METADATA = re.compile(r"\.metadata|__\d{1,9}\.metadata")
-_RANK_LOCK = re.compile(r"\.dcpx\.\d{1,9}\.lock")
-_TEMPORARY = re.compile(r"(\.metadata|__\d{1,9}\.metadata)\.[0-9a-f]{12}\.tmp")
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # as `str` writes a rank, or a file's number
+_DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}(?:\.([0-9a-f]{{12}}))?\.distcp")
+_METADATA = re.compile(rf"(__{_NUMBER})?\.metadata")
+_RANK_LOCK = re.compile(rf"\.dcpx\.{_NUMBER}\.lock")
+_TEMPORARY = re.compile(rf"(__{_NUMBER})?\.metadata\.[0-9a-f]{{12}}\.tmp")
 _POINTER_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
@@ -63,7 +63,7 @@ def data_file_parts(name: str) -> tuple[int, int, str | None] | None:
     """Returns (rank, number, the file id's first 12 hex digits) of a name that `data_file_names`
     gives with DCP's prefix; no digits in a stock name, None for any other name.
     """
-    found = _OWN_DATA_FILE.fullmatch(name)
+    found = _DATA_FILE.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2]), found[3])
 
 
@@ -73,7 +73,10 @@ def metadata_name(rank: int | None) -> str:
 
 
 def is_data_file_name(name: str) -> bool:
-    """Whether `name` is one that a save may have written and removal may therefore take."""
+    """Whether `name` is one that a save, ours or stock's, gives a data file: removal may take it.
+
+    Any other name is a user's own, `__my_notes.distcp` too, or comes of a prefix of their own.
+    """
     return _DATA_FILE.fullmatch(name) is not None
 
 

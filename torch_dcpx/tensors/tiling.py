@@ -10,7 +10,19 @@ from torch_dcpx._native import _C
 
 _Box = tuple[Sequence[int], Sequence[int]]  # offsets and lengths in elements
 
-WAY_OUT = "torch's DefaultLoadPlanner with FileSystemReader loads what there is"
+
+def way_out(offence: str, reader: str, *, is_ours: bool = True) -> str:
+    """Returns the end of an error: who read, what may have happened, and what loads such metadata.
+
+    Args:
+        offence: "hole" or "overlap".
+        reader: class of the storage reader that was used; "" if it is not known.
+        is_ours: whether that reader refuses such metadata, too, with any planner. Default True.
+    """
+    used = f"read by {reader}: " if reader else ""
+    cause = "the directory may hold two saves; " if offence == "overlap" else ""
+    other = "FileSystemReader" if is_ours else f"this {reader}"
+    return f"{used}{cause}torch's DefaultLoadPlanner with {other} loads what there is"
 
 
 def untiled(
