@@ -21,6 +21,7 @@ namespace py = pybind11;
 // Of torch_dcpx.reader.locate.Form.
 struct Form {
   std::uint64_t run_bytes = 0;  // 0: not in C order, or no plain payload
+  bool is_foreign = false;      // named by its storage alone
   py::object dtype;
   py::object sizes;
 };
@@ -55,8 +56,8 @@ class ReadRows {
     }
     std::vector<Form> known;
     for (const py::handle& form : forms) {
-      known.push_back(
-          {to_u64(get_attr(form, run_bytes_)), get_attr(form, dtype_), get_attr(form, sizes_)});
+      known.push_back({to_u64(get_attr(form, run_bytes_)), !is_true(get_attr(form, named_dtype_)),
+                       get_attr(form, dtype_), get_attr(form, sizes_)});
     }
     py::list reads;
     py::set devices;
@@ -79,10 +80,11 @@ class ReadRows {
   }
 
  private:
-  // Whether the metadata says the dtype that is stored. `stored` has entries, or their numbers in
-  // the columns, by name.
+  // Whether the metadata says the dtype that is stored in a file of stock's. `stored` has entries,
+  // or their numbers in the columns, by name.
   bool is_of_dtype(const py::handle& item, const Form& form, const py::dict& stored,
                    const StoredColumns* columns) const {
+    if (!form.is_foreign) return true;
     const auto entry = py::reinterpret_borrow<py::object>(
         find(stored, get_attr(get_attr(item, storage_index_), fqn_)));
     if (!entry) return true;  // nothing is said
@@ -152,7 +154,8 @@ class ReadRows {
              shape_ = interned("shape"), lengths_ = interned("lengths"),
              offset_ = interned("offset"), storage_offsets_ = interned("storage_offsets"),
              descriptors_ = interned("transform_descriptors"),
-             storage_index_ = interned("storage_index"), properties_ = interned("properties");
+             storage_index_ = interned("storage_index"), properties_ = interned("properties"),
+             named_dtype_ = interned("named_dtype");
 };
 
 }  // namespace
@@ -164,7 +167,8 @@ void bind_read_rows(py::module_& module) {
            py::arg("places"), py::arg("entries"), py::arg("forms"), py::arg("state"),
            py::arg("stored"), py::arg("columns").none(true), py::arg("is_host"),
            py::arg("ordinal_of"),
-           "(reads of whole tensors in C order whose dtype is that of the metadata, None for other "
+           "(reads of whole tensors in C order whose dtype is that of the metadata, in files of "
+           "stock's, None for other "
            "items; the devices they go to).");
 }
 

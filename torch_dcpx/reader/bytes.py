@@ -41,6 +41,7 @@ class BytesRead(NamedTuple):
     data: bytearray
     path: str
     descriptors: Sequence[str]
+    is_foreign: bool  # in a file of stock's
 
 
 class BytesFinisher:
@@ -79,7 +80,8 @@ class BytesFinisher:
             data = _undo_extensions(read, self._transforms)
         if item.type != LoadItemType.BYTE_IO:
             tensor = load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
-            self._check_dtype(item, tensor.dtype, read.path)
+            if read.is_foreign:
+                self._check_dtype(item, tensor.dtype, read.path)
             fill_target(tensor, item, self._planner)
         elif plain is not NotImplemented and self._takes_objects:
             _put(self._planner, item, plain)  # type: ignore[arg-type]

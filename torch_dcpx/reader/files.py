@@ -199,13 +199,16 @@ class _Window:
             self._add_tensor(item, located)
 
     def _check_dtype(self, item: ReadItem, dtype: torch.dtype, path: str) -> None:
-        """Raises CorruptionError where the metadata says another dtype than a tensor is of."""
+        """Raises CorruptionError where the metadata says another dtype than a tensor in a file of
+        stock's is of. (In our own files what is stored was checked, and may have been converted.)
+        """
         fqn = item.storage_index.fqn
         entry = self._outline(fqn) if self._outline is not None else None
         if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
             raise CorruptionError(
                 f"'{fqn}' is stored in '{path}' as {dtype}, the metadata says "
-                f"{entry.properties.dtype}",
+                f"{entry.properties.dtype}; where the save's planner converted it, a planner with a "
+                "commit_tensor of its own loads it",
                 fqn=fqn,
                 path=path,
             )
@@ -231,7 +234,8 @@ class _Window:
     def _add_tensor(self, item: ReadItem, located: Located) -> None:
         """Prepares the read of a plain tensor's region."""
         dtype = stored_dtype(located, item.storage_index.fqn)
-        self._check_dtype(item, dtype, located.path)
+        if not located.form.named_dtype:
+            self._check_dtype(item, dtype, located.path)
         is_big_endian = located.form.is_big_endian
         target = self._planner.resolve_tensor(item)
         place = place_of(target.detach(), dtype, is_big_endian)
@@ -262,7 +266,8 @@ class _Window:
                 located.file, located.payload_offset, len(data), (), (), (), data, len(data),
                 item.storage_index.fqn,
             )  # fmt: skip
-        read = BytesRead(item, data, located.path, descriptors)
+        is_foreign = self._found.is_foreign[located.file]
+        read = BytesRead(item, data, located.path, descriptors, is_foreign)
         self._add(_Read(row, claim, None, read), len(data))
 
     def _add(self, read: _Read, cost: int) -> None:

@@ -103,6 +103,7 @@ class Found(NamedTuple):
     entries: list[Any]  # of the metadata, by which the items were found
     files: list[int]  # the number of each item's file; in the order in which the plan names them
     names: list[str]  # of the files
+    is_foreign: list[bool]  # of each file: the metadata does not vouch for it
     forms: list[Form]
     places: list[tuple[int, int, int, int]]  # form, payload_offset, payload_bytes, storage_offset
 
@@ -197,7 +198,8 @@ def locate_items(
     forms = [Form(*row) for row in form_rows]
     if raws:
         places = _with_raw_forms(entries, forms, places)
-    return Found(job, directory, list(items), entries, files, names, forms, places)
+    foreign = [not spec[1] for spec in specs]
+    return Found(job, directory, list(items), entries, files, names, foreign, forms, places)
 
 
 def _with_raw_forms(
