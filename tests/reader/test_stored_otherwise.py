@@ -72,6 +72,7 @@ def test_other_dtype_than_the_metadata_says_is_corruption(
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_item_that_only_torch_understands_is_looked_at_too(tmp_path: Path) -> None:
     def quantized(value: float) -> torch.Tensor:
         return torch.quantize_per_tensor(torch.full((4,), value), 0.1, 0, torch.qint8)
