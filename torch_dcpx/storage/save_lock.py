@@ -24,6 +24,7 @@ from typing import Literal
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.names import TRASH_PREFIX
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.system_calls import close_read, moved
 
@@ -84,6 +85,7 @@ class SaveLock:
         )
         try:
             self._acquire(self._key)
+            _refuse_trash(directory)
             if self.is_held and not is_shared:
                 self._take_over_record()
         except BaseException:
@@ -240,6 +242,23 @@ class SaveLock:
                 os.ftruncate(self._fd, 0)
             except OSError as error:
                 logger.warning("'%s' still names a save that has ended: %s", self.path, str(error))
+
+
+def _refuse_trash(directory: Directory) -> None:
+    """Raises ConcurrentSaveError if a manager has renamed a directory, since it was opened, to
+    remove it. Under the directory's lock, which the manager had at the rename.
+    """
+    try:
+        name = Path(f"/proc/self/fd/{directory.fd}").readlink().name
+    except OSError:  # no /proc: its removal is an error of the save's
+        return
+    if name.startswith(TRASH_PREFIX):
+        raise ConcurrentSaveError(
+            f"save to '{directory.path}': the checkpoint there was being deleted when the save "
+            "began; save again",
+            errno=errno.EBUSY,
+            path=str(directory.path),
+        )
 
 
 def _release(fd: int, key: _Key, path: Path, pid: int) -> None:
