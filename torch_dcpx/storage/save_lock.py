@@ -49,6 +49,28 @@ def boot_id() -> str:
         return UNKNOWN_BOOT
 
 
+def holders_of(fd: int) -> str:
+    """Returns host and processes that hold a flock on a file, "host=... pid=...,...".
+
+    "" where the system does not tell: they are on other machines or in other containers, or there
+    is no /proc/locks. They are who has it now, whatever a record says.
+    """
+    try:
+        status = os.fstat(fd)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    rows = [line.split() for line in lines]
+    found = {
+        row[4]: None
+        for row in rows
+        if len(row) > 5 and (row[1], row[5]) == ("FLOCK", f"{device}:{status.st_ino}")
+    }
+    pids = [pid for pid in found if pid.isdigit() and pid != "0"]  # 0: of another container
+    return f"host={socket.gethostname()} pid={','.join(pids[:_MAX_OTHERS])}" if pids else ""
+
+
 class SaveLock:
     """A lock of one save. Released by `release`, by garbage collection and by process exit."""
 
@@ -208,6 +230,9 @@ class SaveLock:
             owner = (self._record() or ["unknown"])[0]
         except StorageError as error:
             owner = f"unknown: {error}"
+        held = holders_of(self._fd)
+        if held and not f"{owner} ".startswith(f"{held} "):  # it has written no record
+            owner = held if owner == "unknown" else f"{held}; the lock file names {owner}"
         return ConcurrentSaveError(
             f"another save is writing to '{self.path.parent}' ({owner}); wait for it, or save to "
             "another directory",
