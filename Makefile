@@ -99,12 +99,16 @@ define CHECK_TOOLS
 	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
 		|| { echo "$(NO_HEADERS)" >&2; exit 1; }
 endef
-# Power cuts need disks of their own. Where it cannot be installed, the tests say what is missing.
+# Power cuts need disks of their own, removals a FUSE mount. Where a tool cannot be installed, the
+# tests say what is missing.
 define DISK_TOOLS
-	@if [ "$$(id -u)" = 0 ] && ! command -v mkfs.xfs >/dev/null && command -v apt-get >/dev/null; then \
-		echo "== installing xfsprogs (once)"; \
-		apt-get install -qq -y xfsprogs || { apt-get update -qq && apt-get install -qq -y xfsprogs; } \
-		|| echo "xfsprogs could not be installed" >&2; fi
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		missing="$$(command -v mkfs.xfs >/dev/null || echo xfsprogs) \
+			$$(command -v bindfs >/dev/null || echo bindfs)"; \
+		for package in $$missing; do \
+			echo "== installing $$package (once)"; \
+			apt-get install -qq -y $$package || { apt-get update -qq && apt-get install -qq -y $$package; } \
+			|| echo "$$package could not be installed" >&2; done; fi
 endef
 define MAKE_VENV
 	@test -x $(1)/bin/pip || $(PYTHON) -m venv $(1) || { rm -rf $(1); echo "$(NO_VENV)" >&2; exit 1; }

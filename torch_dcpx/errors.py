@@ -137,7 +137,10 @@ class NotCommittedError(StorageError, FileNotFoundError):
 
 
 class ConcurrentSaveError(StorageError):
-    """Another save is writing this checkpoint; `owner` says host, pid and boot id."""
+    """Another save is writing this checkpoint, or somebody reads what is to be deleted.
+
+    `owner` says host and pid of who has the lock, and a save's boot id.
+    """
 
     FIELDS: tuple[str, ...] = (*StorageError.FIELDS, "owner")
     owner: str | None

@@ -289,9 +289,9 @@ def test_what_takes_the_place_of_a_directory_on_its_way_out_gets_its_name_back(
     save_steps(manager, 1)
     empty = removal._empty
 
-    def in_the_middle(of: Any, directory: Any) -> None:
+    def in_the_middle(of: Any, directory: Any) -> Any:
         put(directory.path)
-        empty(of, directory)
+        return empty(of, directory)
 
     monkeypatch.setattr(removal, "_empty", in_the_middle)
     save_steps(manager, 2)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import pickle
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxReader
 from torch_dcpx.cli import inspect as cli_inspect
 from torch_dcpx.storage.names import READERS_NAME
-from torch_dcpx.storage.reader_lock import ReadersHold, being_deleted
+from torch_dcpx.storage.reader_lock import ReadersHold, being_deleted, being_read
 
 
 class Planner(dcpx.DcpxLoadPlanner):
@@ -67,6 +70,27 @@ def test_dcp_load_keeps_what_it_reads_from_deletion(
     assert seen == [["step-1", "step-2"]]
     assert state["state"]["x"].tolist() == [1.0] * 3
     assert goes_on(manager) == ["step-3"]  # though the reader is still there
+
+
+def test_reader_that_does_not_end_is_named_at_each_third_deferral(
+    tmp_path: Path, manager: CheckpointManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = f"host={socket.gethostname()} pid={os.getpid()}"
+    counts: list[int] = []
+    save_steps(manager_of(tmp_path), 2)
+    with being_read(tmp_path / "step-1"):
+        with pytest.raises(ConcurrentSaveError, match=re.escape(reader)) as caught:
+            manager.delete(1)
+        assert caught.value.owner == reader
+        for _ in range(6):
+            goes_on(manager)
+            warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+            counts.append(len(warned))
+    assert counts == [0, 0, 1, 1, 1, 2]
+    assert all("step-1" in text and reader in text for text in warned)
+    assert "3 times in a row" in warned[0] and "6 times in a row" in warned[1]
+    assert len(goes_on(manager)) == 1
+    assert manager._retention._deferrals == {}
 
 
 def test_load_that_failed_lets_go_with_its_reader(

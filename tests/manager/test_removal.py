@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import subprocess
 import sys
 import threading
@@ -15,6 +18,8 @@ from torch_dcpx import ConcurrentSaveError, UnsupportedError, WriteOptions
 from torch_dcpx.manager import removal, retention
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.reader_lock import being_deleted, being_read
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.save_lock import SaveLock
 
 
 def test_data_go_behind_their_metadata_durably(
@@ -26,7 +31,7 @@ def test_data_go_behind_their_metadata_durably(
         call = getattr(Directory, name)
 
         def noting(self: Directory, *args: str) -> Any:
-            if self.path.name == "step-1":
+            if self.path.name == "step-1" or self.path.name.startswith(".dcpx.trash."):
                 calls.append((name, args[0] if args else ""))
             return call(self, *args)
 
@@ -42,6 +47,80 @@ def test_data_go_behind_their_metadata_durably(
     small = [call for call in calls if call[1].startswith(".dcpx.")]
     assert calls == [("rename", ".metadata"), ("sync", ""), *data, ("sync", ""), *small] and data
     assert on_disk(tmp_path) == {"step-2"}
+
+
+def test_trash_goes_when_no_lock_of_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS and FUSE rename what is open; the real thing is in `test_fuse.py`."""
+    seen: list[set[str]] = []
+    unlink = Directory.unlink
+
+    def noting(self: Directory, name: str) -> None:
+        if ".trash." in str(self.path):
+            links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+            targets = [os.readlink(link) for link in links if os.path.lexists(link)]
+            seen.append({target for target in targets if "/.dcpx.trash." in target})
+        unlink(self, name)
+
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1, 2)
+    monkeypatch.setattr(Directory, "unlink", noting)
+    manager.delete(1)
+    assert len(seen) == 3 and on_disk(tmp_path) == {"step-2"}
+    assert all(len(targets) == 1 for targets in seen), seen  # the directory itself
+
+
+def test_save_that_opened_a_directory_before_its_removal_does_not_save_to_trash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1, 2)
+    refused: list[ConcurrentSaveError] = []
+    remove = removal._remove_trash
+
+    def late(path: Path) -> None:
+        with pytest.raises(ConcurrentSaveError, match="being deleted") as caught:
+            SaveLock(opened, ".dcpx.lock", RunningSave(late))
+        refused.append(caught.value)
+        remove(path)
+
+    monkeypatch.setattr(removal, "_remove_trash", late)
+    with Directory(tmp_path / "step-1") as opened:
+        manager.delete(1)
+    (error,) = refused
+    assert (error.errno, error.path) == (errno.EBUSY, str(tmp_path / "step-1"))
+    assert on_disk(tmp_path) == {"step-2"}
+
+
+def test_two_removals_of_one_directory_at_once_are_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = manager_of(tmp_path), manager_of(tmp_path)
+    save_steps(first, 1, 2)
+    remove, rmdir = removal._remove_trash, Path.rmdir
+    depth: list[str] = []
+
+    def with_another(path: Path) -> None:
+        """Between the locks and the trash, and between its emptying and its rmdir."""
+        if not depth:
+            depth.append("outer")
+            second._retention.run()
+        remove(path)
+
+    def late(path: Path) -> None:
+        if depth == ["outer"]:
+            depth.append("rmdir")
+            remove(path)
+        rmdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "_remove_trash", with_another)
+        patch.setattr(Path, "rmdir", late)
+        first.delete(1)
+    assert depth == ["outer", "rmdir"]
+    assert on_disk(tmp_path) == {"step-2"}
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_pin_between_the_choice_and_the_removal_holds(
@@ -118,11 +197,11 @@ def test_save_waits_for_the_removal_of_what_lay_there(
     again = threading.Thread(target=save_again)
     empty = removal._empty
 
-    def emptied(*args: Any) -> None:
+    def emptied(*args: Any) -> Any:
         if again.ident is None:
             again.start()
             assert asked.wait(60)
-        empty(*args)
+        return empty(*args)
 
     monkeypatch.setattr(manager._retention, "_run_guard", Guard())
     monkeypatch.setattr(removal, "_empty", emptied)

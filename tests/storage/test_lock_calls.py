@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import RunPython
 
-from torch_dcpx import StorageError
+from torch_dcpx import ConcurrentSaveError, StorageError
 from torch_dcpx.storage import save_lock as lock
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.running_save import RunningSave
@@ -105,6 +106,48 @@ def is_free(directory: Directory) -> bool:
         except BlockingIOError:
             return False
     return True
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("left", ["", "host=elsewhere pid=1 boot=old"])
+def test_lock_of_somebody_who_may_only_read_is_refused_with_pid_and_host(
+    directory: Directory, left: str
+) -> None:
+    """Its holder wrote no record; what is there is of a save that was killed."""
+    (directory.path / NAME).write_text(left)
+    with (directory.path / NAME).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(ConcurrentSaveError) as caught:
+            taken(directory)
+    owner = caught.value.owner
+    assert owner is not None and owner in str(caught.value)
+    assert owner.startswith(f"host={socket.gethostname()} pid={os.getpid()}") and left in owner
+    taken(directory).release(has_ended_well=True)
+
+
+@pytest.mark.parametrize(
+    "locks",
+    [None, "", "no such line\n", "1: FLOCK  ADVISORY  WRITE 0 00:00:1 0 EOF\n",
+     "1: -> FLOCK  ADVISORY  WRITE 77 {at} 0 EOF\n2: POSIX  ADVISORY  READ 78 {at} 0 EOF\n"],
+)  # fmt: skip
+def test_holder_that_the_system_does_not_tell_is_named_by_the_lock_file(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, locks: str | None
+) -> None:
+    def read_text(path: Path) -> str:
+        assert path == Path("/proc/locks")
+        if locks is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        status = (directory.path / NAME).stat()
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+        return locks.format(at=f"{device}:{status.st_ino}")
+
+    (directory.path / NAME).write_text("host=elsewhere pid=1 boot=old\n")
+    with (directory.path / NAME).open("rb") as file, monkeypatch.context() as patch:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        patch.setattr(Path, "read_text", read_text)
+        with pytest.raises(ConcurrentSaveError) as caught:
+            taken(directory)
+    assert caught.value.owner == "host=elsewhere pid=1 boot=old"
 
 
 @pytest.mark.usefixtures("no_leaks")

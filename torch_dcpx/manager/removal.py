@@ -3,8 +3,10 @@
 1. The removal takes the directory's lock and the readers' lock; a save or a reader there has one.
 2. `.metadata` is renamed to `.dcpx.deleted`, the directory fsynced: no checkpoint any more.
 3. The data files that it names go, and leftovers of failed saves.
-4. A directory that holds only our own small files is renamed to a name of the root's own, emptied
-   and removed there. A directory that holds anything else stays, without our files.
+4. A directory that holds only our own small files is renamed to a name of the root's own. A
+   directory that holds anything else stays, without our files.
+5. The locks are given back, their files closed, and the renamed directory is emptied and removed:
+   NFS and FUSE keep an open file under another name, so that its directory could not go before.
 
 A job that is killed in between leaves a file or a name as a sign; `resume_removals` goes on.
 """
@@ -20,7 +22,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, DcpxError, UnsupportedError
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    CorruptionError,
+    DcpxError,
+    StorageError,
+    UnsupportedError,
+)
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import OwnDirectory
 from torch_dcpx.storage.directory import Directory, storage_error
@@ -32,6 +40,7 @@ from torch_dcpx.storage.names import (
     TOMBSTONE_NAME,
     TRASH_PREFIX,
     is_data_file_name,
+    is_name_of_open_file,
     is_temporary_name,
 )
 from torch_dcpx.storage.reader_lock import being_deleted
@@ -83,32 +92,43 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
             directory.rename(METADATA_NAME, TOMBSTONE_NAME)
             if root.is_durable:
                 directory.sync()
-        _empty(root, directory)
+        trash = _empty(root, directory)
+    if trash is not None:
+        _remove_trash(trash)
 
 
-def _empty(root: ManagerRoot, directory: Directory) -> None:
-    """Removes our files of a directory whose `.metadata` is gone; under its locks."""
+def _empty(root: ManagerRoot, directory: Directory) -> Path | None:
+    """Removes our data files of a directory whose `.metadata` is gone; under its locks.
+
+    Returns:
+        Where it lies now, for `_remove_trash` without the locks; None if it stays.
+    """
     has_tombstone = directory.is_regular(TOMBSTONE_NAME)
     named = referenced_files(directory, TOMBSTONE_NAME) if has_tombstone else None
     remove_replaced(directory, named or set(), "everybody")
     rest = [name for name in directory.names() if name not in _OWN_NAMES]
     if rest:
-        if not any(map(is_data_file_name, rest)):
+        is_open = all(map(is_name_of_open_file, rest))  # goes when its last reader closes it
+        if not any(is_data_file_name(name) or is_name_of_open_file(name) for name in rest):
             directory.unlink(TOMBSTONE_NAME)
             directory.unlink(PIN_NAME)
-        logger.warning("'%s' stays, for it holds %s besides", directory.path, ", ".join(rest[:5]))
-        return
+        level = logging.INFO if is_open else logging.WARNING
+        shown = ", ".join(rest[:5])
+        logger.log(level, "'%s' stays, for it holds %s besides", directory.path, shown)
+        return None
     if root.is_durable:
         directory.sync()  # the data are gone before the name is
     trash = root.path / f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}"
     _rename(directory.path, trash)
+    if _is_other(trash, directory):  # it had taken the directory's place, and goes back
+        _rename(trash, directory.path)
+        raise StorageError(
+            f"remove '{directory.path}': something else has taken its place meanwhile; it stays",
+            errno=errno.ESTALE,
+            path=str(directory.path),
+        )
     root.sync()
-    try:
-        _remove_emptied(directory, trash)
-    except OSError as error:
-        if _is_other(trash, directory):  # it had taken the directory's place, and goes back
-            _rename(trash, directory.path)
-        raise storage_error("remove", directory.path, error) from error
+    return trash
 
 
 def _rename(path: Path, new: Path) -> None:
@@ -119,31 +139,38 @@ def _rename(path: Path, new: Path) -> None:
 
 
 def _is_other(path: Path, directory: Directory) -> bool:
-    """Returns whether anything but `directory` lies at `path`. Raises: OSError."""
+    """Returns whether anything but `directory` lies at `path`. Raises: StorageError."""
     try:
         return not os.path.samestat(path.lstat(), os.fstat(directory.fd))
     except FileNotFoundError:
         return False
-
-
-def _remove_emptied(directory: Directory, path: Path) -> None:
-    """Removes a directory, which lies at `path`, with our own small files. Raises: OSError."""
-    for name in directory.names():
-        if name in _OWN_NAMES:
-            directory.unlink(name)
-    path.rmdir()
+    except OSError as error:
+        raise storage_error("stat", path, error) from error
 
 
 def _remove_trash(path: Path) -> None:
-    """Removes a directory on its way out. Raises: StorageError."""
-    try:
-        if not stat.S_ISDIR(path.lstat().st_mode):
-            logger.warning("'%s' stays: it is no directory of ours", path)
-            return
-        with OwnDirectory(path, "remove") as directory:
-            _remove_emptied(directory, path)
-    except OSError as error:
-        raise storage_error("remove", path, error) from error
+    """Removes a directory on its way out, of which this job holds no lock any more.
+
+    It logs a failure: the checkpoint is gone, and the next run tries again.
+    """
+    rest: list[str] = []
+    with suppress_and_log(f"remove '{path}'"):
+        try:
+            if not stat.S_ISDIR(path.lstat().st_mode):
+                logger.warning("'%s' stays: it is no directory of ours", path)
+                return
+            with OwnDirectory(path, "remove") as directory:
+                for name in _OWN_NAMES.intersection(directory.names()):
+                    directory.unlink(name)
+                rest = directory.names()
+                for name in filter(is_name_of_open_file, rest):  # a server may have forgotten it
+                    directory.unlink(name)
+                path.rmdir()
+        except OSError as error:
+            if rest and all(map(is_name_of_open_file, rest)):
+                logger.info("remove '%s': later: a file of it is open: %s", path, error)
+                return
+            raise storage_error("remove", path, error) from error
 
 
 def resume_removals(
@@ -158,8 +185,7 @@ def resume_removals(
     """
     for name in root.names():
         if name.startswith(TRASH_PREFIX):
-            with suppress_and_log(f"remove '{root.path / name}'"):
-                _remove_trash(root.path / name)
+            _remove_trash(root.path / name)
     for tag in root.directories():
         if tag not in busy():
             with suppress_and_log(f"tidy '{root.path / tag}'"):
@@ -168,6 +194,7 @@ def resume_removals(
 
 def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> None:
     """Removes the directory of a removal, or of a killed save."""
+    trash = None
     with OwnDirectory(root.path / tag, "tidy") as directory:
         names = directory.names()
         is_tombstone = TOMBSTONE_NAME in names
@@ -182,7 +209,9 @@ def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> None:
                 is_ended = lock.is_held and lock.left_by == "this machine"
                 # Else a save has committed meanwhile.
                 if (is_tombstone or is_ended) and METADATA_NAME not in directory.names():
-                    _empty(root, directory)
+                    trash = _empty(root, directory)
+    if trash is not None:
+        _remove_trash(trash)
 
 
 def _is_ours_alone(names: list[str]) -> bool:

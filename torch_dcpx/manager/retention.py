@@ -3,7 +3,7 @@
 Only committed checkpoints count, and a run removes only those that a manager has saved. It begins
 behind a commit, in a thread of its own. The next commit waits for it, so that beyond the
 checkpoints to keep there is at most the save in flight. A checkpoint that is pinned or being read
-stays, and the next run tries again.
+stays, and the next run tries again; where that goes on, a WARNING names the reader.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint import pending as pending_saves
-from torch_dcpx.errors import DcpxError, UnsupportedError
+from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError
 from torch_dcpx.manager.pointer import check_step, not_one_of
 from torch_dcpx.manager.removal import remove_checkpoint, resume_removals, suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
@@ -26,6 +26,7 @@ from torch_dcpx.storage.names import PIN_NAME
 
 logger = logging.getLogger("torch_dcpx")
 
+_MANY_DEFERRALS = 3  # in a row, of one checkpoint: a WARNING at each such number
 _LAST_WAIT_S = 5.0  # of the interpreter, for one removal to end
 
 
@@ -117,6 +118,7 @@ class Retention:
         _all.add(self)
         self._run_guard = threading.Lock()  # held by the run that is under way
         self._saves: Counter[str] = Counter()  # under way, by tag
+        self._deferrals: dict[str, int] = {}  # removals in a row, by save; the run's own
 
     @property
     def busy(self) -> frozenset[str]:
@@ -206,6 +208,8 @@ class Retention:
         unkept = self._rules.condemned(stored, self.is_pinned, damaged)
         condemned = [each for each in unkept if each.tag != root.newest_tag]
         kept = [each for each in stored if each not in condemned]
+        saves = {each.save_id for each in condemned}
+        self._deferrals = {key: n for key, n in self._deferrals.items() if key in saves}
         if not condemned or not kept:
             return
         try:
@@ -218,8 +222,22 @@ class Retention:
         for each in condemned:
             if each.tag not in self.busy and not self._is_ending:
                 with suppress_and_log(f"remove '{each.path}'"):
-                    remove_checkpoint(root, each.tag)
-                    logger.info("removed checkpoint '%s'", each.path)
+                    self._remove(each)
+
+    def _remove(self, stored: Stored) -> None:
+        """Removes a checkpoint. Raises as `remove_checkpoint`; warns where that goes on and on."""
+        try:
+            remove_checkpoint(self._root, stored.tag)
+        except ConcurrentSaveError as error:
+            count = self._deferrals[stored.save_id] = self._deferrals.get(stored.save_id, 0) + 1
+            if count % _MANY_DEFERRALS == 0:
+                logger.warning(
+                    "'%s' stays: its removal was deferred %d times in a row: %s",
+                    stored.path, count, error,
+                )  # fmt: skip
+            raise
+        self._deferrals.pop(stored.save_id, None)
+        logger.info("removed checkpoint '%s'", stored.path)
 
     def is_pinned(self, tag: str) -> bool:
         """Returns whether a checkpoint carries the mark that keeps it."""

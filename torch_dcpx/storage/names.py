@@ -27,6 +27,9 @@ _RANK_LOCK = re.compile(rf"\.dcpx\.{_NUMBER}\.lock")
 _TEMPORARY = re.compile(rf"(__{_NUMBER})?\.metadata\.[0-9a-f]{{12}}\.tmp")
 _POINTER_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 
+# What a removed file becomes that is open still: `.nfs` by NFS, `.fuse_hidden` by libfuse.
+_OPEN_FILE = re.compile(r"\.nfs[0-9a-f]{8,}|\.fuse_hidden[0-9a-f]{8,}")
+
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -110,3 +113,10 @@ def rank_lock_name(rank: int) -> str:
 def is_rank_lock(name: str) -> bool:
     """Whether `name` is the lock of a rank that saved its own checkpoint (rank-local mode)."""
     return _RANK_LOCK.fullmatch(name) is not None
+
+
+def is_name_of_open_file(name: str) -> bool:
+    """Whether a network file system or one in user space gave `name` to a file that was removed
+    while somebody had it open. It goes when the last of them closes it.
+    """
+    return _OPEN_FILE.fullmatch(name) is not None

@@ -21,6 +21,7 @@ from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.storage.directory import storage_error
 from torch_dcpx.storage.names import READERS_NAME
 from torch_dcpx.storage.paths import AnyPath
+from torch_dcpx.storage.save_lock import holders_of
 from torch_dcpx.storage.system_calls import close_read
 
 logger = logging.getLogger("torch_dcpx")
@@ -136,10 +137,13 @@ def being_deleted(path: Path, *, dir_fd: int | None = None) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _BUSY:
+                owner = holders_of(fd) or "unknown: on another machine, or in another container"
                 raise ConcurrentSaveError(
-                    f"delete '{path}': somebody reads it; try again when the load has ended",
+                    f"delete '{path}': somebody reads it ({owner}); try again when the load has "
+                    "ended",
                     errno=errno.EBUSY,
                     path=str(path),
+                    owner=owner,
                 ) from error
             logger.debug("delete '%s' without a lock against readers: %s", path, error)
         yield

@@ -24,6 +24,7 @@ from typing import Literal
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.names import TRASH_PREFIX
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.system_calls import close_read, moved
 
@@ -46,6 +47,28 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return UNKNOWN_BOOT
+
+
+def holders_of(fd: int) -> str:
+    """Returns host and processes that hold a flock on a file, "host=... pid=...,...".
+
+    "" where the system does not tell: they are on other machines or in other containers, or there
+    is no /proc/locks. They are who has it now, whatever a record says.
+    """
+    try:
+        status = os.fstat(fd)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    rows = [line.split() for line in lines]
+    found = {
+        row[4]: None
+        for row in rows
+        if len(row) > 5 and (row[1], row[5]) == ("FLOCK", f"{device}:{status.st_ino}")
+    }
+    pids = [pid for pid in found if pid.isdigit() and pid != "0"]  # 0: of another container
+    return f"host={socket.gethostname()} pid={','.join(pids[:_MAX_OTHERS])}" if pids else ""
 
 
 class SaveLock:
@@ -84,6 +107,7 @@ class SaveLock:
         )
         try:
             self._acquire(self._key)
+            _refuse_trash(directory)
             if self.is_held and not is_shared:
                 self._take_over_record()
         except BaseException:
@@ -206,6 +230,9 @@ class SaveLock:
             owner = (self._record() or ["unknown"])[0]
         except StorageError as error:
             owner = f"unknown: {error}"
+        held = holders_of(self._fd)
+        if held and not f"{owner} ".startswith(f"{held} "):  # it has written no record
+            owner = held if owner == "unknown" else f"{held}; the lock file names {owner}"
         return ConcurrentSaveError(
             f"another save is writing to '{self.path.parent}' ({owner}); wait for it, or save to "
             "another directory",
@@ -240,6 +267,23 @@ class SaveLock:
                 os.ftruncate(self._fd, 0)
             except OSError as error:
                 logger.warning("'%s' still names a save that has ended: %s", self.path, str(error))
+
+
+def _refuse_trash(directory: Directory) -> None:
+    """Raises ConcurrentSaveError if a manager has renamed a directory, since it was opened, to
+    remove it. Under the directory's lock, which the manager had at the rename.
+    """
+    try:
+        name = Path(f"/proc/self/fd/{directory.fd}").readlink().name
+    except OSError:  # no /proc: its removal is an error of the save's
+        return
+    if name.startswith(TRASH_PREFIX):
+        raise ConcurrentSaveError(
+            f"save to '{directory.path}': the checkpoint there was being deleted when the save "
+            "began; save again",
+            errno=errno.EBUSY,
+            path=str(directory.path),
+        )
 
 
 def _release(fd: int, key: _Key, path: Path, pid: int) -> None:
