@@ -207,8 +207,8 @@ class _Window:
         if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
             raise CorruptionError(
                 f"'{fqn}' is stored in '{path}' as {dtype}, the metadata says "
-                f"{entry.properties.dtype}; where the save's planner converted it, a planner with a "
-                "commit_tensor of its own loads it",
+                f"{entry.properties.dtype}; where the save's planner converted it, a planner with "
+                "a commit_tensor of its own loads it",
                 fqn=fqn,
                 path=path,
             )
