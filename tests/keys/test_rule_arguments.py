@@ -48,11 +48,21 @@ def test_merge_with_a_gap_is_refused_before_anything_is_read_or_written(tmp_path
         (Merge((r"w\.(\d+)", r"v\.(\d+)"), "w"), ["w.0", "w.1", "v.1", "v.2", "v.3"]),
         (Merge((r"w\.(\d+)(\.b)?",), "w"), ["w.0", "w.1.b", "w.2"]),
         (Merge((r"w\.(1)", r"w\.(3)"), "w"), ["w.1", "w.3"]),
+        (Merge((r"mlp\.w([13])",), "mlp.w13"), ["mlp.w1", "mlp.w3"]),  # w2 is another's
+        (Merge((r"w\.(8|16|4096)",), "w"), ["w.8", "w.16", "w.4096"]),
+        (Merge((r"e\.(\d?[02468])",), "e"), ["e.0", "e.2", "e.4"]),
+        (Merge((r"e\.(?!3$)(\d+)",), "e"), ["e.2", "e.4"]),
     ],
 )
 def test_merge_of_numbers_that_run_on_takes_all_of_them(merge: Any, names: list[str]) -> None:
     rows = KeyMap(merge).dry_run(names).rows
     assert sorted(name for old, _ in rows for name in old) == sorted(names)
+
+
+@pytest.mark.parametrize("names", [["w.00", "w.01", "w.03"], ["w.0", "w.1", "w.123456789"]])
+def test_gap_is_found_behind_zeros_and_however_wide_it_is(names: list[str]) -> None:
+    with pytest.raises(PlanError, match="nothing is stored for 2;"):
+        KeyMap(Merge((r"w\.(\d+)",), "w")).resolve(dict.fromkeys(names, (2,)))
 
 
 @pytest.mark.parametrize("names", [["w.0.0", "w.2.0"], ["w.0.0", "w.0.2", "w.1.1"]])

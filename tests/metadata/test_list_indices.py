@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import torch_dcpx
-from torch_dcpx import CorruptionError, DcpxReader
+from torch_dcpx import CorruptionError, DcpxReader, PlanError
 from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.metadata.lazy import have_full_lists
 
@@ -33,7 +34,8 @@ def with_path(path: Path, writer: str, change: Callable[[dict[str, Any]], None])
         paths = dict(decoded.metadata.planner_data)
         change(paths)
         changed = dataclasses.replace(decoded.metadata, planner_data=paths)
-        file.write_bytes(encode_metadata(changed, list(decoded.files.values()), "id"))
+        with mock.patch("torch_dcpx.metadata.encode.have_full_lists", return_value=True):
+            file.write_bytes(encode_metadata(changed, list(decoded.files.values()), "id"))
     else:
         metadata = pickle.loads(file.read_bytes())
         change(metadata.planner_data)
@@ -83,12 +85,34 @@ def test_long_lists_and_lists_with_gaps_are_none(tmp_path: Path, writer: str) ->
     assert_same({"a.5000.x": torch.ones(2)}, load({"a.5000.x": torch.ones(2)}, tmp_path / "gap"))
 
 
+@pytest.mark.parametrize("writer", ["ours", "stock", "stock, protocol 2"])
+@pytest.mark.parametrize("path", [(3_000_000_000,), (1 << 40, 5), ("s", -1), [1 << 33]])
+def test_numbers_of_a_planner_s_own_are_no_lists(tmp_path: Path, writer: str, path: Any) -> None:
+    with_path(tmp_path, writer, lambda paths: paths.update({"seed": path}))
+    assert_same(STATE, load_all(tmp_path))
+    assert torch_dcpx.verify(tmp_path).ok
+    assert DcpxReader(tmp_path).read_metadata().planner_data["seed"] == path
+
+
+def test_save_refuses_lists_that_no_load_takes_and_keeps_what_was_there(tmp_path: Path) -> None:
+    save(STATE, tmp_path, "ours")
+    before = sorted(one.name for one in tmp_path.iterdir())
+    with pytest.raises(PlanError, match="lists of the state"):
+        torch_dcpx.save({"a": [*({} for _ in range(1 << 21)), torch.ones(1)]}, tmp_path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == before
+    assert_same(STATE, load_all(tmp_path))
+
+
+def are_full(paths: list[Any]) -> bool:
+    return have_full_lists(dict(enumerate(paths)), range(len(paths)))
+
+
 def test_many_long_lists_are_counted_together() -> None:
     longest = 1 << 20
-    assert have_full_lists([("a", longest - 1)])
-    assert have_full_lists([("a", longest // 2), ("a", 5, longest // 3), ("b", 0)])
-    assert not have_full_lists([("a", longest // 2), ("a", 5, longest // 2), ("a", 6, 999)])
-    assert not have_full_lists([(name, longest - 1) for name in "abc"])
-    assert have_full_lists([("a", at) for at in range(3 << 20)])
-    assert not have_full_lists([("a", 0, 1e12)])  # no key of flatten's, and a list index to torch
-    assert have_full_lists([None, 3, "text", ("a", "b"), ("a", None, 1 << 40)])
+    assert are_full([("a", longest - 1)])
+    assert are_full([("a", longest // 2), ("a", 5, longest // 3), ("b", 0)])
+    assert not are_full([("a", longest // 2), ("a", 5, longest // 2), ("a", 6, 999)])
+    assert not are_full([(name, longest - 1) for name in "abc"])
+    assert are_full([("a", at) for at in range(3 << 20)])
+    assert not are_full([("a", 0, 1e12)])  # no key of flatten's, and a list index to torch
+    assert are_full([None, 3, "text", ("a", "b"), ("a", None, 1 << 40)])

@@ -83,6 +83,37 @@ def test_keys_of_an_earlier_group_are_noticed_and_the_next_operation_works(ranks
     assert got == [4] * 4
 
 
+class ForgetfulStore:
+    """A TCPStore of which keys are removed between the wait of a `multi_get` and its read."""
+
+    def __init__(self, store: Any, removed: set[str]) -> None:
+        self.store, self.removed = store, removed
+
+    def clone(self) -> Any:
+        return ForgetfulStore(self.store.clone(), self.removed)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = self.store.multi_get(keys)
+        return [
+            b"" if key in self.removed else value for key, value in zip(keys, found, strict=True)
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("removed", ["dcpx/1/0/v/1", "dcpx/1/0/v/1+1"])
+def test_value_that_is_removed_while_it_is_read_is_an_error_of_the_store(removed: str) -> None:
+    ranks = Ranks(ForgetfulStore(HashStore(), {removed}), 2)
+    value = "v" * (9 << 20)  # in three parts
+    got = values_of(lambda exchange: exchange.all_reduce("x", lambda: value, len), ranks)
+    assert [type(e) for e in got] == [StoreLostError] * 2
+    assert all("'dcpx/1/0/v/1' was removed" in str(e) for e in got)
+    got = values_of(lambda exchange: exchange.all_reduce("x", lambda: value, len), ranks)
+    assert got == [2] * 2
+    ranks.close()
+
+
 # ---- A store that is lost -----------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from torch_dcpx.errors import OptionError, PlanError
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 
 Entries: TypeAlias = dict[str, MappedTensor]
+_MAX_TRIED = 10_000  # numbers between two that are stored
+
 _Group: TypeAlias = tuple[int, int, str]  # of a pattern: (0, number, "") or (1, 0, text)
 
 
@@ -41,7 +43,8 @@ class Merge(NamedTuple):
 
     Args:
         patterns: regular expressions that whole names match, in the order of the parts. Names that
-            match the same one are ordered by its groups, numbers as numbers, which leave none out.
+            match the same one are ordered by its groups, numbers as numbers, which leave out none
+            that it would match.
         into: the new name; `\\1` stands for the first group. Names that give the same are merged.
         dim: the dimension. Default 0.
         stack: along a new dimension, as `torch.stack` does. Default False: `torch.cat`.
@@ -264,13 +267,16 @@ def _part_lengths(name: str, entry: MappedTensor, rule: Split) -> list[int]:
 def _merge(entries: Entries, rule: Merge, number: int, objects: frozenset[str]) -> Entries:
     new: Entries = {}
     merged: dict[str, list[tuple[int, tuple[_Group, ...], MappedTensor]]] = {}
+    matches: dict[tuple[str, int], list[re.Match[str]]] = {}  # by new name and pattern
     for name, entry in entries.items():
         for order, pattern in enumerate(rule.patterns):
             found = re.fullmatch(pattern, name)
             if found is not None:
                 _check_tensor(name, entry, objects, "merge")
-                group = merged.setdefault(found.expand(rule.into), [])
-                group.append((order, tuple(map(_natural, found.groups())), entry))
+                into = found.expand(rule.into)
+                groups = tuple(map(_natural, found.groups()))
+                merged.setdefault(into, []).append((order, groups, entry))
+                matches.setdefault((into, order), []).append(found)
                 break
         else:
             _put(new, name, entry, number)
@@ -285,7 +291,7 @@ def _merge(entries: Entries, rule: Merge, number: int, objects: frozenset[str]) 
                 fqn=into,
             )
         for order, pattern in enumerate(rule.patterns):
-            _check_numbers(into, pattern, [groups for at, groups, _ in group if at == order])
+            _check_numbers(into, pattern, matches[into, order])
         parts = [part for _, _, part in sorted(group, key=lambda row: row[:2])]
         if rule.stack:
             parts = [part.unsqueezed(rule.dim) for part in parts]
@@ -293,27 +299,41 @@ def _merge(entries: Entries, rule: Merge, number: int, objects: frozenset[str]) 
     return new
 
 
-def _check_numbers(into: str, pattern: str, rows: Sequence[tuple[_Group, ...]]) -> None:
-    """Raises PlanError where numbers of a pattern's group, behind the same groups, leave one out.
+def _check_numbers(into: str, pattern: str, matches: Sequence[re.Match[str]]) -> None:
+    """Raises PlanError where numbers of a pattern's group, behind the same groups, leave one out
+    that the pattern would take.
 
     Args:
         into: the new name.
-        rows: the groups of the names that match the pattern and are merged into it.
+        matches: of the names that match the pattern and are merged into it.
     """
-    numbers: dict[tuple[_Group, ...], set[int]] = {}
-    for groups in rows:
+    numbers: dict[tuple[_Group, ...], dict[int, tuple[re.Match[str], int]]] = {}
+    for found in matches:
+        groups = tuple(map(_natural, found.groups()))
         for at, (is_text, number, _) in enumerate(groups):
             if not is_text:
-                numbers.setdefault(groups[:at], set()).add(number)
-    for found in numbers.values():
-        for low, high in itertools.pairwise(sorted(found)):
-            if high > low + 1:
+                numbers.setdefault(groups[:at], {})[number] = found, at + 1
+    for places in numbers.values():
+        for low, high in itertools.pairwise(sorted(places)):
+            absent = _left_out(pattern, *places[low], range(low + 1, high))
+            if absent is not None:
                 raise PlanError(
                     f"'{into}' is merged of what {pattern!r} matches, and of the numbers from "
-                    f"{min(found)} to {max(found)} nothing is stored for {low + 1}; a pattern for "
+                    f"{min(places)} to {max(places)} nothing is stored for {absent}; a pattern for "
                     "each part merges what there is",
                     fqn=into,
                 )
+
+
+def _left_out(pattern: str, found: re.Match[str], group: int, numbers: range) -> int | None:
+    """Returns the first of these numbers with which, in the group's place, the name matches too."""
+    begin, end = found.span(group)
+    name = found.string
+    for number in numbers[:_MAX_TRIED]:
+        text = str(number).zfill(end - begin)
+        if re.fullmatch(pattern, name[:begin] + text + name[end:]):
+            return number
+    return numbers[_MAX_TRIED] if len(numbers) > _MAX_TRIED else None
 
 
 def _natural(group: str | None) -> _Group:

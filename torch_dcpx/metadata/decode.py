@@ -159,8 +159,10 @@ def open_planner(columns: ColumnReader, strings: list[str]) -> StoredPaths:
         if len({strings[number] for number in names}) != len(names):
             raise columns.error("a name is there twice", "planner_fqn")
     paths = StoredPaths.over(strings, fqns.cast("q"), counts.cast("q"), tags, values.cast("q"))
-    if _C.longest_list(tags, values) > MANY_PLACES and not have_full_lists(paths.values()):
-        raise columns.error("a list index that the names cannot fill", "planner_value")
+    if _C.longest_list(tags, values) > MANY_PLACES:
+        stored = {strings[number] for number in columns.i64_view("entry_fqn", None).cast("q")}
+        if not have_full_lists(paths, stored):
+            raise columns.error("a list index that the names cannot fill", "planner_value")
     return paths
 
 

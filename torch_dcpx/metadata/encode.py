@@ -31,6 +31,7 @@ from torch_dcpx._compat import DTYPES, LAYOUTS, all_strides
 from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError
 from torch_dcpx.metadata.columns import I64_MAX, StringPool
+from torch_dcpx.metadata.lazy import MANY_PLACES, have_full_lists
 from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 from torch_dcpx.storage.names import FileEntry
 
@@ -237,10 +238,15 @@ def _encode_planner(metadata: Metadata, out: Columns) -> None:
     if planner is None:
         return
     out.planner_data = "pickle"
-    if type(planner) is not dict or not _are(planner, str):
-        return
-    paths = list(planner.values())
-    columns = _C.path_columns(paths, out.pool.numbers)
+    paths = list(planner.values()) if type(planner) is dict and _are(planner, str) else None
+    columns = None if paths is None else _C.path_columns(paths, out.pool.numbers)
+    is_short = columns is not None and _C.longest_list(*columns[1:]) <= MANY_PLACES
+    is_own = not isinstance(planner, dict)
+    if not (is_short or is_own or have_full_lists(planner, metadata.state_dict_metadata)):
+        raise PlanError(
+            "the lists of the state are far longer than their tensors and objects are many, and no "
+            "load would take that: leave empty dicts out of them, or keep a dict by number"
+        )
     if columns is None:
         return
     out.planner_data = "columns"

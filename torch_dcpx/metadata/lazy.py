@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -103,15 +103,18 @@ _PLACES_A_KEY = 64
 MANY_PLACES = 256  # a list up to here is always let be
 
 
-def have_full_lists(paths: Collection[object]) -> bool:
+def have_full_lists(paths: Mapping[Any, object], names: Container[Any]) -> bool:
     """Whether the lists that a state of these paths has are about as long as the paths are many.
 
     A load without a template makes each list as long as its highest index says, at 8 B a place.
 
     Args:
         paths: keys and list indices of each name; what is no tuple or list is left alone.
+        names: what is stored. The paths of others are a planner's own: they make no list.
     """
-    known = [path for path in paths if isinstance(path, (tuple, list))]
+    known = [
+        path for name, path in paths.items() if isinstance(path, (tuple, list)) and name in names
+    ]
     limit = _PLACES_A_KEY * sum(map(len, known)) + _SPARE_PLACES
     root: dict[Any, Any] = {}  # what lies under each key; under None the length of a list
     for path in known:

@@ -16,7 +16,7 @@ import copyreg
 import dataclasses
 import io
 import pickle
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any, NoReturn
 
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
@@ -125,7 +125,7 @@ class _Rebuild:
             self._refuse(None, f"{len(storage) - len(made)} items have two places in storage_data")
         return made
 
-    def planner_data(self, raw: Any) -> Any:
+    def planner_data(self, raw: Any, names: Container[str]) -> Any:
         if type(raw) is dict and all(
             type(key) is str and type(path) is tuple and {type(part) for part in path} <= {str, int}
             for key, path in raw.items()
@@ -133,7 +133,7 @@ class _Rebuild:
             made: Any = raw  # what stock's flatten writes
         else:
             made = self._settle(raw)
-        if isinstance(made, dict) and not have_full_lists(made.values()):
+        if isinstance(made, dict) and not have_full_lists(made, names):
             self._refuse(None, "planner_data has a list index that its names cannot fill")
         return made
 
@@ -141,9 +141,10 @@ class _Rebuild:
         meta = state.get("storage_meta")
         if meta is not None and type(meta) is not STORAGE_META:
             self._refuse(None, f"storage_meta is a {_kind(meta)}")
+        entries = self.entries(state.get("state_dict_metadata"))
         made = Metadata(
-            state_dict_metadata=self.entries(state.get("state_dict_metadata")),
-            planner_data=self.planner_data(state.get("planner_data")),
+            state_dict_metadata=entries,
+            planner_data=self.planner_data(state.get("planner_data"), entries),
             storage_data=self.storage(state.get("storage_data")),
             storage_meta=None if meta is None else build_storage_meta(meta, self._settle),
         )

@@ -70,7 +70,7 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
         tags = columns["planner_tag"]
         planner = StoredPaths.over(strings, fqns, counts, tags, values)
         longest = _C.longest_list(tags, columns["planner_value"])
-        if longest > MANY_PLACES and not have_full_lists(planner.values()):
+        if longest > MANY_PLACES and not have_full_lists(planner, names):
             return None
     return Metadata(
         state_dict_metadata=dicts[0],

@@ -64,10 +64,16 @@ def _peek(store: Any, key: str) -> bytes | None:
     return None if found == _NO_MATCH else found
 
 
-def _joined(store: Any, key: str, found: bytes) -> bytes:
+def _joined(store: Any, key: str, found: bytes) -> bytes | None:
+    """Returns a value of which `found` is stored; None if it was removed while it was read, as by
+    an earlier group on the same store. (A TCPStore gives nothing for such a key.)
+    """
     if found[:1] == _WHOLE:
         return found[1:]
-    return b"".join(store.multi_get([_part(key, i)])[0] for i in range(int(found[1:])))
+    if not found:
+        return None
+    parts = [store.multi_get([_part(key, i)])[0] for i in range(int(found[1:]))]
+    return b"".join(parts) if all(parts) else None
 
 
 def _get(store: Any, key: str) -> bytes | None:
@@ -75,7 +81,7 @@ def _get(store: Any, key: str) -> bytes | None:
     return None if found is None else _joined(store, key, found)
 
 
-def _multi_get(store: Any, names: list[str]) -> list[bytes]:
+def _multi_get(store: Any, names: list[str]) -> list[bytes | None]:
     pairs = zip(names, store.multi_get(names), strict=True)
     return [_joined(store, name, bytes(found)) for name, found in pairs]
 
@@ -186,10 +192,22 @@ class StoreKeys:
         return self._call("get", name, partial(_get, key=name), deadline)
 
     def multi_get(self, keys: Sequence[str], deadline: Deadline) -> list[bytes]:
-        """Returns the values of keys that are all there, by few calls."""
+        """Returns the values of keys that are all there, by few calls.
+
+        Raises:
+            StoreLostError: also where one is removed while it is read.
+        """
         values: list[bytes] = []
         for batch in self._batches(keys):
-            values += self._call("get", batch[0], partial(_multi_get, names=batch), deadline)
+            found = self._call("get", batch[0], partial(_multi_get, names=batch), deadline)
+            for name, value in zip(batch, found, strict=True):
+                if value is None:
+                    raise StoreLostError(
+                        f"{self._who}: {name!r} was removed from the process group's store while "
+                        "it was read: an earlier group of the same name has only now let go of "
+                        "it; the next operation works"
+                    )
+                values.append(value)
         return values
 
     def add(self, key: str, amount: int, deadline: Deadline) -> int:
