@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -57,10 +58,9 @@ def read_checkpoint(
     path = str(directory.path / name)
     try:
         data = directory.read_small(name)
-    except StorageError as error:
-        return None, [of_error("unreadable", error, name)], 0
-    except CorruptionError as error:
-        return None, [of_error("file", error, name)], 0
+    except (StorageError, CorruptionError) as error:
+        kind = "file" if isinstance(error, CorruptionError) else "unreadable"
+        return None, [of_error(kind, error, name)], 0
     try:
         parts = decode_parts(data, path)
         if parts.errors:
@@ -74,11 +74,8 @@ def read_checkpoint(
         files = list(checkpoint.files.values())
         findings += _compare(metadata, files, parts.pickle, name, path, safe_globals)
     findings += _check_chunks(metadata, name, is_whole=name == METADATA_NAME)
-    return (
-        StoredCheckpoint(name, metadata, checkpoint.files, items_by_file(metadata)),
-        findings,
-        len(data),
-    )
+    stored = StoredCheckpoint(name, metadata, checkpoint.files, items_by_file(metadata))
+    return stored, findings, len(data)
 
 
 def items_by_file(metadata: Metadata) -> dict[str, list[Item]]:
@@ -87,8 +84,8 @@ def items_by_file(metadata: Metadata) -> dict[str, list[Item]]:
     for index, place in metadata.storage_data.items():
         offsets = None if index.offset is None else tuple(index.offset)
         is_opaque = bool(place.transform_descriptors)
-        row = Item(index.fqn, offsets, place.offset, place.length, is_opaque)
-        items.setdefault(place.relative_path, []).append(row)
+        item = Item(index.fqn, offsets, place.offset, place.length, is_opaque)
+        items.setdefault(place.relative_path, []).append(item)
     return items
 
 
@@ -118,7 +115,7 @@ def _compare(
         return
     for fqn, what in _disagreements(metadata, stock):
         message = f"pickle and columns of {path!r} disagree on {what}"
-        yield file_finding("disagreement", name, message, where=where, fqns=(fqn and (fqn,)) or ())
+        yield file_finding("disagreement", name, message, where=where, fqns=[fqn] if fqn else ())
 
 
 def _disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, str]]:
@@ -204,8 +201,7 @@ def look_at_named(job: _C.VerifyJob, checkpoint: StoredCheckpoint, name: str) ->
             if checkpoint.files is not None:
                 message = f"'{checkpoint.name}' names '{name}', which its file table lacks"
                 findings.append(file_finding("disagreement", name, message))
-            findings += _look_at_foreign(job, name, items, ranges)
-            return LookedAt(ranges, findings, True)
+            return LookedAt(ranges, [*findings, *_look_at_foreign(job, name, items, ranges)], True)
         facts = add_file(job, name)
     except (DcpxError, UnicodeEncodeError) as error:
         findings.append(_unusable(error, name, fqns))
@@ -262,28 +258,26 @@ def _compare_entry(facts: FileFacts, entry: FileEntry, fqns: tuple[str, ...]) ->
             found=f"{facts.nbytes} B",
         )
     tail = facts.tail
-    if tail is not None and (tail.file_id, tail.footer_crc) != (entry.file_id, entry.footer_crc):
-        yield file_finding(
-            "generation",
-            facts.name,
-            f"'{facts.name}' belongs to another save than the metadata: file id "
-            f"{tail.file_id.hex()}, expected {entry.file_id.hex()}",
-            where=(0, facts.nbytes),
-            fqns=fqns,
-            expected=f"file id {entry.file_id.hex()}",
-            found=f"file id {tail.file_id.hex()}",
-        )
-    elif tail is not None and tail.save_id and entry.save_id not in (b"", tail.save_id):
-        yield file_finding(
-            "generation",
-            facts.name,
-            f"'{facts.name}' is of save {tail.save_id.hex()}, the metadata that names it of save "
-            f"{entry.save_id.hex()}: the checkpoint is mixed of two saves",
-            where=(0, facts.nbytes),
-            fqns=fqns,
-            expected=f"save id {entry.save_id.hex()}",
-            found=f"save id {tail.save_id.hex()}",
-        )
+    if tail is None:
+        return
+    if (tail.file_id, tail.footer_crc) != (entry.file_id, entry.footer_crc):
+        kind, expected, found = "file id", entry.file_id.hex(), tail.file_id.hex()
+        why = f"belongs to another save than the metadata: file id {found}, expected {expected}"
+    elif tail.save_id and entry.save_id not in (b"", tail.save_id):
+        kind, expected, found = "save id", entry.save_id.hex(), tail.save_id.hex()
+        why = f"is of save {found}, the metadata that names it of save {expected}: the checkpoint "
+        why += "is mixed of two saves"
+    else:
+        return
+    yield file_finding(
+        "generation",
+        facts.name,
+        f"'{facts.name}' {why}",
+        where=(0, facts.nbytes),
+        fqns=fqns,
+        expected=f"{kind} {expected}",
+        found=f"{kind} {found}",
+    )
 
 
 def _compare_rows(
@@ -312,18 +306,14 @@ def _compare_rows(
             elif dtype_name(entry.properties.dtype) != row.prop_dtype:
                 why = f"the file says {row.prop_dtype}, the metadata {entry.properties.dtype}"
         if why:
-            message = (
-                f"the metadata names '{item.fqn}' at [{item.offset}, {item.offset + item.nbytes}) "
-                f"of '{name}': {why}"
-            )
-            where = (item.offset, item.nbytes)
-            yield file_finding("item", name, message, where=where, fqns=(item.fqn,))
+            where, end = (item.offset, item.nbytes), item.offset + item.nbytes
+            why = f"the metadata names '{item.fqn}' at [{item.offset}, {end}) of '{name}': {why}"
+            yield file_finding("item", name, why, where=where, fqns=(item.fqn,))
 
 
 def _overlaps(items: list[Item], name: str) -> Iterator[Finding]:
     """Yields where two items share bytes."""
-    _, overlapping = _apart(items)
-    for item, before in overlapping:
+    for item, before in _apart(items)[1]:
         message = (
             f"'{item.fqn}' at [{item.offset}, {item.offset + item.nbytes}) of '{name}' shares "
             f"bytes with '{before.fqn}'"
@@ -338,12 +328,9 @@ def _apart(items: list[Item]) -> tuple[list[Item], list[tuple[Item, Item]]]:
     """
     apart: list[Item] = []
     overlapping: list[tuple[Item, Item]] = []
-    for item in sorted(items, key=lambda item: (item.offset, item.nbytes)):
-        if item.nbytes == 0:
-            continue
-        last = apart[-1] if apart else None
-        if last is not None and item.offset < last.offset + last.nbytes:
-            overlapping.append((item, last))
+    for item in sorted(filter(attrgetter("nbytes"), items), key=attrgetter("offset", "nbytes")):
+        if apart and item.offset < apart[-1].offset + apart[-1].nbytes:
+            overlapping.append((item, apart[-1]))
         else:
             apart.append(item)
     return apart, overlapping
@@ -357,6 +344,5 @@ def _look_at_foreign(
         (item.offset, item.nbytes, item.offsets is not None and not item.is_opaque)
         for item in _apart(items)[0]
     ]
-    _, findings = job.add_foreign(name, rows)
-    for raw in map(RawFinding._make, findings):
-        yield of_raw(raw, name, ranges)
+    for row in job.add_foreign(name, rows)[1]:
+        yield of_raw(RawFinding._make(row), name, ranges)

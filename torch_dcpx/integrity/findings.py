@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import Literal
 
 from torch_dcpx._text import printable
@@ -150,13 +151,9 @@ class ItemRanges:
             return ()
         stop = offset + max(nbytes or 0, 1)
         first = bisect_left(self._furthest, offset + 1)
-        names: dict[str, None] = {}
-        for begin, end, fqn in self._ranges[first:]:
-            if begin >= stop:
-                break
-            if end > offset:
-                names[fqn] = None
-        return tuple(names)
+        last = bisect_left(self._ranges, stop, key=itemgetter(0))
+        near = self._ranges[first:last]
+        return tuple(dict.fromkeys(fqn for _, end, fqn in near if end > offset))
 
 
 def file_finding(
@@ -176,23 +173,20 @@ def file_finding(
 
 def of_raw(raw: RawFinding, name: str, items: ItemRanges | None) -> Finding:
     """Returns a finding of C++'s."""
-    has_range = raw.offset >= 0
-    return Finding(
+    return file_finding(
         raw.kind,
         name,
-        raw.offset if has_range else None,
-        raw.nbytes if has_range else None,
-        items.within(raw.offset, raw.nbytes) if items is not None else (),
-        raw.expected or None,
-        raw.found or None,
         raw.message,
+        where=(raw.offset, raw.nbytes) if raw.offset >= 0 else None,
+        fqns=items.within(raw.offset, raw.nbytes) if items is not None else (),
+        expected=raw.expected or None,
+        found=raw.found or None,
     )
 
 
 def of_error(kind: str, error: DcpxError, name: str, fqns: Iterable[str] = ()) -> Finding:
     """Returns what an error says of file `name`."""
-    offset = nbytes = None
-    expected = found = None
+    offset = nbytes = expected = found = None
     if isinstance(error, CorruptionError):
         offset, nbytes = error.offset, error.nbytes
         expected, found = error.expected, error.found
@@ -251,8 +245,7 @@ class RepairReport:
         return tuple(dict.fromkeys(text for one in self.repaired for text in one.assumed))
 
     def __str__(self) -> str:
-        verb = "would make" if self.is_dry_run else "made"
-        path = printable(self.path)
+        verb, path = "would make" if self.is_dry_run else "made", printable(self.path)
         lines = []
         for one in self.repaired:
             lines.append(

@@ -6,7 +6,6 @@ C++ (`VerifyJob`) reads and checks; here its tables get names.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -94,10 +93,6 @@ def key_path(row: FooterRow) -> tuple[str | int, ...] | None:
     if not row.path:
         return None
     keys: Any = json.loads(row.path)
-    if type(keys) is not list or not _are_keys(keys):
+    if type(keys) is not list or not {*map(type, keys)} <= {str, int}:
         raise ValueError(f"{row.path!r:.200} is no list of names and integers")
     return tuple(keys)
-
-
-def _are_keys(keys: Iterable[object]) -> bool:
-    return all(type(key) is str or type(key) is int for key in keys)

@@ -9,6 +9,8 @@ damaged, and together they must hold every element of every tensor once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -117,12 +119,10 @@ def one_generation(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) ->
     if plain and own:
         why = "files with and without an id in their names are of several saves, or may be"
         _refuse(path, f"{why}; {_WAY_OUT}", [*plain, *own])
-    numbers: dict[int, list[int]] = {}
-    for rank, number in sorted(by_place):
-        numbers.setdefault(rank, []).append(number)
-    for rank, found_numbers in numbers.items():
-        if found_numbers != list(range(len(found_numbers))):
-            why = f"rank {rank} has files {found_numbers}: one between them is lost, or may be"
+    for rank, places in groupby(sorted(by_place), key=itemgetter(0)):
+        numbers = [number for _, number in places]
+        if numbers != list(range(len(numbers))):
+            why = f"rank {rank} has files {numbers}: one between them is lost, or may be"
             _refuse(path, f"{why}; {_WAY_OUT}", [name for name, *_ in by_place.values()])
 
 
@@ -184,24 +184,16 @@ def _add_entry(entries: dict[str, Any], row: FooterRow, path: str, name: str) ->
     properties = _properties(row, path, name)
     if before is None:
         before = entries[row.fqn] = TensorStorageMetadata(properties, size, [])
-    is_same = isinstance(before, TensorStorageMetadata) and (before.properties, before.size) == (
-        properties,
-        size,
-    )
-    if not is_same:
+    shape = (before.properties, before.size) if isinstance(before, TensorStorageMetadata) else ()
+    if shape != (properties, size):
         _refuse(path, f"'{row.fqn}' is there with different shapes or properties", [name])
-    chunk = ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes))
-    before.chunks.append(chunk)
-    return MetadataIndex(row.fqn, chunk.offsets, len(before.chunks) - 1)
+    before.chunks.append(ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes)))
+    return MetadataIndex(row.fqn, before.chunks[-1].offsets, len(before.chunks) - 1)
 
 
 def _properties(row: FooterRow, path: str, name: str) -> TensorProperties:
-    is_known = (
-        row.prop_dtype in DTYPES
-        and row.layout in LAYOUTS
-        and row.memory_format < len(MEMORY_FORMATS)
-    )
-    if not is_known:
+    has_format = row.memory_format < len(MEMORY_FORMATS)
+    if row.prop_dtype not in DTYPES or row.layout not in LAYOUTS or not has_format:
         why = f"'{row.fqn}' is a {row.layout} tensor of {row.prop_dtype}, which this torch lacks"
         _refuse(path, why, [name])
     return TensorProperties(
@@ -215,9 +207,8 @@ def _properties(row: FooterRow, path: str, name: str) -> TensorProperties:
 
 def _refuse(path: str, why: str, candidates: Iterable[str]) -> NoReturn:
     names = tuple(candidates)
-    raise RepairError(
-        f"repair '{path}': {why} (files: {_listed(names)})", path=path, candidates=names
-    )
+    message = f"repair '{path}': {why} (files: {_listed(names)})"
+    raise RepairError(message, path=path, candidates=names)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -101,8 +101,7 @@ def repair(
             if not dry_run:  # before anything is looked at: a save may commit meanwhile
                 locks.take(directory, RunningSave(run))
             made = [run.plan(name) for name in run.targets(rank_local)]
-            done = tuple(one.report for one in made)
-            report = RepairReport(str(directory.path), done, dry_run)
+            report = RepairReport(str(directory.path), tuple(one.report for one in made), dry_run)
             if not dry_run:
                 if not accept_assumptions:
                     _refuse_assumed(report)
@@ -177,8 +176,7 @@ class _Repair:
                 raise self._refusal(METADATA_NAME, "it is good, and stays as it is")
             return [METADATA_NAME]
         if METADATA_NAME in names:
-            why = "every load would prefer it to those of the ranks"
-            raise self._refusal(METADATA_NAME, why)
+            raise self._refusal(METADATA_NAME, "every load would prefer it to those of the ranks")
         ranks = {data_file_rank(name) for name in names} - {None}
         wanted = {f"__{rank}{METADATA_NAME}" for rank in ranks} | set(own)
         lost = [name for name in sorted(wanted) if name not in names or not self._is_good(name)]
@@ -254,16 +252,7 @@ class _Repair:
             files = {one.name: _entry(one) for one in facts}
             if any(not names_its_file(one) for one in files):
                 assumed.append("no file without an id in its name is of another save")
-        entries = list(files.values())
-        report = RepairedMetadata(
-            name,
-            kept.source,
-            save_id,
-            tuple(entry.path for entry in entries),
-            len(kept.metadata.storage_data),
-            tuple(assumed),
-        )
-        return _Made(report, kept.metadata, entries)
+        return _made(name, kept.source, save_id, kept.metadata, list(files.values()), assumed)
 
     def _of_footers(self, name: str) -> _Made:
         """Makes what the data files prove."""
@@ -288,15 +277,8 @@ class _Repair:
             assumed.append(f"no rank behind rank {last} had written a file")
         if self._chosen is None:
             assumed.append("no rank had written a file behind its last one here")
-        report = RepairedMetadata(
-            name,
-            "footers",
-            save_id.hex() or uuid.uuid4().hex,
-            tuple(one.name for one in facts),
-            len(metadata.storage_data),
-            tuple(assumed),
-        )
-        return _Made(report, metadata, [_entry(one) for one in facts])
+        text = save_id.hex() or uuid.uuid4().hex
+        return _made(name, "footers", text, metadata, list(map(_entry, facts)), assumed)
 
     def _candidates(self, name: str) -> list[str]:
         """Returns the data files that may be of the save: no other metadata names them."""
@@ -312,8 +294,7 @@ class _Repair:
                 data = self._directory.read_small(other)
                 candidates -= decode_file_names(data, str(self._directory.path / other))
         if name != METADATA_NAME:
-            own = [file for file in candidates if metadata_name(data_file_rank(file)) == name]
-            candidates = set(own)
+            candidates = {one for one in candidates if metadata_name(data_file_rank(one)) == name}
         if not candidates:
             raise self._refusal(name, "there is no data file that it could name")
         return sorted(candidates)
@@ -325,13 +306,13 @@ class _Repair:
             RepairError: with all that is wrong.
         """
         job = verify_job(self._directory, ReadOptions())
-        found, faults = [], []
+        found, findings = [], []
         for file in files:
             facts, looked = look_at_file(job, file)
-            faults += [finding for finding in looked.findings if finding.is_fault]
+            findings += looked.findings
             if facts is not None and facts.tail is not None and facts.rows is not None:
                 found.append(facts)
-        self._refuse_faults(name, faults)
+        self._refuse_faults(name, findings)
         return found
 
     def _check_no_extension(self, name: str, one: FileFacts) -> None:
@@ -340,25 +321,22 @@ class _Repair:
         heads = self._directory.read_at(one.name, [row.item_offset for row in rows], len(_ZIP))
         for row, head in zip(rows, heads, strict=True):
             if head != _ZIP:
-                why = (
-                    f"'{row.fqn}' in '{one.name}' is not in torch.save's format: an extension or a "
-                    "planner of its own wrote it, and only the lost metadata said which"
-                )
+                why = f"'{row.fqn}' in '{one.name}' is not in torch.save's format: an extension or "
+                why += "a planner of its own wrote it, and only the lost metadata said which"
                 raise self._refusal(name, why, [one.name])
 
     def _check(self, name: str, made: _Made) -> None:
         """Raises RepairError unless the data files hold all that `made` says of them."""
-        files = {entry.path: entry for entry in made.files}
-        items = items_by_file(made.metadata)
+        files, items = {entry.path: entry for entry in made.files}, items_by_file(made.metadata)
         checkpoint = StoredCheckpoint(name, made.metadata, files, items)
         job = verify_job(self._directory, ReadOptions())
-        faults: list[Finding] = []
+        findings: list[Finding] = []
         for file in dict.fromkeys([*files, *items]):
-            looked = look_at_named(job, checkpoint, file)
-            faults += [finding for finding in looked.findings if finding.is_fault]
-        self._refuse_faults(name, faults)
+            findings += look_at_named(job, checkpoint, file).findings
+        self._refuse_faults(name, findings)
 
-    def _refuse_faults(self, name: str, faults: list[Finding]) -> None:
+    def _refuse_faults(self, name: str, findings: list[Finding]) -> None:
+        faults = [finding for finding in findings if finding.is_fault]
         if faults:
             shown = "; ".join(map(str, faults[:10]))
             more = f"; and {len(faults) - 10} more" if len(faults) > 10 else ""
@@ -367,18 +345,25 @@ class _Repair:
 
     def publish(self, made: _Made) -> None:
         """Commits. Raises: PlanError, StorageError."""
-        publish(
-            self._directory,
-            made.report.name,
-            made.metadata,
-            made.files,
-            made.report.save_id,
-            is_durable=True,
-        )
+        name, save_id = made.report.name, made.report.save_id
+        publish(self._directory, name, made.metadata, made.files, save_id, is_durable=True)
 
     def _refusal(self, name: str, why: str, candidates: Iterable[str] = ()) -> RepairError:
         path = str(self._directory.path / name)
         return RepairError(f"repair '{path}': {why}", path=path, candidates=tuple(candidates))
+
+
+def _made(
+    name: str,
+    source: Source,
+    save_id: str,
+    metadata: Metadata,
+    files: list[FileEntry],
+    assumed: list[str],
+) -> _Made:
+    paths, items = tuple(file.path for file in files), len(metadata.storage_data)
+    report = RepairedMetadata(name, source, save_id, paths, items, tuple(assumed))
+    return _Made(report, metadata, files)
 
 
 def _entry(facts: FileFacts) -> FileEntry:

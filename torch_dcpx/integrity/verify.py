@@ -134,18 +134,16 @@ class _Run:
         """Steps 1 and 2."""
         names = self._directory.names()
         self.commits = commits_among(names)
-        checkpoints = [self._read(name) for name in self.commits]
-        known = [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+        known = [found for found in map(self._read, self.commits) if found is not None]
         for checkpoint in known:
             self._look_at(checkpoint)
         data_names = [name for name in names if is_data_file_name(name)]
         unnamed = [name for name in data_names if name not in self._looked]
         if not self.commits:
             self._say_uncommitted(len(data_names))
-        if len(known) < len(checkpoints) or not known:
+        if len(known) < len(self.commits) or not known:
             for name in unnamed:  # whose they are nobody knows: each is looked at by itself
-                _, looked = look_at_file(self._job, name)
-                self._add(name, looked)
+                self._add(name, look_at_file(self._job, name)[1])
         else:
             self._note_leftovers(unnamed)
         beside = set(filter(is_metadata_name, names)) - set(self.commits)
@@ -156,8 +154,8 @@ class _Run:
         for row in self._job.sum(progress):
             raw = RawFinding._make(row)
             name = os.path.relpath(raw.path, self._directory.path)
-            looked = self._looked.get(name)
-            self.findings.append(of_raw(raw, name, looked.items if looked is not None else None))
+            items = self._looked[name].items if name in self._looked else None
+            self.findings.append(of_raw(raw, name, items))
         if progress is not None:
             progress(self._job.done_bytes, self._job.total_bytes)
         self.checked_bytes += self._job.done_bytes
@@ -198,8 +196,7 @@ class _Run:
                 self.findings.append(file_finding("uncommitted", name, message))
             elif not self._is_empty(name):
                 message = f"'{name}' is named by no metadata that counts: of a save that failed or "
-                message += "was replaced"
-                self.findings.append(file_finding("leftover", name, message))
+                self.findings.append(file_finding("leftover", name, message + "was replaced"))
 
     def _is_empty(self, name: str) -> bool:
         """Whether it is what stock leaves for a rank that has nothing to write."""

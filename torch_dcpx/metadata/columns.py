@@ -99,22 +99,22 @@ class ColumnReader:
             header = json.loads(str(body[:header_bytes], "utf-8"))
         except (ValueError, RecursionError) as error:
             raise self.error(f"the header is no JSON text ({error})") from error
-        if type(header) is not dict or type(header.get("columns")) is not list:
-            raise self.error("the header lists no columns")
+        is_table = type(header) is dict and type(header.get("columns")) is list
+        self.require(is_table, "the header lists no columns")
         self.header: dict[str, Any] = header
         end = header_bytes  # checked with the end of the last column, also when it is too large
         for row in header["columns"]:
             end = self._add(row, end)
-        if end != len(body):
-            raise self.error(f"header and columns take {end} B, the body has {len(body)} B")
+        nbytes = len(body)
+        self.require(end == nbytes, f"header and columns take {end} B, the body has {nbytes} B")
 
     def _add(self, row: object, begin: int) -> int:
         """Checks one row of the header's table; returns where the next column begins."""
         if type(row) is not list or list(map(type, row)) != [str, str, int]:
             raise self.error("a column is not [name, kind, count]")
         name, kind, count = row
-        if kind not in _ITEM_BYTES or name in self._ranges or count < 0:
-            raise self.error(f"column {name!r} of kind {kind!r} and length {count}")
+        is_new = kind in _ITEM_BYTES and name not in self._ranges and count >= 0
+        self.require(is_new, f"column {name!r} of kind {kind!r} and length {count}")
         end = begin + count * _ITEM_BYTES[kind]  # no count is negative: the last end bounds all
         self._ranges[name] = (kind, begin, end)
         return padded(end)
@@ -130,13 +130,16 @@ class ColumnReader:
             nbytes=end - begin,
         )
 
+    def require(self, is_so: bool, why: str, name: str | None = None) -> None:
+        """Raises `error` unless `is_so`."""
+        if not is_so:
+            raise self.error(why, name)
+
     def _column(self, name: str, kind: str, count: int | None) -> memoryview:
-        if name not in self._ranges or self._ranges[name][0] != kind:
-            raise self.error(f"there is no column {name!r} of kind {kind!r}")
-        begin, end = self._ranges[name][1:]
-        if count is not None and end - begin != count * _ITEM_BYTES[kind]:
-            length = (end - begin) // _ITEM_BYTES[kind]
-            raise self.error(f"{length} values where {count} belong", name)
+        found, begin, end = self._ranges.get(name, ("", 0, 0))
+        self.require(found == kind, f"there is no column {name!r} of kind {kind!r}")
+        length = (end - begin) // _ITEM_BYTES[kind]
+        self.require(count in (None, length), f"{length} values where {count} belong", name)
         return self._body[begin:end]
 
     def has(self, name: str) -> bool:
@@ -162,8 +165,7 @@ class ColumnReader:
     ) -> memoryview:
         """Returns the checked bytes of an int64 column; arguments and errors as for `i64`."""
         values = self._column(name, "i64", count)
-        if not _C.are_within(values, low, high):
-            raise self.error(f"a value is outside [{low}, {high}]", name)
+        self.require(_C.are_within(values, low, high), f"a value is outside [{low}, {high}]", name)
         return values
 
     def u8(self, name: str, count: int | None, high: int = 255) -> bytes:
@@ -173,8 +175,8 @@ class ColumnReader:
     def u8_view(self, name: str, count: int | None, high: int = 255) -> memoryview:
         """As `u8`, without a copy."""
         values = self._column(name, "u8", count)
-        if high < 255 and len(values) > 0 and _C.highest(values) > high:
-            raise self.error(f"a value is greater than {high}", name)
+        is_within = high == 255 or _C.highest(values) <= high
+        self.require(is_within, f"a value is greater than {high}", name)
         return values
 
     def strings(self) -> list[str]:
@@ -186,10 +188,9 @@ class ColumnReader:
         text = self.u8("strings", None)
         ends = self.i64("string_ends", None, high=len(text))
         begins = [0, *ends[:-1]] if ends else []
-        if not all(map(le, begins, ends)) or (ends[-1] if ends else 0) != len(text):
-            raise self.error(
-                "the ends of the strings do not ascend to the last byte", "string_ends"
-            )
+        do_ascend = all(map(le, begins, ends)) and (ends[-1] if ends else 0) == len(text)
+        why = "the ends of the strings do not ascend to the last byte"
+        self.require(do_ascend, why, "string_ends")
         spans = zip(begins, ends, strict=True)
         if text.isascii():  # characters are bytes: one decoding for all
             whole = text.decode("ascii")

@@ -23,9 +23,12 @@ from torch_dcpx.metadata.lazy import (
     StoredPlaces,
     have_full_lists,
     stored_dicts,
+    stored_paths,
 )
 from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 from torch_dcpx.storage.names import FileEntry, id_bytes
+
+_ENDLESS = "a range ends beyond 2**63 - 1"
 
 
 def _unknown_constant(columns: ColumnReader, name: str, text: str) -> DcpxError:
@@ -43,17 +46,12 @@ def _unknown_constant(columns: ColumnReader, name: str, text: str) -> DcpxError:
 
 def _descriptors(columns: ColumnReader) -> list[list[str] | None]:
     """Returns the distinct transform_descriptors, None last so that number -1 finds it."""
-    lists = columns.header.get("descriptors")
-    if type(lists) is not list or not all(
-        type(names) is list and all(type(name) is str for name in names) for names in lists
-    ):
-        raise columns.error("the descriptors are no list of lists of strings")
+    lists: Any = columns.header.get("descriptors")
+    are_lists = type(lists) is list and all(
+        type(names) is list and {*map(type, names)} <= {str} for names in lists
+    )
+    columns.require(are_lists, "the descriptors are no list of lists of strings")
     return [*lists, None]
-
-
-def _check_ends(columns: ColumnReader, name: str, begins: memoryview, lengths: memoryview) -> None:
-    if not _C.have_ends(begins, lengths):
-        raise columns.error("a range ends beyond 2**63 - 1", name)
 
 
 def _constants(
@@ -89,8 +87,8 @@ def _check_entries(
     # Bounds the chunks of 0-d tensors.
     views["chunk_flags"] = columns.u8_view("chunk_flags", _C.total(chunk_counts), high=0)
     cells = _C.total(ndims, chunk_counts)
-    offsets = numbers("chunk_offsets", cells)
-    _check_ends(columns, "chunk_sizes", offsets, numbers("chunk_sizes", cells))
+    are_ended = _C.have_ends(numbers("chunk_offsets", cells), numbers("chunk_sizes", cells))
+    columns.require(are_ended, _ENDLESS, "chunk_sizes")
     dtypes = numbers("tensor_dtype", count, high=last)
     dtype_of = _constants(columns, "tensor_dtype", dtypes, strings, DTYPES)
     layouts = numbers("tensor_layout", count, high=last)
@@ -99,11 +97,10 @@ def _check_entries(
     highest = len(MEMORY_FORMATS) - 1
     views["tensor_memory_format"] = columns.u8_view("tensor_memory_format", count, high=highest)
     if columns.has("tensor_stride_count"):
-        ndims = numbers("tensor_stride_count", count, low=-1)
-        numbers("tensor_strides", _C.total(ndims), low=-I64_MAX - 1)
+        counts = numbers("tensor_stride_count", count, low=-1)
+        numbers("tensor_strides", _C.total(counts), low=-I64_MAX - 1)
     names = {strings[fqn]: number for number, fqn in enumerate(fqns.cast("q"))}
-    if len(names) != len(kinds):
-        raise columns.error("a name is there twice", "entry_fqn")
+    columns.require(len(names) == len(kinds), "a name is there twice", "entry_fqn")
     return names, views, dtype_of, layout_of
 
 
@@ -113,13 +110,17 @@ def _check_places(columns: ColumnReader, strings: list[str]) -> dict[str, memory
     fqns = columns.i64_view("storage_fqn", None, high=last)
     count = len(fqns) // 8
     ndims = columns.i64_view("storage_ndim", count, low=-1)
-    views = {"storage_fqn": fqns, "storage_ndim": ndims}
-    views["storage_offsets"] = columns.i64_view("storage_offsets", _C.total(ndims))
-    views["storage_hint"] = columns.i64_view("storage_hint", count, low=-1)
-    views["storage_path"] = columns.i64_view("storage_path", count, high=last)
-    views["storage_offset"] = begins = columns.i64_view("storage_offset", count)
-    views["storage_bytes"] = lengths = columns.i64_view("storage_bytes", count)
-    _check_ends(columns, "storage_bytes", begins, lengths)
+    views = {
+        "storage_fqn": fqns,
+        "storage_ndim": ndims,
+        "storage_offsets": columns.i64_view("storage_offsets", _C.total(ndims)),
+        "storage_hint": columns.i64_view("storage_hint", count, low=-1),
+        "storage_path": columns.i64_view("storage_path", count, high=last),
+        "storage_offset": columns.i64_view("storage_offset", count),
+        "storage_bytes": columns.i64_view("storage_bytes", count),
+    }
+    are_ended = _C.have_ends(views["storage_offset"], views["storage_bytes"])
+    columns.require(are_ended, _ENDLESS, "storage_bytes")
     return views
 
 
@@ -151,18 +152,17 @@ def open_planner(columns: ColumnReader, strings: list[str]) -> StoredPaths:
     counts = columns.i64_view("planner_len", len(fqns) // 8)
     tags = columns.u8_view("planner_tag", _C.total(counts), high=1)
     values = columns.i64_view("planner_value", len(tags), low=-I64_MAX - 1)
-    if not _C.are_keys(tags, values, len(strings)):
-        raise columns.error("a value numbers no string", "planner_value")
+    are_keys = _C.are_keys(tags, values, len(strings))
+    columns.require(are_keys, "a value numbers no string", "planner_value")
     # Usually the names of the entries in their order, which were compared.
     if fqns != columns.i64_view("entry_fqn", None):
-        names = fqns.cast("q")
-        if len({strings[number] for number in names}) != len(names):
-            raise columns.error("a name is there twice", "planner_fqn")
-    paths = StoredPaths.over(strings, fqns.cast("q"), counts.cast("q"), tags, values.cast("q"))
+        names = {strings[number] for number in fqns.cast("q")}
+        columns.require(len(names) == len(fqns) // 8, "a name is there twice", "planner_fqn")
+    paths = stored_paths(strings, fqns.cast("q"), counts.cast("q"), tags, values.cast("q"))
     if _C.longest_list(tags, values) > MANY_PLACES:
         stored = {strings[number] for number in columns.i64_view("entry_fqn", None).cast("q")}
-        if not have_full_lists(paths, stored):
-            raise columns.error("a list index that the names cannot fill", "planner_value")
+        are_full = have_full_lists(paths, stored)
+        columns.require(are_full, "a list index that the names cannot fill", "planner_value")
     return paths
 
 
@@ -172,8 +172,7 @@ def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEnt
     Raises:
         CorruptionError: columns that contradict each other.
     """
-    numbers = columns.i64("file_path", None, high=len(strings) - 1)
-    paths = [strings[number] for number in numbers]
+    paths = [strings[number] for number in columns.i64("file_path", None, high=len(strings) - 1)]
     ids = columns.u8("file_id", 16 * len(paths))
     sizes = columns.i64("file_bytes", len(paths))
     crcs = columns.i64("file_crc", len(paths), high=(1 << 32) - 1)
@@ -182,8 +181,7 @@ def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEnt
         path: FileEntry(path, ids[16 * number : 16 * number + 16], nbytes, crc, save_id)
         for number, (path, nbytes, crc) in enumerate(zip(paths, sizes, crcs, strict=True))
     }
-    if len(files) != len(paths):
-        raise columns.error("a file is there twice", "file_path")
+    columns.require(len(files) == len(paths), "a file is there twice", "file_path")
     return files
 
 
@@ -193,9 +191,8 @@ def optional_str(columns: ColumnReader, values: dict[str, Any], name: str) -> st
     Raises:
         CorruptionError: it is missing or of another type.
     """
-    value = values.get(name, 0)
-    if value is not None and type(value) is not str:
-        raise columns.error(f"the header's {name!r} is no string")
+    value: str | None = values.get(name, 0)
+    columns.require(value is None or type(value) is str, f"the header's {name!r} is no string")
     return value
 
 
@@ -208,13 +205,9 @@ def decode_storage_meta(columns: ColumnReader) -> StorageMeta | None:
     values = columns.header.get("storage_meta", 0)
     if values is None:
         return None
-    if type(values) is not dict or type(values.get("modules")) is not list:
-        raise columns.error("the header's 'storage_meta' is no object with modules")
-    if not all(type(name) is str for name in values["modules"]):
-        raise columns.error("the header's modules are no strings")
-    return StorageMeta(
-        optional_str(columns, values, "checkpoint_id"),
-        optional_str(columns, values, "save_id"),
-        None,
-        values["modules"],
-    )
+    has_modules = type(values) is dict and type(values.get("modules")) is list
+    columns.require(has_modules, "the header's 'storage_meta' is no object with modules")
+    modules = values["modules"]
+    columns.require({*map(type, modules)} <= {str}, "the header's modules are no strings")
+    checkpoint_id = optional_str(columns, values, "checkpoint_id")
+    return StorageMeta(checkpoint_id, optional_str(columns, values, "save_id"), None, modules)

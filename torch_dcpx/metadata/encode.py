@@ -87,13 +87,9 @@ class _Codes(dict[tuple[Any, ...], tuple[int, int, int, int]]):
 
     def __missing__(self, key: tuple[Any, ...]) -> tuple[int, int, int, int]:
         dtype, layout, requires_grad, memory_format, pin_memory = key
-        codes = (
-            self._pool.add(_NAMES[dtype]),
-            self._pool.add(_NAMES[layout]),
-            requires_grad | pin_memory << 1,
-            MEMORY_FORMATS.index(memory_format),
-        )
-        return self.setdefault(key, codes)
+        names = self._pool.add(_NAMES[dtype]), self._pool.add(_NAMES[layout])
+        flags = requires_grad | pin_memory << 1
+        return self.setdefault(key, (*names, flags, MEMORY_FORMATS.index(memory_format)))
 
 
 _T = TypeVar("_T")
@@ -127,8 +123,7 @@ def _encode_properties(properties: list[TensorProperties], codes: _Codes, out: C
         for one in properties
     ]
     _, _, requires_grad, _, pin_memory = zip(*keys, strict=True)
-    are_flags = _are(requires_grad, bool) and _are(pin_memory, bool)
-    _require(are_flags, "a flag that is no bool")  # 1 has the codes of True
+    _require(_are(requires_grad + pin_memory, bool), "a flag that is no bool")  # 1 has True's codes
     rows = map(codes.__getitem__, keys)
     for column, values in zip(columns, zip(*rows, strict=True), strict=True):
         column.extend(values)
@@ -157,8 +152,7 @@ def _encode_entries(entries_of: dict[str, Any], out: Columns) -> dict[str, int]:
         properties = [tensor.properties for tensor in tensors]
         _encode_properties(properties, codes, out)
         strides += all_strides(properties)
-        ndims = _encode_regions(tensors, out)
-        ndim_of.update(zip(compress(fqns, is_tensor), ndims, strict=True))
+        ndim_of.update(zip(compress(fqns, is_tensor), _encode_regions(tensors, out), strict=True))
     _encode_strides(strides, out)
     return ndim_of
 
@@ -219,13 +213,11 @@ def _encode_indices(indices: list[MetadataIndex], ndim_of: dict[str, int], out: 
     """Columns of the keys of storage_data."""
     fqns = [index.fqn for index in indices]
     out.i64("storage_fqn").frombytes(_C.text_column(fqns, out.pool.numbers))
-    hints = _C.size_column([index.index for index in indices], True)
-    out.i64("storage_hint").frombytes(hints)
+    out.i64("storage_hint").frombytes(_C.size_column([index.index for index in indices], True))
     ndims, offsets = _C.row_columns([index.offset for index in indices], True)
     out.i64("storage_ndim").frombytes(ndims)
     out.i64("storage_offsets").frombytes(offsets)
-    wanted = list(map(ndim_of.get, fqns))
-    found = array("q", ndims).tolist()
+    wanted, found = list(map(ndim_of.get, fqns)), array("q", ndims).tolist()
     if found != wanted:  # items of bytes, and indices without an offset
         pairs = zip(found, wanted, strict=True)
         are_alike = all(ndim in (-1, wants) or wants is None for ndim, wants in pairs)
@@ -259,24 +251,21 @@ def _encode_planner(metadata: Metadata, out: Columns) -> None:
 
 def _encode_files(files: Sequence[FileEntry], out: Columns) -> None:
     """Columns of the file table."""
-    paths, ids = out.i64("file_path"), out.u8("file_id")
-    nbytes, crcs = out.i64("file_bytes"), out.i64("file_crc")
-    seen = set()
+    seen: dict[str, None] = {}
     for file in files:
-        is_valid = (
+        if not (
             type(file.path) is str
             and file.path not in seen
             and len(file.file_id) == 16
             and 0 <= file.nbytes <= I64_MAX
             and 0 <= file.footer_crc < 1 << 32
-        )
-        if not is_valid:
+        ):
             raise PlanError(f"encode the file table: {file!r} is no file, or is there twice")
-        seen.add(file.path)
-        paths.append(out.pool.add(file.path))
-        ids.extend(file.file_id)
-        nbytes.append(file.nbytes)
-        crcs.append(file.footer_crc)
+        seen[file.path] = None
+    out.i64("file_path").extend(map(out.pool.add, seen))
+    out.u8("file_id").extend(b"".join(file.file_id for file in files))
+    out.i64("file_bytes").extend(file.nbytes for file in files)
+    out.i64("file_crc").extend(file.footer_crc for file in files)
 
 
 def encode_columns(metadata: Metadata, files: Sequence[FileEntry]) -> Columns:
@@ -301,12 +290,7 @@ def encode_columns(metadata: Metadata, files: Sequence[FileEntry]) -> Columns:
 
 
 def _refusal(metadata: Metadata, error: Exception) -> PlanError:
-    """Returns the error for the first object that the columns cannot hold.
-
-    Args:
-        metadata: it was refused as a whole.
-        error: the refusal.
-    """
+    """Returns the error for the first object of refused metadata that the columns cannot hold."""
     entries, storage = metadata.state_dict_metadata, metadata.storage_data
     found = _first_refused(entries, lambda some: _encode_entries(some, Columns()))
     if found is not None:
@@ -333,17 +317,16 @@ def _first_refused(
 
     Halving them costs thrice the encoding of all.
     """
+    items = list(objects.items())
     try:
         encode(objects)
     except _NOT_STOCK as error:
-        cause = error
+        if len(items) == 1:
+            return (*items[0], error)
     else:
         return None
-    items = list(objects.items())
-    if len(items) == 1:
-        return (*items[0], cause)
-    halves = items[: len(items) // 2], items[len(items) // 2 :]
-    return _first_refused(dict(halves[0]), encode) or _first_refused(dict(halves[1]), encode)
+    half = len(items) // 2
+    return _first_refused(dict(items[:half]), encode) or _first_refused(dict(items[half:]), encode)
 
 
 def stock_storage_meta(metadata: Metadata) -> StorageMeta | None:
@@ -358,13 +341,12 @@ def stock_storage_meta(metadata: Metadata) -> StorageMeta | None:
     if meta is None:
         return None
     where = meta.checkpoint_id
-    is_stock = (
+    if not (
         type(meta) is StorageMeta
         and (where is None or isinstance(where, (str, os.PathLike)))
         and (meta.save_id is None or type(meta.save_id) is str)
         and _is_list_of_str(meta.modules)
-    )
-    if not is_stock:
+    ):
         raise PlanError(f"encode the metadata: storage_meta is {meta!r}")
     checkpoint_id = None if where is None else str(os.fsdecode(where))
     return StorageMeta(checkpoint_id, meta.save_id, None, meta.modules)

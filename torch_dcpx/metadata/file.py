@@ -173,16 +173,12 @@ def decode_metadata(
             # The file may be another one by now: these bytes are decoded, these are checked.
             check_crc(_C.crc32(stock), pickle_crc, 0, pickle_bytes, "pickle", path)
             pickled = _load_pickle(stock, path, safe_globals, trusted and has_planner)
-        metadata, save_id, files = _of_columns(columns, pickled)
-        return CheckpointMetadata(
-            metadata, save_id or _digest(content.pieces(content.nbytes)), files
-        )
+        found = _of_columns(columns, pickled)
+        return found._replace(save_id=found.save_id or _digest(content.pieces(content.nbytes)))
 
 
-def _of_columns(
-    columns: ColumnReader, pickled: Metadata | None
-) -> tuple[Metadata, str | None, dict[str, FileEntry]]:
-    """Returns metadata, save id and file table.
+def _of_columns(columns: ColumnReader, pickled: Metadata | None) -> CheckpointMetadata:
+    """Returns what a file of ours holds; its save id is empty where the file notes none.
 
     Args:
         columns: of the file.
@@ -208,8 +204,9 @@ def _of_columns(
         raise columns.error(f"planner_data is said to be in {where!r}")
     meta = decode_storage_meta(columns)
     version = optional_str(columns, columns.header, "version")
+    metadata = Metadata(entries, planner, storage, meta, version)
     save_id = optional_str(columns, columns.header, "save_id")
-    return Metadata(entries, planner, storage, meta, version), save_id, files
+    return CheckpointMetadata(metadata, save_id or "", files)
 
 
 def decode_columns(columns: ColumnReader) -> CheckpointMetadata | None:
@@ -220,8 +217,7 @@ def decode_columns(columns: ColumnReader) -> CheckpointMetadata | None:
     """
     if columns.header.get("planner_data") == "pickle" or not HAS_KNOWN_ITEMS:
         return None
-    metadata, save_id, files = _of_columns(columns, None)
-    return CheckpointMetadata(metadata, save_id or "", files)
+    return _of_columns(columns, None)
 
 
 def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
@@ -296,15 +292,11 @@ def _load_stock(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bo
 
 def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
     """Reads stock's pickle, which must fill `data`."""
-    compound_keys = scan_stock(data, path)
+    keys = scan_stock(data, path)
     metadata: object = load_stock_metadata(
-        data, path, safe_globals, trusted=trusted, compound_keys=compound_keys
+        data, path, safe_globals, trusted=trusted, compound_keys=keys
     )
     if not isinstance(metadata, Metadata):
-        raise CorruptionError(
-            f"unpickle {path!r}: a {type(metadata).__name__} is no Metadata",
-            path=path,
-            offset=0,
-            nbytes=len(data),
-        )
+        message = f"unpickle {path!r}: a {type(metadata).__name__} is no Metadata"
+        raise CorruptionError(message, path=path, offset=0, nbytes=len(data))
     return metadata

@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,6 +32,8 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
+
+_T = TypeVar("_T", bound="_Filled")
 
 
 class _Filled(dict[Any, Any]):
@@ -58,7 +61,14 @@ class _Filled(dict[Any, Any]):
             super().update(made)
             self.columns = None
 
-    def _all(self) -> dict[Any, Any]:
+    @classmethod
+    def over(cls: type[_T], columns: Any, numbers: Mapping[str, int] | tuple[()] = ()) -> _T:
+        """Returns a dict that is filled from `columns`; `numbers` are those of entries by name."""
+        self = cls(numbers)
+        self.columns = columns
+        return self
+
+    def _all(self) -> Any:
         """Returns all of it. REQUIRES: _lock, and columns."""
         raise NotImplementedError
 
@@ -139,35 +149,25 @@ class StoredPaths(_Filled):
 
     __slots__ = ()
 
-    @classmethod
-    def over(
-        cls,
-        strings: list[str],
-        fqns: Sequence[int],
-        counts: Sequence[int],
-        tags: Sequence[int],
-        values: Sequence[int],
-    ) -> StoredPaths:
-        """Returns the paths of these columns, which are known to fit each other."""
+    def _all(self) -> Any:
+        return self.columns()
 
-        def make() -> dict[str, tuple[str | int, ...]]:
-            keys = [
-                value if tag else strings[value] for tag, value in zip(tags, values, strict=True)
-            ]
-            mapping = {}
-            begin = 0
-            for fqn, count in zip(fqns, counts, strict=True):
-                mapping[strings[fqn]] = tuple(keys[begin : begin + count])
-                begin += count
-            return mapping
 
-        self = cls()
-        self.columns = make
-        return self
+def stored_paths(
+    strings: list[str],
+    fqns: Sequence[int],
+    counts: Sequence[int],
+    tags: Sequence[int],
+    values: Sequence[int],
+) -> StoredPaths:
+    """Returns the paths of these columns, which are known to fit each other."""
 
-    def _all(self) -> dict[Any, Any]:
-        made: dict[Any, Any] = self.columns()
-        return made
+    def make() -> dict[str, tuple[str | int, ...]]:
+        keys = [value if tag else strings[value] for tag, value in zip(tags, values, strict=True)]
+        rows = zip(fqns, counts, accumulate(counts), strict=True)
+        return {strings[fqn]: tuple(keys[end - count : end]) for fqn, count, end in rows}
+
+    return StoredPaths.over(make)
 
 
 class StoredEntries(_Filled):
@@ -183,13 +183,6 @@ class StoredEntries(_Filled):
 
     def __iter__(self) -> Iterator[Any]:
         return dict.__iter__(self)  # not dict's own function, see _Filled
-
-    @classmethod
-    def over(cls, columns: _C.StoredColumns, numbers: Mapping[str, int]) -> StoredEntries:
-        """Returns the entries of these numbers by name."""
-        self = cls(numbers)
-        self.columns = columns
-        return self
 
     def __getitem__(self, name: Any) -> Any:
         entry = dict.__getitem__(self, name)
@@ -238,30 +231,24 @@ class StoredEntries(_Filled):
         return raw
 
 
+_MISSING = object()
+
+
 class StoredPlaces(_Filled):
     """Metadata.storage_data over columns."""
 
     __slots__ = ()
-
-    @classmethod
-    def over(cls, columns: _C.StoredColumns) -> StoredPlaces:
-        """Returns the places of all items."""
-        self = cls()
-        self.columns = columns
-        return self
 
     def __len__(self) -> int:
         columns = self.columns
         return dict.__len__(self) if columns is None else columns.item_count
 
     def __contains__(self, index: object) -> bool:
-        missing = object()
-        return self.get(index, missing) is not missing
+        return self.get(index, _MISSING) is not _MISSING
 
     def __getitem__(self, index: Any) -> Any:
-        missing = object()
-        place = self.get(index, missing)
-        if place is missing:
+        place = self.get(index, _MISSING)
+        if place is _MISSING:
             raise KeyError(index)
         return place
 
@@ -278,17 +265,12 @@ class StoredPlaces(_Filled):
 
     def find(self, indices: list[Any]) -> list[Any]:
         """Returns the places of many items; None for each that is not stored."""
-        places: list[Any] | None = None
         with self._lock:
-            if self.columns is not None:
-                places = self.columns.places(indices)
-        if places is not None:
-            return places
-        return list(map(self.get, indices))
+            places = None if self.columns is None else self.columns.places(indices)
+        return list(map(self.get, indices)) if places is None else places
 
-    def _all(self) -> dict[Any, Any]:
-        made: dict[Any, Any] = self.columns.all_places()
-        return made
+    def _all(self) -> Any:
+        return self.columns.all_places()
 
 
 def stored_dicts(
@@ -357,9 +339,7 @@ def plain_metadata(metadata: Metadata) -> Metadata:
 
 def sizes_of(stored: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     """Returns the sizes of the tensors in a Metadata's entries, None for objects."""
-    outline = outline_of(stored)
-    entries = {name: outline(name) for name in stored}
     return {
         name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in entries.items()
+        for name, entry in zip(stored, map(outline_of(stored), stored), strict=True)
     }

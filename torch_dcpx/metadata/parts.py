@@ -67,14 +67,10 @@ def scan_stock(data: bytes, path: str) -> int:
     """
     with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
         end, compound_keys = _C.scan_keys(data)
-    if end != len(data):
-        behind = len(data) - end
-        raise CorruptionError(
-            f"read {path!r}: {behind} bytes behind the pickle are no valid trailer",
-            path=path,
-            offset=end,
-            nbytes=behind,
-        )
+    behind = len(data) - end
+    if behind:
+        message = f"read {path!r}: {behind} bytes behind the pickle are no valid trailer"
+        raise CorruptionError(message, path=path, offset=end, nbytes=behind)
     return compound_keys
 
 
@@ -108,22 +104,15 @@ def _check_layout(content: Content, path: str) -> tuple[int, int, int, int, int]
             f"read {path!r}: its format is version {version}, torch-dcpx {__version__} "
             f"reads version {VERSION}"
         )
+    why = ""
     if pickle_bytes + body_bytes != tail_at:
-        raise CorruptionError(
-            f"read {path!r}: {pickle_bytes} B of pickle, {body_bytes} B of columns and the tail "
-            f"make no file of {content.nbytes} B",
-            path=path,
-            offset=tail_at,
-            nbytes=TAIL.size,
-        )
-    if header_bytes % 8 or header_bytes > body_bytes:
-        raise CorruptionError(
-            f"read {path!r}: a header of {header_bytes} B in {body_bytes} B of columns is no "
-            "multiple of 8, or too long",
-            path=path,
-            offset=tail_at,
-            nbytes=TAIL.size,
-        )
+        why = f"{pickle_bytes} B of pickle, {body_bytes} B of columns and the tail make no file of "
+        why += f"{content.nbytes} B"
+    elif header_bytes % 8 or header_bytes > body_bytes:
+        why = f"a header of {header_bytes} B in {body_bytes} B of columns is no multiple of 8, or "
+        why += "too long"
+    if why:
+        raise CorruptionError(f"read {path!r}: {why}", path=path, offset=tail_at, nbytes=TAIL.size)
     return pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc
 
 
@@ -158,16 +147,14 @@ def decode_parts(data: bytes, path: str) -> MetadataParts:
     Raises:
         UnsupportedError: a newer version of the format.
     """
-    content = Content.of(data)
-    errors: list[CorruptionError] = []
+    content, errors = Content.of(data), []
     try:
         if not has_tail(content):
             scan_stock(data, path)
             return MetadataParts((), data, None)
-        sizes = _check_layout(content, path)
+        pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = _check_layout(content, path)
     except CorruptionError as error:
         return MetadataParts((error,), None, None)
-    pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = sizes
     stock: bytes | None = data[:pickle_bytes]
     columns: ColumnReader | None = None
     try:

@@ -126,13 +126,11 @@ class _Rebuild:
         return made
 
     def planner_data(self, raw: Any, names: Container[str]) -> Any:
-        if type(raw) is dict and all(
-            type(key) is str and type(path) is tuple and {type(part) for part in path} <= {str, int}
+        is_flat = type(raw) is dict and all(  # what stock's flatten writes
+            type(key) is str and type(path) is tuple and {*map(type, path)} <= {str, int}
             for key, path in raw.items()
-        ):
-            made: Any = raw  # what stock's flatten writes
-        else:
-            made = self._settle(raw)
+        )
+        made: Any = raw if is_flat else self._settle(raw)
         if isinstance(made, dict) and not have_full_lists(made, names):
             self._refuse(None, "planner_data has a list index that its names cannot fill")
         return made
@@ -223,10 +221,8 @@ def _with_stock_properties(
     entry: TensorStorageMetadata | BytesStorageMetadata,
 ) -> TensorStorageMetadata | BytesStorageMetadata:
     """Returns `entry`, or a copy with stock's TensorProperties where it has ShardedTensor's."""
-    if not isinstance(entry, TensorStorageMetadata):
-        return entry
-    given: Any = entry.properties
-    if type(given) is not ShardProperties:
+    given: Any = getattr(entry, "properties", None)
+    if not isinstance(entry, TensorStorageMetadata) or type(given) is not ShardProperties:
         return entry
     stock = TensorProperties(
         given.dtype, given.layout, given.requires_grad, given.memory_format, given.pin_memory
@@ -247,7 +243,6 @@ def pickle_any(metadata: Metadata) -> bytes:
         TensorProperties: _reduce_properties,
         _MEM_FORMAT_ENCODING: _reduce_memory_format,
     }
-    entries = metadata.state_dict_metadata
-    entries = {fqn: _with_stock_properties(entry) for fqn, entry in entries.items()}
+    entries = {fqn: _with_stock_properties(e) for fqn, e in metadata.state_dict_metadata.items()}
     pickler.dump(dataclasses.replace(metadata, state_dict_metadata=entries))
     return out.getvalue()

@@ -88,8 +88,7 @@ def _properties(raw: StateStandIn, settle: Settler) -> TensorProperties:
     if type(state) is not tuple or len(state) not in PROPERTIES_COUNTS:
         refuse("has TensorProperties of other than 5 or 6 fields")
     dtype, kind, requires_grad, memory_format, pin_memory, *strides = state
-    known = strides and strides[0] is not None
-    stride = dims(strides[0], "stride") if known else None
+    stride = dims(strides[0], "stride") if strides and strides[0] is not None else None
     if tuple in map(type, state[:5]):  # may take for ever to hash
         refuse("has TensorProperties with a field of another type")
     values = settle.cache.get(state)  # most tensors of a model have the same
@@ -112,10 +111,8 @@ def _properties(raw: StateStandIn, settle: Settler) -> TensorProperties:
 
 def _chunk(raw: StateStandIn, settle: Settler) -> ChunkStorageMetadata:
     state = fields(raw)
-    offsets, sizes = (
-        _size(state.get("offsets"), "chunk", settle),
-        _size(state.get("sizes"), "chunk", settle),
-    )
+    offsets = _size(state.get("offsets"), "chunk", settle)
+    sizes = _size(state.get("sizes"), "chunk", settle)
     if len(offsets) != len(sizes):
         refuse(f"has a chunk of {len(offsets)} offsets and {len(sizes)} sizes")
     return ChunkStorageMetadata(offsets, sizes)
@@ -209,12 +206,9 @@ def build_storage_meta(raw: StateStandIn, settle: Settler) -> StorageMeta:
         place = text(os.fspath(place), "checkpoint id")
     if type(modules) is not list:
         refuse(f"has modules of type {type(modules).__name__}")
-    return StorageMeta(
-        place,
-        optional_text(state.get("save_id"), "save id"),
-        optional_text(state.get("load_id"), "load id"),
-        [text(name, "module") for name in modules],
-    )
+    save_id = optional_text(state.get("save_id"), "save id")
+    load_id = optional_text(state.get("load_id"), "load id")
+    return StorageMeta(place, save_id, load_id, [text(name, "module") for name in modules])
 
 
 def _metadata(_raw: StateStandIn, _settle: Settler) -> Metadata:

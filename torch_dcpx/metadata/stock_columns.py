@@ -16,17 +16,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._native import _C
-from torch_dcpx.metadata.lazy import MANY_PLACES, StoredPaths, have_full_lists, stored_dicts
+from torch_dcpx.metadata.lazy import MANY_PLACES, have_full_lists, stored_dicts, stored_paths
 from torch_dcpx.metadata.stock_classes import METADATA
 from torch_dcpx.unpickle.torch_objects import LAYOUTS
 
 
 def _numbers(column: bytes) -> memoryview:
     return memoryview(column).cast("q")
-
-
-def _distinct(column: bytes) -> set[int]:
-    return set(_numbers(column))
 
 
 def _storage_meta(found: tuple[Any, ...] | None) -> StorageMeta | None:
@@ -55,8 +51,9 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
     strings: list[str] = found["strings"]
     columns: dict[str, bytes] = found["columns"]
     # The allow-list's constants: another torch's are unknown to it.
-    dtypes = {n: METADATA.get(("torch", strings[n])) for n in _distinct(columns["tensor_dtype"])}
-    layouts = {n: LAYOUTS.get(strings[n]) for n in _distinct(columns["tensor_layout"])}
+    numbers = {name: set(_numbers(columns[name])) for name in ("tensor_dtype", "tensor_layout")}
+    dtypes = {n: METADATA.get(("torch", strings[n])) for n in numbers["tensor_dtype"]}
+    layouts = {n: LAYOUTS.get(strings[n]) for n in numbers["tensor_layout"]}
     if not {*map(type, dtypes.values())} <= {torch.dtype} or None in layouts.values():
         return None
     names = {strings[n]: at for at, n in enumerate(_numbers(columns["entry_fqn"]))}
@@ -68,7 +65,7 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
     if found["has_planner"]:
         fqns, counts, values = (_numbers(columns[f"planner_{n}"]) for n in ("fqn", "len", "value"))
         tags = columns["planner_tag"]
-        planner = StoredPaths.over(strings, fqns, counts, tags, values)
+        planner = stored_paths(strings, fqns, counts, tags, values)
         longest = _C.longest_list(tags, columns["planner_value"])
         if longest > MANY_PLACES and not have_full_lists(planner, names):
             return None

@@ -32,6 +32,7 @@ from torch_dcpx.unpickle.torch_objects import TORCH, StorageRef, storage_ref
 from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption, user_globals
 
 OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY}
+_WAY_OUT = "trusted=True would hand it to the planner unread"
 _DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")
 _KINDS = {  # first bytes -> what it is
     b"\x80": "a bare pickle (torch.save before 1.6, or pickle.dump)",
@@ -60,10 +61,8 @@ class _Archive:
         self._data = data
         rows = _C.zip_records(data)
         if any(method != 0 for _, method, *_ in rows):
-            raise UnsafePickleError(
-                "its records are compressed, which torch.save does not do; trusted=True would hand "
-                "it to the planner unread"
-            )
+            why = "its records are compressed, which torch.save does not do"
+            raise UnsafePickleError(f"{why}; {_WAY_OUT}")
         records = {name: (offset, nbytes) for name, _, offset, nbytes, _ in rows}
         pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
@@ -116,12 +115,13 @@ def _refuse_unknown(data: memoryview, path: str, fqn: str) -> None:
     if head.startswith(b"PK\x03\x04"):
         return
     kind = next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), "unknown data")
-    raise UnsafePickleError(
-        f"refuse to decode item {fqn!r} of {path!r}: {kind} of {len(data)} B beginning with "
-        f"{head.hex()}, not a torch.save archive; trusted=True would hand it to the planner unread",
-        path=path,
-        fqn=fqn,
-    )
+    why = f"{kind} of {len(data)} B beginning with {head.hex()}, not a torch.save archive"
+    raise _refusal(why, path, fqn)
+
+
+def _refusal(why: str, path: str, fqn: str) -> UnsafePickleError:
+    message = f"refuse to decode item {fqn!r} of {path!r}: {why}; {_WAY_OUT}"
+    return UnsafePickleError(message, path=path, fqn=fqn)
 
 
 def decode_byte_item(
@@ -151,12 +151,7 @@ def decode_byte_item(
     with malformed_is_corruption("decode", path=path, fqn=fqn), paused_gc():
         archive = _Archive(view)
         if "constants.pkl" in archive:
-            raise UnsafePickleError(
-                f"refuse to decode item {fqn!r} of {path!r}: a TorchScript archive, which is code; "
-                "trusted=True would hand it to the planner unread",
-                path=path,
-                fqn=fqn,
-            )
+            raise _refusal("a TorchScript archive, which is code", path, fqn)
         held = archive.record("data.pkl")
         unpickler = RestrictedUnpickler(held, table, path=path, fqn=fqn, load_storage=storage_ref)
         return Settler(archive.storage, len(held))(unpickler.load())

@@ -71,26 +71,24 @@ class KeyCheckedUnpickler(_Python):  # type: ignore[misc]
             if count > MAX_SAME_HASH:
                 _refuse(count)
 
-    def _load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        target = self.stack[-1]
-        self._check(target, (key,))
-        target[key] = value
-
-    def _load_setitems(self) -> None:
-        items = self.pop_mark()
+    def _set(self, items: list[Any]) -> None:
+        """Puts keys and values by turns into the container on the stack."""
         target = self.stack[-1]
         self._check(target, items[::2])
         for i in range(0, len(items), 2):
             target[items[i]] = items[i + 1]
 
+    def _load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _load_setitems(self) -> None:
+        self._set(self.pop_mark())
+
     def _load_dict(self) -> None:
         items = self.pop_mark()
-        made: dict[Any, Any] = {}
-        self._check(made, items[::2])
-        for i in range(0, len(items), 2):
-            made[items[i]] = items[i + 1]
-        self.append(made)
+        self.append({})
+        self._set(items)
 
     def _load_additems(self) -> None:
         items = self.pop_mark()

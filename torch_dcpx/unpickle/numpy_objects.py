@@ -115,7 +115,7 @@ def _reconstruct(raw: StandIn, settle: Settler) -> Any:
     _, shape, dtype, is_fortran, data = settle(raw.state)
     made = _from_bytes(data, dtype, shape, "F" if is_fortran else "C")
     if dtype.byteorder == _SWAPPED:  # as NumPy does for this form of array
-        made = made.byteswap(inplace=True).view(dtype.newbyteorder("="))
+        return made.byteswap(inplace=True).view(dtype.newbyteorder("="))
     return made
 
 

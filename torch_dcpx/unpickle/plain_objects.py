@@ -114,6 +114,8 @@ def _fraction(*args: Any) -> fractions.Fraction:
 def _instance_attributes(raw: StandIn, settle: Settler, made: Any) -> None:
     if raw.state is EMPTY or raw.state is None:
         return
+    if not hasattr(made, "__dict__"):
+        refuse(f"sets attributes of a {raw.global_name}")
     if type(raw.state) is not dict:
         refuse(f"sets a {raw.global_name} to a state of type {type(raw.state).__name__}")
     state = settle(raw.state)
@@ -152,10 +154,7 @@ def _container_of(make: Callable[..., Any]) -> Callable[[StandIn, Settler], Any]
         settle.keys([key for key, _ in pairs])
         for key, value in pairs:
             made[key] = settle(value)
-        if raw.state is not EMPTY and raw.state is not None:
-            if not hasattr(made, "__dict__"):
-                refuse(f"sets attributes of a {raw.global_name}")
-            _instance_attributes(raw, settle, made)
+        _instance_attributes(raw, settle, made)
         return made
 
     return build
@@ -211,9 +210,8 @@ def _date(data: bytes) -> datetime.date:
 def _datetime(data: bytes, zone: datetime.timezone | None = None) -> datetime.datetime:
     if len(data) != 10:
         refuse("calls datetime with other than 10 bytes")
-    clock = _stored_clock(data[4:])
-    fold = data[2] >> 7
-    return datetime.datetime(*_stored_year(data), data[3], *clock, zone, fold=fold)  # noqa: DTZ001
+    day, clock, fold = (*_stored_year(data), data[3]), _stored_clock(data[4:]), data[2] >> 7
+    return datetime.datetime(*day, *clock, zone, fold=fold)  # noqa: DTZ001
 
 
 def _time(data: bytes, zone: datetime.timezone | None = None) -> datetime.time:
@@ -267,25 +265,21 @@ def _path(cls: type[pathlib.PurePath]) -> Callable[[StandIn, Settler], Any]:
     return build
 
 
+_UNCALLED = ("bool", "float", "int", "list", "str", "tuple")
 _BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     ("_codecs", "encode"): _encode_latin1,
     ("_io", "BytesIO"): _bytes_io,
     ("argparse", "Namespace"): _attributes_of(argparse.Namespace),
-    ("builtins", "bool"): never_called,
     ("builtins", "bytearray"): _bytearray,
     ("builtins", "bytes"): _calls(bytes),  # protocol 2: the empty one
     ("builtins", "complex"): _calls(complex, float, float),
     ("builtins", "dict"): _container_of(_dict),  # how subclasses are pickled as plain dicts
-    ("builtins", "float"): never_called,
     ("builtins", "frozenset"): _set_of(frozenset),
     ("builtins", "getattr"): build_enum_member,
-    ("builtins", "int"): never_called,
-    ("builtins", "list"): never_called,
     ("builtins", "range"): _calls(range, int, int, int),
     ("builtins", "set"): _set_of(set),
     ("builtins", "slice"): _calls(slice, _SCALARS, _SCALARS, _SCALARS),
-    ("builtins", "str"): never_called,
-    ("builtins", "tuple"): never_called,
+    **{("builtins", name): never_called for name in _UNCALLED},
     ("collections", "Counter"): _container_of(_counter),
     ("collections", "OrderedDict"): _container_of(_ordered_dict),
     ("collections", "defaultdict"): _container_of(_default_dict),

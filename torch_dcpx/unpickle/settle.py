@@ -192,10 +192,10 @@ class Settler:
 def _value(raw: Any) -> Any:
     """Returns the object of `raw`, which has no parts to settle."""
     kind = type(raw)
-    if kind is StandInType and raw.value is not EMPTY:
-        return raw.value
     if kind is StandInType:
-        refuse(f"stores {raw.global_name} itself, not an object of it")
+        if raw.value is EMPTY:
+            refuse(f"stores {raw.global_name} itself, not an object of it")
+        return raw.value
     if kind is not torch.Size:
         refuse(f"contains a bare {kind.__name__}")
     # In metadata only; torch.Size itself takes any int.
@@ -212,15 +212,11 @@ def _user_class_state(made: Any, state: Any, owner: str) -> None:
             check_attributes(state, owner)
         set_state(made, state)
         return
-    slots = None
-    if type(state) is tuple and len(state) == 2:
-        state, slots = state
+    state, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
     for attributes in (state, slots):
-        if attributes is None:
-            continue
-        if type(attributes) is not dict:
+        if type(attributes) not in (dict, type(None)):
             refuse(f"sets a {owner} to a state of type {type(attributes).__name__}")
-        check_attributes(attributes, owner)
+        check_attributes(attributes or (), owner)
     if state:
         made.__dict__.update(state)
     for name, value in (slots or {}).items():
@@ -233,9 +229,8 @@ def build_user_object(raw: StandIn, settle: Settler) -> Any:
     args, kwargs = settle(raw.args), settle(raw.kwargs)
     made = target(*args, **kwargs) if raw.is_called else target.__new__(target, *args, **kwargs)
     settle.remember(raw, made)
-    if raw.elements is not None:
-        for element in raw.elements:
-            made.append(settle(element))
+    for element in raw.elements or ():
+        made.append(settle(element))
     pairs = [(settle(key), value) for key, value in raw.pairs or ()]
     settle.keys([key for key, _ in pairs])
     for key, value in pairs:
@@ -262,5 +257,4 @@ def build_enum_member(raw: StandIn, settle: Settler) -> enum.Enum:
             global_name=raw.global_name,
         )
     no_more_than(raw)
-    member: enum.Enum = settle(cls).__members__[name]
-    return member
+    return settle(cls).__members__[name]  # type: ignore[no-any-return]

@@ -66,10 +66,8 @@ class StandIn(metaclass=StandInType):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         self = object.__new__(cls)
-        self.args = args
-        self.kwargs = kwargs
-        self.is_called = False
-        self.state = EMPTY
+        self.args, self.kwargs = args, kwargs
+        self.is_called, self.state = False, EMPTY
         self.elements = self.pairs = None
         return self
 
@@ -148,6 +146,5 @@ def with_python2_names(table: GlobalTable) -> dict[tuple[str, str], Any]:
     for (module, name), target in table.items():
         if module in modules:
             result[modules[module], name] = target
-            if name in names:
-                result[modules[module], names[name]] = target
+            result[modules[module], names.get(name, name)] = target
     return result

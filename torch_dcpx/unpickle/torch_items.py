@@ -166,30 +166,20 @@ def _check_calls(
     return RestrictedUnpickler(data, table, path=path, fqn=fqn, load_storage=load_storage).load()
 
 
-def _inflated(data: memoryview, room_bytes: int) -> bytes:
-    """Inflates a record of a zip, of at most `room_bytes`."""
-    inflater = zlib.decompressobj(-15)
-    try:
-        made = inflater.decompress(data, room_bytes + 1)
-    except zlib.error as error:
-        refuse(f"has a record that does not inflate: {error}")
-    if len(made) > room_bytes:
-        refuse(f"has records that inflate to more than {room_bytes} B, far beyond its tensor")
-    return made
-
-
-def _inflated_bytes(data: memoryview, room_bytes: int) -> int:
-    """Returns the size of an inflated record, without holding it; refuses one beyond its room."""
-    inflater, nbytes, piece = zlib.decompressobj(-15), 0, bytes(data)
-    while piece and not inflater.eof:
+def _inflated(data: memoryview, room_bytes: int, piece_bytes: int) -> Iterator[bytes]:
+    """Yields what a record of a zip inflates to, by pieces; refuses one beyond its room."""
+    inflater, packed = zlib.decompressobj(-15), bytes(data)
+    left_bytes = room_bytes
+    while packed and not inflater.eof:
         try:
-            nbytes += len(inflater.decompress(piece, _PIECE_BYTES))
+            made = inflater.decompress(packed, piece_bytes)
         except zlib.error as error:
             refuse(f"has a record that does not inflate: {error}")
-        piece = inflater.unconsumed_tail
-        if nbytes > room_bytes:
+        left_bytes -= len(made)
+        if left_bytes < 0:
             refuse(f"has records that inflate to more than {room_bytes} B, far beyond its tensor")
-    return nbytes
+        yield made
+        packed = inflater.unconsumed_tail
 
 
 def _check_archive(data: memoryview, room_bytes: int, path: str, fqn: str) -> None:
@@ -200,9 +190,9 @@ def _check_archive(data: memoryview, room_bytes: int, path: str, fqn: str) -> No
             refuse(f"has a record packed by method {method}")
         is_pickle = name.lower().endswith("data.pkl")  # torch's reader takes DATA.PKL for it
         if method == _DEFLATED and not is_pickle:
-            room_bytes -= _inflated_bytes(record, room_bytes)
+            room_bytes -= sum(map(len, _inflated(record, room_bytes, _PIECE_BYTES)))
         elif method == _DEFLATED:
-            record = memoryview(_inflated(record, room_bytes))
+            record = memoryview(b"".join(_inflated(record, room_bytes, room_bytes + 1)))
             room_bytes -= len(record)
         if is_pickle:
             _check_calls(record, path, fqn)
@@ -213,7 +203,6 @@ def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
     the last one a list of the storages that follow. A storage that is not listed has no values.
     """
     wanted: list[Any] = []
-    found: Any = None
     for _ in range(_LEGACY_PICKLES):
         nbytes = _C.scan_pickle(data, allow_persid=True)
         found = _check_calls(data[:nbytes], path, fqn, wanted.append)
@@ -229,10 +218,8 @@ def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
 
 def _tensor_bytes(planner: LoadPlanner, item: ReadItem) -> int:
     """Returns the bytes of the whole tensor by the metadata; without any, of the item's region."""
-    metadata = getattr(planner, "metadata", None)
-    entry = None
-    if metadata is not None:
-        entry = metadata.state_dict_metadata.get(item.storage_index.fqn)
+    metadata: Any = getattr(planner, "metadata", None)
+    entry = None if metadata is None else metadata.state_dict_metadata.get(item.storage_index.fqn)
     size = getattr(entry, "size", None) or item.lengths
     dtype = getattr(getattr(entry, "properties", None), "dtype", None)
     return math.prod(size) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 16)
@@ -257,15 +244,12 @@ def _check_tensor(tensor: Any) -> None:
         refuse("holds a tensor without values")
     if tensor.layout == torch.sparse_coo:
         torch._validate_sparse_coo_tensor_args(tensor._indices(), tensor._values(), tensor.size())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        rows, columns = tensor.crow_indices(), tensor.col_indices()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc):
+        is_by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        ends = tensor.crow_indices() if is_by_row else tensor.ccol_indices()
+        indices = tensor.col_indices() if is_by_row else tensor.row_indices()
         torch._validate_sparse_compressed_tensor_args(
-            rows, columns, tensor.values(), tensor.size(), tensor.layout
-        )
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        columns, rows = tensor.ccol_indices(), tensor.row_indices()
-        torch._validate_sparse_compressed_tensor_args(
-            columns, rows, tensor.values(), tensor.size(), tensor.layout
+            ends, indices, tensor.values(), tensor.size(), tensor.layout
         )
 
 
@@ -303,8 +287,7 @@ def load_by_torch(
         UnsafePickleError: it is of a class that is neither plain nor allowed by `options`.
         CorruptionError: torch cannot load it.
     """
-    fqn = item.storage_index.fqn
-    known = torch.serialization.get_safe_globals()
+    fqn, known = item.storage_index.fqn, torch.serialization.get_safe_globals()
     added: list[Any] = [entry for entry in options.safe_globals if entry not in known]
     if not options.trusted:
         with malformed_is_corruption("load by torch", path=path, fqn=fqn):
@@ -314,11 +297,8 @@ def load_by_torch(
         _refusals_by_name(path, fqn),
         torch.serialization.safe_globals(added),  # takes away at its end what it was given
     ):
-        tensor = torch.load(
-            data,  # type: ignore[arg-type]
-            map_location="cpu",
-            weights_only=not options.trusted,
-        )
+        source: Any = data
+        tensor: Any = torch.load(source, map_location="cpu", weights_only=not options.trusted)
         _check_tensor(tensor)
     return tensor  # type: ignore[no-any-return]
 
@@ -334,9 +314,8 @@ def fill_target(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> N
     if target.layout != torch.sparse_coo:  # of which detach() makes a copy, which stock then fills
         target = target.detach()
     if target.size() != tensor.size():
-        raise AssertionError(
-            f"req {item.storage_index} mismatch sizes {target.size()} vs {tensor.size()}"
-        )
+        sizes = f"{target.size()} vs {tensor.size()}"
+        raise AssertionError(f"req {item.storage_index} mismatch sizes {sizes}")
     with torch.no_grad():
         target.copy_(tensor)
     planner.commit_tensor(item, target)

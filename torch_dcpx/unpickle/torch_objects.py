@@ -99,8 +99,7 @@ def build_layout(raw: StandIn, _settle: Settler) -> torch.layout:
 
 def _device(raw: StandIn, _settle: Settler) -> torch.device:
     no_more_than(raw)
-    kinds = [type(value) for value in raw.args]
-    if kinds not in ([str], [str, int]):
+    if list(map(type, raw.args)) not in ([str], [str, int]):
         refuse("calls torch.device with other than a type and an index")
     return torch.device(*raw.args)
 
@@ -123,8 +122,7 @@ def _view(
 ) -> torch.Tensor:
     if type(ref) is not StorageRef or type(dtype) is not torch.dtype or settle.read_storage is None:
         refuse("has a tensor without a storage or a dtype")
-    extent_elems = _check_extent(offset, sizes, strides)
-    storage = settle.read_storage(ref)
+    extent_elems, storage = _check_extent(offset, sizes, strides), settle.read_storage(ref)
     held_bytes = min(storage.nbytes(), ref.nbytes)
     if extent_elems * dtype.itemsize > held_bytes:
         refuse(

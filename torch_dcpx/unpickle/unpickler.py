@@ -17,13 +17,7 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, OptionError, UnsafePickleError
 from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS, KeyCheckedUnpickler
-from torch_dcpx.unpickle.stand_ins import (
-    EMPTY,
-    GlobalTable,
-    StandIn,
-    stand_in,
-    with_python2_names,
-)
+from torch_dcpx.unpickle.stand_ins import EMPTY, GlobalTable, StandIn, stand_in, with_python2_names
 
 MAX_MESSAGE = 300  # characters of a cause that are quoted: its text may come from the file
 
@@ -56,12 +50,9 @@ def user_globals(
     for entry in safe_globals:
         module, name = getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)
         if type(module) is not str or type(name) is not str or not callable(entry):
-            raise OptionError(
-                f"use safe_globals entry {entry!r}: it is no class or function with a module "
-                "and a name",
-                option="safe_globals",
-                value=entry,
-            )
+            why = "it is no class or function with a module and a name"
+            message = f"use safe_globals entry {entry!r}: {why}"
+            raise OptionError(message, option="safe_globals", value=entry)
         table[module, name] = stand_in(f"{module}.{name}", build, value=entry)
     return with_python2_names(table)
 
