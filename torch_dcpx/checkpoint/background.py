@@ -134,13 +134,8 @@ class BackgroundSave:
 
 def report_of(run: SaveRun, committed: Committed, begin: float, blocked_s: float) -> SaveReport:
     """Returns the report of a save that has just ended."""
-    return SaveReport(
-        str(run.writer.path),
-        *committed,
-        blocked_s,
-        time.monotonic() - begin,
-        run.writer.last_report,
-    )
+    total_s = time.monotonic() - begin
+    return SaveReport(str(run.writer.path), *committed, blocked_s, total_s, run.writer.last_report)
 
 
 def _forget_locals(error: BaseException) -> None:
@@ -152,8 +147,7 @@ def _forget_locals(error: BaseException) -> None:
     todo: list[BaseException | None] = [error]
     while todo:
         current = todo.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        todo += current.__cause__, current.__context__
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            todo += current.__cause__, current.__context__

@@ -209,14 +209,13 @@ class PlanRound:
             item = plan.items[number]
             fqn, about = item.index.fqn, item.tensor_data
             value = state.get(fqn)
-            has = "nothing"
+            has, wants = "nothing", "a value"
             if isinstance(value, torch.Tensor):
                 local = getattr(value, "_local_tensor", value)
                 # A value that is planned whole knows its own part.
                 if self._known is not None and fqn in self._known.whole_names:
                     continue
                 has = f"{local.dtype} of {list(local.shape)}"
-            wants = "a value"
             if about is not None:
                 wants = f"{about.properties.dtype} of {list(about.chunk.sizes)}"
             raise PlanError(
