@@ -63,7 +63,9 @@ class BackgroundSave:
 
     def withdraw(self) -> bool:
         """Takes the save from the thread; False if the thread has it already, and will end it."""
-        if not self._work_or_none():
+        try:
+            self._work.pop()
+        except IndexError:
             return False
         self._handle.durable.is_collected = True  # nobody has the handle: the caller raises
         return True
@@ -116,16 +118,11 @@ class BackgroundSave:
                 handle.staged.set_exception(error)
             handle.durable.set_exception(error)
 
-    def _work_or_none(self) -> tuple[SavePlan, Any] | None:
-        try:
-            return self._work.pop()
-        except IndexError:
-            return None
-
     def _take_work(self) -> tuple[SavePlan, Any]:
-        work = self._work_or_none()
-        if work is None:
-            raise StagingError("the call was interrupted before its save began")
+        try:
+            work = self._work.pop()
+        except IndexError:
+            raise StagingError("the call was interrupted before its save began") from None
         if self._is_overlapped:
             self._handle.guard.finish()
             self._handle.staged.set_result(None)

@@ -214,9 +214,9 @@ class SaveRun:
                 self._ballot.fail(error, self._phase)
             else:
                 self.exchange.fail(error)
-            if self._begun:
-                may_be_published = self._ballot is not None and self._ballot.may_be_committed
-                abandon_save(self.writer, self._begun[0], removes_files=not may_be_published)
+            may_be_published = self._ballot is not None and self._ballot.may_be_committed
+            for save in self._begun:
+                abandon_save(self.writer, save, removes_files=not may_be_published)
         self.exchange.close()
 
     def __enter__(self) -> SaveRun:
