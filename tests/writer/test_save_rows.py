@@ -104,13 +104,13 @@ def test_tensor_of_another_shape_than_planned_is_refused(sizes: tuple[int, ...])
 
 def test_sizes_of_a_chunk_may_be_any_sequence() -> None:
     table, (item,) = table_of({"t": torch.ones(2, 3)})
-    rows = [table.resolve_in_place([each], [0]).rows for each in (item, with_sizes(item, [2, 3]))]
+    rows = [table.resolve_in_place([each], [0])[0] for each in (item, with_sizes(item, [2, 3]))]
     assert rows[0] == rows[1]
 
 
 def test_types_are_shared_and_told_apart() -> None:
     table, items = table_of({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(2).int()})
-    rows = table.resolve_in_place(items, [0, 0, 0]).rows
+    rows = table.resolve_in_place(items, [0, 0, 0])[0]
     assert [row.type for row in rows if row is not None] == [1, 1, 2]
     assert [kind.dtype for kind in table.types] == ["", "float32", "int32"]
 

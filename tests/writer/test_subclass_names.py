@@ -20,7 +20,7 @@ def test_attributes_of_a_subclass_meet_none_of_ours(tmp_path: Path) -> None:
     names = {*dir(DcpxWriter(tmp_path)), *dir(DcpxReader(tmp_path))}
     mangled = ("_DcpxWriter__", "_DcpxReader__")
     own = {name.rsplit("__", 1)[1] for name in names if name.startswith(mangled)}
-    assert {"lock", "save", "found", "release"} <= own
+    assert {"locks", "save", "found", "release"} <= own
 
     class BusyWriter(DcpxWriter):
         def __init__(self, path: Path) -> None:

@@ -63,7 +63,9 @@ class BackgroundSave:
 
     def withdraw(self) -> bool:
         """Takes the save from the thread; False if the thread has it already, and will end it."""
-        if not self._work_or_none():
+        try:
+            self._work.pop()
+        except IndexError:
             return False
         self._handle.durable.is_collected = True  # nobody has the handle: the caller raises
         return True
@@ -116,16 +118,11 @@ class BackgroundSave:
                 handle.staged.set_exception(error)
             handle.durable.set_exception(error)
 
-    def _work_or_none(self) -> tuple[SavePlan, Any] | None:
-        try:
-            return self._work.pop()
-        except IndexError:
-            return None
-
     def _take_work(self) -> tuple[SavePlan, Any]:
-        work = self._work_or_none()
-        if work is None:
-            raise StagingError("the call was interrupted before its save began")
+        try:
+            work = self._work.pop()
+        except IndexError:
+            raise StagingError("the call was interrupted before its save began") from None
         if self._is_overlapped:
             self._handle.guard.finish()
             self._handle.staged.set_result(None)
@@ -134,13 +131,8 @@ class BackgroundSave:
 
 def report_of(run: SaveRun, committed: Committed, begin: float, blocked_s: float) -> SaveReport:
     """Returns the report of a save that has just ended."""
-    return SaveReport(
-        str(run.writer.path),
-        *committed,
-        blocked_s,
-        time.monotonic() - begin,
-        run.writer.last_report,
-    )
+    total_s = time.monotonic() - begin
+    return SaveReport(str(run.writer.path), *committed, blocked_s, total_s, run.writer.last_report)
 
 
 def _forget_locals(error: BaseException) -> None:
@@ -152,8 +144,7 @@ def _forget_locals(error: BaseException) -> None:
     todo: list[BaseException | None] = [error]
     while todo:
         current = todo.pop()
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        todo += current.__cause__, current.__context__
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            todo += current.__cause__, current.__context__

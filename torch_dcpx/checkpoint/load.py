@@ -100,7 +100,7 @@ def load(
     def prepared() -> RankLoad:
         reader = _reader_for(storage_reader, checkpoint_id, options)
         rules = LoadRules.of(strict, allow_missing, cast)
-        own_planner = planner if planner is not None else DcpxLoadPlanner()
+        own_planner = DcpxLoadPlanner() if planner is None else planner
         return RankLoad(reader, own_planner, rules, checked_map(key_map))
 
     call = CallId("load", last_component(checkpoint_id) or path_name(storage_reader))
@@ -224,10 +224,9 @@ class LoadRun:
         reader, differences = self.own.reader, self.own.differences
         read = reader.last_report
         if differences.missing:
-            logger.warning(
-                "loaded '%s' without %d names that it does not hold, which are as they were: %s",
-                reader.path, len(differences.missing), ", ".join(differences.missing[:5]),
-            )  # fmt: skip
+            text = "loaded '%s' without %d names that it does not hold, which are as they were: %s"
+            shown = ", ".join(differences.missing[:5])
+            logger.warning(text, reader.path, len(differences.missing), shown)
         return LoadReport(
             path=str(reader.path),
             items=self._items,
@@ -282,29 +281,21 @@ def _options_of(options: ReadOptions | None, reader: StorageReader | None) -> Re
 
 
 def _reader_for(
-    reader: StorageReader | None,
-    checkpoint_id: AnyPath | None,
-    options: ReadOptions | None,
+    reader: StorageReader | None, checkpoint_id: AnyPath | None, options: ReadOptions | None
 ) -> DcpxReader:
     if reader is None:
-        if not checkpoint_id:
-            raise OptionError(
-                "load needs a checkpoint_id or a storage_reader",
-                option="checkpoint_id",
-                value=checkpoint_id,
-            )
-        return DcpxReader(checkpoint_id, options=options)
+        if checkpoint_id:
+            return DcpxReader(checkpoint_id, options=options)
+        wrong = "load needs a checkpoint_id or a storage_reader"
+        raise OptionError(wrong, option="checkpoint_id", value=checkpoint_id)
     if not isinstance(reader, DcpxReader):
         raise UnsupportedError(
             f"dcpx.load reads through a DcpxReader, not {type(reader).__name__}; use "
             "torch.distributed.checkpoint.load (dcp.load) for other readers"
         )
     if options is not None and options != reader.options:
-        raise OptionError(
-            "options contradict those of storage_reader; give them to the reader",
-            option="options",
-            value=options,
-        )
+        wrong = "options contradict those of storage_reader; give them to the reader"
+        raise OptionError(wrong, option="options", value=options)
     if checkpoint_id is not None:
         reader.reset(checkpoint_id)
     return reader

@@ -163,10 +163,13 @@ def mismatch_error(
     dtypes = () if rules.is_cast_allowed else _union(own.dtypes for own in all_differences)
     kinds = _union(own.kinds for own in all_differences)
     nearest = {fqn: near for own in all_differences for fqn, near in own.nearest.items() if near}
-    is_some = len(ranks) < len(all_differences)
-    counts = {"missing names": missing, "shapes": shapes, "dtypes": dtypes, "kinds": kinds}
+    tables: dict[str, Sequence[Any]] = {"shapes": shapes, "dtypes": dtypes, "kinds": kinds}
+    counts = {"missing names": missing, **tables}
     differing = ", ".join(f"{len(rows)} {what}" for what, rows in counts.items() if rows)
-    where = f" on {_ranks_text(ranks)} of {len(all_differences)}" if is_some else ""
+    where = ""
+    if len(ranks) < len(all_differences):
+        which = f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks, str)}"
+        where = f" on {which} of {len(all_differences)}"
     lines = [
         f"the state does not fit the checkpoint in '{path}': {differing} differ{where}; "
         "nothing was read"
@@ -185,12 +188,10 @@ def mismatch_error(
                 "key_map=KeyMap() leaves them out"
             )
         lines.append("  strict=False, or allow_missing=[globs], leaves them as they are")
-    if shapes:
-        lines.append(f"shapes: {_listed(shapes, _difference_text)}")
-    if dtypes:
-        lines.append(f"dtypes: {_listed(dtypes, _difference_text)}; cast='allow' converts them")
-    if kinds:
-        lines.append(f"kinds: {_listed(kinds, _difference_text)}")
+    for what, rows in tables.items():
+        if rows:
+            way = "; cast='allow' converts them" if what == "dtypes" else ""
+            lines.append(f"{what}: {_listed(rows, _difference_text)}{way}")
     names = (*missing, *(row[0] for row in (*shapes, *dtypes, *kinds)))
     return MismatchError(
         "\n".join(lines),
@@ -279,10 +280,3 @@ def _missing_text(fqn: str, nearest: Mapping[str, Sequence[str]]) -> str:
 def _difference_text(row: tuple[str, object, object]) -> str:
     fqn, stored, wanted = row
     return f"{_short(fqn)} stored {stored}, wanted {wanted}"
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (
-        f" and {len(ranks) - _MAX_SHOWN} more" if len(ranks) > _MAX_SHOWN else ""
-    )

@@ -13,6 +13,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,8 @@ class RankLoad:
                 state over after the read, as to a `Stateful` object. It may refuse what cannot be
                 filled. Default: to those alone.
         """
-        if key_map is not None and not _can_map(planner):
+        is_mapper = isinstance(planner, DcpxLoadPlanner) and planner.flatten_state_dict
+        if key_map is not None and not is_mapper:
             raise OptionError(
                 "key_map needs a DcpxLoadPlanner with flatten_state_dict=True, got "
                 f"{type(planner).__name__}",
@@ -130,7 +132,12 @@ class RankLoad:
             return LoadOffer(self.differences, None, False, (0, 0), b"", has_stateful)
         self.plan = reader.prepare_local_plan(self.plan)
         names = "\0".join(map(str, self._stored)).encode(errors="surrogatepass")
-        is_light = self._is_light()
+        # Whether neither planner nor reader looks at the items of other ranks.
+        is_light = (
+            type(self.plan) is LoadPlan
+            and has_stock_hooks(planner, ("create_global_plan",))
+            and is_own(reader, DcpxReader, "prepare_global_plan")
+        )
         if self._is_handed is not None:
             has_stateful |= self._is_handed(self.differences.missing)
         return LoadOffer(
@@ -185,13 +192,10 @@ class RankLoad:
         planner, stored, rules = self.planner, self._stored, self.rules
         if getattr(planner, "allow_partial_load", False):
             rules = rules._replace(is_strict=False)
-        is_dtype_known = has_stock_hooks(planner)
+        compared = partial(compare, is_dtype_known=has_stock_hooks(planner), mapped=self._mapped)
         is_stock = has_stock_hooks(planner, ("create_local_plan",))
         if is_stock:
-            state = _planned_state(planner, stored)
-            self.differences = compare(
-                state, stored, rules, is_dtype_known=is_dtype_known, mapped=self._mapped
-            )
+            self.differences = compared(_planned_state(planner, stored), stored, rules)
             if self.differences.is_refused(rules):
                 return False
         with _partial_load_allowed(planner):
@@ -202,24 +206,8 @@ class RankLoad:
             sources: dict[str, dict[str, None]] = {}
             for item in self.plan.items:
                 sources.setdefault(item.dest_index.fqn, {})[item.storage_index.fqn] = None
-            state = _state_of(planner)
-            self.differences = compare(
-                state,
-                stored,
-                rules,
-                sources=sources,
-                is_dtype_known=is_dtype_known,
-                mapped=self._mapped,
-            )
+            self.differences = compared(_state_of(planner), stored, rules, sources=sources)
         return not self.differences.is_refused(rules)
-
-    def _is_light(self) -> bool:
-        """Returns whether neither planner nor reader looks at the items of other ranks."""
-        return (
-            type(self.plan) is LoadPlan
-            and has_stock_hooks(self.planner, ("create_global_plan",))
-            and is_own(self.reader, DcpxReader, "prepare_global_plan")
-        )
 
     def _unasked(self) -> bytes:
         asked = {item.storage_index.fqn for item in self.plan.items}
@@ -244,20 +232,17 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
     plans = [offer.plan for offer in offers if offer.plan is not None]
     if len(plans) < len(offers) or len({offer.is_light for offer in offers}) > 1:
         raise PlanError("ranks gave load different arguments: strict, cast or planner")
-    is_light = offers[0].is_light
     plans = own.reader.prepare_global_plan(own.planner.create_global_plan(plans))
-    unasked = _by_all(offers)
-    has_stateful = any(offer.has_stateful for offer in offers)
-    return [LoadAnswer(None, None if is_light else plan, unasked, has_stateful) for plan in plans]
+    answer = LoadAnswer(None, None, _by_all(offers), any(offer.has_stateful for offer in offers))
+    return [answer if offers[0].is_light else answer._replace(plan=plan) for plan in plans]
 
 
 def _by_all(offers: Sequence[LoadOffer]) -> bytes | None:
     """Returns which stored names no rank asks for; None if ranks see different names."""
     if len({offer.stored_id for offer in offers}) > 1:
         return None
-    masks = {zlib.decompress(offer.unasked) for offer in offers}
     by_all = -1
-    for mask in masks:
+    for mask in {zlib.decompress(offer.unasked) for offer in offers}:
         by_all &= int.from_bytes(mask, "big")
     return zlib.compress(by_all.to_bytes(offers[0].stored_id[0], "big"), 1)
 
@@ -273,10 +258,6 @@ def _read_metadata(reader: DcpxReader, rank: int) -> tuple[Metadata, bool]:
         if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
             raise
     return reader.read_metadata(rank=rank), False
-
-
-def _can_map(planner: LoadPlanner) -> bool:
-    return isinstance(planner, DcpxLoadPlanner) and planner.flatten_state_dict
 
 
 def _state_of(planner: LoadPlanner) -> Mapping[str, Any]:

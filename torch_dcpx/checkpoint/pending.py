@@ -134,10 +134,8 @@ def exit_timeout_s() -> float:
         OptionError: DCPX_EXIT_TIMEOUT_S is no number of seconds.
     """
     text = os.environ.get(_EXIT_VARIABLE)
-    if text is None:
-        return _EXIT_TIMEOUT_S
     try:
-        seconds = float(text)
+        seconds = _EXIT_TIMEOUT_S if text is None else float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < threading.TIMEOUT_MAX:
@@ -171,18 +169,13 @@ def _at_exit() -> None:
         )
     for follower in _followers:
         follower(deadline)
-    _give_up(late)
-    _log_uncollected()
-    last_jobs.stop()
-
-
-def _give_up(late: list[SaveHandle]) -> None:
-    """Stops saves, which remove their files, unless they hang in a system call."""
     deadline = Deadline(last_jobs.LAST_WAIT_S)
-    for handle in late:
+    for handle in late:  # stopped, it removes its files, unless it hangs in a system call
         handle.durable.is_collected = True  # it was said
         handle.leave(deadline)
     concurrent.futures.wait([handle.durable for handle in late], deadline.remaining_s)
+    _log_uncollected()
+    last_jobs.stop()
 
 
 def _log_uncollected() -> None:

@@ -130,10 +130,9 @@ class SameDirectory:
         if self._exchange.is_coordinator:  # which holds the lock
             _remove_lock(directory, is_made=_identity(directory) in made)
         for path in (directory, *directory.parents):
-            if _identity(path) not in made:
-                continue
             try:
-                path.rmdir()
+                if _identity(path) in made:
+                    path.rmdir()
             except OSError as error:
                 if error.errno not in _NOT_EMPTY:
                     logger.warning("'%s', made by a refused save, stays: %s", path, str(error))

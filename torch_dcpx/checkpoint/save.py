@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,7 @@ from torch_dcpx.checkpoint.save_items import ItemsInWaves, stage_items, staged_b
 from torch_dcpx.checkpoint.save_plan import default_save_planner, forget_default_plans
 from torch_dcpx.checkpoint.save_run import SaveRun
 from torch_dcpx.checkpoint.stateful import with_state_dicts
-from torch_dcpx.errors import (
-    ConcurrentSaveError,
-    OptionError,
-    StagingError,
-    UnsupportedError,
-)
+from torch_dcpx.errors import ConcurrentSaveError, OptionError, StagingError, UnsupportedError
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
@@ -252,7 +247,8 @@ def _is_admitted(run: SaveRun) -> bool:
         if waited_s >= _NOTED_WAIT_S:
             logger.info("async_save waited %.3f s for a save under way", waited_s)
         return True
-    if run.exchange.all_reduce("admit", pending_saves.count, _most) < limit:
+    most: Callable[[list[int]], int] = max  # all ranks decide alike
+    if run.exchange.all_reduce("admit", pending_saves.count, most) < limit:
         return True
     if options.on_busy == "error":
         raise ConcurrentSaveError(
@@ -265,37 +261,23 @@ def _is_admitted(run: SaveRun) -> bool:
     return False
 
 
-def _most(under_way: list[int]) -> int:
-    """Returns how many saves are under way on the rank with the most: all ranks decide alike."""
-    return max(under_way)
-
-
 def _writer(
-    storage_writer: StorageWriter | None,
-    checkpoint_id: AnyPath | None,
-    options: WriteOptions | None,
+    writer: StorageWriter | None, checkpoint_id: AnyPath | None, options: WriteOptions | None
 ) -> DcpxWriter:
-    """Returns the writer of a save."""
-    if storage_writer is None:
-        if not checkpoint_id:
-            raise OptionError(
-                "a save needs a checkpoint_id, or a storage_writer that has a path",
-                option="checkpoint_id",
-                value=checkpoint_id,
-            )
-        return DcpxWriter(checkpoint_id, options=options)
-    if not isinstance(storage_writer, DcpxWriter):
+    if writer is None:
+        if checkpoint_id:
+            return DcpxWriter(checkpoint_id, options=options)
+        wrong = "a save needs a checkpoint_id, or a storage_writer that has a path"
+        raise OptionError(wrong, option="checkpoint_id", value=checkpoint_id)
+    if not isinstance(writer, DcpxWriter):
         raise UnsupportedError(
-            f"storage_writer={type(storage_writer).__name__}: torch_dcpx saves through a "
-            "DcpxWriter; use torch.distributed.checkpoint.save for others"
+            f"storage_writer={type(writer).__name__}: torch_dcpx saves through a DcpxWriter; use "
+            "torch.distributed.checkpoint.save for others"
         )
     if options is not None:
-        raise OptionError(
-            "options and a storage_writer, which has options of its own; give one of them",
-            option="options",
-            value=options,
-        )
-    return storage_writer
+        wrong = "options and a storage_writer, which has options of its own; give one of them"
+        raise OptionError(wrong, option="options", value=options)
+    return writer
 
 
 def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | ItemsInWaves:
@@ -305,20 +287,17 @@ def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | It
     """
     options = run.writer.options
     window_bytes = _window_bytes(options)
-    if window_bytes is not None:
-        needed_bytes = _staged_bytes(plan)
-        if needed_bytes > window_bytes:
-            logger.warning(
-                "'%s': %s B do not fit host_memory_bytes=%s, so async_save copies them in waves "
-                "and returns when the last one is copied",
-                run.path,
-                needed_bytes,
-                options.host_memory_bytes,
-            )
-            is_split = run.writer.single_file_per_rank
-            files_per_rank = options.files_per_rank if is_split else None
-            order = split_items(plan.items, files_per_rank).items
-            return ItemsInWaves(order, run.planner, window_bytes)
+    if window_bytes is not None and (needed_bytes := _staged_bytes(plan)) > window_bytes:
+        logger.warning(
+            "'%s': %s B do not fit host_memory_bytes=%s, so async_save copies them in waves and "
+            "returns when the last one is copied",
+            run.path,
+            needed_bytes,
+            options.host_memory_bytes,
+        )
+        files_per_rank = options.files_per_rank if run.writer.single_file_per_rank else None
+        order = split_items(plan.items, files_per_rank).items
+        return ItemsInWaves(order, run.planner, window_bytes)
 
     def stage(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[torch.Tensor]:
         staged, handle.guard = stage_guarded(

@@ -24,12 +24,7 @@ from torch_dcpx.staging.snapshot import stage_guarded
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import is_plain_tensor
 from torch_dcpx.writer.items import StagedItems, planned_bytes
-from torch_dcpx.writer.table import (
-    check_shapes,
-    gives_state_as_it_is,
-    is_kept_as_it_is,
-    vetted,
-)
+from torch_dcpx.writer.table import check_shapes, gives_state_as_it_is, is_kept_as_it_is, vetted
 
 _ARENA_BYTES = 2 << 20  # the least of an arena
 _MAX_GROUP_BYTES = 32 << 20  # of small tensors that leave a device together
@@ -127,10 +122,8 @@ class ItemsInWaves:
         self._streams = device_memory.streams_in_use()
         self._pool = ArenaPool()
         # Small ones pass through an arena that is none of the window's copies.
-        self._group_bytes = 0
-        if self._streams:
-            wanted = min(max(_ARENA_BYTES, window_bytes // 8), _MAX_GROUP_BYTES)
-            self._group_bytes = min(wanted, window_bytes // 2)
+        most = min(max(_ARENA_BYTES, window_bytes // 8), _MAX_GROUP_BYTES, window_bytes // 2)
+        self._group_bytes = most if self._streams else 0
         self.dcpx_window_bytes = window_bytes - self._group_bytes
         self._planner: Any = planner
         self._items = items
@@ -173,8 +166,7 @@ class ItemsInWaves:
         return first.clone()
 
     def _staged(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        copies, _ = stage_guarded(tensors, pool=self._pool, overlap=False, streams=self._streams)
-        return copies
+        return stage_guarded(tensors, pool=self._pool, overlap=False, streams=self._streams)[0]
 
     def _small_ones_behind(
         self, item: WriteItem, room_bytes: int

@@ -145,9 +145,9 @@ class PlanRound:
             for name in ("global_plan", "metadata"):  # of another save
                 vars(self._planner).pop(name, None)
             return [SaveAnswer(save_id)] * len(offers)
-        if any(offer.plan is None for offer in offers):
-            return [SaveAnswer(save_id, is_again=True)] * len(offers)
         plans = [offer.plan for offer in offers if offer.plan is not None]
+        if len(plans) < len(offers):
+            return [SaveAnswer(save_id, is_again=True)] * len(offers)
         if not isinstance(self._planner, DcpxSavePlanner) and HAS_KNOWN_ITEMS:  # ours looks
             refuse_unlike(plans, MAKER.unlike_items([list(plan.items) for plan in plans]))
             digests = (from_rank(offer.values) if offer.values else {} for offer in offers)
@@ -155,10 +155,8 @@ class PlanRound:
         plans, self.metadata = self._planner.create_global_plan(plans)
         plans = self._writer.prepare_global_plan(plans)
         compared = self._compared(offers)
-        if compared is None:
-            return [SaveAnswer(save_id, plan) for plan in plans]
-        name = uuid.uuid4().hex
-        return [SaveAnswer(save_id, plan, agreement=name, compared=compared) for plan in plans]
+        name = uuid.uuid4().hex if compared is not None else ""
+        return [SaveAnswer(save_id, plan, False, name, compared or ()) for plan in plans]
 
     def finish(self, answer: SaveAnswer) -> SavePlan:
         """Returns this rank's final plan.
@@ -209,14 +207,13 @@ class PlanRound:
             item = plan.items[number]
             fqn, about = item.index.fqn, item.tensor_data
             value = state.get(fqn)
-            has = "nothing"
+            has, wants = "nothing", "a value"
             if isinstance(value, torch.Tensor):
                 local = getattr(value, "_local_tensor", value)
                 # A value that is planned whole knows its own part.
                 if self._known is not None and fqn in self._known.whole_names:
                     continue
                 has = f"{local.dtype} of {list(local.shape)}"
-            wants = "a value"
             if about is not None:
                 wants = f"{about.properties.dtype} of {list(about.chunk.sizes)}"
             raise PlanError(
@@ -227,13 +224,9 @@ class PlanRound:
         """Returns the names of values that several ranks have, all equal; None if no rank is to
         keep the plan.
         """
-        if (
-            self._planning is None
-            or self._planning.has_conflicts
-            or any(offer.objects is None for offer in offers)
-        ):
+        names = [frozenset(offer.objects) for offer in offers if offer.objects is not None]
+        if self._planning is None or self._planning.has_conflicts or len(names) < len(offers):
             return None
-        names = [frozenset(offer.objects or ()) for offer in offers]
         if len(set(names)) == 1:
             return tuple(sorted(names[0]))
         counts = Counter(name for own in names for name in own)

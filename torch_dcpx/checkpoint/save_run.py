@@ -130,12 +130,10 @@ class SaveRun:
     def _set_up(self) -> None:
         writer, planner, is_coordinator = self.writer, self.planner, self.exchange.is_coordinator
         writer.reset(self.path)
-        storage_meta = writer.storage_meta()
+        meta, state = writer.storage_meta(), self._state_dict
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             planner.set_up_planner(
-                state_dict=self._state_dict,
-                storage_meta=storage_meta,
-                is_coordinator=is_coordinator,
+                state_dict=state, storage_meta=meta, is_coordinator=is_coordinator
             )
         else:
             warnings.warn(
@@ -143,10 +141,10 @@ class SaveRun:
                 "SavePlanner has had since torch 2.3",
                 stacklevel=2,
             )
-            planner.set_up_planner(self._state_dict, is_coordinator)
-        more = {"rank": self.exchange.rank, "use_collectives": True}
-        if "kwargs" not in inspect.signature(writer.set_up_storage_writer).parameters:
-            more = {}  # as DCP asks: subclasses may have the signature of before
+            planner.set_up_planner(state, is_coordinator)
+        more: dict[str, Any] = {}  # as DCP asks: subclasses may have the signature of before
+        if "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters:
+            more = {"rank": self.exchange.rank, "use_collectives": True}
         with driven() as self._begun:
             writer.set_up_storage_writer(is_coordinator, **more)
 
@@ -163,7 +161,9 @@ class SaveRun:
         ballot = self._ballot or self._new_ballot()
         try:
             self.note_phase("writing")
-            results = self._write(*take())
+            future = self.writer.write_data(*take())
+            future.wait()
+            results = future.value()
         except Exception as error:  # noqa: BLE001  (settle raises it, or what failed before it)
             ballot.fail(error, "writing")
         else:
@@ -173,11 +173,6 @@ class SaveRun:
 
     def _new_ballot(self) -> Ballot:
         return Ballot(self.exchange, self.exchange.deadline.anew())
-
-    def _write(self, plan: SavePlan, items: Any) -> list[WriteResult]:
-        future = self.writer.write_data(plan, items)
-        future.wait()
-        return future.value()
 
     def _commit(self, results: list[list[WriteResult]]) -> Committed:
         self.note_phase("committing")
@@ -219,9 +214,9 @@ class SaveRun:
                 self._ballot.fail(error, self._phase)
             else:
                 self.exchange.fail(error)
-            if self._begun:
-                may_be_published = self._ballot is not None and self._ballot.may_be_committed
-                abandon_save(self.writer, self._begun[0], removes_files=not may_be_published)
+            may_be_published = self._ballot is not None and self._ballot.may_be_committed
+            for save in self._begun:
+                abandon_save(self.writer, save, removes_files=not may_be_published)
         self.exchange.close()
 
     def __enter__(self) -> SaveRun:

@@ -74,14 +74,7 @@ def verify(path: Path, workers: int | None, as_json: bool) -> int:
     help="make each rank's own metadata, or that of all ranks; by default what is there says which",
 )
 @command
-def repair(
-    path: Path,
-    dry_run: bool,
-    accept_assumptions: bool,
-    files: tuple[str, ...],
-    rank_local: bool | None,
-    as_json: bool,
-) -> int:
+def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | None) -> int:
     """Make a lost or damaged .metadata anew of what the data files say. Never over a good one.
 
     Exits with 1 where what is there does not prove what the metadata said, and writes nothing then;
@@ -89,14 +82,7 @@ def repair(
     """
     from torch_dcpx.cli.listing import run_repair
 
-    return run_repair(
-        path,
-        as_json=as_json,
-        files=files or None,
-        rank_local=rank_local,
-        dry_run=dry_run,
-        accept_assumptions=accept_assumptions,
-    )
+    return run_repair(path, as_json=as_json, files=files or None, **flags)
 
 
 @app.command()

@@ -6,6 +6,7 @@ a promise: the text says which) or a failure.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import importlib.metadata
@@ -17,7 +18,7 @@ import resource
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import CANNOT, FINE, human_bytes, put_json, put_table
@@ -30,11 +31,14 @@ _BLOCK = 4096
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+_State: TypeAlias = Literal["fine", "warning", "failure"]
+
+
 class Check(NamedTuple):
     """One thing that was looked at."""
 
     name: str
-    state: Literal["fine", "warning", "failure"]
+    state: _State
     text: str
 
 
@@ -44,27 +48,19 @@ def examine(path: Path | None, *, as_json: bool) -> int:
     if as_json:
         put_json(checks)
     else:
-        put_table(
-            ["", "what", "found"], ((check.state, check.name, check.text) for check in checks)
-        )
+        put_table(["", "what", "found"], ((state, name, text) for name, state, text in checks))
     return CANNOT if any(check.state == "failure" for check in checks) else FINE
 
 
 def _of_machine() -> Iterator[Check]:
-    yield Check(
-        "versions", "fine", f"torch-dcpx {__version__}, Python {platform.python_version()}, "
-        f"Linux {platform.release()} {platform.machine()}",
-    )  # fmt: skip
+    system = f"Python {platform.python_version()}, Linux {platform.release()} {platform.machine()}"
+    yield Check("versions", "fine", f"torch-dcpx {__version__}, {system}")
     yield _torch()
     yield from _extension()
     yield _huge_pages()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield Check(
-        "open files",
-        "fine" if files >= _FEW_FILES else "warning",
-        f"{files} (ulimit -n)"
-        + ("" if files >= _FEW_FILES else "; loads of many files open them late, one by one"),
-    )
+    late = "; loads of many files open them late, one by one" if files < _FEW_FILES else ""
+    yield Check("open files", "warning" if late else "fine", f"{files} (ulimit -n){late}")
     cores = len(os.sched_getaffinity(0))
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield Check("machine", "fine", f"{cores} usable cores, {human_bytes(pages)} of free memory")
@@ -73,9 +69,9 @@ def _of_machine() -> Iterator[Check]:
 def _torch() -> Check:
     try:
         version = importlib.metadata.version("torch")
+        release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     except importlib.metadata.PackageNotFoundError:
-        return Check("torch", "failure", "not installed; torch-dcpx needs 2.9 or newer")
-    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+        version, release = "not installed", ()
     if release < (2, 9):
         return Check("torch", "failure", f"{version}; torch-dcpx needs 2.9 or newer")
     return Check("torch", "fine", version)
@@ -90,28 +86,19 @@ def _extension() -> Iterator[Check]:
     kinds = ", ".join(_C.crc32_implementations())
     yield Check("C++ extension", "fine", f"loads; checksums by the fastest of {kinds}")
     driver = _C.device_driver()
-    if driver["failure"]:
-        yield Check("CUDA", "fine", f"not used: {driver['failure']}")
-    else:
-        kernel = "with" if driver["has_kernel"] else "without"
-        yield Check(
-            "CUDA", "fine",
-            f"{driver['devices']} devices, driver {driver['version']}, {kernel} the pack kernel",
-        )  # fmt: skip
+    kernel = "with" if driver["has_kernel"] else "without"
+    used = f"{driver['devices']} devices, driver {driver['version']}, {kernel} the pack kernel"
+    failure = driver["failure"]
+    yield Check("CUDA", "fine", f"not used: {failure}" if failure else used)
 
 
 def _huge_pages() -> Check:
     try:
         text = _HUGE_PAGES.read_text().strip()
+        slower = "; direct reads and writes take up to twice as long" if "[never]" in text else ""
     except OSError as error:
-        return Check(
-            "huge pages", "warning", f"unknown ({error}); large reads and writes may be slower"
-        )
-    if "[never]" in text:
-        return Check(
-            "huge pages", "warning", f"{text}; direct reads and writes take up to twice as long"
-        )
-    return Check("huge pages", "fine", text)
+        text, slower = f"unknown ({error})", "; large reads and writes may be slower"
+    return Check("huge pages", "warning" if slower else "fine", text + slower)
 
 
 def _of_place(path: Path) -> Iterator[Check]:
@@ -121,51 +108,41 @@ def _of_place(path: Path) -> Iterator[Check]:
     with Directory(path) as directory:
         status = os.fstatvfs(directory.fd)
         free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
-        kind, options = _mount_of(path)
-        yield Check(
-            "file system", "fine",
-            f"{kind} ({options}), {human_bytes(free)} of {human_bytes(whole)} free",
-        )  # fmt: skip
+        text = f"{_mount_of(path)}, {human_bytes(free)} of {human_bytes(whole)} free"
+        yield Check("file system", "fine", text)
         yield _left(directory)
         if status.f_flag & os.ST_RDONLY:
-            yield Check(
-                "writing", "warning", "the file system is read-only: loads work, saves do not"
-            )
-            return
-        yield from _writing(directory)
+            text = "the file system is read-only: loads work, saves do not"
+            yield Check("writing", "warning", text)
+        else:
+            yield from _writing(directory)
 
 
-def _mount_of(path: Path) -> tuple[str, str]:
+def _mount_of(path: Path) -> str:
     """Returns kind and options of the file system that holds `path`."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return "unknown", ""
-    for line in reversed(lines):
-        head, _, tail = line.partition(" - ")
-        fields = head.split()
-        if len(fields) > 5 and fields[2] == wanted and tail:
-            return tail.split()[0], fields[5]
-    return "unknown", ""
+        for line in reversed(lines):
+            head, _, tail = line.partition(" - ")
+            fields = head.split()
+            if len(fields) > 5 and fields[2] == wanted and tail:
+                return f"{tail.split()[0]} ({fields[5]})"
+    return "unknown ()"
 
 
 def _left(directory: Directory) -> Check:
     names = directory.names()
-    data = sum(map(is_data_file_name, names))
-    temporary = sum(map(is_temporary_name, names))
+    data, temporary = sum(map(is_data_file_name, names)), sum(map(is_temporary_name, names))
     if any(map(is_metadata_name, names)):
         return Check(
             "checkpoint", "fine", f"a committed one, {data} data files (see `dcpx inspect`)"
         )
-    if data or temporary:
-        return Check(
-            "checkpoint", "warning",
-            f"none: {data} data files of saves that did not end, {temporary} temporary ones; "
-            "the next save that commits here removes them",
-        )  # fmt: skip
-    return Check("checkpoint", "fine", "none here")
+    if not data and not temporary:
+        return Check("checkpoint", "fine", "none here")
+    left = f"none: {data} data files of saves that did not end, {temporary} temporary ones"
+    return Check("checkpoint", "warning", f"{left}; the next save that commits here removes them")
 
 
 def _writing(directory: Directory) -> Iterator[Check]:
@@ -175,36 +152,27 @@ def _writing(directory: Directory) -> Iterator[Check]:
     try:
         fd = os.open(name, flags, 0o600, dir_fd=directory.fd)
     except OSError as error:
-        yield Check(
-            "writing", "failure", str(storage_error("create", directory.path / name, error))
-        )
+        text = str(storage_error("create", directory.path / name, error))
+        yield Check("writing", "failure", text)
         return
     try:
-        yield _tried("writing", lambda: _write(fd), "fsync is not honoured", "failure")
-        yield _tried(
-            "direct I/O", lambda: _write_direct(directory, name), "saves go through the page cache"
-        )
-        yield _tried(
-            "locks", lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB),
-            "two saves at once are not noticed, leftovers stay",
-        )  # fmt: skip
-        yield _tried(
-            "fsync of directories", lambda: os.fsync(directory.fd),
-            "that a commit survives a power cut is up to the file system",
-        )  # fmt: skip
+        yield _tried("writing", "fsync is not honoured", _write, fd, state="failure")
+        without = "saves go through the page cache"
+        yield _tried("direct I/O", without, _write_direct, directory, name)
+        without = "two saves at once are not noticed, leftovers stay"
+        yield _tried("locks", without, fcntl.flock, fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        without = "that a commit survives a power cut is up to the file system"
+        yield _tried("fsync of directories", without, os.fsync, directory.fd)
     finally:
         os.close(fd)
         directory.unlink(name)
 
 
 def _tried(
-    name: str,
-    do: Callable[[], object],
-    without: str,
-    state: Literal["warning", "failure"] = "warning",
+    name: str, without: str, do: Callable[..., object], *args: Any, state: _State = "warning"
 ) -> Check:
     try:
-        do()
+        do(*args)
     except OSError as error:
         return Check(name, state, f"{os.strerror(error.errno or errno.EIO)}: {without}")
     return Check(name, "fine", "works")

@@ -50,9 +50,9 @@ class FileSize(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        if self.found is None:
-            return False
-        return self.found == self.wanted if self.is_exact else self.found >= self.wanted
+        return self.found is not None and (
+            self.found == self.wanted if self.is_exact else self.found >= self.wanted
+        )
 
 
 class Described(NamedTuple):
@@ -109,30 +109,26 @@ def _json(found: Described, with_chunks: bool) -> dict[str, Any]:
         {**item._asdict(), "chunks": item.chunks if with_chunks else len(item.chunks)}
         for item in found.items
     ]
-    more = {"nbytes": found.nbytes, "faults": found.faults, "items": items}
-    return {**found._asdict(), **more}
+    return {**found._asdict(), "nbytes": found.nbytes, "faults": found.faults, "items": items}
 
 
 def _put_items(items: Sequence[Item], limit: int, with_chunks: bool) -> None:
     shown = items[:limit] if limit > 0 else items
+    columns = ["shape", "#chunks"]
+    rows: list[Sequence[Any]] = [
+        (item, _text(item.shape), len(item.chunks), item.nbytes) for item in shown
+    ]
     if with_chunks:
-        put_table(
-            ["name", "dtype", "offsets", "sizes", "file", "#at byte", "#bytes"],
-            (
-                (item.fqn, item.dtype or "object", _text(chunk.offsets), _text(chunk.sizes),
-                 chunk.file, chunk.offset, chunk.nbytes)
-                for item in shown
-                for chunk in item.chunks
-            ),
-        )  # fmt: skip
-    else:
-        put_table(
-            ["name", "dtype", "shape", "#chunks", "#bytes"],
-            (
-                (item.fqn, item.dtype or "object", _text(item.shape), len(item.chunks), item.nbytes)
-                for item in shown
-            ),
-        )
+        columns = ["offsets", "sizes", "file", "#at byte"]
+        rows = [
+            (item, _text(chunk.offsets), _text(chunk.sizes), *chunk[2:])
+            for item in shown
+            for chunk in item.chunks
+        ]
+    put_table(
+        ["name", "dtype", *columns, "#bytes"],
+        ((item.fqn, item.dtype or "object", *row) for item, *row in rows),
+    )
     if len(shown) < len(items):
         put_lines([f"... and {len(items) - len(shown)} more (--limit 0 shows all)"])
 
@@ -168,7 +164,11 @@ def described(path: Path, keys: Sequence[str] = ()) -> list[Described]:
 
 def _described(directory: Directory, path: Path, name: str, keys: Sequence[str]) -> Described:
     found = read_commit(directory, name)
-    items = tuple(item for item in _items(found.metadata) if not keys or _fits(item.fqn, keys))
+    items = tuple(
+        item
+        for item in _items(found.metadata)
+        if not keys or any(fnmatch.fnmatchcase(item.fqn, key) for key in keys)
+    )
     is_exact = found.files is not None
     sizes = {
         name: FileSize(_size(directory, name), nbytes, is_exact)
@@ -178,10 +178,6 @@ def _described(directory: Directory, path: Path, name: str, keys: Sequence[str])
     return Described(str(path), name, written_by, found.save_id, items, sizes)
 
 
-def _fits(fqn: str, keys: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(fqn, key) for key in keys)
-
-
 def _size(directory: Directory, name: str) -> int | None:
     """Returns the size of a regular file that a load would open: beneath, through no link."""
     parts = name.split("/")
@@ -189,9 +185,8 @@ def _size(directory: Directory, name: str) -> int | None:
         return None
     try:
         for depth in range(1, len(parts)):
-            above = "/".join(parts[:depth])
-            found = os.stat(above, dir_fd=directory.fd, follow_symlinks=False)
-            if not stat.S_ISDIR(found.st_mode):
+            above = os.stat("/".join(parts[:depth]), dir_fd=directory.fd, follow_symlinks=False)
+            if not stat.S_ISDIR(above.st_mode):
                 return None
         status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
     except (OSError, ValueError):  # ValueError: NUL in a name
@@ -201,24 +196,20 @@ def _size(directory: Directory, name: str) -> int | None:
 
 def _items(metadata: Metadata) -> Iterator[Item]:
     for fqn, entry in metadata.state_dict_metadata.items():
-        dtype: str | None = None
-        shape: tuple[int, ...] | None = None
-        if isinstance(entry, TensorStorageMetadata):
-            chunks = tuple(
-                _chunk(metadata, MetadataIndex(fqn, chunk.offsets, at), chunk.sizes)
-                for at, chunk in enumerate(entry.chunks)
-            )
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            shape = tuple(entry.size)
-        else:
-            chunks = (_chunk(metadata, MetadataIndex(fqn), ()),)
+        if not isinstance(entry, TensorStorageMetadata):
+            whole = _chunk(metadata, MetadataIndex(fqn), ())
+            yield Item(fqn, "object", None, None, whole.nbytes, (whole,))
+            continue
+        chunks = tuple(
+            _chunk(metadata, MetadataIndex(fqn, chunk.offsets, at), chunk.sizes)
+            for at, chunk in enumerate(entry.chunks)
+        )
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
         nbytes = sum(chunk.nbytes for chunk in chunks)
-        yield Item(fqn, "object" if shape is None else "tensor", dtype, shape, nbytes, chunks)
+        yield Item(fqn, "tensor", dtype, tuple(entry.size), nbytes, chunks)
 
 
 def _chunk(metadata: Metadata, index: MetadataIndex, sizes: Sequence[int]) -> Chunk:
     place = (metadata.storage_data or {}).get(index)
-    offsets = tuple(index.offset or ())
-    if place is None:
-        return Chunk(offsets, tuple(sizes), "", 0, 0)
-    return Chunk(offsets, tuple(sizes), place.relative_path, place.offset, place.length)
+    where = ("", 0, 0) if place is None else (place.relative_path, place.offset, place.length)
+    return Chunk(tuple(index.offset or ()), tuple(sizes), *where)

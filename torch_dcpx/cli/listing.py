@@ -88,17 +88,9 @@ def _listed(path: Path, name: str) -> _Listed:
     )
 
 
-# ---- verify and repair ---------------------------------------------------------------------------
-
-
-def _look_at(path: Path) -> None:
-    """Raises StorageError where there is no directory: that says nothing of a checkpoint."""
-    Directory(path).close()
-
-
 def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
     """Prints the report of `verify`. Returns the exit code."""
-    _look_at(path)
+    Directory(path).close()  # where there is none, that says nothing of a checkpoint
     with showing_progress(f"verify {path.name}", is_shown=not as_json) as tell:
         report = verify(path, workers=workers, progress=tell)
     _put(report, as_json, ok=report.ok)
@@ -113,7 +105,7 @@ def run_repair(path: Path, *, as_json: bool, **arguments: Any) -> int:
         as_json: whether to print JSON.
         arguments: of `repair`.
     """
-    _look_at(path)
+    Directory(path).close()
     report = repair(path, **arguments)
     _put(report, as_json, assumptions=report.assumptions)
     return UNSOUND if report.assumptions and not arguments["accept_assumptions"] else FINE

@@ -44,6 +44,9 @@ _Args = ParamSpec("_Args")
 _ENDLESS = 1 << 20  # columns of a terminal that nothing is wrapped in
 _OF_CHECKPOINT = (CorruptionError, NotCommittedError, RepairError, ShortReadError)
 
+_on_stdout = functools.partial(Console, highlight=False, emoji=False, markup=False)
+_on_stderr = functools.partial(_on_stdout, stderr=True)
+
 
 def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
     """Makes a function that returns its exit code a click command with `--json`.
@@ -55,21 +58,19 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
 
     @functools.wraps(function)
     def run(*args: _Args.args, **kwargs: _Args.kwargs) -> NoReturn:
+        code = CANNOT
         try:
             code = function(*args, **kwargs)
         except (DcpxError, OSError) as error:
             if kwargs.get("as_json"):
                 put_json({"error": {"type": type(error).__name__, **_fields(error)}})
             else:
-                _on_stderr().print(Text(printable(f"dcpx: {error}")), soft_wrap=True)
+                put_lines([f"dcpx: {error}"], _on_stderr())
             code = UNSOUND if is_of_checkpoint(error) else CANNOT
         except KeyboardInterrupt:
-            _on_stderr().print("dcpx: interrupted")
-            code = CANNOT
+            put_lines(["dcpx: interrupted"], _on_stderr())
         except Exception:  # noqa: BLE001 - a bug is shown, and never as damage
-            for line in traceback.format_exc().splitlines():
-                _on_stderr().print(Text(printable(line)), soft_wrap=True)
-            code = CANNOT
+            put_lines(traceback.format_exc().splitlines(), _on_stderr())
         sys.exit(code)
 
     return click.option("--json", "as_json", is_flag=True, help="print JSON")(run)
@@ -81,12 +82,10 @@ def is_of_checkpoint(error: Exception) -> bool:
 
 
 def _fields(error: Exception) -> dict[str, Any]:
-    fields: dict[str, Any] = {"message": str(error)}
-    for name in ("path", "fqn", "offset", "nbytes", "expected", "found", "errno"):
-        value = getattr(error, name, None)
-        if isinstance(value, str | int):
-            fields[name] = value
-    return fields
+    names = ("path", "fqn", "offset", "nbytes", "expected", "found", "errno")
+    values = {name: getattr(error, name, None) for name in names}
+    told = {name: value for name, value in values.items() if isinstance(value, str | int)}
+    return {"message": str(error), **told}
 
 
 def put_json(value: Any) -> None:
@@ -103,16 +102,14 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(each) for each in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
+    return value if value is None or isinstance(value, int | float | str) else str(value)
 
 
-def put_lines(lines: Iterable[str]) -> None:
-    """Prints lines: no markup, nothing cut, none that is two."""
-    console = _on_stdout()
+def put_lines(lines: Iterable[str], console: Console | None = None) -> None:
+    """Prints lines, to stdout by default: no markup, nothing cut, none that is two."""
+    shown = console or _on_stdout()
     for line in lines:
-        console.print(Text(printable(line)), soft_wrap=True)
+        shown.print(Text(printable(line)), soft_wrap=True)
 
 
 def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -157,11 +154,3 @@ def human_bytes(nbytes: float) -> str:
             break
         nbytes /= 1024
     return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-
-
-def _on_stdout() -> Console:
-    return Console(highlight=False, emoji=False, markup=False)
-
-
-def _on_stderr() -> Console:
-    return Console(stderr=True, highlight=False, emoji=False, markup=False)

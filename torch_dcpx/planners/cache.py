@@ -108,9 +108,8 @@ class PlanCache:
 
     def trim(self) -> None:
         """Drops what is beyond the bounds, but never the plan used last."""
-        plans = list(self._known.items())
         left = MAX_ITEMS
-        for number, (fingerprint, known) in enumerate(reversed(plans)):
+        for number, (fingerprint, known) in enumerate(reversed(list(self._known.items()))):
             left -= known.weight
             if number and (number >= MAX_PLANS or left < 0):
                 self._known.pop(fingerprint, None)
@@ -154,11 +153,9 @@ def values_digest(digests: Mapping[str, bytes], names: Sequence[str]) -> bytes:
         digests: of a state's Python values, by name; a value of which nothing is known has none.
         names: of the values, in an order that is the same on all ranks.
     """
-    whole = hashlib.blake2b(digest_size=16)
-    for name in names:
-        digest = digests.get(name, b"")
-        whole.update(len(digest).to_bytes(1, "little") + digest)
-    return whole.digest()
+    each = (digests.get(name, b"") for name in names)
+    told = b"".join(len(digest).to_bytes(1, "little") + digest for digest in each)
+    return hashlib.blake2b(told, digest_size=16).digest()
 
 
 _PLACEMENTS = Placement.__module__
@@ -191,10 +188,8 @@ def _describe_placement(placement: Placement) -> bytes | None:
 
 def _describe_value(value: Any) -> bytes | None:
     """Returns that a value is planned as bytes, whatever it is; None for what plans itself."""
-    is_planned_here = not isinstance(value, torch.Tensor) and not hasattr(
-        value, "__create_write_items__"
-    )
-    return b"" if is_planned_here else None
+    plans_itself = isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
+    return None if plans_itself else b""
 
 
 STATE_READER = _C.StateReader(
@@ -258,6 +253,5 @@ def fingerprint_of(
     if said is None:
         return None
     header = repr((*about, torch.is_grad_enabled())).encode(errors="surrogatepass")
-    whole = hashlib.blake2b(len(header).to_bytes(8, "little") + header, digest_size=32)
-    whole.update(said)
-    return whole.digest()
+    told = len(header).to_bytes(8, "little") + header + said
+    return hashlib.blake2b(told, digest_size=32).digest()

@@ -11,7 +11,7 @@ import dataclasses
 import uuid
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
@@ -72,15 +72,14 @@ class KeptPlan(LoadPlan):
         Raises:
             PlanError: this is the plan of another rank.
         """
-        items = self.items
-        if self.is_away:
-            if kept is None or kept.token != self.token:
-                raise PlanError(
-                    "the coordinator gave this rank another plan than it had sent; each rank reads "
-                    "by its own"
-                )
-            items = kept.items
-        return LoadPlan(items, self.storage_data, self.planner_data)
+        if not self.is_away:
+            kept = self
+        if kept is None or kept.token != self.token:
+            raise PlanError(
+                "the coordinator gave this rank another plan than it had sent; each rank reads by "
+                "its own"
+            )
+        return LoadPlan(kept.items, self.storage_data, self.planner_data)
 
 
 def is_kept(planner: LoadPlanner, reader: object) -> bool:
@@ -90,12 +89,11 @@ def is_kept(planner: LoadPlanner, reader: object) -> bool:
         planner: of this rank.
         reader: for which it plans; None where that is not known.
     """
-    distributed = torch.distributed
     return (
         isinstance(reader, FileSystemReader)
-        and distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
+        and dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
         and has_stock_hooks(planner, _HOOKS)
         and all(_leaves_items(reader, hook) for hook in _READER_HOOKS)
     )

@@ -139,11 +139,10 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
 
         Source: DefaultLoadPlanner.set_up_planner.
         """
-        has_flat_shards = self.flatten_sharded_tensors
         if self.flatten_state_dict:
             with _unflattened(self):
                 super().set_up_planner(state_dict, metadata, is_coordinator)
-            flat = flattened_target(self.state_dict, has_flat_shards=has_flat_shards)
+            flat = flattened_target(self.state_dict, has_flat_shards=self.flatten_sharded_tensors)
             if flat is not None:
                 self.state_dict, self.mappings = flat
                 return
@@ -151,10 +150,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Returns the state's tensor, or shard, that a read item names."""
-        target = self.state_dict.get(index.fqn)
-        if isinstance(target, MappedTarget):
-            return target.view(index)
-        return super().lookup_tensor(index)
+        own = self.state_dict.get(index.fqn)
+        return own.view(index) if isinstance(own, MappedTarget) else super().lookup_tensor(index)
 
     def dcpx_use_mapped(self, mapped: MappedState) -> None:
         """Plans a state by stored names. REQUIRES: `set_up_planner`, with a flat state."""
@@ -197,15 +194,12 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             items, offences = MAKER.read_items(rows, fallback, IS_SWEPT, columns)
         if offences:
             first = offences[0]
-            reader = reader_above(sys._getframe(1))
-            raise _error(reader, rows[first[0]], stored, *first[1:])
+            raise _error(reader_above(sys._getframe(1)), rows[first[0]], stored, *first[1:])
         if not uneven:
             self._covered = (self.state_dict, tuple(items))
-        self._kept = None
-        if not is_kept(self, loaded_through(sys._getframe(1))):
-            return LoadPlan(items)
-        self._kept = KeptPlan(items)
-        return self._kept
+        is_sent = not is_kept(self, loaded_through(sys._getframe(1)))
+        self._kept = None if is_sent else KeptPlan(items)
+        return self._kept or LoadPlan(items)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Takes this rank's plan.
@@ -233,9 +227,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         Source: DefaultLoadPlanner.create_local_plan.
         """
         stored = self.metadata.state_dict_metadata.keys()  # type: ignore[union-attr]
-        if self.dcpx_is_mapped:
-            return
-        if not stored <= self.state_dict.keys():
+        if not self.dcpx_is_mapped and not stored <= self.state_dict.keys():
             state, mappings = flatten_before_2_4(self.original_state_dict)
             if not (stored - self.state_dict.keys()).isdisjoint(state):
                 self.state_dict, self.mappings = state, mappings
@@ -257,36 +249,25 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             if entry is None:
                 if not self.allow_partial_load:
                     raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")
-            elif type(entry) is not TensorStorageMetadata:
-                row = _other_row(fqn, entry, target, chunks_of)
-            elif is_plain_tensor(target):
-                shape = target.shape
-                if entry.size != shape:
-                    raise _size_error(entry.size, shape, fqn)
-                row = (fqn, shape, chunks_of(fqn), shape)
-            elif is_plain_dtensor(target):
-                if entry.size != target.shape:
-                    raise _size_error(entry.size, target.shape, fqn)
+            elif type(entry) is TensorStorageMetadata and is_plain_tensor(target):
+                _check_size(entry, target.shape, fqn)
+                row = (fqn, target.shape, chunks_of(fqn), target.shape)
+            elif type(entry) is TensorStorageMetadata and is_plain_dtensor(target):
+                _check_size(entry, target.shape, fqn)
                 part = chunks.target_part_of(fqn, target) if fills_state else chunks.part_of(target)
                 if part is not None:
-                    wanted = [ChunkStorageMetadata(*part)]
-                    row = (fqn, wanted, chunks_of(fqn), entry.size)
+                    row = (fqn, [ChunkStorageMetadata(*part)], chunks_of(fqn), entry.size)
             else:
                 row = _other_row(fqn, entry, target, chunks_of)
             rows[at] = row
         return rows
 
-    def _with_chunks(self, row: _Row) -> _Row:
-        """Returns a row with the chunks that a number in it stands for."""
-        fqn, wanted, stored, size = row
-        if type(stored) is int:
-            entries: dict[str, Any] = self.metadata.state_dict_metadata  # type: ignore[union-attr]
-            stored = entries[fqn].chunks
-        return fqn, wanted, stored, size
-
     def _fallback(self, row: _Row) -> list[ReadItem]:
         """Returns the items of a tensor whose chunks differ in their number of dimensions."""
-        fqn, wanted, stored, size = self._with_chunks(row)
+        fqn, wanted, stored, size = row
+        if type(stored) is int:  # of the entry, in the columns
+            entries: dict[str, Any] = self.metadata.state_dict_metadata  # type: ignore[union-attr]
+            stored = entries[fqn].chunks
         if isinstance(wanted, torch.Size):
             wanted = [ChunkStorageMetadata(torch.Size([0] * len(wanted)), wanted)]
         properties: Any = None
@@ -309,8 +290,8 @@ def _other_row(fqn: str, entry: Any, target: Any, chunks_of: Callable[[str], Any
     """Returns the row of what is neither a plain tensor nor stored as one."""
     if isinstance(entry, TensorStorageMetadata):
         sizes = wanted_sizes(target)
-        if sizes is not None and entry.size != sizes:
-            raise _size_error(entry.size, torch.Size(sizes), fqn)
+        if sizes is not None:
+            _check_size(entry, torch.Size(sizes), fqn)
     if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
         return []  # this rank is no part of its mesh
     if isinstance(entry, BytesStorageMetadata):
@@ -325,8 +306,11 @@ def _other_row(fqn: str, entry: Any, target: Any, chunks_of: Callable[[str], Any
     return (fqn, wanted, chunks_of(fqn), entry.size)
 
 
-def _size_error(stored: Sequence[int], wanted: torch.Size, fqn: str) -> ValueError:
-    return ValueError(f"Size mismatch between saved {stored} and current: {wanted} for {fqn}")
+def _check_size(entry: TensorStorageMetadata, wanted: torch.Size, fqn: str) -> None:
+    if entry.size != wanted:
+        raise ValueError(
+            f"Size mismatch between saved {entry.size} and current: {wanted} for {fqn}"
+        )
 
 
 def _error(

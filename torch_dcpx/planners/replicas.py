@@ -116,10 +116,10 @@ def _is_large(tensor: Any) -> bool:
 
 def _describe(tensor: DTensor) -> str:
     """Returns what the ranks say of their parts of one tensor, "" on a rank that has none."""
-    spec = tensor._spec
-    if spec.mesh.get_coordinate() is None:
+    mesh = tensor._spec.mesh
+    if mesh.get_coordinate() is None:
         return ""
-    about = (spec.mesh.device_type, spec.mesh.mesh.tolist(), spec.placements)
+    about = (mesh.device_type, mesh.mesh.tolist(), tensor._spec.placements)
     return hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
 
 
@@ -173,13 +173,11 @@ def with_pieces(
         PlanError: an item asks for what this rank does not have.
     """
     pieces: dict[str, RowPieces] = {}
-    chunks = ChunkFinder()
-    shard = WriteItemType.SHARD
-    asking = items
+    chunks, asking = ChunkFinder(), items
     if is_rare and isinstance(state, dict):
         asking = [items[number] for number in SAVE_ROWS.strangers(items, state)]
     for item in asking:
-        if item.type is not shard or item.tensor_data is None:
+        if item.type is not WriteItemType.SHARD or item.tensor_data is None:
             continue
         fqn, chunk = item.index.fqn, item.tensor_data.chunk
         value: Any = state.get(fqn)
@@ -225,13 +223,12 @@ def _check_sizes(pieces: Mapping[str, RowPieces], items: Sequence[WriteItem]) ->
         PlanError: two items begin at one row, or one asks for the whole tensor.
     """
     for item in items:
-        cut = pieces.get(item.index.fqn)
-        if cut is None or item.tensor_data is None:
+        fqn, about = item.index.fqn, item.tensor_data
+        if fqn not in pieces or about is None:
             continue
-        sizes = item.tensor_data.chunk.sizes
-        if cut.__get_tensor_shard__(item.index).shape != sizes:
+        if pieces[fqn].__get_tensor_shard__(item.index).shape != about.chunk.sizes:
             raise PlanError(
-                f"the plan writes '{item.index.fqn}' at {list(item.index.offset or ())} twice, "
-                f"in different sizes, one of them {list(sizes)}",
-                fqn=item.index.fqn,
+                f"the plan writes '{fqn}' at {list(item.index.offset or ())} twice, in different "
+                f"sizes, one of them {list(about.chunk.sizes)}",
+                fqn=fqn,
             )

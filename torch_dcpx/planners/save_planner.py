@@ -151,10 +151,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
             PlanError: a DTensor's shard has another shape than its placement says.
         """
         self._restore_state()
-        may_split = self.split_replicas is None or self.split_replicas
-        self._can_split = (
-            HAS_KNOWN_ITEMS and may_split and is_own(self, DcpxSavePlanner, *_DATA_HOOKS)
-        )
+        may_split = HAS_KNOWN_ITEMS and (self.split_replicas is None or self.split_replicas)
+        self._can_split = may_split and is_own(self, DcpxSavePlanner, *_DATA_HOOKS)
         plan = self._kept_local_plan() if keeps_plans(self) else self._local_plan()
         self._can_split = plan.can_split or bool(plan.replicas)
         if self.flatten_state_dict:
@@ -166,21 +164,12 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """Returns the plan of a state that was planned before, or a new one."""
         planning = self.dcpx_planning
         planning.known = None
-        fingerprint = fingerprint_of(
-            self.state_dict,
-            self.mappings if self.flatten_state_dict else None,
-            (
-                type(self).__qualname__,
-                planning.group,
-                self.is_coordinator,
-                self.flatten_state_dict,
-                self.flatten_sharded_tensors,
-                self.dedup_save_to_lowest_rank,
-                self.split_replicas,
-                self._can_split,
-                self.on_conflict,
-            ),
-        )
+        who = type(self).__qualname__, planning.group, self.is_coordinator
+        flat = self.flatten_state_dict, self.flatten_sharded_tensors
+        split = self.dedup_save_to_lowest_rank, self.split_replicas, self._can_split
+        paths = self.mappings if self.flatten_state_dict else None
+        about = (*who, *flat, *split, self.on_conflict)
+        fingerprint = fingerprint_of(self.state_dict, paths, about)
         if fingerprint is None:
             return self._local_plan()
         known = planning.plans.get(fingerprint)
@@ -196,11 +185,9 @@ class DcpxSavePlanner(DefaultSavePlanner):
 
     def _restore_state(self) -> None:
         """Takes the pieces of an earlier plan out of the state, unless it was replaced since."""
-        if self._cut is not None:
-            pieced, before = self._cut
-            self._cut = None
-            if self.state_dict is pieced:
-                self.state_dict = before
+        if self._cut is not None and self.state_dict is self._cut[0]:
+            self.state_dict = self._cut[1]
+        self._cut = None
 
     def _local_plan(self) -> RankPlan:
         """Source: create_default_local_save_plan."""
@@ -209,9 +196,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             return RankPlan(stock.items)
         return self._rank_plan(*self._local_items())
 
-    def _local_items(
-        self,
-    ) -> tuple[list[Any], frozenset[str], Replicas | None, dict[str, Any]]:
+    def _local_items(self) -> tuple[list[Any], frozenset[str], Replicas | None, dict[str, Any]]:
         """Returns (items, names that cannot be cut by rows, known copies, Python values).
 
         Raises:
@@ -231,8 +216,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
                     if not _has_rows(value):
                         whole.add(fqn)
                 elif is_plain_dtensor(value):
-                    part = chunks.part_of(value)
-                    local = value._local_tensor
+                    part, local = chunks.part_of(value), value._local_tensor
                     if part is None:
                         continue
                     is_odd = local.shape != part.sizes
@@ -287,7 +271,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """
         unlike: list[tuple[str, int, int]] = []
         cut = [plan for plan in all_plans if isinstance(plan, RankPlan) and plan.can_split]
-        conflicts = self._conflicts(all_plans)
+        digests = (plan.digests if isinstance(plan, RankPlan) else {} for plan in all_plans)
+        conflicts = report_conflicts(digests, self.on_conflict, self.dcpx_logged)
         self.dcpx_planning.has_conflicts = bool(conflicts)
         items = MAKER.dedup_items(
             [list(plan.items) for plan in all_plans],
@@ -299,11 +284,6 @@ class DcpxSavePlanner(DefaultSavePlanner):
         )
         refuse_unlike(all_plans, unlike)
         return [_with_items(plan, its) for plan, its in zip(all_plans, items, strict=True)]
-
-    def _conflicts(self, all_plans: list[SavePlan]) -> set[str]:
-        """Returns the names of Python values that differ over the ranks, and says so."""
-        digests = (plan.digests if isinstance(plan, RankPlan) else {} for plan in all_plans)
-        return report_conflicts(digests, self.on_conflict, self.dcpx_logged)
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Returns the plan of each rank, and the metadata.
@@ -324,17 +304,15 @@ class DcpxSavePlanner(DefaultSavePlanner):
             plans = [_with_items(plan, its) for plan, its in zip(deduped, items, strict=True)]
         metadata = Metadata(entries)
         if self.flatten_state_dict:
-            merged: dict[str, Any] = {}
+            metadata.planner_data = {}
             for plan in reversed(plans):  # the first rank's path of a name is kept
-                merged.update(plan.planner_data)
-            metadata.planner_data = merged
+                metadata.planner_data.update(plan.planner_data)
         # One rank alone may save its part of a tensor.
         errors = [row for row in offences if row[1] != "hole" or len(plans) > 1]
         if errors:
             texts = "; ".join(offence_text(entries, *row) for row in errors)
-            if len(texts) > _MAX_TEXT:
-                texts = texts[:_MAX_TEXT] + "... (truncated)"
-            raise PlanError(f"Failed to validate global plan: {texts}", fqn=errors[0][0])
+            shown = texts[:_MAX_TEXT] + ("... (truncated)" if len(texts) > _MAX_TEXT else "")
+            raise PlanError(f"Failed to validate global plan: {shown}", fqn=errors[0][0])
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -351,8 +329,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             is_rare = self.split_replicas is None
             state = with_pieces(self.state_dict, plan.items, is_rare=is_rare)
             if state is not None:
-                self._cut = (state, self.state_dict)
-                self.state_dict = state
+                self._cut, self.state_dict = (state, self.state_dict), state
             if isinstance(plan, RankPlan):
                 plan = dataclasses.replace(plan, cut_names=cut_names(state or {}))
         return plan

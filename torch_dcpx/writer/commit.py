@@ -60,10 +60,6 @@ def _unpacked(packed: tuple[Any, ...], files: Sequence[FileEntry]) -> WriteResul
     return WriteResults(unpack_results(*packed), files)
 
 
-def _where(index: MetadataIndex, rank: int) -> str:
-    return f"'{index.fqn}' at offset {index.offset} from rank {rank}"
-
-
 @paused_gc()
 def verify_results(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]]
@@ -87,15 +83,12 @@ def verify_results(
     indices = [result.index for result in flat]
     places = [result.storage_data for result in flat]
     # Chunks are compared as plain tuples: a MetadataIndex is hashed and compared in Python.
-    written = set(
-        zip([index.fqn for index in indices], [index.offset for index in indices], strict=True)
-    )
-    is_right = (
-        len(written) == len(flat)
-        and _are_inside(places, files)
-        and written == set(_chunks(metadata))
-    )
-    if not is_right:
+    written = {(index.fqn, index.offset) for index in indices}
+    if (
+        len(written) != len(flat)
+        or not _are_inside(places, files)
+        or written != set(_chunks(metadata))
+    ):
         _refuse(metadata, results, files)
     return dict(zip(indices, places, strict=True)), list(files.values())
 
@@ -119,36 +112,34 @@ def _are_inside(places: Sequence[Any], files: Mapping[str, FileEntry]) -> bool:
     begins = [place.offset for place in places]
     lengths = [place.length for place in places]
     limits = {path: entry.nbytes for path, entry in files.items()}
-    ends = map(add, begins, lengths)
     return min(chain(begins, lengths), default=0) >= 0 and all(
-        map(le, ends, map(limits.__getitem__, paths))
+        map(le, map(add, begins, lengths), map(limits.__getitem__, paths))
     )
 
 
 def _refuse(
-    metadata: Metadata,
-    results: Sequence[Sequence[WriteResult]],
-    files: Mapping[str, FileEntry],
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], files: Mapping[str, FileEntry]
 ) -> NoReturn:
     """Raises PlanError for the first thing that is wrong with the results."""
     written: set[tuple[str, Any]] = set()
     for rank, rank_results in enumerate(results):
         for result in rank_results:
             index, info = result.index, result.storage_data
+            where = f"'{index.fqn}' at offset {index.offset} from rank {rank}"
             chunk = index.fqn, index.offset
             if chunk in written:
-                raise PlanError(f"{_where(index, rank)} was written twice", fqn=index.fqn)
+                raise PlanError(f"{where} was written twice", fqn=index.fqn)
             file = files.get(info.relative_path)
             if file is None:
                 raise PlanError(
-                    f"{_where(index, rank)} names unknown file '{info.relative_path}': no rank "
+                    f"{where} names unknown file '{info.relative_path}': no rank "
                     "reports it. Results must reach `finish` in the lists that "
                     "`DcpxWriter.write_data` returned, which carry the file table",
                     fqn=index.fqn,
                 )
             if info.offset < 0 or info.length < 0 or info.offset + info.length > file.nbytes:
                 raise PlanError(
-                    f"{_where(index, rank)} lies at [{info.offset}, {info.offset + info.length}), "
+                    f"{where} lies at [{info.offset}, {info.offset + info.length}), "
                     f"outside of '{file.path}' of {file.nbytes} B",
                     fqn=index.fqn,
                 )
@@ -208,13 +199,18 @@ def publish(
         directory.create(temporary, pieces, is_durable=is_durable)
         directory.rename(temporary, name)
     except BaseException:
-        try:
-            directory.unlink(temporary)
-        except StorageError as error:
-            logger.warning("leftover of a failed save stays: %s", str(error))
+        remove_leftover(directory, temporary)
         raise
     if is_durable:
         directory.sync()
+
+
+def remove_leftover(directory: Directory, name: str) -> None:
+    """Removes a file of a save that fails by its own error: one in here is only logged."""
+    try:
+        directory.unlink(name)
+    except StorageError as error:
+        logger.warning("leftover of a failed save stays: %s", str(error))
 
 
 def commit(
@@ -237,9 +233,7 @@ def commit(
     Raises:
         PlanError, StorageError: as `publish`.
     """
-    replaced: set[str] = set()
-    if directory.is_regular(name):
-        replaced = referenced_files(directory, name) or set()
+    replaced = (directory.is_regular(name) and referenced_files(directory, name)) or set()
     publish(directory, name, metadata, files, save_id, is_durable=is_durable)
     if takes_over_rank_local:
         replaced |= take_over_rank_local(directory)
@@ -269,11 +263,8 @@ def take_over_rank_local(directory: Directory) -> set[str]:
     """
     replaced: set[str] = set()
     try:
-        for name in directory.names():
-            if not is_metadata_name(name) or name == METADATA_NAME:
-                continue
-            files = referenced_files(directory, name)
-            if files is not None:
+        for name in filter(is_metadata_name, directory.names()):
+            if name != METADATA_NAME and (files := referenced_files(directory, name)) is not None:
                 directory.unlink(name)
                 replaced |= files
     except StorageError as error:
@@ -286,19 +277,17 @@ def remove_replaced(
     replaced: set[str],
     leftovers: Leftovers,
     published: Mapping[str, Iterable[str]] | None = None,
-) -> list[str]:
+) -> None:
     """Removes data files that no metadata of the directory names any more.
+
+    Failures are logged: the save itself goes on, or is done.
 
     Args:
         directory: of a checkpoint, under its lock if leftovers are to go as well.
         replaced: files of metadata that is not there any more.
         leftovers: whose files of failed saves go with them: a rank's, everybody's or nobody's.
         published: what metadata of the caller names, by its own name, so that it is not read again.
-
-    Returns:
-        The names removed. Failures are logged: the save itself goes on, or is done.
     """
-    removed: list[str] = []
     known = published or {}
     try:
         names = directory.names()
@@ -311,33 +300,17 @@ def remove_replaced(
         candidates = {c for c in candidates if is_data_file_name(c) or is_temporary_name(c)}
         candidates = candidates.difference(*known.values())
         if not candidates:
-            return removed
+            return
         for name in filter(is_metadata_name, names):
             files = set() if name in known else referenced_files(directory, name)
             if files is None:
-                return removed  # who knows what it names: nothing is removed
+                return  # who knows what it names: nothing is removed
             candidates -= files
         for name in sorted(candidates):
             if directory.is_regular(name):
                 directory.unlink(name)
-                removed.append(name)
     except StorageError as error:
         logger.warning("files of a replaced checkpoint stay: %s", str(error))
-    return removed
-
-
-def remove_leftovers(directory: Directory, leftovers: Leftovers, is_durable: bool) -> None:
-    """Removes what saves that did not end well have left, before the next one writes.
-
-    Metadata says what is left over, and a killed save may have renamed it without an fsync: what
-    it replaced must not go before a power cut can no longer bring that back.
-
-    Raises:
-        StorageError: the fsync failed; nothing was removed.
-    """
-    if is_durable:
-        directory.sync()
-    remove_replaced(directory, set(), leftovers)
 
 
 def remove_unpublished(directory: Directory, name: str, own_files: Iterable[str]) -> None:
@@ -348,10 +321,8 @@ def remove_unpublished(directory: Directory, name: str, own_files: Iterable[str]
     """
     try:
         named = referenced_files(directory, name) if name in directory.names() else set()
-        if named is None:
-            return
         for path in own_files:
-            if path not in named:
+            if named is not None and path not in named:
                 directory.unlink(path)
     except StorageError as error:
         logger.warning("leftovers of a failed save stay: %s", str(error))

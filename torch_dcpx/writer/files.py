@@ -8,7 +8,6 @@ up, the window is written and its temporaries are dropped.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import secrets
@@ -21,19 +20,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
-from torch_dcpx.errors import StorageError
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.reports import WriteReport
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import FileEntry, data_file_names
 from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.writer.commit import remove_leftover
 from torch_dcpx.writer.items import Split, planned_bytes
 from torch_dcpx.writer.progress import WriteProgress
-from torch_dcpx.writer.rows import PICKLE, WriteRow, write_results
+from torch_dcpx.writer.rows import WriteRow, stored_bytes, write_results
 from torch_dcpx.writer.table import WriteTable
-
-logger = logging.getLogger("torch_dcpx")
-
 
 # Counters of `WriteJob.report` that a report has under the same names.
 _REPORTED = ("direct_bytes", "buffered_bytes", "in_place_bytes", "slot_bytes")
@@ -129,7 +125,9 @@ def write_files(
         progress.finish()
         return Written(results, files, job.report(), progress.done_bytes)
     except BaseException:
-        _remove_created(directory, job)
+        job.abandon()  # a traceback may keep the job alive, and with it the space of its files
+        for name in job.created():
+            remove_leftover(directory, name)
         raise
 
 
@@ -153,7 +151,6 @@ class _Window:
         self._made_ratio = 1.0  # bytes that the planner made to bytes planned: the most so far
         self._rows: list[WriteRow] = []
         self._owners: list[object] = []
-        self._devices: set[int] = set()
         self._used_bytes = 0
 
     def add_row(self, row: WriteRow) -> None:
@@ -161,8 +158,6 @@ class _Window:
         if len(self._rows) >= _MAX_ROWS:
             self.flush(is_final=False)
         self._rows.append(row)
-        if row.device >= 0:
-            self._devices.add(row.device)
 
     def add(self, item: WriteItem, file: int) -> None:
         """Asks for the item's data; writes what is there already when both exceed the budget."""
@@ -176,8 +171,6 @@ class _Window:
             self._made_ratio = max(self._made_ratio, cost / announced_bytes)
         self._make_room(cost)
         self._rows.append(resolved.row)
-        if resolved.row.device >= 0:
-            self._devices.add(resolved.row.device)
         self._owners.append(resolved.owner)
         self._used_bytes += cost
 
@@ -188,8 +181,9 @@ class _Window:
     def flush(self, *, is_final: bool) -> None:
         """Writes the rows and drops what they point to."""
         # Marked at each call: what a planner has just made, a device may still be computing.
-        after = device_memory.source_events(self._devices)
-        with self._progress.window(list(map(_payload_bytes, self._rows))) as tell:
+        devices = {row.device for row in self._rows if row.device >= 0}
+        after = device_memory.source_events(devices)
+        with self._progress.window(list(map(stored_bytes, self._rows))) as tell:
             try:
                 offsets, lengths = self._job.write(
                     self._rows, self._table.types, is_final=is_final, progress=tell, after=after
@@ -203,31 +197,18 @@ class _Window:
         self.placed[0].extend(offsets)
         self.placed[1].extend(lengths)
         self._rows, self._owners, self._used_bytes = [], [], 0
-        self._devices = set()
-
-
-def _payload_bytes(row: WriteRow) -> int:
-    """Returns what the row is in its file: C++ puts an archive around a pickle."""
-    return row.payload_bytes + (_C.OBJECT_ZIP_OVERHEAD if row.kind == PICKLE else 0)
 
 
 def _write_windows(
-    job: _C.WriteJob,
-    split: Split,
-    table: WriteTable,
-    progress: WriteProgress,
-    window_bytes: int,
+    job: _C.WriteJob, split: Split, table: WriteTable, progress: WriteProgress, window_bytes: int
 ) -> Placed:
     window = _Window(job, table, progress, window_bytes)
+    rows: Iterable[WriteRow | None] = repeat(None, len(split.items))
     if table.gives_state_as_it_is:
         # All that needs no memory comes first: what cannot be kept is refused before the first
         # byte. The rows point into the state; their tensors live as long as `in_place` does.
         with paused_gc():
-            in_place = table.resolve_in_place(*split)
-        rows: Iterable[WriteRow | None] = in_place.rows
-        window.in_place = in_place
-    else:
-        rows = repeat(None, len(split.items))
+            rows, window.in_place = table.resolve_in_place(*split)
     for item, file, row in zip(*split, rows, strict=True):
         if row is not None:
             window.add_row(row)
@@ -235,13 +216,3 @@ def _write_windows(
             window.add(item, file)
     window.flush(is_final=True)
     return window.placed
-
-
-def _remove_created(directory: Directory, job: _C.WriteJob) -> None:
-    """Removes the files that a failed save made here: no metadata names them."""
-    job.abandon()  # a traceback may keep the job alive, and with it the space of its files
-    for name in job.created():
-        try:
-            directory.unlink(name)
-        except StorageError as error:
-            logger.warning("leftover of a failed save stays: %s", str(error))

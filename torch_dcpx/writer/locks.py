@@ -10,7 +10,7 @@ from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import LOCK_NAME, rank_lock_name
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import SaveLock
-from torch_dcpx.writer.commit import Leftovers, remove_leftovers
+from torch_dcpx.writer.commit import Leftovers, remove_replaced
 
 
 class SaveLocks:
@@ -38,19 +38,9 @@ class SaveLocks:
             self._locks.pop().release(has_ended_well=has_ended_well)
 
     @property
-    def are_taken(self) -> bool:
-        """Whether this save is one that takes locks, held or not."""
-        return bool(self._locks)
-
-    @property
     def are_held(self) -> bool:
         """Whether they keep others out: some file systems have no locks."""
-        return self.are_taken and all(lock.is_held for lock in self._locks)
-
-    @property
-    def found_leftovers(self) -> bool:
-        """Whether a save of this machine took them before and did not end."""
-        return any(lock.left_by == "this machine" for lock in self._locks)
+        return bool(self._locks) and all(lock.is_held for lock in self._locks)
 
     @property
     def found_unended(self) -> bool:
@@ -72,12 +62,16 @@ class SaveLocks:
             is_durable: whether a new checkpoint's directory is to be so.
 
         Raises:
-            StorageError: the directory cannot be read or synced.
+            StorageError: the directory cannot be read or synced; nothing was removed.
         """
-        if not self.are_taken:
+        if not self._locks:
             return
         if name in directory.names():
-            if self.found_leftovers:
-                remove_leftovers(directory, self.leftovers_of(), is_durable)
+            if any(lock.left_by == "this machine" for lock in self._locks):
+                # Metadata says what is left over, and a killed save may have renamed it without an
+                # fsync: what it replaced must not go while a power cut could bring that back.
+                if is_durable:
+                    directory.sync()
+                remove_replaced(directory, set(), self.leftovers_of())
         elif is_durable:
             directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made

@@ -120,10 +120,9 @@ class _Terminal:
         self._try(self._stream.flush)
 
     def _try(self, function: Callable[..., object], *args: str) -> None:
-        if self._is_lost:
-            return
         try:
-            function(*args)
+            if not self._is_lost:
+                function(*args)
         except (OSError, ValueError) as error:  # gone, closed, or of another encoding
             self._is_lost = True
             logger.warning("the progress bar has ended: %s", str(error))
@@ -132,9 +131,7 @@ class _Terminal:
 def _is_terminal() -> bool:
     """Whether stderr is one; what others put in its place may be closed, or know nothing of it."""
     isatty = getattr(sys.stderr, "isatty", None)
-    if isatty is None or getattr(sys.stderr, "closed", False):
-        return False
-    return bool(isatty())
+    return isatty is not None and not getattr(sys.stderr, "closed", False) and bool(isatty())
 
 
 def _bar_type() -> Any:

@@ -22,11 +22,7 @@ from torch_dcpx.tensors.memory import HOOKS
 TENSOR, BYTES, TORCH_TENSOR = 0, 1, 2  # ItemKind of csrc/format/file_footer.h
 PICKLE = 3  # stored as BYTES: C++ puts the archive around it that torch.save would make
 
-_MEMORY_FORMATS = {
-    torch.contiguous_format: 0,
-    torch.channels_last: 1,
-    torch.preserve_format: 2,
-}
+_MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.preserve_format: 2}
 
 
 class ItemType(NamedTuple):
@@ -69,29 +65,12 @@ class Resolved(NamedTuple):
     temporary_bytes: int  # host memory that exists for this row alone
 
 
-class InPlace(NamedTuple):
-    """Rows that cost no host memory, None for every item that needs some, and the rows' tensors."""
-
-    rows: list[WriteRow | None]
-    owners: list[torch.Tensor]
+def stored_bytes(row: WriteRow) -> int:
+    """Returns what a row is in its file: C++ puts an archive around a pickle."""
+    return row.payload_bytes + (_C.OBJECT_ZIP_OVERHEAD if row.kind == PICKLE else 0)
 
 
 BYTES_TYPE = ItemType("", "", "", 1, 0, 0, "", "", "")  # index 0, of byte items
-
-
-def type_key(
-    dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool
-) -> tuple[object, ...]:
-    """Returns all that makes an `ItemType`."""
-    return (
-        dtype,
-        properties.dtype,
-        properties.layout,
-        properties.requires_grad,
-        properties.memory_format,
-        properties.pin_memory,
-        is_plain,
-    )
 
 
 def item_type(dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool) -> ItemType:

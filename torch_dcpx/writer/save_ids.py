@@ -53,11 +53,9 @@ def written_id(save: RunningSave | None, storage_data: Any) -> bytes:
         save: the one under way on this rank.
         storage_data: of the rank's final plan.
     """
-    if save is None:
-        return b""
-    if save.save_id:
+    if save is not None and save.save_id:
         return id_bytes(save.save_id)
-    if type(storage_data) is not SavePrefix or save.is_of_parent():
+    if save is None or type(storage_data) is not SavePrefix or save.is_of_parent():
         return b""
     return id_bytes(storage_data.save_id) if _is_new(storage_data) else b""
 
@@ -83,9 +81,8 @@ def save_of(files: Iterable[FileEntry], save: RunningSave | None) -> str:
         PlanError: some of its files were written for another save.
     """
     noted = [file for file in files if file.save_id]
-    if save is not None and save.save_id:
-        save_id = save.save_id
-    else:  # hooks called by hand
+    save_id = save.save_id if save is not None else ""
+    if not save_id:  # hooks called by hand
         save_id = noted[0].save_id.hex() if noted else uuid.uuid4().hex
     for file in noted:
         if file.save_id != id_bytes(save_id):

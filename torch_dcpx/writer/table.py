@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import (
 
 from torch_dcpx._compat import dtype_name
 from torch_dcpx._hooks import has_hooks, has_plain_state
-from torch_dcpx._native import _C
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors import device as device_memory
@@ -47,12 +46,11 @@ from torch_dcpx.writer.rows import (
     SAVE_ROWS,
     TENSOR,
     TORCH_TENSOR,
-    InPlace,
     ItemType,
     Resolved,
     WriteRow,
     item_type,
-    type_key,
+    stored_bytes,
 )
 
 
@@ -73,8 +71,7 @@ def transform_by(transforms: Any) -> Transform:
         stream.close()
         return raw
 
-    descriptors = [extension.get_descriptor() for extension in reversed(transforms.extensions)]
-    return Transform(apply, descriptors)
+    return Transform(apply, [one.get_descriptor() for one in reversed(transforms.extensions)])
 
 
 _SCALARS = frozenset((int, float, bool, type(None)))  # exact types: no class is named
@@ -88,13 +85,6 @@ _STOCK_HOOKS = {
 def is_kept_as_it_is(value: object) -> bool:
     """Returns whether a bytes item's value is pickled by itself, not by torch.save."""
     return type(value) in _SCALARS or (type(value) is str and len(value) <= _MAX_CHARS)
-
-
-def looked_up(item: WriteItem, state: Mapping[str, Any]) -> torch.Tensor | None:
-    """Returns what stock's `resolve_data` finds for a plain tensor, without its five calls."""
-    data = state.get(item.index.fqn)
-    is_plain_whole = is_plain_tensor(data) and not any(item.index.offset or ())
-    return data if is_plain_whole else None
 
 
 def gives_state_as_it_is(planner: SavePlanner | StagedItems) -> bool:
@@ -208,17 +198,23 @@ class WriteTable:
         """
         if item.type is WriteItemType.BYTE_IO and self._transform is None:
             value = self._state.get(item.index.fqn, self)
-            if is_kept_as_it_is(value):
-                return self._scalar(item, file, value)
+            if is_kept_as_it_is(value):  # torch.save needs 50 us for it, and a pickle 1 us
+                pickled = pickle.dumps(value, protocol=torch.serialization.DEFAULT_PROTOCOL)
+                return self._serialised(item, file, PICKLE, 0, pickled)
         data = self._planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
                 raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")
-            return self._bytes(item, file, data)
+            if self._transform is not None:
+                data = self._transform.apply(item, data.getbuffer())
+            return self._serialised(item, file, BYTES, 0, data.getbuffer())
         return self._tensor(item, file, data)
 
-    def resolve_in_place(self, items: Iterable[WriteItem], files: Iterable[int]) -> InPlace:
-        """Describes the items that lie in memory, of the host or a device, as they are written.
+    def resolve_in_place(
+        self, items: Iterable[WriteItem], files: Iterable[int]
+    ) -> tuple[list[WriteRow | None], list[torch.Tensor]]:
+        """Returns the rows of the items that lie in memory, of the host or a device, as they are
+        written, None for all others; and these rows' tensors.
 
         Makes no temporary, so that all items can be asked before the first byte is written.
         REQUIRES: gives_state_as_it_is.
@@ -230,21 +226,18 @@ class WriteTable:
         """
         items, files = list(items), list(files)
         if self._transform is None:
+            known, is_host = self._known, device_memory.is_host
             rows, owners, others = SAVE_ROWS.plain_rows(
-                items, files, self._state, self._paths, self._known, self._type,
-                device_memory.is_host,
-            )  # fmt: skip
-        else:
-            rows, owners, others = (
-                [None] * len(items),
-                [],
-                [i for i, item in enumerate(items) if item.type is not WriteItemType.BYTE_IO],
+                items, files, self._state, self._paths, known, self._type, is_host
             )
+        else:
+            rows, owners = [None] * len(items), []
+            others = [i for i, item in enumerate(items) if item.type is not WriteItemType.BYTE_IO]
         for number in others:
             tensor, about = self._vetted(items[number], self._lookup(items[number]))
             rows[number] = self._row_in_place(items[number], files[number], tensor, about)
             owners.append(tensor)
-        return InPlace(rows, owners)
+        return rows, owners
 
     def _vetted(self, item: WriteItem, data: Any) -> tuple[torch.Tensor, TensorWriteData]:
         try:
@@ -262,24 +255,10 @@ class WriteTable:
             ) from error
 
     def _lookup(self, item: WriteItem) -> Any:
-        data = looked_up(item, self._state)
-        return self._planner.resolve_data(item) if data is None else data
-
-    def _scalar(self, item: WriteItem, file: int, value: object) -> Resolved:
-        """Returns the row of what torch.save needs 50 us for, and a pickle 1 us."""
-        pickled, fqn = (
-            pickle.dumps(value, protocol=torch.serialization.DEFAULT_PROTOCOL),
-            item.index.fqn,
-        )
-        row = WriteRow(
-            file, PICKLE, 0, pickled, len(pickled), (), (), True, fqn, (), (), self._paths.get(fqn)
-        )  # fmt: skip
-        return Resolved(row, pickled, len(pickled) + _C.OBJECT_ZIP_OVERHEAD)
-
-    def _bytes(self, item: WriteItem, file: int, data: io.BytesIO) -> Resolved:
-        if self._transform is not None:
-            data = self._transform.apply(item, data.getbuffer())
-        return self._serialised(item, file, BYTES, 0, data)
+        """Returns what `resolve_data` does; of a whole plain tensor without stock's five calls."""
+        data = self._state.get(item.index.fqn)
+        is_plain_whole = is_plain_tensor(data) and not any(item.index.offset or ())
+        return data if is_plain_whole else self._planner.resolve_data(item)
 
     def _tensor(self, item: WriteItem, file: int, data: Any) -> Resolved:
         tensor, about = self._vetted(item, data)
@@ -301,7 +280,7 @@ class WriteTable:
         if self._transform is not None:
             stream = self._transform.apply(item, stream.getbuffer())
         kind = self._type(tensor.dtype, about.properties, is_plain=False)
-        return self._serialised(item, file, TORCH_TENSOR, kind, stream, about)
+        return self._serialised(item, file, TORCH_TENSOR, kind, stream.getbuffer(), about)
 
     def _row_in_place(
         self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
@@ -344,28 +323,28 @@ class WriteTable:
         file: int,
         kind: int,
         type_index: int,
-        data: io.BytesIO,
+        data: bytes | memoryview,
         about: TensorWriteData | None = None,
     ) -> Resolved:
         """Returns the row of bytes that are the item; of a tensor its footer names the chunk."""
-        buffer, fqn = data.getbuffer(), item.index.fqn
-        sizes: tuple[int, ...] = ()
-        offsets: tuple[int, ...] = ()
-        shape: tuple[int, ...] = ()
+        fqn = item.index.fqn
+        sizes = offsets = shape = torch.Size()
         if about is not None and len(about.size) == len(about.chunk.sizes):
             sizes, offsets, shape = about.chunk.sizes, about.chunk.offsets, about.size
         strides = (0,) * len(sizes)  # nothing of the stored bytes is addressed by them
+        path, size = self._paths.get(fqn), len(data)
         row = WriteRow(
-            file, kind, type_index, buffer, len(buffer), sizes, strides, True, fqn, shape, offsets,
-            self._paths.get(fqn),
-        )  # fmt: skip
-        return Resolved(row, data, len(buffer))
+            file, kind, type_index, data, size, sizes, strides, True, fqn, shape, offsets, path
+        )
+        return Resolved(row, data, stored_bytes(row))
 
     def _type(
         self, dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool = True
     ) -> int:
         """Returns the index of the type of items of this dtype and these properties."""
-        key = type_key(dtype, properties, is_plain=is_plain)
+        own = properties
+        said = own.dtype, own.layout, own.requires_grad, own.memory_format, own.pin_memory
+        key = dtype, *said, is_plain
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = len(self.types)

@@ -140,13 +140,13 @@ class DcpxWriter(FileSystemWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # Locks and the save under way stay with the process that has them.
-        own: dict[str, Any] = {
+        return {
+            **self.__dict__,
             "_DcpxWriter__locks": SaveLocks(),
             "_DcpxWriter__save": None,
             "_DcpxWriter__pause": PlanningPause(),
             "_DcpxWriter__use": WriterUse(),
         }
-        return {**self.__dict__, **own}
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """Starts another save, to `checkpoint_id` where given.
@@ -210,14 +210,16 @@ class DcpxWriter(FileSystemWriter):
         with self.__hook():
             refuse_bypassed(self, DcpxWriter)
             refuse_changed(self, self.options)
-            refuse_other_metadata_file(self, None if self.use_collectives else self.rank)
+            rank = None if self.use_collectives else self.rank
+            refuse_other_metadata_file(self, rank)
             check_plan(plan.items)
             path, is_durable = self.__directory_path(), self.__is_durable
             made = make_directory(path, is_durable=is_durable)
             if self.__save is not None:
                 self.__save.made = made
             with self.__opened(path) as directory:
-                self.__lock(directory)
+                if self.__is_coordinator or rank is not None:
+                    self.__locks.take(directory, self.__save or RunningSave(self), rank)
                 if not self.use_collectives:
                     refuse_beside_global(directory)
                 with self.__anchor.applied(self):
@@ -250,8 +252,7 @@ class DcpxWriter(FileSystemWriter):
                 self.__remove_unpublished()
                 raise
         note_state_written(getattr(planner, "state_dict", None))
-        workers = self.options.resolved_workers()
-        self.last_report = written.report(workers, self.__hooks_s)
+        self.last_report = written.report(self.options.resolved_workers(), self.__hooks_s)
         if not self.__is_coordinator and self.use_collectives:
             self.__release()  # a follower hears nothing more of this save
         future: Future[list[WriteResult]] = Future()
@@ -275,11 +276,10 @@ class DcpxWriter(FileSystemWriter):
                 raise
         report = self.last_report and self.last_report.committed(self.__hooks_s)
         self.last_report = metadata.dcpx_report = report  # type: ignore[attr-defined]
-        nbytes = sum(file.nbytes for file in files)
-        line = saved_line(report, str(self.path), len(results), nbytes) if report else ""
+        nbytes, path = sum(file.nbytes for file in files), str(self.path)
         self.__release(has_ended_well=True)  # the next save may begin in another thread
-        if line:
-            logger.info(line)
+        if report:
+            logger.info(saved_line(report, path, len(results), nbytes))
 
     def __write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, WriteResults]:
         """Writes this rank's files; notes them as soon as nobody else would remove them."""
@@ -352,11 +352,6 @@ class DcpxWriter(FileSystemWriter):
     def __window_bytes(self) -> int:
         ahead = self.per_thread_copy_ahead * self.options.resolved_workers()
         return min(max(ahead, self.options.slot_bytes), self.options.resolved_memory_bytes())
-
-    def __lock(self, directory: Directory) -> None:
-        rank = None if self.use_collectives else self.rank
-        if self.__is_coordinator or rank is not None:
-            self.__locks.take(directory, self.__save or RunningSave(self), rank)
 
     def _metadata_exists(self) -> bool:
         """Whether there is a checkpoint to overwrite: one of all ranks takes the place of any."""
