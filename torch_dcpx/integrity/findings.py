@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What one `verify` has found.
+    """Lists what one `verify` has found.
 
     Attributes:
         path: the directory.
@@ -227,7 +227,7 @@ class RepairedMetadata:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """What one `repair` has done, or with `dry_run` would do.
+    """Says what one `repair` has done, or with `dry_run` would do.
 
     Attributes:
         path: the directory.

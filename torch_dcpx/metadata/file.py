@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, TORCH_VERSION
 from torch_dcpx._gc import paused_gc
@@ -88,7 +88,11 @@ def encode_pieces(
         meta = stock_storage_meta(metadata)
         stock: bytes | memoryview
         if encoded.planner_data == "pickle":
-            stock = _pickle_foreign(metadata, meta)
+            try:
+                stock = pickle_any(dataclasses.replace(metadata, storage_meta=meta))
+            except Exception as error:
+                message = f"pickle the metadata with its planner_data: {error}"
+                raise PlanError(message) from error
         else:
             stock = _C.pickle_metadata(
                 columns,
@@ -126,14 +130,6 @@ def _tail(
 def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str) -> bytes:
     """Returns the pieces of `encode_pieces` as one."""
     return b"".join(encode_pieces(metadata, files, save_id))
-
-
-def _pickle_foreign(metadata: Metadata, storage_meta: StorageMeta | None) -> bytes:
-    """Returns the pickle of metadata whose planner_data is not stock's."""
-    try:
-        return pickle_any(dataclasses.replace(metadata, storage_meta=storage_meta))
-    except Exception as error:
-        raise PlanError(f"pickle the metadata with its planner_data: {error}") from error
 
 
 _META_FIELDS = ("checkpoint_id", "save_id", "modules")

@@ -21,11 +21,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 
 from torch_dcpx import _compat
 from torch_dcpx._gc import paused_gc
@@ -331,9 +327,7 @@ def chunks_in(stored: Mapping[str, Any]) -> Callable[[str], Any]:
 
 def plain_metadata(metadata: Metadata) -> Metadata:
     """Returns metadata of plain dicts, to encode what a reader has handed out."""
-    found = {
-        name: dict(value) for name, value in vars(metadata).items() if isinstance(value, _Filled)
-    }
+    found = {key: dict(own) for key, own in vars(metadata).items() if isinstance(own, _Filled)}
     return dataclasses.replace(metadata, **found) if found else metadata  # type: ignore[arg-type]
 
 
