@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.saves import raises_one, save
 from support.states import assert_same
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, WriteItem
 
 import torch_dcpx
 from torch_dcpx import CorruptionError, DcpxLoadPlanner, DcpxReader, DcpxSavePlanner
@@ -106,6 +107,26 @@ def test_planner_with_a_hook_of_its_own_may_convert(tmp_path: Path) -> None:
     change_metadata(tmp_path, "stock", say_dtype("b", torch.float64))
     found = load(tmp_path, Casts(), b=torch.float64)
     assert_same(STATE["b"].double(), found["b"])
+
+
+class StockHalves(DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        return data.half() if write_item.index.fqn == "b" else data
+
+
+def test_error_of_what_a_planner_of_stock_s_converted_names_who_loads_it(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path)
+    dcp.save(dict(STATE), storage_writer=writer, planner=StockHalves(), no_dist=True)
+    with raises_one(CorruptionError) as raised:
+        load(tmp_path)
+    assert "torch's FileSystemReader loads it, or a planner with a commit_tensor" in str(
+        raised.error
+    )
+    assert_same(STATE, load(tmp_path, Casts()))
+    target = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert_same(STATE, target)
 
 
 def test_target_of_another_dtype_is_converted_as_ever(tmp_path: Path) -> None:

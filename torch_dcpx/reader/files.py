@@ -207,8 +207,8 @@ class _Window:
         if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
             raise CorruptionError(
                 f"'{fqn}' is stored in '{path}' as {dtype}, the metadata says "
-                f"{entry.properties.dtype}; where the save's planner converted it, one with a "
-                "commit_tensor of its own loads it",
+                f"{entry.properties.dtype}; where the save's planner converted it, torch's "
+                "FileSystemReader loads it, or a planner with a commit_tensor of its own",
                 fqn=fqn,
                 path=path,
             )
