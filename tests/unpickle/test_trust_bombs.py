@@ -26,6 +26,9 @@ from torch_dcpx.unpickle.byte_items import decode_byte_item
 from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS, MAX_SAME_HASH, check_keys
 from torch_dcpx.unpickle.stand_ins import brief
 
+# torch 2.15 says that checking takes time.
+pytestmark = pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
+
 
 def decode(body: bytes) -> Any:
     return decode_byte_item(hp.torch_zip(body), fqn="k", path="p")
