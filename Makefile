@@ -4,7 +4,8 @@
 #               its torch, and installs only the tools that it lacks
 #   TORCH=X.Y.Z the torch to install (2.13.0)
 #   PYTHON=EXE  the Python that makes the environments (python3)
-#   JOBS=N      compiler and test processes at once (MAX_JOBS, else cores; of tests at most 8)
+#   JOBS=N      compiler and test processes at once (MAX_JOBS, else cores; of tests at most 8, and of
+#               those of `make test` one more)
 #   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"; "-n0 -s" runs the
 #               tests in one process that prints
 #   BENCH_ARGS  more arguments for save.py, for example BENCH_ARGS="--cases 64mib --ranks 1 2"
@@ -66,8 +67,9 @@ help:
 demo: build
 	$(PY) examples/train_resume.py
 
+# One process more than cores: many of these tests wait for others.
 test: build $(FAKE_CUDA)
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) -n $$(($(JOBS) + 1)) $(PYTEST_ARGS)
 
 test-all: build $(FAKE_CUDA) test-cpp
 	$(DISK_TOOLS)
