@@ -1,4 +1,4 @@
-"""What differs between the supported versions of torch, and torch's private names that we need.
+"""Hides how torch's versions differ, and keeps the private names of torch that we need.
 
 No other module asks which torch runs, or what it has (`tests/house/test_house.py` reads them):
     2.9    the oldest: DCP's hooks take **kwargs, `Metadata.version`, rank-local metadata

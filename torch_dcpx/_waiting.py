@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """What time it is, and waiting: the module `time`, or what a test has in its place."""
+    """Tells the time, and waits: the module `time`, or its stand-in in a test."""
 
     def monotonic(self) -> float: ...
     def sleep(self, seconds: float, /) -> None: ...

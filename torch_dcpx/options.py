@@ -75,7 +75,7 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
 @options_from_environment
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a save is written.
+    """The options of a save.
 
     What is not given is taken from the environment variable DCPX_<NAME>, such as
     DCPX_SAVE_TIMEOUT_S, and else is the default.
@@ -166,7 +166,7 @@ class WriteOptions:
 @options_from_environment
 @dataclass(frozen=True)
 class ReadOptions:
-    """How a checkpoint is loaded.
+    """The options of a load.
 
     What is not given is taken from the environment variable DCPX_<NAME>, as in `WriteOptions`; but
     for `trusted=True` and `safe_globals`, which no variable can set.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class WriteReport:
-    """What one save did on this rank.
+    """The report of one save on this rank.
 
     The five phases add up to `total_s`: the time inside this writer's `prepare_local_plan`,
     `write_data` and `finish`. Neither the wait for other ranks nor DCP's own planning is in it.
@@ -97,7 +97,7 @@ def _decimal(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What one load did on this rank. Byte counts unless said otherwise.
+    """The report of one load on this rank. Byte counts unless said otherwise.
 
     The six phases add up to `total_s`: the time inside this reader's `read_metadata`,
     `prepare_local_plan` and `read_data`. Neither the wait for other ranks nor DCP's own planning is
@@ -189,7 +189,7 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one `dcpx.load` did on this rank. The four phases add up to `total_s`.
+    """The report of one `dcpx.load` on this rank. The four phases add up to `total_s`.
 
     Attributes:
         path: directory of the checkpoint.

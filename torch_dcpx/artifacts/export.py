@@ -56,7 +56,7 @@ from torch_dcpx.storage.reader_lock import being_read
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What one `dcpx.export` did.
+    """The report of one `dcpx.export`.
 
     Attributes:
         path: directory of the artifact.

@@ -1,4 +1,4 @@
-"""What of a module's `state_dict()` is not the module's memory: handed over after a load, checked.
+"""Hands over, after a load, and checks what of a `state_dict()` is not the module's memory.
 
 A load fills what `state_dict()` gave. For most modules that is the memory of their parameters and
 buffers. FSDP1, hooks, overridden methods and quantised modules give copies, casts, or what they

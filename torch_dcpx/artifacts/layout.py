@@ -1,4 +1,4 @@
-"""Where the bytes of an export go: tensors to files, files to a header and payloads.
+"""Lays the bytes of an export out: tensors to files, files to a header and payloads.
 
 A tensor's place in its file is known before any rank writes, and a payload is the tensor in C
 order: so every part of it, of whatever rank, has its place by strides alone.
@@ -55,7 +55,7 @@ class OutputPlan(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """Where a tensor's bytes go."""
+    """The place that a tensor's bytes go to."""
 
     file: int
     offset: int

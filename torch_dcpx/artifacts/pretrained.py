@@ -160,7 +160,7 @@ class _PretrainedRun(LoadRun):
 
 
 class _Weights:
-    """What of a model is on `meta`, while a load fills it."""
+    """The parts of a model that are on `meta`, while a load fills it."""
 
     def __init__(self, model: nn.Module, device: torch.device | str | None) -> None:
         self._model = model

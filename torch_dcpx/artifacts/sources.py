@@ -1,4 +1,4 @@
-"""What is exported: names, dtypes and sizes of all ranks, and this rank's part of the bytes.
+"""The sources of an export: names, dtypes and sizes of all ranks, and this rank's bytes.
 
 A live state is exported from where its shards lie: of a box that several ranks hold, one writes.
 

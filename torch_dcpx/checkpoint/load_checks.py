@@ -63,7 +63,7 @@ class LoadRules(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """How the state of one rank differs from the checkpoint."""
+    """The differences between the state of one rank and the checkpoint."""
 
     missing: tuple[str, ...] = ()  # not stored, forgiven or not
     refused: tuple[str, ...] = ()  # of these, not forgiven

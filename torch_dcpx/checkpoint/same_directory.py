@@ -34,7 +34,7 @@ _Made = tuple[str, int]  # last component and inode of a directory: devices diff
 
 
 class Place(NamedTuple):
-    """Where a rank saves to.
+    """The directory that a rank saves to.
 
     Attributes:
         directory: absolute, unless nothing tells where it is.

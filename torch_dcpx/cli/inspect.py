@@ -71,7 +71,7 @@ class Described(NamedTuple):
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the files, without a look into them."""
+        """Returns what is wrong with the files, without a look into them."""
         return [
             f"'{name}' is missing"
             if size.found is None

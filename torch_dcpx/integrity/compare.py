@@ -39,7 +39,7 @@ class Item(NamedTuple):
 
 
 class StoredCheckpoint(NamedTuple):
-    """What a `.metadata` says of a checkpoint."""
+    """The statements of one `.metadata` about its checkpoint."""
 
     name: str
     metadata: Metadata

@@ -1,4 +1,4 @@
-"""What lies in the directory of a checkpoint, as far as its metadata and sizes of files say.
+"""Reads a checkpoint's directory, as far as its metadata and sizes of files tell.
 
 `verify`, `repair`, `dcpx ls`, `dcpx inspect` and the manager all begin here. No data are read.
 """

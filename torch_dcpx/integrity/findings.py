@@ -1,4 +1,4 @@
-"""What `verify` and `repair` report: findings, and the two reports.
+"""The findings of `verify` and `repair`, and their two reports.
 
 `torch_dcpx.verify` makes its findings of errors and of C++'s tables, with the items that they are
 in. `torch_dcpx.repair` reports what it made, of what, and what it had to assume.
@@ -137,7 +137,7 @@ class VerifyReport:
 
 
 class ItemRanges:
-    """Which items of a file a range of its bytes belongs to."""
+    """Maps a range of a file's bytes to the items that it belongs to."""
 
     def __init__(self, ranges: Iterable[tuple[int, int, str]]) -> None:
         """Takes (begin, end, fqn) of every item."""
@@ -241,7 +241,7 @@ class RepairReport:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What must be true beyond what is there, of all files of metadata."""
+        """Returns what must be true beyond what is there, of all files of metadata."""
         return tuple(dict.fromkeys(text for one in self.repaired for text in one.assumed))
 
     def __str__(self) -> str:

@@ -127,7 +127,7 @@ class _Run:
 
     @property
     def files(self) -> int:
-        """How many data files could be read."""
+        """Returns the number of data files that could be read."""
         return sum(one.is_there for one in self._looked.values())
 
     def look(self) -> None:

@@ -231,10 +231,8 @@ class Retention:
         except ConcurrentSaveError as error:
             count = self._deferrals[stored.save_id] = self._deferrals.get(stored.save_id, 0) + 1
             if count % _MANY_DEFERRALS == 0:
-                logger.warning(
-                    "'%s' stays: its removal was deferred %d times in a row: %s",
-                    stored.path, count, error,
-                )  # fmt: skip
+                text = "'%s' stays: its removal was deferred %d times in a row: %s"
+                logger.warning(text, stored.path, count, error)
             raise
         self._deferrals.pop(stored.save_id, None)
         logger.info("removed checkpoint '%s'", stored.path)

@@ -1,4 +1,4 @@
-"""Which call each rank is at: it leaves a note in the operation that it has entered."""
+"""Tells which call each rank is at: a rank leaves a note in the operation that it enters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which reads may run together: those whose targets share no memory.
+"""Finds the reads that may run together: their targets share no memory.
 
 With tied weights two items go to one memory. The later one stays, as with stock, and no checksum is
 taken of memory that another read fills: so they are read one after the other. Parts of one target

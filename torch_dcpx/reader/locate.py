@@ -1,4 +1,4 @@
-"""Where the items of a load plan lie: one call to C++ opens the files and finds all of them.
+"""Finds the items of a load plan: one call to C++ opens the files and finds all of them.
 
 Many items share dtype, sizes and strides: these are a `Form`, looked at once. An item is then a
 number of its form and three integers, and a plan of a hundred thousand tensors costs few objects.
@@ -74,7 +74,7 @@ class Form:
 
 
 class RawPlace(NamedTuple):
-    """Where the bytes of a tensor lie with no frame around them, in place of a `_StorageInfo`."""
+    """The place of a tensor's bytes with no frame around them, instead of a `_StorageInfo`."""
 
     relative_path: str
     offset: int
@@ -84,7 +84,7 @@ class RawPlace(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Where a stored item lies: its file (number and name), and its payload there."""
+    """The place of a stored item: its file (number and name), and its payload there."""
 
     file: int
     path: str

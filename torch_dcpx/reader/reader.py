@@ -247,7 +247,7 @@ class DcpxReader(FileSystemReader):
 
     @property
     def generation(self) -> Generation | None:
-        """Which save's metadata was read. None: none yet."""
+        """Returns the save whose metadata was read. None: none yet."""
         return self.__generation
 
     @property

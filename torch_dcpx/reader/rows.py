@@ -42,7 +42,7 @@ class ReadRow(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the bytes of a tensor read go."""
+    """The memory that the bytes of a tensor read go to."""
 
     is_direct: bool  # to the target itself; else to a tensor that is made for them
     device: int  # CUDA ordinal; -1 for host memory

@@ -1,4 +1,4 @@
-"""Which safetensors files a path means, and which tensors lie in them."""
+"""Finds the safetensors files that a path means, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FILE_NAME = re.compile(
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies."""
+    """The place of a tensor."""
 
     file: str  # relative to the directory
     offset: int  # bytes from the start of the file

@@ -58,7 +58,7 @@ class ArenaPool:
 
     @property
     def count(self) -> int:
-        """How many arenas there are."""
+        """Returns the number of arenas."""
         with self._held():
             return len(self._arenas)
 

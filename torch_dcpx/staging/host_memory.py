@@ -1,4 +1,4 @@
-"""How much more host memory this process can get: the machine's, and that of its control groups."""
+"""Tells how much more host memory this process can get: the machine's and its control groups'."""
 
 from __future__ import annotations
 

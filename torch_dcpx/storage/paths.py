@@ -1,4 +1,4 @@
-"""Where checkpoints lie: paths as users give them, and which directory a relative one means."""
+"""Resolves the paths of checkpoints as users give them, and the directory of a relative one."""
 
 from __future__ import annotations
 

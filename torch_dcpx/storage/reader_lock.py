@@ -1,4 +1,4 @@
-"""Who reads a checkpoint holds a shared lock; who deletes it takes the same lock alone, or waits.
+"""A reader of a checkpoint holds a shared lock; a removal takes the same lock alone, or waits.
 
 The lock is a file of its own, `.dcpx.readers`: a save into the directory need not wait for readers,
 which get the old checkpoint or the new one anyway. A reader that finds no such file, or may not

@@ -150,7 +150,7 @@ class RunningSave:
 
 
 class WriterUse:
-    """Which save uses a writer: one at a time. Thread-safe; belongs to one process.
+    """Knows the save that uses a writer: one at a time. Thread-safe; belongs to one process.
 
     A copy of a writer, pickled or not, starts with a use of its own.
     """

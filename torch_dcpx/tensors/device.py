@@ -1,4 +1,4 @@
-"""How device memory is handed to C++: as CUDA addresses, with what its streams had queued.
+"""Hands device memory to C++: as CUDA addresses, with the work that its streams had queued.
 
 The one module that asks torch about CUDA. C++ copies by the driver and on streams of its own, so
 it must know two things: which tensors lie in memory that the driver serves, and where the caller's

@@ -1,4 +1,4 @@
-"""What addresses and strides say of a tensor's memory, and which part of a tensor this rank has.
+"""Reads a tensor's memory from addresses and strides, and finds this rank's part of a tensor.
 
 Torch makes an index of every row of a shard to find where it begins: 60 us a DTensor. For plain
 shards `ChunkFinder` needs one division a mesh dimension, and keeps the answer for tensors of one

@@ -41,7 +41,7 @@ Leftovers: TypeAlias = int | Literal["everybody", "nobody"]  # a rank's
 
 
 class WriteResults(list[WriteResult]):
-    """What `write_data` returns: one result per item, and the table of the rank's files.
+    """The results of `write_data`: one an item, and the table of the rank's files.
 
     Picklable with the table, which is how it reaches the coordinator.
     """

@@ -1,4 +1,4 @@
-"""How far a save is: `WriteOptions.progress`, told in bytes while C++ writes."""
+"""Reports the progress of a save: `WriteOptions.progress`, in bytes, while C++ writes."""
 
 from __future__ import annotations
 

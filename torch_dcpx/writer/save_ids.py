@@ -1,4 +1,4 @@
-"""Which save a data file is of: the id that its footer holds, agreed when the save was planned.
+"""Ties a data file to its save: its footer holds the id that was agreed when the save was planned.
 
 The coordinator draws it, and `.metadata` names it. `dcpx.save` tells it to every rank with its
 answer; under `dcp.save` it travels with what names the rank's files, the `storage_data` of its
