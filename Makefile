@@ -69,7 +69,7 @@ demo: build
 
 # One process more than cores: many of these tests wait for others.
 test: build $(FAKE_CUDA)
-	$(PYTEST) -n $$(($(JOBS) + 1)) $(PYTEST_ARGS)
+	$(PYTEST) -n $(shell expr $(JOBS) + 1) $(PYTEST_ARGS)
 
 test-all: build $(FAKE_CUDA) test-cpp
 	$(DISK_TOOLS)

@@ -54,7 +54,9 @@ def collected(folder: Path, arguments: list[str], hash_seed: str) -> list[tuple[
         cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": hash_seed},
         capture_output=True, text=True,
     )  # fmt: skip
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("TESTS ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TESTS ")]
+    assert len(lines) == 1, done.stdout + done.stderr
+    (line,) = lines
     return [(name, is_set_aside) for name, is_set_aside in json.loads(line[6:])]
 
 
