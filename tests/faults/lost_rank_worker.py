@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx import DcpxWriter, WriteOptions, async_save, save
+from torch_dcpx._waiting import Deadline
+from torch_dcpx.ranks.store_client import client_of
 
 RANK, WORLD, PORT = map(int, sys.argv[1:4])
 FOLDER, KIND, LOST, PHASE = Path(sys.argv[4]), sys.argv[5], int(sys.argv[6]), sys.argv[7]
@@ -31,6 +33,8 @@ TIMEOUT_S = 8.0  # also the time that a rank has which nobody ends
 def lose(phase: str) -> None:
     """Stays here if this rank is to be lost in this phase."""
     if (RANK, phase) == (LOST, PHASE):
+        if not KIND.startswith("dcp"):  # the others are to know the phase: it is posted, not waited for
+            assert client_of(dist.group.WORLD).settle(Deadline(TIMEOUT_S))
         (FOLDER / "lost-now").touch()
         time.sleep(600)
 
