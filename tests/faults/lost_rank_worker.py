@@ -33,7 +33,7 @@ TIMEOUT_S = 8.0  # also the time that a rank has which nobody ends
 def lose(phase: str) -> None:
     """Stays here if this rank is to be lost in this phase."""
     if (RANK, phase) == (LOST, PHASE):
-        if not KIND.startswith("dcp"):  # the others are to know the phase: it is posted, not waited for
+        if not KIND.startswith("dcp"):  # a phase is posted, not waited for: the others must know it
             assert client_of(dist.group.WORLD).settle(Deadline(TIMEOUT_S))
         (FOLDER / "lost-now").touch()
         time.sleep(600)
