@@ -131,11 +131,9 @@ class ManagerRoot:
         with self._guard:
             self._known.pop(tag, None)
 
-    def listed(self) -> tuple[list[Stored], list[tuple[str, str]]]:
+    def listed(self) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first, and tag and reason of the others."""
-        skipped: list[tuple[str, str]] = []
-        stored = self._whole(self.directories(), skipped)
-        stored.sort(key=lambda found: found.rank_among, reverse=True)
+        stored, skipped = self._whole(self.directories())
         with self._guard:
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
@@ -145,8 +143,7 @@ class ManagerRoot:
         ids of the saves among them that are damaged, or have lost data since.
         """
         whole = {found.save_id for found in self.listed()[0]}
-        stored = self._whole(self.directories(), [], looks_at_data=False)
-        stored.sort(key=lambda found: found.rank_among, reverse=True)
+        stored, _ = self._whole(self.directories(), looks_at_data=False)
         lost = {found.save_id for found in stored} - whole
         return stored, self.damaged | lost
 
@@ -157,7 +154,6 @@ class ManagerRoot:
             StorageError: the root cannot be listed.
         """
         self._known.clear()
-        skipped: list[tuple[str, str]] = []
         try:
             pointer = read_pointer(self.path) or Pointer()
         except DcpxError as error:
@@ -167,7 +163,7 @@ class ManagerRoot:
             pointer = Pointer()
         with self._guard:
             self._damaged.update(pointer.damaged)
-        found = self._pointed(pointer, skipped)
+        found, skipped = self._pointed(pointer)
         if not found:
             found, skipped = self.listed()
         self._warned.clear()
@@ -178,41 +174,42 @@ class ManagerRoot:
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 self._pointer = _pointer_to(stored, order)
-        return stored, tuple(skipped)
+        return stored, skipped
 
     def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
         """Returns the same as `newest`, of all directories but these tags; notes nothing."""
         found, skipped = self.listed()
         self._warn(skipped)
-        return next((each for each in found if each.tag not in passed), None), tuple(skipped)
+        return next((each for each in found if each.tag not in passed), None), skipped
 
-    def _warn(self, skipped: Iterable[tuple[str, str]]) -> None:
+    def _warn(self, skipped: Skipped) -> None:
         """Logs why checkpoints are skipped, unless the last reason was the same."""
         for tag, reason in skipped:
             if self._warned.get(tag) != reason:
                 self._warned[tag] = reason
                 logger.warning("skipped checkpoint '%s' beneath '%s': %s", tag, self.path, reason)
 
-    def _pointed(self, pointer: Pointer, skipped: list[tuple[str, str]]) -> list[Stored]:
-        """Returns the whole checkpoints that the pointer names, the newest first."""
+    def _pointed(self, pointer: Pointer) -> tuple[list[Stored], Skipped]:
+        """Returns `_whole` of the checkpoints that the pointer names."""
         tags = [tag for tag in dict.fromkeys((*pointer.committing, pointer.tag)) if tag is not None]
         # This process commits some of them at this moment.
-        found = self._whole((tag for tag in tags if tag not in self._committing), skipped)
+        found, skipped = self._whole(tag for tag in tags if tag not in self._committing)
         own = (pointer.tag, pointer.save_id)
-        found = [s for s in found if (s.tag, s.save_id) == own or s.order > pointer.order]
-        return sorted(found, key=lambda each: each.order, reverse=True)
+        return [s for s in found if (s.tag, s.save_id) == own or s.order > pointer.order], skipped
 
     def _whole(
-        self, tags: Iterable[str], skipped: list[tuple[str, str]], *, looks_at_data: bool = True
-    ) -> list[Stored]:
-        """Returns the whole checkpoints among these; adds the others to `skipped`."""
+        self, tags: Iterable[str], *, looks_at_data: bool = True
+    ) -> tuple[list[Stored], Skipped]:
+        """Returns the whole checkpoints among these, the newest first; and the others."""
         stored: list[Stored] = []
+        skipped: list[tuple[str, str]] = []
         for tag in tags:
             try:
                 stored.append(self.examined(tag, looks_at_data=looks_at_data))
             except DcpxError as error:
                 skipped.append((tag, f"{type(error).__name__}: {error}"))
-        return stored
+        stored.sort(key=lambda each: each.rank_among, reverse=True)
+        return stored, tuple(skipped)
 
     def check_fresh(self, skipped: Skipped) -> None:
         """Raises NotCommittedError where a root without a whole checkpoint is not empty."""
@@ -243,19 +240,15 @@ class ManagerRoot:
         It looks for the newest checkpoint first where the pointer is not as this process has left
         it: another job was here.
         """
-        if not self._is_own_pointer():
+        with self._guard:
+            own, found = self._pointer, None
+            with suppress(DcpxError):
+                found = own and read_pointer(self.path)
+        if own is None or found is None or found[:4] != own[:4]:
             self.newest()
         with self._guard:
             order, self._next_order = self._next_order, self._next_order + 1
         return order
-
-    def _is_own_pointer(self) -> bool:
-        with self._guard:
-            own, found = self._pointer, None
-            if own is not None:
-                with suppress(DcpxError):
-                    found = read_pointer(self.path)
-            return own is not None and found is not None and found[:4] == own[:4]
 
     @property
     def newest_tag(self) -> str | None:
@@ -289,8 +282,7 @@ class ManagerRoot:
         with self._guard:
             if self._pointer is None or order >= self._pointer.order:
                 self._pointer = Pointer(tag, step, save_id, order)
-            still = [other for other in self._committing if other != tag]
-            self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag, still)
+            self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag)
 
     def point_away(self, tag: str, stored: Stored) -> None:
         """Makes an older checkpoint the newest where the newest was just deleted.
@@ -303,17 +295,16 @@ class ManagerRoot:
             self._pointer = _pointer_to(stored, max(self._pointer.order, stored.order))
             self._write_or_warn("'%s' is deleted; the pointer still names it: %s", tag)
 
-    def _write_or_warn(self, text: str, tag: str, committing: list[str] | None = None) -> None:
+    def _write_or_warn(self, text: str, tag: str) -> None:
         try:
-            self._write(committing)
+            self._write(ended=tag)
         except StorageError as error:
             logger.warning(text, tag, error)
 
-    def _write(self, committing: list[str] | None = None) -> None:
-        tags = self._committing if committing is None else committing
-        pointer = (self._pointer or Pointer())._replace(
-            committing=tuple(tags), damaged=tuple(sorted(self._damaged))
-        )
+    def _write(self, ended: str = "") -> None:
+        committing = tuple(tag for tag in self._committing if tag != ended)
+        damaged = tuple(sorted(self._damaged))
+        pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
         write_pointer(self.path, pointer, is_durable=self.is_durable)
 
     def sync(self) -> None:
