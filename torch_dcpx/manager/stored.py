@@ -62,21 +62,14 @@ class Record(NamedTuple):
         """Returns the record in a text of `encoded`. Raises CorruptionError: there is none."""
         try:
             found = json.loads(text)
-            record = cls(
-                found["tag"],
-                found["step"],
-                found["order"],
-                found["ranks"],
-                {name: float(value) for name, value in found["metrics"].items()},
-                tuple(found["parts"]),
-                tuple(found["per_rank"]),
-            )
-            numbers = (found["format"], record.step, record.order, record.ranks)
-            words = (record.tag, *record.parts, *record.per_rank)
+            tag, step, order, ranks, metrics, parts, per_rank = (found[key] for key in cls._fields)
+            metrics = {key: float(n) for key, n in metrics.items() if not math.isnan(float(n))}
+            record = cls(tag, step, order, ranks, metrics, tuple(parts), tuple(per_rank))
+            numbers = (found["format"], step, order, ranks)
             if not (
                 all(type(number) is int and number >= 0 for number in numbers)
-                and record.ranks <= _MAX_RANKS
-                and all(type(word) is str for word in words)
+                and ranks <= _MAX_RANKS
+                and all(type(word) is str for word in (tag, *parts, *per_rank))
             ):
                 raise TypeError(f"{found!r:.200}")
         except _WRONG as error:
@@ -175,15 +168,14 @@ def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, Dat
         found = read_commit(directory, METADATA_NAME)
         files = DataFiles(wanted_sizes(found), found.files is not None)
         files.check(directory)
-    if _RECORD_ITEM not in found.metadata.state_dict_metadata:
-        return Stored(path.name, path, found.save_id, None), files
-    item: dict[str, Any] = {"dcpx": {"manager": ""}}
-    load(item, path, no_dist=True, options=options)
-    text = item["dcpx"]["manager"]
-    is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
-    record = Record.decoded(text if is_text else "", path)
-    metrics = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
-    return Stored(path.name, path, found.save_id, record._replace(metrics=metrics)), files
+    record = None
+    if _RECORD_ITEM in found.metadata.state_dict_metadata:
+        item: dict[str, Any] = {"dcpx": {"manager": ""}}
+        load(item, path, no_dist=True, options=options)
+        text = item["dcpx"]["manager"]
+        is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
+        record = Record.decoded(text if is_text else "", path)
+    return Stored(path.name, path, found.save_id, record), files
 
 
 # ---- The directory, where a manager changes it ---------------------------------------------------
