@@ -25,7 +25,8 @@ from torch_dcpx.manager.preemption import Preemption
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
 from torch_dcpx.manager.root import ManagerRoot
-from torch_dcpx.manager.save import Parts, Saves
+from torch_dcpx.manager.save import Saves
+from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.members import keys_for
 from torch_dcpx.reports import SaveReport

@@ -33,14 +33,16 @@ from torch_dcpx.manager.optimizer_state import (
     stored_names,
     with_own_keys,
 )
-from torch_dcpx.manager.state import by_name, flat, parameters_of
 from torch_dcpx.manager.translate import (
     TrainingRules,
     beneath,
+    by_name,
     check_classes,
     check_sources,
+    flat,
     groups_by_parameter,
     owner_of,
+    parameters_of,
     settings_by_parameter,
     translated_groups,
 )

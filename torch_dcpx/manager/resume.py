@@ -32,7 +32,7 @@ from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge, checked_merge
 from torch_dcpx.manager.pointer import tag_of
-from torch_dcpx.manager.save import Parts
+from torch_dcpx.manager.state import Parts
 from torch_dcpx.manager.stored import Skipped, Stored
 from torch_dcpx.manager.translate import checked_translate
 from torch_dcpx.manager.wanted import Wanted

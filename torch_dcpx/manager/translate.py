@@ -13,7 +13,7 @@ groups under the names of their parameters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -145,7 +145,7 @@ def checked_translate(translate: Any, model: Any) -> KeyMap | None:
     raise OptionError(problem, option="translate", value=None)
 
 
-# ---- Groups of optimizers ------------------------------------------------------------------------
+# ---- Optimizers, and their groups ----------------------------------------------------------------
 
 
 NAMED_GROUPS = "optimizer.groups by parameter"  # in a manager's record
@@ -154,6 +154,24 @@ CLASSES = "optimizer_classes"  # beneath a manager's own items
 _PARAMS = "params"
 # Schedulers and wrappers add settings to groups whose names begin so.
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+
+
+def flat(parts: Any) -> Sequence[Any]:
+    """Returns one part, or those in a list or dict, one after the other; none of None."""
+    if isinstance(parts, Mapping):
+        return list(parts.values())
+    alone = () if parts is None else (parts,)
+    return parts if isinstance(parts, (list, tuple)) else alone
+
+
+def by_name(optimizers: Any) -> Mapping[str, Any]:
+    """Returns optimizers by their names; one, and a list of them, under ""."""
+    return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.nn.Parameter]:
+    """Returns the parameters of optimizers, group by group."""
+    return (p for one in optimizers for group in one.param_groups for p in group["params"])
 
 
 def digest_of_groups(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:

@@ -13,10 +13,9 @@ from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.content import Merge, check_mergeable, decode_content, merged, with_own
-from torch_dcpx.manager.save import Parts
-from torch_dcpx.manager.state import by_name, paired_states
+from torch_dcpx.manager.state import Parts, paired_states
 from torch_dcpx.manager.stored import Record, Stored
-from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules
+from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, by_name
 from torch_dcpx.options import ReadOptions
 
 _SMALL = ("lr_scheduler", "dataloader")  # parts that are saved as small values
