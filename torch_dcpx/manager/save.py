@@ -1,10 +1,10 @@
 """One `save` of a manager: the state to write, and the steps around its commit.
 
-1. Each rank describes its call, and encodes small values. The coordinator compares, and gives
-   the save its number.
+1. Each rank describes its call and encodes small values. The coordinator compares the calls and
+   numbers the save.
 2. `dcpx.save` or `async_save` of the parts calls their `state_dict` while the ranks plan.
-3. Coordinator, before the commit: leftovers of earlier jobs go; the pointer notes the tag.
-4. Coordinator, after it: the pointer names the checkpoint; retention begins. Then the save is over.
+3. Before the commit the coordinator removes leftovers of earlier jobs and notes the tag.
+4. After it the coordinator points to the checkpoint and begins retention. Then the save is over.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import check_step, step_of_name, tag_of
 from torch_dcpx.manager.state import Parts, Small
 from torch_dcpx.manager.stored import OwnDirectory, Record
-from torch_dcpx.manager.translate import (
-    CLASSES,
-    NAMED_GROUPS,
-    by_name,
-    classes_of,
-    digest_of_groups,
-    flat,
-)
+from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
 from torch_dcpx.metadata.file import committed_save_id
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import told_to_next
@@ -51,8 +44,7 @@ def _state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str
     """Returns the state that this rank gives to a save."""
     items: dict[str, Any] = {"manager": record.encoded()}
     if parts.optimizer is not None:
-        named = by_name(parts.optimizer)
-        items[CLASSES] = {name: classes_of(flat(one)) for name, one in named.items()}
+        items[CLASSES] = {name: classes_of(one) for name, one in by_name(parts.optimizer).items()}
     if rank == 0:  # the same rank each time, of ranks that all have them
         items |= small.shared
     if small.own:
@@ -121,9 +113,8 @@ class Saves:
             number = _step_of(tag_or_step, step, self.last_step)
             small = parts.small()
             call = parts.call("save", small.per_rank, tag=tag, step=number, is_async=self.is_async)
-            found, one = _checked_metrics(metrics), parts.optimizer
-            groups = b"" if one is None else digest_of_groups(parts.model, flat(one))
-            return small, replace(call, digests=small.digests, note=(found, groups))
+            note = _checked_metrics(metrics), group_digest(parts.model, parts.optimizer)
+            return small, replace(call, digests=small.digests, note=note)
 
         with ExitStack() as undo:
 
@@ -133,8 +124,7 @@ class Saves:
                 undo.callback(retention.free, tag)
                 return parts.record(calls, catalog.root.take_order())
 
-            timeout_s = catalog.options.save_timeout_s
-            with catalog.exchange("save", tag_or_step, timeout_s) as exchange:
+            with catalog.exchange("save", tag_or_step, catalog.options.save_timeout_s) as exchange:
                 small, record = catalog.agree(exchange, "agree", local, reduce)
             undo.pop_all()  # the end of the save frees the tag
         return self._write(record, parts, small, exchange.rank)
@@ -209,7 +199,7 @@ class _ManagedWriter(DcpxWriter):
         self.__catalog = catalog
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits, and points to the checkpoint. Raises: as `DcpxWriter`, also of the pointer."""
+        """Commits, and points to the checkpoint. Raises: as `DcpxWriter` and `committing`."""
         root, retention = self.__catalog.root, self.__catalog.retention
         record, path = self.__record, Path(self.path)
         with root.commit_guard:

@@ -1,9 +1,9 @@
 """The parts of a training that a manager saves and resumes; its optimizers: `optimizer_part`.
 
-Each part is a `Stateful` object. A save or a load calls it when the ranks are past the point where
-an error of one is raised on all. Model and optimizers go through DCP's own functions
-(`torch.distributed.checkpoint.state_dict`), so that names are those of the plain model, however it
-is wrapped or sharded. These run on every rank, and with FSDP1 run collectives of the model's group.
+Each part is a `Stateful` object. A save or a load calls it where all ranks raise an error of one.
+DCP's own functions (`torch.distributed.checkpoint.state_dict`) give model and optimizers the names
+of the plain model, however it is wrapped or sharded. Every rank calls them; with FSDP1 they run
+collectives of the model's group.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelPart:
 
 @dataclass(eq=False)
 class StatePart:
-    """A user's dict. It asks its `Stateful` values, and replaces the others in the dict."""
+    """A user's dict. A load replaces values in it that are not `Stateful`."""
 
     state: dict[str, Any]
 
@@ -66,7 +66,7 @@ class StatePart:
 
 
 class Parts(NamedTuple):
-    """The parts that `save` or `resume` was given."""
+    """The arguments of `save` or `resume` that are saved."""
 
     model: Any = None
     optimizer: Any = None
@@ -128,7 +128,7 @@ class Parts(NamedTuple):
         return found
 
     def small(self) -> Small:
-        """Returns byte items, encoded: their objects may change. Raises: as `split_content`."""
+        """Returns encoded byte items: their objects may change. Raises: as `split_content`."""
         values: dict[str, Any] = {}
         if self.lr_scheduler is not None:
             values["lr_scheduler"] = states_of(self.lr_scheduler)
@@ -151,7 +151,7 @@ class Parts(NamedTuple):
         return Call(name, {**arguments, **self.given, "per_rank": per_rank})
 
     def record(self, calls: list[Call], order: int) -> Record:
-        """Returns the record of a save; all ranks' calls note their metrics and groups."""
+        """Returns the record of a save, whose calls note metrics and a digest of groups."""
         tag, step, per_rank = (calls[0].arguments[name] for name in ("tag", "step", "per_rank"))
         names = sorted(self.given)
         if len({call.note[1] for call in calls}) > 1:
@@ -170,7 +170,7 @@ class Small(NamedTuple):
 
 
 def _check_unshared(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises OptionError: several optimizers that are saved as one share a parameter."""
+    """Raises OptionError: optimizers of a list share a parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, int] = {}
     for at, one in enumerate(optimizers):
@@ -208,8 +208,8 @@ def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
     elif type(states) is list and len(states) == len(parts):
         return list(zip(parts, states, strict=True))
     raise OptionError(
-        f"lr_scheduler is {kind_of(parts)}, and another sort was saved: give as many, under "
-        "the same names",
+        f"lr_scheduler is {kind_of(parts)}, and another sort was saved: give as many, under the "
+        "same names",
         option="lr_scheduler",
     )
 
