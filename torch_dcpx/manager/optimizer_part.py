@@ -1,9 +1,8 @@
 """The state of optimizers as a part of a save or load, by the names of the model's parameters.
 
-DCP's own functions step an optimizer that has no state, with zero gradients and a rate of zero, to
-have some. The step counts, weights and moments that this leaves make another training. Here no
-optimizer is stepped: a save writes the state that is there, and a resume gives each parameter the
-state that is stored for it, or none.
+DCP's own functions step an optimizer without state, with zero gradients and a rate of zero. The
+step counts, weights and moments of that make another training. Here nothing steps an optimizer: a
+save writes the present state, and a resume gives each parameter its stored state, or none.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class _Own:
 class OptimizerPart(LoadPart):
     """One optimizer, several as one (a list), or several by name (a dict), of one model.
 
-    With `has_named_groups` the settings of groups are saved by parameter: where ranks have other
-    parameters in their groups, "group 0" means something else on each of them.
+    With `has_named_groups` the settings of groups are saved by parameter, for ranks that have other
+    parameters in "group 0".
     """
 
     model: torch.nn.Module
@@ -131,7 +130,7 @@ class OptimizerPart(LoadPart):
         return dict(zip(names, parameters_of(own.optimizers), strict=True))
 
     def _settings(self, own: _Own, names: Iterable[str]) -> set[str]:
-        """Returns the settings in names "OWNER.SETTING"; notes the owners."""
+        """Returns the settings in names "OWNER.SETTING"; notes their owners."""
         every = set(chain.from_iterable(own.names))
         owners = {
             name: owner_of(name, every) if self.has_named_groups else name.partition(".")[0]
@@ -162,7 +161,7 @@ class OptimizerPart(LoadPart):
     def _new_states(
         self, own: _Own, loaded: Mapping[str, Any], saved: set[str]
     ) -> dict[str, dict[Any, Any]]:
-        """Returns the state of each parameter that has one, its present one if none was saved."""
+        """Returns the parameters' states, the present one of a parameter that was not saved."""
         states: dict[str, dict[Any, Any]] = {}
         strange = []
         for name in chain.from_iterable(own.names):
@@ -208,8 +207,8 @@ class OptimizerPart(LoadPart):
 def _load(own: _Own, groups: Sequence[Mapping[str, Any]], states: Mapping[str, Any]) -> None:
     """Gives optimizers their settings and states.
 
-    A group takes the settings of the stored group that holds its parameters, wherever that stood. A
-    group without parameters takes those of the one in its place, if that has none either.
+    A group takes the settings of its parameters' stored group. One without parameters takes those
+    of the group in its place, if that has none either.
     """
     owners = {name: at for at, group in enumerate(groups) for name in group[_PARAMS]}
     places = enumerate(own.names)
@@ -235,7 +234,7 @@ def _load(own: _Own, groups: Sequence[Mapping[str, Any]], states: Mapping[str, A
 
 
 class _Initialised(defaultdict[Any, Any]):
-    """A state that DCP does not take for a missing one, also where it is empty."""
+    """A state that DCP does not take for a missing one, though it is empty."""
 
     def __bool__(self) -> bool:
         return True
@@ -278,10 +277,10 @@ def _with_a_gradient(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _dtypes_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps dtypes of states that `load_state_dict` would make those of their parameters.
+    """Keeps `load_state_dict` from casting states to the dtypes of their parameters.
 
-    It does so behind an optimizer's own `__setstate__` and before other hooks of its loads. `_load`
-    does it for a wrapper without hooks.
+    It acts behind an optimizer's own `__setstate__` and before other hooks of its loads. `_load`
+    does so for a wrapper without hooks.
     """
     if not _has_hooks(optimizer):
         yield
@@ -306,7 +305,7 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _put_back(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Gives an optimizer the dtypes of the states that were given to its load."""
+    """Gives an optimizer's states the dtypes that its load was given."""
     numbers = chain.from_iterable(group[_PARAMS] for group in given[_GROUPS])
     for number, parameter in zip(numbers, parameters_of([one]), strict=True):
         state, own = given[_STATE].get(number), one.state.get(parameter)
@@ -315,7 +314,7 @@ def _put_back(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
 
 
 def _as_given(own: Any, given: Any, cast_to: torch.dtype, key: Any = None) -> Any:
-    """Returns a loaded state with the given tensors where the load cast them to that dtype."""
+    """Returns a loaded state, with the given tensors where the load cast them to `cast_to`."""
     if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
         is_cast = own.dtype == cast_to != given.dtype and key != "step"  # that one is as it must be
         return given.to(own.device) if is_cast else own

@@ -1,7 +1,7 @@
-"""The part of a resume that is one rank's: the state for the load to fill, and its small values.
+"""One rank's part of a resume: the state for the load to fill, and the small values.
 
-`Wanted` raises for parts that were not saved before anything is read. It decodes and merges the
-small values behind the read, and hands them over after the tensors.
+`Wanted` raises for missing parts before the read. Behind it, it decodes and merges small values,
+and gives them to their objects after the tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Wanted(LoadPart):
         record = self.chosen.record or Record(self.chosen.tag, 0, 0, 0, {}, (), ())
         self._path, self.record = path, record
         self._check_parts()
-        # Each rank's own values that this call gives back, and the ranks whose values it reads.
+        # Each rank's own values that this call gives back; below, the ranks whose values it reads.
         given = {"user_content", *parts.per_rank, *(n for n in _SMALL if n in parts.given)}
         self._names = [n for n in record.per_rank if n in given or n.partition(".")[0] in given]
         check_mergeable(self._names, self.merge, record.ranks, self.world_size, path)
@@ -59,8 +59,8 @@ class Wanted(LoadPart):
             self.rules = TrainingRules(
                 self.translate, names, has_named_groups=self._has_named_groups
             )
-        has_scheduler = parts.lr_scheduler is not None and "lr_scheduler" in record.parts
-        self.is_applied = has_scheduler or any(
+        self._has_scheduler = parts.lr_scheduler is not None and "lr_scheduler" in record.parts
+        self.is_applied = self._has_scheduler or any(
             not name.startswith("user_content") for name in self._names
         )
 
@@ -89,25 +89,22 @@ class Wanted(LoadPart):
 
     @property
     def content(self) -> Any:
-        """The user's content, when it was loaded."""
+        """The user's content, after the load."""
         return self._shared.get("user_content")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns blank small values."""
-        stored = self.record.parts
         small: dict[str, Any] = {}
-        if "user_content" in stored:
+        if "user_content" in self.record.parts:
             small["user_content"] = b""
-        if "lr_scheduler" in stored and self.parts.lr_scheduler is not None:
+        if self._has_scheduler:
             small["lr_scheduler"] = b""
         if self._names:
             small["rank"] = {str(rank): b"" for rank in self._ranks}
         return small
 
     def check(self, state: dict[str, Any]) -> None:
-        """Decodes and merges the small values. Raises: CorruptionError; OptionError: not as many
-        schedulers as were saved; any error of the user's merge.
-        """
+        """Decodes and merges small values. Raises: CorruptionError; as `paired_states`, a merge."""
         self._own = self._own_values(state)
         for name in ("user_content", "lr_scheduler"):
             if name in state:
@@ -118,8 +115,7 @@ class Wanted(LoadPart):
                 except (KeyError, TypeError, RecursionError) as error:
                     raise self._none_of_ours(fqn, error) from error
         if "lr_scheduler" in self._shared:
-            states = self._shared["lr_scheduler"]
-            self._schedulers = paired_states(self.parts.lr_scheduler, states)
+            self._schedulers = paired_states(self.parts.lr_scheduler, self._shared["lr_scheduler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Gives the small values to the caller's objects."""
@@ -133,7 +129,7 @@ class Wanted(LoadPart):
                 value.value = own[name]
 
     def _own_values(self, small: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's own values by path: those that it saved, or those of the merge."""
+        """Returns this rank's own values by path, saved or merged."""
         stored = []
         for rank in self._ranks:
             fqn = f"dcpx.rank.{rank}"
@@ -147,9 +143,6 @@ class Wanted(LoadPart):
         return merged(stored, self._names, self.merge, self.rank, self.world_size)
 
     def _none_of_ours(self, fqn: str, why: object) -> CorruptionError:
-        return CorruptionError(
-            f"take apart item '{fqn}' of '{self._path}': it is not what a manager saves: "
-            f"{why!s:.200}",
-            fqn=fqn,
-            path=self._path,
-        )
+        problem = f"it is not what a manager saves: {why!s:.200}"
+        message = f"take apart item '{fqn}' of '{self._path}': {problem}"
+        return CorruptionError(message, fqn=fqn, path=self._path)
