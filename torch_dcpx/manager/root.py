@@ -1,12 +1,11 @@
-"""The directory that a manager keeps its checkpoints in, as one rank (the coordinator) sees it.
+"""The directory of a manager's checkpoints, as one rank (the coordinator) sees it.
 
-Which checkpoint is the newest:
-1. The one that the pointer names, if it is whole and still that save. Or one that was committing
-   when the pointer was written, if it is whole and was committed later.
-2. Else one look at all directories: the last commit that is whole. Checkpoints that no manager
-   saved count only where there are no others: the one with the highest step.
-A log entry names each directory that is skipped on the way, with the reason. Not thread-safe but
-for `note_*`.
+The newest checkpoint is
+1. the one that the pointer names, if it is whole and still that save; or one whose commit the
+   pointer saw begin, if it is whole and a later commit;
+2. else, of all directories, the last commit that is whole. Checkpoints that no manager saved count
+   only where there are no others: the highest step.
+The log names each directory that is skipped on the way, with the reason.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _MAX_SHOWN = 8
 
 
 class ManagerRoot:
-    """A root directory. `note_committing` and `note_committed` may come from several threads."""
+    """A root directory. Not thread-safe but for `committing` and `note_*`."""
 
     def __init__(self, path: Path, options: ReadOptions | None, *, is_durable: bool) -> None:
-        """Looks at nothing yet; `is_durable`: whether to fsync the pointer and entries."""
+        """Reads nothing yet; `is_durable`: whether to fsync the pointer and entries."""
         self.path = path
         self.is_durable = is_durable
         self._options = options
@@ -73,11 +72,7 @@ class ManagerRoot:
     def examined(self, tag: str, *, looks_at_data: bool = True) -> Stored:
         """Returns a whole checkpoint, from memory if its `.metadata` has not changed.
 
-        Args:
-            looks_at_data: whether to look again at the data files of one from memory.
-
-        Raises:
-            As `examine`.
+        With `looks_at_data` it looks again at the data files then. Raises: as `examine`.
         """
         path = self.path / tag
         identity = identity_of(path)
@@ -95,7 +90,7 @@ class ManagerRoot:
         return stored
 
     def note_damaged(self, tag: str) -> None:
-        """Notes that bytes of a checkpoint are wrong, though its sizes are right."""
+        """Notes that bytes of a checkpoint are wrong."""
         with self._guard:
             known = self._known.get(tag)
             if known is not None:  # on the coordinator
@@ -104,9 +99,8 @@ class ManagerRoot:
     def tell_damaged(self) -> None:
         """Notes the damaged saves in the pointer for later jobs, unless they are there already.
 
-        The pointer names the newest as before, and none where there was no pointer: this may be a
-        job that only reads, beside one that saves. It logs a failure: later jobs see the damage
-        themselves.
+        It changes nothing else there: this job may only read, beside one that saves. It logs a
+        failure: later jobs see the damage themselves.
         """
         with self._guard:
             try:
@@ -122,7 +116,7 @@ class ManagerRoot:
 
     @property
     def damaged(self) -> frozenset[str]:
-        """Ids of the saves in which a resume has read wrong bytes, and which are still there."""
+        """Ids of the saves that are still there and in which a resume has read wrong bytes."""
         with self._guard:
             return frozenset(self._damaged)
 
@@ -132,16 +126,14 @@ class ManagerRoot:
             self._known.pop(tag, None)
 
     def listed(self) -> tuple[list[Stored], Skipped]:
-        """Returns all whole checkpoints, the newest first, and tag and reason of the others."""
+        """Returns all whole checkpoints, the newest first; and the others."""
         stored, skipped = self._whole(self.directories())
         with self._guard:
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
     def remembered(self) -> tuple[list[Stored], frozenset[str]]:
-        """Returns all that is whole or was when it was last looked at, the newest first; and the
-        ids of the saves among them that are damaged, or have lost data since.
-        """
+        """Returns all that is or was whole, the newest first, and ids of damaged and lost saves."""
         whole = {found.save_id for found in self.listed()[0]}
         stored, _ = self._whole(self.directories(), looks_at_data=False)
         lost = {found.save_id for found in stored} - whole
@@ -150,8 +142,7 @@ class ManagerRoot:
     def newest(self) -> tuple[Stored | None, Skipped]:
         """Returns the newest whole checkpoint, and notes it; and the directories that it skipped.
 
-        Raises:
-            StorageError: the root cannot be listed.
+        Raises StorageError: the root cannot be listed.
         """
         self._known.clear()
         try:
@@ -177,7 +168,7 @@ class ManagerRoot:
         return stored, skipped
 
     def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
-        """Returns the same as `newest`, of all directories but these tags; notes nothing."""
+        """Returns the newest of all directories but these tags, as `newest`; notes nothing."""
         found, skipped = self.listed()
         self._warn(skipped)
         return next((each for each in found if each.tag not in passed), None), skipped
@@ -235,11 +226,7 @@ class ManagerRoot:
     # ---- Commits -------------------------------------------------------------------------------
 
     def take_order(self) -> int:
-        """Returns the next commit's number.
-
-        It looks for the newest checkpoint first where the pointer is not as this process has left
-        it: another job was here.
-        """
+        """Returns the next commit's number; looks for the newest first if another job was here."""
         with self._guard:
             own, found = self._pointer, None
             with suppress(DcpxError):
@@ -252,17 +239,13 @@ class ManagerRoot:
 
     @property
     def newest_tag(self) -> str | None:
-        """The tag of the newest checkpoint, as this process knows."""
+        """The tag of the newest checkpoint, as far as this process knows."""
         with self._guard:
             return None if self._pointer is None else self._pointer.tag
 
     @contextmanager
     def committing(self, tag: str) -> Iterator[None]:
-        """Notes durably that a commit begins, and afterwards that its checkpoint is the newest.
-
-        Raises:
-            StorageError: the first could not be written: commit nothing.
-        """
+        """Notes durably that the block is about to commit. Raises StorageError: it cannot."""
         with self._guard:
             self._committing.append(tag)
             self.forget(tag)
@@ -275,7 +258,7 @@ class ManagerRoot:
                 self._committing.remove(tag)
 
     def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
-        """Points to a checkpoint that is committed, unless a later one was.
+        """Points to a committed checkpoint, unless a later one was.
 
         It logs a failure: the pointer before still leads to the checkpoint.
         """
@@ -285,7 +268,7 @@ class ManagerRoot:
             self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag)
 
     def point_away(self, tag: str, stored: Stored) -> None:
-        """Makes an older checkpoint the newest where the newest was just deleted.
+        """Makes an older checkpoint the newest after the deletion of the newest.
 
         It logs a failure: a pointer to a checkpoint that is gone costs a listing.
         """

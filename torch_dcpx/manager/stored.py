@@ -1,8 +1,8 @@
 """One directory beneath a manager's root: is it a whole checkpoint, and may a manager change it?
 
-Whole: its `.metadata` reads, and every data file that it names is there with its size. The look
-reads no data but the manager's own record, a line of JSON that every checkpoint of a manager holds
-as its item `dcpx.manager`: `.metadata` commits it together with everything else.
+Whole: its `.metadata` reads, and every data file that it names is there with its size. `examine`
+reads no data but the manager's record, a line of JSON in the item `dcpx.manager` of each of its
+checkpoints: `.metadata` commits it together with everything else.
 
 A manager changes only directories of the root itself. It reads through a user's link,
 `latest -> step-300`; a change through the link would reach another checkpoint, or leave the root.
@@ -39,6 +39,8 @@ _RECORD_ITEM = "dcpx.manager"
 _FORMAT = 1
 _MAX_RECORD_BYTES = 1 << 20
 _MAX_RANKS = 1 << 20  # a merge reads an item of each
+_NO_LINK = frozenset({errno.EINVAL, errno.ENOENT, errno.ENOTDIR})
+_LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_DIRECTORY
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -103,15 +105,14 @@ class Stored(NamedTuple):
 
     @property
     def rank_among(self) -> tuple[bool, int, int, str]:
-        """The newest has the highest. Commits count in their order, behind checkpoints of others by
-        step. Clocks prove nothing, and steps fall when a training goes back.
-        """
+        """The newest has the highest: commits by order, above checkpoints of others by step."""
+        # Clocks prove nothing, and steps fall when a training goes back.
         step = -1 if self.step is None else self.step
         return self.record is not None, self.order, step, self.tag
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns the identity of a `.metadata`, new with each save; None where there is none."""
+    """Returns the identity of a `.metadata`, new with each save; None of a missing one."""
     try:
         status = (path / METADATA_NAME).lstat()
     except OSError:
@@ -126,7 +127,7 @@ class DataFiles(NamedTuple):
     is_exact: bool  # stock's metadata says only the least of them
 
     def check(self, directory: Directory) -> None:
-        """Raises unless each is there, regular and has its size: as `examine`."""
+        """Raises, as `examine`, unless each is a regular file of its size."""
         for name, nbytes in self.sizes.items():
             path = str(directory.path / name)
             try:
@@ -150,12 +151,12 @@ class DataFiles(NamedTuple):
 
 
 def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, DataFiles]:
-    """Returns the checkpoint in the directory `path`, which is whole; its name is the tag.
+    """Returns the whole checkpoint in the directory `path`, whose name is the tag.
 
     Raises:
         NotCommittedError: no directory or no `.metadata`: never committed, or half deleted.
         StorageError: a data file is missing or its status cannot be read.
-        ShortReadError: a data file is shorter or longer than its save wrote it.
+        ShortReadError: a data file has not the size that its save gave it.
         CorruptionError: `.metadata` or the manager's record cannot be read.
     """
     with open_checkpoint(path) as directory:
@@ -178,17 +179,8 @@ def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, Dat
     return Stored(path.name, path, found.save_id, record), files
 
 
-# ---- The directory, where a manager changes it ---------------------------------------------------
-
-
-_NO_LINK = frozenset({errno.EINVAL, errno.ENOENT, errno.ENOTDIR})
-_LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_DIRECTORY
-
-
 class OwnDirectory(Directory):
-    """An open directory, never through a link as its last name. The root, and directories above
-    it, may be links.
-    """
+    """An open directory of the root, which is no link; the root and those above it may be links."""
 
     FLAGS = Directory.FLAGS | os.O_NOFOLLOW
 
@@ -207,7 +199,7 @@ def lies_there(path: Path, doing: str) -> bool:
 
     Raises:
         UnsupportedError: a symbolic link, dangling or not.
-        StorageError: the system does not tell.
+        StorageError: it cannot be read.
     """
     try:
         target = uninterrupted(os.readlink, path)
