@@ -1,9 +1,9 @@
 """The rules that keep checkpoints, and the thread that removes the others.
 
-Only committed checkpoints count, and a run removes only those that a manager has saved. It begins
-behind a commit, in a thread of its own. The next commit waits for it, so that beyond the
-checkpoints to keep there is at most the save in flight. A checkpoint that is pinned or being read
-stays, and the next run tries again; where that goes on, a WARNING names the reader.
+Only committed checkpoints count, and a run removes only those that a manager has saved. A commit
+begins it, and the next one waits for it: beside the checkpoints to keep there is at most the save
+in flight. A pinned checkpoint stays, and one with readers until the next run. Where readers go on,
+a WARNING names them.
 """
 
 from __future__ import annotations
@@ -63,18 +63,15 @@ class KeepRules(NamedTuple):
         return self.last is None and self.every is None and self.best is None
 
     def condemned(
-        self,
-        stored: Iterable[Stored],
-        pinned: Callable[[str], bool],
-        damaged: Collection[str] = (),
+        self, stored: Iterable[Stored], pinned: Callable[[str], bool], damaged: Collection[str]
     ) -> list[Stored]:
         """Returns the checkpoints that no rule keeps, the oldest commit first.
 
         Args:
             stored: whole checkpoints; those without a manager's record stay.
             pinned: returns whether a tag is.
-            damaged: ids of damaged saves. The rules also count as if these were not there, so that
-                they take no good one's place. Default (): none.
+            damaged: ids of damaged saves, which take no good one's place: the rules count with and
+                without them.
         """
         own = sorted((s for s in stored if s.record is not None), key=lambda s: s.order)
         good = [s for s in own if s.save_id not in damaged]
@@ -129,10 +126,10 @@ class Retention:
     def reserve(self, tag: str) -> None:
         """Keeps a tag from removal until `free`, once for each save that begins there.
 
-        Where something lies there, it waits for a run that may be removing it.
+        It waits for a run that may be removing the checkpoint there.
 
         Raises:
-            UnsupportedError: a link lies there, or what is pinned; nothing is reserved.
+            UnsupportedError: a link or a pinned checkpoint lies there; nothing is reserved.
         """
         with self._guard:
             self._saves[tag] += 1
@@ -153,7 +150,7 @@ class Retention:
                 del self._saves[tag]
 
     def start(self) -> None:
-        """Begins a run, behind one that is under way."""
+        """Begins a run when the one under way has ended."""
         self.wait()
         thread = threading.Thread(target=self.run, name="dcpx-retention", daemon=True)
         with self._guard:  # so that `wait` joins no thread that has not started
@@ -171,7 +168,7 @@ class Retention:
             thread.join()
 
     def end(self, deadline: Deadline) -> None:
-        """Waits for the run under way as the interpreter ends; late, it stops at the next one."""
+        """Waits, as the interpreter ends, for the run; at the deadline the run stops early."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             thread.join(deadline.remaining_s)
@@ -185,13 +182,13 @@ class Retention:
                 )
 
     def catch_up(self) -> None:
-        """Waits, and before this process' first commit does the run of an earlier job again."""
+        """Waits; before this process' first commit, it also runs: an earlier job may not have."""
         self.wait()
         if not self._has_run:
             self.run()
 
     def run(self) -> None:
-        """Removes checkpoints that no rule keeps. Logs a failure: the next run tries again."""
+        """Removes the checkpoints that no rule keeps. Logs a failure: the next run tries again."""
         self._has_run = True
         root = self._root
         try:
@@ -225,7 +222,7 @@ class Retention:
                     self._remove(each)
 
     def _remove(self, stored: Stored) -> None:
-        """Removes a checkpoint. Raises as `remove_checkpoint`; warns where that goes on and on."""
+        """Removes a checkpoint. Raises: as `remove_checkpoint`. Many deferrals are a WARNING."""
         try:
             remove_checkpoint(self._root, stored.tag)
         except ConcurrentSaveError as error:
@@ -238,7 +235,7 @@ class Retention:
         logger.info("removed checkpoint '%s'", stored.path)
 
     def is_pinned(self, tag: str) -> bool:
-        """Returns whether a checkpoint carries the mark that keeps it."""
+        """Returns whether a checkpoint is pinned."""
         return (self._root.path / tag / PIN_NAME).exists()
 
     def refuse_pinned(self, tag: str, doing: str) -> None:
