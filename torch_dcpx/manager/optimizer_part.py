@@ -26,12 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import MismatchError
-from torch_dcpx.manager.optimizer_state import (
-    blank_groups,
-    blank_states,
-    stored_names,
-    with_own_keys,
-)
+from torch_dcpx.manager.optimizer_state import blank_groups, blank_states, rekeyed, stored_names
 from torch_dcpx.manager.translate import (
     TrainingRules,
     beneath,
@@ -58,6 +53,7 @@ class _Own:
     present: dict[str, dict[Any, Any]]  # states that are there, by parameter
     saved: set[str] = field(default_factory=set)  # parameters with stored settings, if by name
     unsaved: set[int] = field(default_factory=set)  # groups without stored parameters, by number
+    new: dict[str, Any] = field(default_factory=dict)  # groups and states, checked
 
 
 @dataclass(eq=False)
@@ -78,7 +74,6 @@ class OptimizerPart(LoadPart):
         self._is_named = isinstance(self.optimizer, Mapping)
         self._has_flat = any(isinstance(m, FullyShardedDataParallel) for m in self.model.modules())
         self._own: dict[str, _Own] = {}
-        self._new: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}  # groups, states
 
     def state_dict(self) -> dict[str, Any]:
         states: dict[str, Any] = {}
@@ -156,7 +151,7 @@ class OptimizerPart(LoadPart):
                 saved = set(chain.from_iterable(g[_PARAMS] for g in kept))
                 if self.strict:
                     check_sources(kept, own.names)
-            self._new[name] = groups, self._new_states(own, loaded[_STATE], saved)
+            own.new = {_STATE: self._new_states(own, loaded[_STATE], saved), _GROUPS: groups}
 
     def _new_states(
         self, own: _Own, loaded: Mapping[str, Any], saved: set[str]
@@ -166,7 +161,7 @@ class OptimizerPart(LoadPart):
         strange = []
         for name in chain.from_iterable(own.names):
             if name in loaded:
-                states[name] = with_own_keys(loaded[name], own.present.get(name))
+                states[name] = rekeyed(loaded[name], own.present.get(name))
             elif name not in saved:
                 strange.append(name)
                 if own.present.get(name):
@@ -184,32 +179,30 @@ class OptimizerPart(LoadPart):
         return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self._new:  # no load called `check` before
+        if not all(own.new for own in self._own.values()):  # no load called `check` before
             self.check(state)
-        for name, own in self._own.items():
-            groups, states = self._new[name]
+        for own in self._own.values():
             with ExitStack() as stack:
                 for one in own.optimizers:
                     stack.enter_context(_dtypes_kept(one))
                     if self._has_flat:
                         stack.enter_context(_unstepped(one))
                 if self._has_flat:
+                    options = StateDictOptions(strict=False)
                     set_optimizer_state_dict(
-                        self.model,
-                        own.optimizers,
-                        optim_state_dict={_STATE: states, _GROUPS: groups},
-                        options=StateDictOptions(strict=False),
+                        self.model, own.optimizers, optim_state_dict=own.new, options=options
                     )
                 else:
-                    _load(own, groups, states)
+                    _load(own)
 
 
-def _load(own: _Own, groups: Sequence[Mapping[str, Any]], states: Mapping[str, Any]) -> None:
+def _load(own: _Own) -> None:
     """Gives optimizers their settings and states.
 
     A group takes the settings of its parameters' stored group. One without parameters takes those
     of the group in its place, if that has none either.
     """
+    groups, states = own.new[_GROUPS], own.new[_STATE]
     owners = {name: at for at, group in enumerate(groups) for name in group[_PARAMS]}
     places = enumerate(own.names)
     for one in own.optimizers:
@@ -244,20 +237,17 @@ class _Initialised(defaultdict[Any, Any]):
 def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keeps DCP's functions from stepping an optimizer that has no state."""
     before, initialised = optimizer.state, _Initialised(dict)
-    if before:
-        yield
-        return
-    try:
-        optimizer.state = initialised
-    except AttributeError:  # a wrapper that only shows the state of another one
-        with _with_a_gradient(optimizer):
+    with ExitStack() as stack:
+        try:
+            if not before:
+                optimizer.state = initialised
+        except AttributeError:  # a wrapper that only shows the state of another one
+            stack.enter_context(_with_a_gradient(optimizer))
+        try:
             yield
-        return
-    try:
-        yield
-    finally:
-        if optimizer.state is initialised:  # else it was loaded
-            optimizer.state = before
+        finally:
+            if optimizer.state is initialised:  # else it was loaded
+                optimizer.state = before
 
 
 @contextmanager
@@ -282,16 +272,15 @@ def _dtypes_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     It acts behind an optimizer's own `__setstate__` and before other hooks of its loads. `_load`
     does so for a wrapper without hooks.
     """
-    if not _has_hooks(optimizer):
-        yield
-        return
     given: dict[str, Any] = {}
-    handles = [
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state)),
-        optimizer.register_load_state_dict_post_hook(
-            lambda one: _put_back(one, given), prepend=True
-        ),
-    ]
+    handles = []
+    if _has_hooks(optimizer):
+        handles = [
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state)),
+            optimizer.register_load_state_dict_post_hook(
+                lambda one: _put_back(one, given), prepend=True
+            ),
+        ]
     try:
         yield
     finally:

@@ -84,18 +84,18 @@ def blank_groups(names: Mapping[str, str], metadata: Metadata, begin: int) -> li
     return [_nested(leaves[at]) for at in range(begin, ends)]
 
 
-def with_own_keys(loaded: Any, present: Any) -> Any:
+def rekeyed(loaded: Any, present: Any) -> Any:
     """Returns a loaded state with the present one's keys, or numbers: a checkpoint keeps texts."""
     if isinstance(loaded, list):
         now: Any = present if isinstance(present, (list, tuple)) else ()
-        return [with_own_keys(v, now[i] if i < len(now) else None) for i, v in enumerate(loaded)]
+        return [rekeyed(v, now[i] if i < len(now) else None) for i, v in enumerate(loaded)]
     if not isinstance(loaded, dict):
         return loaded
     now = present if isinstance(present, Mapping) else {}
     own = {str(key): key for key in now}
     are_numbers = all(type(key) is str and _is_number(key) for key in loaded)
     keys = {text: own.get(text, int(text) if are_numbers else text) for text in loaded}
-    return {key: with_own_keys(loaded[text], now.get(key)) for text, key in keys.items()}
+    return {key: rekeyed(loaded[text], now.get(key)) for text, key in keys.items()}
 
 
 def _is_number(text: str) -> bool:
