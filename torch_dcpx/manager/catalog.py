@@ -86,9 +86,7 @@ class CheckpointCatalog:
             local: returns, on each rank, its own value and its call.
             reduce: makes the coordinator's answer of the equal calls and its own value.
 
-        Raises:
-            UnsupportedError, OptionError: this process cannot use the manager.
-            As `check_same_call` and `Exchange.all_reduce`.
+        Raises: as `check_same_call` and `Exchange.all_reduce`; where the manager cannot be used.
         """
         own: _Own
 
@@ -130,10 +128,9 @@ class CheckpointCatalog:
         if self._is_closed:
             raise OptionError("this manager is closed: make a new one")
 
-    # ---- On the coordinator --------------------------------------------------------------------
+    # ---- CheckpointManager's methods, on the coordinator ---------------------------------------
 
     def pin(self, name: str) -> None:
-        """Does `CheckpointManager.pin`."""
         lies_there(self.root.path / name, "pin")
         path = self.root.examined(name).path
         with OwnDirectory(path, "pin") as directory:
@@ -151,13 +148,11 @@ class CheckpointCatalog:
                     directory.sync()
 
     def unpin(self, name: str) -> None:
-        """Does `CheckpointManager.unpin`."""
         with OwnDirectory(self.root.path / name, "unpin") as directory:
             directory.unlink(PIN_NAME)
             directory.sync()
 
     def delete(self, name: str) -> None:
-        """Does `CheckpointManager.delete`."""
         self.retention.wait()
         root, path = self.root, self.root.path / name
         lies_there(path, "delete")
@@ -184,10 +179,8 @@ class CheckpointCatalog:
     ) -> tuple[Stored | None, Skipped]:
         """Returns a checkpoint to read, and keeps it from deletion until the stack ends.
 
-        Args:
-            tag: None: the newest but those of the tags `passed`.
-            stack: holds the lock.
-            allow_fresh: returns None where nothing is whole, and does not raise.
+        Without a tag it is the newest but `passed` ones. With `allow_fresh` it is None, and no
+        error, where nothing is whole.
         """
         root = self.root
         self.retention.wait()  # else it may remove the chosen one
@@ -207,13 +200,11 @@ class CheckpointCatalog:
             stack.enter_context(being_read(stored.path))
             if identity_of(stored.path) is not None:
                 return stored, skipped
-        raise NotCommittedError(
-            f"resume from '{root.path}': checkpoints are deleted faster than one can be chosen",
-            errno=errno.ESTALE,
-            path=str(root.path),
-        )
+        path = str(root.path)
+        problem = f"resume from '{path}': checkpoints are deleted faster than one can be chosen"
+        raise NotCommittedError(problem, errno=errno.ESTALE, path=path)
 
-    # ---- Handed out ----------------------------------------------------------------------------
+    # ---- CheckpointManager's methods, on all ranks ---------------------------------------------
 
     def export(
         self,
@@ -225,7 +216,6 @@ class CheckpointCatalog:
         max_shard_bytes: int | str,
         options: WriteOptions | None,
     ) -> ExportReport:
-        """Does `CheckpointManager.export`."""
         with ExitStack() as stack:
 
             def local() -> tuple[ExportArguments, Call]:
@@ -262,7 +252,6 @@ class CheckpointCatalog:
             )
 
     def dry_run(self, translate: Any, tag: str | int | None) -> DryRun:
-        """Does `CheckpointManager.dry_run`."""
         with ExitStack() as stack:
 
             def local() -> tuple[KeyMap, Call]:
@@ -275,11 +264,9 @@ class CheckpointCatalog:
             def reduce(calls: list[Call], rules: KeyMap) -> DryRun:
                 chosen, _ = self.choose(calls[0].arguments["tag"], stack, allow_fresh=False)
                 if chosen is None:
-                    raise NotCommittedError(
-                        f"dry_run: nothing lies beneath '{self.root.path}'",
-                        errno=errno.ENOENT,
-                        path=str(self.root.path),
-                    )
+                    path = str(self.root.path)
+                    problem = f"dry_run: nothing lies beneath '{path}'"
+                    raise NotCommittedError(problem, errno=errno.ENOENT, path=path)
                 return rules.dry_run(beneath(MODEL, stored_sizes(str(chosen.path)).items()))
 
             with self.exchange("dry_run") as exchange:

@@ -100,16 +100,10 @@ _MAPPINGS = frozenset((dict, collections.OrderedDict, collections.Counter))
 
 
 def split_content(value: Any, path: str) -> tuple[Any, dict[str, Any]]:
-    """Returns a value without its `PerRank` objects, and their values by path.
+    """Returns a value without its `PerRank` objects, and their values by path ("content.a.0").
 
-    It copies containers, but no tensors and arrays.
-
-    Args:
-        value: of the types above.
-        path: its name, such as "user_content"; dots join it and the parts beneath it.
-
-    Raises:
-        UnsupportedError: a value of another type, nested too deep, or one PerRank in another.
+    It copies containers, but no tensors and arrays. Raises UnsupportedError: a value of another
+    type, nested too deep, or one PerRank in another.
     """
     own: dict[str, Any] = {}
     return _copied(value, path, 0, own), own
@@ -185,10 +179,7 @@ def encode_content(value: Any) -> bytes:
 
 
 def decode_content(data: Any, fqn: str, path: str, options: ReadOptions | None) -> Any:
-    """Returns the value of item `fqn` in the checkpoint `path`, without execution.
-
-    Raises CorruptionError: this is no archive of `encode_content`.
-    """
+    """Returns the value of item `fqn` in the checkpoint `path`. Raises: CorruptionError."""
     if type(data) is not bytes:
         problem = f"a {type(data).__name__} where bytes were saved"
         raise CorruptionError(f"decode item '{fqn}' of '{path}': {problem}", fqn=fqn, path=path)

@@ -32,8 +32,6 @@ from torch_dcpx.ranks.members import keys_for
 from torch_dcpx.reports import SaveReport
 from torch_dcpx.storage.paths import AnyPath, checked_path
 
-_WAY_OUT = "a CheckpointManager's root is a directory of a mounted file system"
-
 logger = logging.getLogger("torch_dcpx")
 
 
@@ -80,7 +78,8 @@ class CheckpointManager:
         """
         rules = KeepRules.of(keep_last, keep_every, keep_best)
         options, read_options = options or WriteOptions(), read_options or ReadOptions()
-        self.root = Path(checked_path(root, _WAY_OUT)).absolute()
+        way_out = "a CheckpointManager's root is a directory of a mounted file system"
+        self.root = Path(checked_path(root, way_out)).absolute()
         self._root = ManagerRoot(self.root, read_options, is_durable=options.durability == "full")
         self._retention = Retention(self._root, rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
@@ -265,9 +264,7 @@ class CheckpointManager:
         )
 
     def dry_run(
-        self,
-        translate: KeyMap | Callable[[str], str | None],
-        tag: str | int | None = None,
+        self, translate: KeyMap | Callable[[str], str | None], tag: str | int | None = None
     ) -> DryRun:
         """Returns the model's names as `resume(translate=)` would make them. Loads nothing.
 

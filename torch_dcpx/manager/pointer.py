@@ -131,12 +131,8 @@ def read_pointer(root: Path) -> Pointer | None:
         ):
             raise TypeError("its values are not those of a pointer")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptionError(
-            f"read '{path}' of {len(text)} B: no pointer to a checkpoint: {error}",
-            path=str(path),
-            offset=0,
-            nbytes=len(text),
-        ) from error
+        problem = f"read '{path}' of {len(text)} B: no pointer to a checkpoint: {error}"
+        raise CorruptionError(problem, path=str(path), offset=0, nbytes=len(text)) from error
     return pointer
 
 

@@ -53,14 +53,7 @@ class Preemption:
         time_left_s: float | None,
         last_save_s: Callable[[], float | None],
     ) -> None:
-        """Installs nothing yet.
-
-        Args:
-            keys: of the ranks' store, or of this process alone.
-            timeout_s: seconds that ranks wait for each other after a signal.
-            time_left_s: as in `save_on_signal`.
-            last_save_s: returns the seconds of this rank's last save.
-        """
+        """Installs nothing yet; after a signal, ranks wait up to `timeout_s` for each other."""
         self._keys = keys
         self._rank = rank
         self._world_size = world_size
@@ -97,10 +90,8 @@ class Preemption:
                 self._before[number] = signal.SIG_DFL if before is None else before
         except (OSError, ValueError, TypeError) as error:
             self.close()
-            raise OptionError(
-                f"watch signals {tuple(signals)!r:.80}: {error}; give signals that can be handled",
-                option="signals",
-            ) from error
+            problem = f"{tuple(signals)!r:.80}: {error}; give signals that can be handled"
+            raise OptionError(f"watch signals {problem}", option="signals") from error
 
     def signalled(self) -> None:
         """Does the same as a signal: for tests, and for schedulers that send none."""

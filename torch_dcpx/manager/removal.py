@@ -122,11 +122,9 @@ def _empty(root: ManagerRoot, directory: Directory) -> Path | None:
     _rename(directory.path, trash)
     if _is_other(trash, directory):  # it had taken the directory's place, and goes back
         _rename(trash, directory.path)
-        raise StorageError(
-            f"remove '{directory.path}': something else has taken its place meanwhile; it stays",
-            errno=errno.ESTALE,
-            path=str(directory.path),
-        )
+        path = str(directory.path)
+        problem = f"remove '{path}': something else has taken its place meanwhile; it stays"
+        raise StorageError(problem, errno=errno.ESTALE, path=path)
     root.sync()
     return trash
 
@@ -173,11 +171,9 @@ def _remove_trash(path: Path) -> None:
 def resume_removals(
     root: ManagerRoot, busy: Callable[[], Collection[str]], *, leftovers: bool
 ) -> None:
-    """Ends unfinished removals; logs failures.
+    """Ends unfinished removals but of `busy` tags; logs failures.
 
-    Args:
-        busy: returns the tags that this job saves to at the moment.
-        leftovers: also removes directories with nothing but a killed save of this machine.
+    With `leftovers` it also removes directories with nothing but a killed save of this machine.
     """
     for name in root.names():
         if name.startswith(TRASH_PREFIX):

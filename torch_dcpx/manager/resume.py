@@ -103,8 +103,7 @@ class Resume:
     def run(self) -> ResumeInfo:
         """Returns the result of the first attempt that meets no damage.
 
-        Raises:
-            CorruptionError: a checkpoint before a damaged one does not fit.
+        Raises CorruptionError: a checkpoint before a damaged one does not fit.
         """
         found = None
         while found is None:

@@ -67,11 +67,8 @@ class KeepRules(NamedTuple):
     ) -> list[Stored]:
         """Returns the checkpoints that no rule keeps, the oldest commit first.
 
-        Args:
-            stored: whole checkpoints; those without a manager's record stay.
-            pinned: returns whether a tag is.
-            damaged: ids of damaged saves, which take no good one's place: the rules count with and
-                without them.
+        Checkpoints without a manager's record stay. Damaged saves (ids) take no good one's place:
+        the rules count with and without them.
         """
         own = sorted((s for s in stored if s.record is not None), key=lambda s: s.order)
         good = [s for s in own if s.save_id not in damaged]
@@ -126,10 +123,8 @@ class Retention:
     def reserve(self, tag: str) -> None:
         """Keeps a tag from removal until `free`, once for each save that begins there.
 
-        It waits for a run that may be removing the checkpoint there.
-
-        Raises:
-            UnsupportedError: a link or a pinned checkpoint lies there; nothing is reserved.
+        It waits for a run that may be removing the checkpoint there. Raises UnsupportedError: a
+        link or a pinned checkpoint lies there; nothing is reserved.
         """
         with self._guard:
             self._saves[tag] += 1
@@ -235,7 +230,6 @@ class Retention:
         logger.info("removed checkpoint '%s'", stored.path)
 
     def is_pinned(self, tag: str) -> bool:
-        """Returns whether a checkpoint is pinned."""
         return (self._root.path / tag / PIN_NAME).exists()
 
     def refuse_pinned(self, tag: str, doing: str) -> None:

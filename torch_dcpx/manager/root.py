@@ -48,8 +48,6 @@ class ManagerRoot:
         self._damaged: set[str] = set()  # saves, by their ids
         self._warned: dict[str, str] = {}  # why a tag was skipped, since the last `newest`
 
-    # ---- Looking -------------------------------------------------------------------------------
-
     def names(self) -> list[str]:
         """Returns the names in the root, none where it does not exist. Raises: StorageError."""
         try:
@@ -204,24 +202,18 @@ class ManagerRoot:
 
     def check_fresh(self, skipped: Skipped) -> None:
         """Raises NotCommittedError where a root without a whole checkpoint is not empty."""
-        names = [
-            name
-            for name in self.names()
-            if name != POINTER_NAME
-            and not is_pointer_temporary(name)
-            and not name.startswith(TRASH_PREFIX)
-        ]
-        if not names:
-            return
-        reasons = dict(skipped)
-        shown = [f"'{name}' ({reasons.get(name, 'no checkpoint')})" for name in names[:_MAX_SHOWN]]
-        more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-        raise NotCommittedError(
-            f"resume from '{self.path}': of {len(names)} entries none is a whole checkpoint: "
-            f"{', '.join(shown)}{more}; allow_fresh=True starts anew all the same",
-            errno=errno.ENOENT,
-            path=str(self.path),
-        )
+        names = [n for n in self.names() if n != POINTER_NAME and not n.startswith(TRASH_PREFIX)]
+        names = [name for name in names if not is_pointer_temporary(name)]
+        if names:
+            reasons = dict(skipped)
+            shown = [f"'{n}' ({reasons.get(n, 'no checkpoint')})" for n in names[:_MAX_SHOWN]]
+            more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+            raise NotCommittedError(
+                f"resume from '{self.path}': of {len(names)} entries none is a whole checkpoint: "
+                f"{', '.join(shown)}{more}; allow_fresh=True starts anew all the same",
+                errno=errno.ENOENT,
+                path=str(self.path),
+            )
 
     # ---- Commits -------------------------------------------------------------------------------
 

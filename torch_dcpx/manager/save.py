@@ -59,11 +59,9 @@ def _step_of(tag_or_step: str | int, step: int | None, default: int) -> int:
         return default if named is None else named
     check_step(step)
     if type(tag_or_step) is int and step != tag_or_step:
-        raise OptionError(
-            f"save step {tag_or_step} with step={step}: give one of them, or a name and its step",
-            option="step",
-            value=step,
-        )
+        problem = "give one of them, or a name and its step"
+        message = f"save step {tag_or_step} with step={step}: {problem}"
+        raise OptionError(message, option="step", value=step)
     return step
 
 
@@ -85,10 +83,8 @@ def _checked_metrics(metrics: Any) -> dict[str, float]:
 
 
 def _refuse_metric(value: Any) -> None:
-    raise OptionError(
-        f"metrics must be numbers by name (str), such as {{'loss': 0.1}}; got {value!r:.80}",
-        option="metrics",
-    )
+    wanted = "numbers by name (str), such as {'loss': 0.1}"
+    raise OptionError(f"metrics must be {wanted}; got {value!r:.80}", option="metrics")
 
 
 @dataclass(eq=False)
@@ -104,7 +100,6 @@ class Saves:
     def save(
         self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None
     ) -> SaveHandle | SaveReport:
-        """Does `CheckpointManager.save`."""
         catalog, retention = self.catalog, self.catalog.retention
 
         def local() -> tuple[Small, Call]:
@@ -171,7 +166,6 @@ class Saves:
         ]
 
     def wait(self, timeout_s: float | None) -> None:
-        """Does `CheckpointManager.wait`."""
         failed: list[BaseException] = []
         for handle in self._handles:
             if not handle.done() or not handle.durable.is_collected:

@@ -133,11 +133,9 @@ class DataFiles(NamedTuple):
             try:
                 status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
             except (OSError, ValueError) as error:
-                raise StorageError(
-                    f"stat '{path}', which '{METADATA_NAME}' names: {error}",
-                    errno=getattr(error, "errno", None),
-                    path=path,
-                ) from error
+                problem = f"stat '{path}', which '{METADATA_NAME}' names: {error}"
+                number = getattr(error, "errno", None)
+                raise StorageError(problem, errno=number, path=path) from error
             is_right = status.st_size == nbytes if self.is_exact else status.st_size >= nbytes
             if not stat.S_ISREG(status.st_mode) or not is_right:
                 least = "" if self.is_exact else "at least "
@@ -161,11 +159,9 @@ def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, Dat
     """
     with open_checkpoint(path) as directory:
         if METADATA_NAME not in directory.names():
-            raise NotCommittedError(
-                f"'{path}' holds no '{METADATA_NAME}': a save that did not end, or a deletion",
-                errno=errno.ENOENT,
-                path=str(path / METADATA_NAME),
-            )
+            problem = f"holds no '{METADATA_NAME}': a save that did not end, or a deletion"
+            missing = str(path / METADATA_NAME)
+            raise NotCommittedError(f"'{path}' {problem}", errno=errno.ENOENT, path=missing)
         found = read_commit(directory, METADATA_NAME)
         files = DataFiles(wanted_sizes(found), found.files is not None)
         files.check(directory)

@@ -32,11 +32,9 @@ class TrainingRules(KeyMap):
     def __init__(
         self, key_map: KeyMap, optimizers: Iterable[str], *, has_named_groups: bool
     ) -> None:
-        """Translates the model as `key_map` does.
+        """Translates the model as `key_map` does, and optimizers by their names, "" without one.
 
-        Args:
-            optimizers: names of the resumed optimizers; "" for one without a name.
-            has_named_groups: whether the settings of groups are stored by parameter.
+        With `has_named_groups` the settings of groups are stored by parameter.
         """
         super().__init__(*key_map.rules, wrappers=key_map.wrappers)
         self._key_map = key_map
@@ -53,9 +51,8 @@ class TrainingRules(KeyMap):
     ) -> dict[str, MappedTensor]:
         """Returns the entries of all parts by their new names.
 
-        Raises:
-            PlanError: as the KeyMap; or an optimizer would have two entries of one name.
-            UnsupportedError: an optimizer has states of a reshaped tensor.
+        Raises as the KeyMap. PlanError: an optimizer would have two entries of one name.
+        UnsupportedError: an optimizer has states of a reshaped tensor.
         """
         if self._resolved is not None and self._resolved[0] == stored:
             return self._resolved[1]
@@ -195,13 +192,9 @@ def check_classes(
     stored: Iterable[str],
     settings: Iterable[str],
 ) -> None:
-    """Raises MismatchError where a class that lacks a saved setting is none of the saved classes.
+    """Raises MismatchError where another class was saved, with `settings` that these have not.
 
     Others may go on: AdamW from Adam, a subclass, a wrapper; and every class where none was saved.
-
-    Args:
-        stored: names of all items.
-        settings: saved settings of the groups.
     """
     begin = f"dcpx.{CLASSES}.{name}"
     owners = (item.rpartition(".") for item in stored if item.startswith(begin))
