@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call
-from torch_dcpx.checkpoint.save import async_save as save_in_background
+from torch_dcpx.checkpoint.save import async_save
 from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager.catalog import CheckpointCatalog
@@ -36,6 +36,8 @@ from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reports import SaveReport
 from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.writer.writer import DcpxWriter
+
+_Saved: TypeAlias = SaveHandle | SaveReport
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -97,9 +99,7 @@ class Saves:
     last_save_s: float | None = None
     _handles: list[SaveHandle] = field(default_factory=list)
 
-    def save(
-        self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None
-    ) -> SaveHandle | SaveReport:
+    def save(self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None) -> _Saved:
         catalog, retention = self.catalog, self.catalog.retention
 
         def local() -> tuple[Small, Call]:
@@ -124,9 +124,7 @@ class Saves:
             undo.pop_all()  # the end of the save frees the tag
         return self._write(record, parts, small, exchange.rank)
 
-    def _write(
-        self, record: Record, parts: Parts, small: Small, rank: int
-    ) -> SaveHandle | SaveReport:
+    def _write(self, record: Record, parts: Parts, small: Small, rank: int) -> _Saved:
         catalog, path = self.catalog, self.catalog.root.path / record.tag
         timeout_s = catalog.options.save_timeout_s
         name = "async_save" if self.is_async else "save"
@@ -137,10 +135,8 @@ class Saves:
                 state = _state_of(parts, small, record, rank)
                 self._forget_ended()
                 writer = _ManagedWriter(path, record, catalog)
-            save: Any = save_in_background if self.is_async else save_now
-            saved: SaveHandle | SaveReport = save(
-                state, path, storage_writer=writer, **catalog.ranks
-            )
+            save: Any = async_save if self.is_async else save_now
+            saved: _Saved = save(state, path, storage_writer=writer, **catalog.ranks)
         except BaseException:
             self._note_end(record.tag, None)
             raise

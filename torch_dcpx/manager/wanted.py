@@ -53,12 +53,6 @@ class Wanted(LoadPart):
         self._own: dict[str, Any] = {}  # this rank's own values, by path
         self._schedulers: list[tuple[Any, Any]] = []  # each with its state
         self.rules: TrainingRules | None = None  # of the load
-        self._has_named_groups = NAMED_GROUPS in record.parts
-        if self.translate is not None:
-            names = () if parts.optimizer is None else by_name(parts.optimizer)
-            self.rules = TrainingRules(
-                self.translate, names, has_named_groups=self._has_named_groups
-            )
         self._has_scheduler = parts.lr_scheduler is not None and "lr_scheduler" in record.parts
         self.is_applied = self._has_scheduler or any(
             not name.startswith("user_content") for name in self._names
@@ -70,19 +64,17 @@ class Wanted(LoadPart):
         missing = [n for n in _SMALL if n in parts.given and n not in record.parts]
         missing += [name for name in parts.per_rank if name not in record.per_rank]
         if missing and self.strict:
-            raise MismatchError(
-                f"resume from '{self._path}': {', '.join(missing)} was not saved there; "
-                "strict=False leaves it as it is",
-                fqn=missing[0],
-                path=self._path,
-                missing=tuple(missing),
-            )
+            problem = f"{', '.join(missing)} was not saved there; strict=False leaves it as it is"
+            message = f"resume from '{self._path}': {problem}"
+            raise MismatchError(message, fqn=missing[0], path=self._path, missing=tuple(missing))
 
     def target(self) -> dict[str, Any]:
         """Returns the state for `dcpx.load` to fill."""
-        target = self.parts.stateful(
-            strict=self.strict, has_named_groups=self._has_named_groups, rules=self.rules
-        )
+        parts, is_named = self.parts, NAMED_GROUPS in self.record.parts
+        if self.translate is not None:
+            names = () if parts.optimizer is None else by_name(parts.optimizer)
+            self.rules = TrainingRules(self.translate, names, has_named_groups=is_named)
+        target = parts.stateful(strict=self.strict, has_named_groups=is_named, rules=self.rules)
         if self.state_dict():
             target["dcpx"] = self
         return target
