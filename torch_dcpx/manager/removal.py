@@ -32,7 +32,7 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import OwnDirectory
-from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.directory import Directory, fsync_path, storage_error
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
@@ -125,7 +125,8 @@ def _empty(root: ManagerRoot, directory: Directory) -> Path | None:
         path = str(directory.path)
         problem = f"remove '{path}': something else has taken its place meanwhile; it stays"
         raise StorageError(problem, errno=errno.ESTALE, path=path)
-    root.sync()
+    if root.is_durable:
+        fsync_path(root.path)
     return trash
 
 

@@ -45,18 +45,16 @@ class KeepRules(NamedTuple):
                 check_step(value, name)
                 if value == 0:
                     raise not_one_of(name, value, "at least 1, or None")
-        if best is not None:
-            if not (
-                isinstance(best, (tuple, list))
-                and len(best) == 3
-                and type(best[0]) is str
-                and best[1] in ("min", "max")
-                and type(best[2]) is int
-                and best[2] >= 1
-            ):
-                raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
-            best = tuple(best)
-        return cls(last, every, best)
+        if best is not None and not (
+            isinstance(best, (tuple, list))
+            and len(best) == 3
+            and type(best[0]) is str
+            and best[1] in ("min", "max")
+            and type(best[2]) is int
+            and best[2] >= 1
+        ):
+            raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
+        return cls(last, every, None if best is None else tuple(best))
 
     @property
     def keep_all(self) -> bool:
@@ -205,9 +203,8 @@ class Retention:
         if not condemned or not kept:
             return
         try:
-            newest = max(kept, key=lambda each: each.order)
-            root.forget(newest.tag)
-            root.examined(newest.tag)  # nothing goes while the newest is not whole
+            root.forget(kept[0].tag)
+            root.examined(kept[0].tag)  # nothing goes while the newest is not whole
         except DcpxError as error:
             logger.warning("old checkpoints stay: the newest one is not whole: %s", error)
             return

@@ -23,7 +23,7 @@ from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.pointer import Pointer, is_tag, read_pointer, write_pointer
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.storage.directory import Directory, fsync_path
+from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import POINTER_NAME, TRASH_PREFIX, is_pointer_temporary
 
 logger = logging.getLogger("torch_dcpx")
@@ -281,11 +281,6 @@ class ManagerRoot:
         damaged = tuple(sorted(self._damaged))
         pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
         write_pointer(self.path, pointer, is_durable=self.is_durable)
-
-    def sync(self) -> None:
-        """Makes the root's entries durable. Raises: StorageError."""
-        if self.is_durable:
-            fsync_path(self.path)
 
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:
