@@ -36,12 +36,9 @@ def tag_of(tag_or_step: Any) -> str:
     is_text = type(tag_or_step) is str
     problem = _problem_of(tag_or_step) if is_text else "it is neither a str nor a step"
     if problem:
-        raise OptionError(
-            f"name a checkpoint {tag_or_step!r:.80}: {problem}; a tag is a step (int), or the name "
-            f"of one directory, of at most {_MAX_TAG_BYTES} B",
-            option="tag",
-            value=tag_or_step,
-        )
+        rule = f"a tag is a step (int), or the name of one directory, of at most {_MAX_TAG_BYTES} B"
+        message = f"name a checkpoint {tag_or_step!r:.80}: {problem}; {rule}"
+        raise OptionError(message, option="tag", value=tag_or_step)
     return str(tag_or_step)
 
 

@@ -207,11 +207,8 @@ def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
         return [(parts, states)]
     elif type(states) is list and len(states) == len(parts):
         return list(zip(parts, states, strict=True))
-    raise OptionError(
-        f"lr_scheduler is {kind_of(parts)}, and another sort was saved: give as many, under the "
-        "same names",
-        option="lr_scheduler",
-    )
+    problem = "another sort was saved: give as many, under the same names"
+    raise OptionError(f"lr_scheduler is {kind_of(parts)}, and {problem}", option="lr_scheduler")
 
 
 def kind_of(part: Any) -> str:

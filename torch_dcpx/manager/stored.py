@@ -139,12 +139,9 @@ class DataFiles(NamedTuple):
             is_right = status.st_size == nbytes if self.is_exact else status.st_size >= nbytes
             if not stat.S_ISREG(status.st_mode) or not is_right:
                 least = "" if self.is_exact else "at least "
+                problem = f"is no regular file of {least}{nbytes} B: it has {status.st_size} B"
                 raise ShortReadError(
-                    f"'{path}' is no regular file of {least}{nbytes} B: it has {status.st_size} B",
-                    errno=errno.EIO,
-                    path=path,
-                    offset=0,
-                    nbytes=nbytes,
+                    f"'{path}' {problem}", errno=errno.EIO, path=path, offset=0, nbytes=nbytes
                 )
 
 
@@ -193,9 +190,7 @@ class OwnDirectory(Directory):
 def lies_there(path: Path, doing: str) -> bool:
     """Returns whether anything lies at a path beneath the root. `doing` is the verb of messages.
 
-    Raises:
-        UnsupportedError: a symbolic link, dangling or not.
-        StorageError: it cannot be read.
+    Raises UnsupportedError: a symbolic link, dangling or not. StorageError: it cannot be read.
     """
     try:
         target = uninterrupted(os.readlink, path)
