@@ -82,11 +82,9 @@ class CheckpointCatalog:
     ) -> tuple[_Own, _T]:
         """Compares the ranks' calls; returns this rank's own value and the coordinator's answer.
 
-        Args:
-            local: returns, on each rank, its own value and its call.
-            reduce: makes the coordinator's answer of the equal calls and its own value.
-
-        Raises: as `check_same_call` and `Exchange.all_reduce`; where the manager cannot be used.
+        `local` returns a rank's own value and its call; `reduce` makes the answer of the equal
+        calls and the coordinator's value. Raises: as `check_same_call` and `Exchange.all_reduce`;
+        where the manager is closed, or another process'.
         """
         own: _Own
 
@@ -179,8 +177,8 @@ class CheckpointCatalog:
     ) -> tuple[Stored | None, Skipped]:
         """Returns a checkpoint to read, and keeps it from deletion until the stack ends.
 
-        Without a tag it is the newest but `passed` ones. With `allow_fresh` it is None, and no
-        error, where nothing is whole.
+        Without a tag it is the newest but those that `passed` names. Where nothing is whole it is
+        None with `allow_fresh`, else an error.
         """
         root = self.root
         self.retention.wait()  # else it may remove the chosen one

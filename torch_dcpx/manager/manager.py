@@ -38,8 +38,8 @@ logger = logging.getLogger("torch_dcpx")
 class CheckpointManager:
     """The checkpoints of one training, each in a directory beneath one root.
 
-    As a context manager it closes itself at the end of the block, also after an exception, which
-    it raises then. Not thread-safe; belongs to one process.
+    As a context manager it waits for its saves at the end of the block (`close`); an exception of
+    the block goes on. Not thread-safe; belongs to one process.
     """
 
     def __init__(
@@ -182,8 +182,6 @@ class CheckpointManager:
             self._saves.last_step = info.step or 0
         return info
 
-    # ---- The checkpoints beneath the root ------------------------------------------------------
-
     def latest(self) -> str | None:
         """Returns the tag that `resume` would try first; None where there is none."""
         return self._catalog.on_coordinator(
@@ -280,8 +278,6 @@ class CheckpointManager:
             OptionError: `translate` is no KeyMap and no function.
         """
         return self._catalog.dry_run(translate, tag)
-
-    # ---- Signals, and the end ------------------------------------------------------------------
 
     def save_on_signal(
         self,

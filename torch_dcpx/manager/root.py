@@ -1,8 +1,8 @@
 """The directory of a manager's checkpoints, as one rank (the coordinator) sees it.
 
 The newest checkpoint is
-1. the one that the pointer names, if it is whole and still that save; or one whose commit the
-   pointer saw begin, if it is whole and a later commit;
+1. the one that the pointer names, if it is whole and still that save; or, of the commits that had
+   begun when the pointer was written, a later whole one;
 2. else, of all directories, the last commit that is whole. Checkpoints that no manager saved count
    only where there are no others: the highest step.
 The log names each directory that is skipped on the way, with the reason.
@@ -68,10 +68,7 @@ class ManagerRoot:
         return found
 
     def examined(self, tag: str, *, looks_at_data: bool = True) -> Stored:
-        """Returns a whole checkpoint, from memory if its `.metadata` has not changed.
-
-        With `looks_at_data` it looks again at the data files then. Raises: as `examine`.
-        """
+        """Returns `examine` of a tag, from memory where `.metadata` has not changed."""
         path = self.path / tag
         identity = identity_of(path)
         with self._guard:
@@ -138,10 +135,7 @@ class ManagerRoot:
         return stored, self.damaged | lost
 
     def newest(self) -> tuple[Stored | None, Skipped]:
-        """Returns the newest whole checkpoint, and notes it; and the directories that it skipped.
-
-        Raises StorageError: the root cannot be listed.
-        """
+        """Returns and notes the newest whole checkpoint; and the others. Raises: StorageError."""
         self._known.clear()
         try:
             pointer = read_pointer(self.path) or Pointer()
@@ -214,8 +208,6 @@ class ManagerRoot:
                 errno=errno.ENOENT,
                 path=str(self.path),
             )
-
-    # ---- Commits -------------------------------------------------------------------------------
 
     def take_order(self) -> int:
         """Returns the next commit's number; looks for the newest first if another job was here."""

@@ -185,8 +185,7 @@ class _ManagedWriter(DcpxWriter):
 
     def __init__(self, path: Path, record: Record, catalog: CheckpointCatalog) -> None:
         super().__init__(path, options=catalog.options)
-        self.__record = record
-        self.__catalog = catalog
+        self.__record, self.__catalog = record, catalog
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits, and points to the checkpoint. Raises: as `DcpxWriter` and `committing`."""
