@@ -11,7 +11,7 @@ import torch
 from trainings import manager_of, save_steps
 
 from torch_dcpx import CorruptionError, PerRank
-from torch_dcpx.manager import save as manager_save
+from torch_dcpx.manager import state as manager_state
 from torch_dcpx.manager.content import encode_content
 from torch_dcpx.manager.stored import Record
 
@@ -57,7 +57,7 @@ def test_content_that_no_manager_saves_is_corrupt(
         return encode_content(stored if is_own == (stored == {}) else value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager_save, "encode_content", lying)
+        patch.setattr(manager_state, "encode_content", lying)
         content = {"a": PerRank(1)}
         manager_of(tmp_path).save(1, state={"x": torch.zeros(1)}, user_content=content)
     with pytest.raises(CorruptionError, match="not what a manager saves") as info:

@@ -1,7 +1,6 @@
-"""The checkpoints beneath a root: the coordinator looks at them and changes them, for all ranks.
+"""The checkpoints beneath a root: the coordinator reads and changes them for all ranks.
 
-`agree` compares the ranks' calls, and the coordinator answers for all of them. `export` and
-`dry_run` hold the readers' lock of the checkpoint, so that no retention removes it meanwhile.
+`export` and `dry_run` hold the readers' lock of the checkpoint, so that no retention removes it.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ _MAX_CHOICES = 8  # while others delete the chosen checkpoint
 
 @dataclass
 class CheckpointCatalog:
-    """The checkpoints beneath one root. Every rank makes every call. Belongs to one process.
-
-    It touches nothing before the first call; its options are those of CheckpointManager.
-    """
+    """The checkpoints beneath one root. Every rank makes every call. Belongs to one process."""
 
     root: ManagerRoot
     retention: Retention
@@ -86,13 +82,9 @@ class CheckpointCatalog:
     ) -> tuple[_Own, _T]:
         """Compares the ranks' calls; returns this rank's own value and the coordinator's answer.
 
-        `local` returns, on each rank, its own value and its call. `reduce` makes the answer, on the
-        coordinator, from the calls, which are all the same, and its own value.
-
-        Raises:
-            UnsupportedError, OptionError: this process cannot use the manager.
-            PlanError: ranks made different calls.
-            As `Exchange.all_reduce`.
+        `local` returns a rank's own value and its call; `reduce` makes the answer of the equal
+        calls and the coordinator's value. Raises: as `check_same_call` and `Exchange.all_reduce`;
+        where the manager is closed, or another process'.
         """
         own: _Own
 
@@ -110,7 +102,7 @@ class CheckpointCatalog:
         return own, answered
 
     def on_coordinator(self, name: str, tag: Any, work: Callable[[Any], _T]) -> _T:
-        """Has the coordinator do work for all ranks; all get the answer or the error."""
+        """Runs work on the coordinator; all ranks get the answer or the error."""
         with self.exchange(name, tag) as exchange:
             return self.agree(
                 exchange,
@@ -132,12 +124,11 @@ class CheckpointCatalog:
                 "forked from: only the parent can use it"
             )
         if self._is_closed:
-            raise OptionError("this manager is closed: make a new one", option=None, value=None)
+            raise OptionError("this manager is closed: make a new one")
 
-    # ---- On the coordinator --------------------------------------------------------------------
+    # ---- CheckpointManager's methods, on the coordinator ---------------------------------------
 
     def pin(self, name: str) -> None:
-        """Puts the mark into a directory that keeps the checkpoint from deletion."""
         lies_there(self.root.path / name, "pin")
         path = self.root.examined(name).path
         with OwnDirectory(path, "pin") as directory:
@@ -148,61 +139,46 @@ class CheckpointCatalog:
             with being_read(path) as is_left_alone:
                 # A deletion looks for the mark under the same lock.
                 if not is_left_alone or identity_of(path) is None:
-                    raise ConcurrentSaveError(
-                        f"pin '{path}': it is being deleted", errno=errno.EBUSY, path=str(path)
-                    )
+                    problem = f"pin '{path}': it is being deleted"
+                    raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(path))
                 if not directory.is_regular(PIN_NAME):
                     directory.create(PIN_NAME, [], is_durable=self.root.is_durable)
                     directory.sync()
 
     def unpin(self, name: str) -> None:
-        """Takes the mark away."""
         with OwnDirectory(self.root.path / name, "unpin") as directory:
             directory.unlink(PIN_NAME)
             directory.sync()
 
     def delete(self, name: str) -> None:
-        """Removes a checkpoint that is not pinned, saved to, or the last good one."""
         self.retention.wait()
         root, path = self.root, self.root.path / name
         lies_there(path, "delete")
         root.examined(name)
         self.retention.refuse_pinned(name, "delete")
         if name in self.retention.busy:
-            raise ConcurrentSaveError(
-                f"delete '{path}': a save to it is under way; wait for it",
-                errno=errno.EBUSY,
-                path=str(path),
-            )
+            problem = f"delete '{path}': a save to it is under way; wait for it"
+            raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(path))
         newest, _ = root.newest()  # anew: other jobs may have changed the root
-        stored = root.listed()[0]
+        stored, _ = root.listed()
         good = {each.tag for each in stored if each.save_id not in root.damaged}
         others = [each for each in stored if each.tag != name]
         if not others or good == {name}:
             raise UnsupportedError(
-                f"delete '{path}': it is the last whole checkpoint beneath "
-                f"'{root.path}'{' that is not damaged' if others else ''}; remove the "
-                "directory by hand"
+                f"delete '{path}': it is the last whole checkpoint beneath '{root.path}'"
+                f"{' that is not damaged' if others else ''}; remove the directory by hand"
             )
         remove_checkpoint(root, name)
         if newest is not None and newest.tag == name:
             root.point_away(name, next((o for o in others if o.tag in good), others[0]))
 
     def choose(
-        self,
-        tag: str | None,
-        stack: ExitStack,
-        passed: Collection[str] = (),
-        *,
-        allow_fresh: bool,
+        self, tag: str | None, stack: ExitStack, passed: Collection[str] = (), *, allow_fresh: bool
     ) -> tuple[Stored | None, Skipped]:
         """Returns a checkpoint to read, and keeps it from deletion until the stack ends.
 
-        Args:
-            tag: None: the newest.
-            stack: holds the lock.
-            passed: tags that a resume has passed over, and does not choose. Default (): none.
-            allow_fresh: whether to return None, and not raise, where nothing is whole.
+        Without a tag it is the newest but those that `passed` names. Where nothing is whole it is
+        None with `allow_fresh`, else an error.
         """
         root = self.root
         self.retention.wait()  # else it may remove the chosen one
@@ -222,13 +198,11 @@ class CheckpointCatalog:
             stack.enter_context(being_read(stored.path))
             if identity_of(stored.path) is not None:
                 return stored, skipped
-        raise NotCommittedError(
-            f"resume from '{root.path}': checkpoints are deleted faster than one can be chosen",
-            errno=errno.ESTALE,
-            path=str(root.path),
-        )
+        path = str(root.path)
+        problem = f"resume from '{path}': checkpoints are deleted faster than one can be chosen"
+        raise NotCommittedError(problem, errno=errno.ESTALE, path=path)
 
-    # ---- Handed out ----------------------------------------------------------------------------
+    # ---- CheckpointManager's methods, on all ranks ---------------------------------------------
 
     def export(
         self,
@@ -240,7 +214,6 @@ class CheckpointCatalog:
         max_shard_bytes: int | str,
         options: WriteOptions | None,
     ) -> ExportReport:
-        """Does `CheckpointManager.export`."""
         with ExitStack() as stack:
 
             def local() -> tuple[ExportArguments, Call]:
@@ -253,15 +226,15 @@ class CheckpointCatalog:
                 chosen = None if tag is None else self.choose(tag, stack, allow_fresh=False)[0]
                 if chosen is None:
                     return None
-                record = chosen.record
+                record, its_path = chosen.record, str(chosen.path)
                 if own.keys is None and record is not None and "model" not in record.parts:
                     held = ", ".join(record.parts) or "nothing"
                     raise MismatchError(
-                        f"export '{chosen.path}': no model was saved there, but {held}; keys= "
-                        "names what to export",
-                        path=str(chosen.path),
+                        f"export '{its_path}': no model was saved there, but {held}; keys= names "
+                        "what to export",
+                        path=its_path,
                     )
-                return str(chosen.path)
+                return its_path
 
             with self.exchange("export") as exchange:
                 checked, stored = self.agree(exchange, "export", local, reduce)
@@ -277,26 +250,21 @@ class CheckpointCatalog:
             )
 
     def dry_run(self, translate: Any, tag: str | int | None) -> DryRun:
-        """Does `CheckpointManager.dry_run`."""
         with ExitStack() as stack:
 
             def local() -> tuple[KeyMap, Call]:
                 rules = checked_translate(translate, True)
                 if rules is None:
-                    raise OptionError(
-                        "dry_run needs a translate to try", option="translate", value=None
-                    )
+                    raise OptionError("dry_run needs a translate to try", option="translate")
                 named = None if tag is None else tag_of(tag)
                 return rules, Call("dry_run", {"tag": named, "translate": told_rules(rules)})
 
             def reduce(calls: list[Call], rules: KeyMap) -> DryRun:
                 chosen, _ = self.choose(calls[0].arguments["tag"], stack, allow_fresh=False)
                 if chosen is None:
-                    raise NotCommittedError(
-                        f"dry_run: nothing lies beneath '{self.root.path}'",
-                        errno=errno.ENOENT,
-                        path=str(self.root.path),
-                    )
+                    path = str(self.root.path)
+                    problem = f"dry_run: nothing lies beneath '{path}'"
+                    raise NotCommittedError(problem, errno=errno.ENOENT, path=path)
                 return rules.dry_run(beneath(MODEL, stored_sizes(str(chosen.path)).items()))
 
             with self.exchange("dry_run") as exchange:
@@ -304,7 +272,7 @@ class CheckpointCatalog:
 
 
 class _Live(UserDict[str, Any]):
-    """A module's state. The export makes it where all ranks raise an error of it."""
+    """A module's state, made by the export, where all ranks raise an error of it."""
 
     def __init__(self, model: Any) -> None:
         self._part = ModelPart(model)

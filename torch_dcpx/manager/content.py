@@ -1,18 +1,17 @@
 """Small values: those that every rank saves alike, and those that each rank has of its own.
 
-Every rank saves `user_content` alike, as one byte item. The item is a `torch.save` archive, so that
-tuples stay tuples, keys keep their types, and empty containers stay. A save takes only exact types
-whose archives load through the allow-list of `unpickle.byte_items`, without execution. It refuses
-any other type by its path; a refusal at load time would come too late.
+`user_content` is one byte item: a `torch.save` archive, which keeps tuples, types of keys and empty
+containers. A save takes only exact types whose archives load through the allow-list of
+`unpickle.byte_items`, without execution. It refuses others by path: a load would do so too late.
 
     None bool int float complex str bytes bytearray
     list tuple set frozenset dict OrderedDict Counter      of these
     numpy arrays and scalars (no objects), torch tensors, torch.Size, torch.dtype, torch.device
     PerRank of any of these: each rank's own
 
-A rank's own values, such as the state of its data loader or of its random generators, are saved
-under a name a rank and come back to the same rank. Where the number of ranks has changed, values
-have no owner any more: then a function of the user's merges the values of all ranks.
+A save keeps a rank's own values (states of its data loader, of its random generators) under its
+number, and a load gives them back to that rank. After a change of the number of ranks, the user's
+function merges the values of all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import collections
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -56,28 +55,15 @@ def checked_merge(merge: Any) -> list[str] | bool:
         type(name) is str and callable(function) for name, function in merge.items()
     ):
         return sorted(merge)
-    raise OptionError(
-        f"merge must be a function, or a dict of functions by name, got {merge!r:.80}",
-        option="merge",
-        value=None,
-    )
+    problem = f"merge must be a function, or a dict of functions by name, got {merge!r:.80}"
+    raise OptionError(problem, option="merge")
 
 
 def merged(
-    stored: Sequence[Mapping[str, Any]],
-    names: Sequence[str],
-    merge: Merge,
-    rank: int,
-    world_size: int,
+    saved: Sequence[dict[str, Any]], names: Iterable[str], merge: Merge, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """Returns this rank's value of each name, merged from `stored`: a dict of each rank's save.
-
-    `world_size` counts the ranks of now; another number saved.
-    """
-    return {
-        name: _function(merge, name)([own[name] for own in stored], rank, world_size)
-        for name in names
-    }
+    """Returns this rank's value of each name, merged from all values that each rank has saved."""
+    return {n: _function(merge, n)([own[n] for own in saved], rank, world_size) for n in names}
 
 
 def check_mergeable(
@@ -114,16 +100,10 @@ _MAPPINGS = frozenset((dict, collections.OrderedDict, collections.Counter))
 
 
 def split_content(value: Any, path: str) -> tuple[Any, dict[str, Any]]:
-    """Returns a copy of a value without its `PerRank` objects, and their values by path.
+    """Returns a value without its `PerRank` objects, and their values by path ("content.a.0").
 
-    Containers are copies, tensors and arrays are not.
-
-    Args:
-        value: of the types above.
-        path: its name, such as "user_content"; dots join it and the parts beneath it.
-
-    Raises:
-        UnsupportedError: a value of another type, nested too deep, or one PerRank in another.
+    It copies containers, but no tensors and arrays. Raises UnsupportedError: a value of another
+    type, nested too deep, or one PerRank in another.
     """
     own: dict[str, Any] = {}
     return _copied(value, path, 0, own), own
@@ -184,12 +164,11 @@ def _copied_tensor(value: torch.Tensor, path: str) -> torch.Tensor:
 
 def _is_plain_numpy(value: Any) -> bool:
     numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return False
-    is_array = type(value) is numpy.ndarray or (
-        isinstance(value, numpy.generic) and type(value).__module__ == "numpy"
+    kind = type(value)
+    is_numpy = numpy is not None and (
+        kind is numpy.ndarray or (issubclass(kind, numpy.generic) and kind.__module__ == "numpy")
     )
-    return is_array and value.dtype.kind in "biufcSUmM"
+    return is_numpy and value.dtype.kind in "biufcSUmM"
 
 
 def encode_content(value: Any) -> bytes:
@@ -200,22 +179,16 @@ def encode_content(value: Any) -> bytes:
 
 
 def decode_content(data: Any, fqn: str, path: str, options: ReadOptions | None) -> Any:
-    """Returns the value in an archive of `encode_content`; executes nothing of it.
-
-    Raises CorruptionError, for item `fqn` of the checkpoint in `path`: this is no archive of ours.
-    """
+    """Returns the value of item `fqn` in the checkpoint `path`. Raises: CorruptionError."""
     if type(data) is not bytes:
-        raise CorruptionError(
-            f"decode item '{fqn}' of '{path}': a {type(data).__name__} where bytes were saved",
-            fqn=fqn,
-            path=path,
-        )
+        problem = f"a {type(data).__name__} where bytes were saved"
+        raise CorruptionError(f"decode item '{fqn}' of '{path}': {problem}", fqn=fqn, path=path)
     allowed = () if options is None else options.safe_globals
     return decode_byte_item(data, fqn=fqn, path=path, safe_globals=allowed)
 
 
 def with_own(value: Any, own: Mapping[str, Any]) -> Any:
-    """Returns a value of `decode_content` with this rank's own values, by path, in their places."""
+    """Returns a value with this rank's own values, by path, in place of their marks."""
     kind = type(value)
     if kind in _SEQUENCES:
         parts = [with_own(part, own) for part in value]

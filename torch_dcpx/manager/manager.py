@@ -1,7 +1,7 @@
-"""CheckpointManager: the calls of a training job. It saves, resumes, lists, removes and exports.
+"""CheckpointManager: a training job saves, resumes, lists, removes and exports checkpoints.
 
-Every rank makes every call, in one order. Ranks agree through the process group's store. The
-coordinator alone (rank 0) looks at the root and changes it.
+Every rank makes every call, in one order. Ranks agree through the process group's store. Only the
+coordinator (rank 0) reads and changes the root.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from torch_dcpx.manager.preemption import Preemption
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
 from torch_dcpx.manager.root import ManagerRoot
-from torch_dcpx.manager.save import Parts, Saves
+from torch_dcpx.manager.save import Saves
+from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.members import keys_for
 from torch_dcpx.reports import SaveReport
 from torch_dcpx.storage.paths import AnyPath, checked_path
-
-_WAY_OUT = "a CheckpointManager's root is a directory of a mounted file system"
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -39,8 +38,8 @@ logger = logging.getLogger("torch_dcpx")
 class CheckpointManager:
     """The checkpoints of one training, each in a directory beneath one root.
 
-    As a context manager, the end of the block waits for saves under way, also when an exception
-    leaves it, which is raised then. Not thread-safe; belongs to one process.
+    As a context manager it waits for its saves at the end of the block (`close`); an exception of
+    the block goes on. Not thread-safe; belongs to one process.
     """
 
     def __init__(
@@ -63,16 +62,15 @@ class CheckpointManager:
             root: directory of the checkpoints; made by the first save. One job at a time.
             keep_last: keeps that many of the last commits. Default None.
             keep_every: keeps checkpoints whose step is a multiple of this. Default None.
-            keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. With
-                all three None every checkpoint is kept; else those that any of the three keeps,
-                pinned ones, and always the last commit.
+            keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. All
+                three None keep every checkpoint. Else the last commit and pinned ones stay, too.
             async_save: whether `save` returns before the checkpoint is written. Default True.
             process_group: the ranks of the training. Default None: all.
             no_dist: this process by itself. Default False.
             options: of the writer. Default None: `WriteOptions()`.
             read_options: of readers. Default None: `ReadOptions()`.
-            allow_fresh: whether a root that holds something, but no whole checkpoint, is a fresh
-                start and no error. Default False.
+            allow_fresh: starts fresh in a root that is not empty, but holds no whole checkpoint.
+                Default False: an error.
 
         Raises:
             OptionError: values that cannot work.
@@ -80,7 +78,8 @@ class CheckpointManager:
         """
         rules = KeepRules.of(keep_last, keep_every, keep_best)
         options, read_options = options or WriteOptions(), read_options or ReadOptions()
-        self.root = Path(checked_path(root, _WAY_OUT)).absolute()
+        way_out = "a CheckpointManager's root is a directory of a mounted file system"
+        self.root = Path(checked_path(root, way_out)).absolute()
         self._root = ManagerRoot(self.root, read_options, is_durable=options.durability == "full")
         self._retention = Retention(self._root, rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
@@ -88,8 +87,6 @@ class CheckpointManager:
         self._saves = Saves(self._catalog, is_async=async_save)
         self._allow_fresh = allow_fresh
         self._watches: list[Preemption] = []
-
-    # ---- Saving --------------------------------------------------------------------------------
 
     def save(
         self,
@@ -119,20 +116,17 @@ class CheckpointManager:
             step: of a tag that is no step. Default: that of "step-N", else of the last save.
 
         Returns:
-            With `async_save` a SaveHandle: all parts may change. Else the report of a checkpoint
-            that is there.
+            With `async_save` a SaveHandle: all parts may change. Else the report of the checkpoint.
 
         Raises:
             PlanError: ranks made different calls; nothing was written.
             OptionError: a tag or part that cannot work.
-            UnsupportedError: small values that could not be loaded without execution; or a link,
-                or a pinned checkpoint, lies under the tag's name. Nothing was changed.
+            UnsupportedError: a small value needs execution to load; or the tag's name is that of a
+                link or a pinned checkpoint. Nothing was changed.
             As `dcpx.save` and `dcpx.async_save`, also of an earlier save.
         """
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
         return self._saves.save(tag_or_step, parts, metrics, step)
-
-    # ---- Resuming ------------------------------------------------------------------------------
 
     def resume(
         self,
@@ -149,15 +143,15 @@ class CheckpointManager:
         translate: KeyMap | Callable[[str], str | None] | None = None,
         fallback: bool = True,
     ) -> ResumeInfo:
-        """Loads the newest checkpoint that is whole, on any number of ranks.
+        """Loads the newest whole checkpoint, on any number of ranks.
 
         Args:
-            model, optimizer, lr_scheduler, dataloader, state: as they were given to `save`, or
-                fewer of them; filled in place.
+            model, optimizer, lr_scheduler, dataloader, state: as in `save`, or fewer of them;
+                filled in place.
             tag: which checkpoint; a link to one will do. Default None: the newest.
             strict: whether a name that the checkpoint does not hold is an error. Default True.
             load_optimizer: with False, optimizer and scheduler stay as they are. Default True.
-            merge: for each rank's own values, where there are more or fewer ranks now:
+            merge: for each rank's own values, after a change of the number of ranks:
                 function(values_by_rank, rank, world_size), or one a name ("dataloader",
                 "user_content.rng"). Default None: an error.
             translate: a KeyMap, or a function of one name, from stored names of the model (without
@@ -170,14 +164,12 @@ class CheckpointManager:
 
         Raises:
             NotCommittedError: no whole checkpoint is there, or not the tag.
-            MismatchError: a part was not saved; nothing was changed. Or, behind the read:
-                parameters of one group were saved with different settings, or were in no optimizer
-                that was saved.
+            MismatchError: a part was not saved; nothing was changed. Or, behind the read: one group
+                has parameters of different saved settings, or of no saved optimizer.
             RankError: code of the caller (`merge`, a `load_state_dict`) raised on a rank: on all.
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
-            UnsupportedError: `translate` splits, merges or transposes a tensor, and the load
-                includes its optimizer.
+            UnsupportedError: `translate` reshapes a tensor, and the load includes its optimizer.
             As `dcpx.load`.
         """
         if not load_optimizer:
@@ -190,21 +182,16 @@ class CheckpointManager:
             self._saves.last_step = info.step or 0
         return info
 
-    # ---- The checkpoints beneath the root ------------------------------------------------------
-
     def latest(self) -> str | None:
         """Returns the tag that `resume` would try first; None where there is none."""
-
-        def look(_: None) -> str | None:
-            stored = self._root.newest()[0]
-            return None if stored is None else stored.tag
-
-        return self._catalog.on_coordinator("latest", None, look)
+        return self._catalog.on_coordinator(
+            "latest", None, lambda _: getattr(self._root.newest()[0], "tag", None)
+        )
 
     def tags(self) -> list[str]:
-        """Returns the tags of all whole checkpoints, the oldest first.
+        """Returns the tags of all whole checkpoints, the oldest commit first.
 
-        Those that no manager saved come first, by step; then the others, by their commits.
+        Before them come those that no manager saved, by step.
         """
         return self._catalog.on_coordinator(
             "tags", None, lambda _: [stored.tag for stored in reversed(self._root.listed()[0])]
@@ -213,7 +200,7 @@ class CheckpointManager:
     def pin(self, tag: str | int) -> None:
         """Keeps a checkpoint from retention, `delete` and a `save` to its tag, until `unpin`.
 
-        Also after this job. A save to the tag that is under way commits nothing.
+        The pin outlives this job. A save to the tag that is under way commits nothing.
 
         Raises:
             UnsupportedError: it is a link.
@@ -235,8 +222,8 @@ class CheckpointManager:
         """Deletes a checkpoint now.
 
         Raises:
-            UnsupportedError: it is pinned, or a link, or the last one that is whole and not known
-                to be damaged; links to it do not count.
+            UnsupportedError: it is pinned, or a link, or the last whole one without known damage;
+                links to it do not count.
             ConcurrentSaveError: a save or a reader is there.
             NotCommittedError, and others: it is not there, or not whole.
         """
@@ -253,18 +240,15 @@ class CheckpointManager:
         max_shard_bytes: int | str = "5GB",
         options: WriteOptions | None = None,
     ) -> ExportReport:
-        """Writes one artifact for inference, by all ranks at once.
+        """Writes one artifact for inference, by all ranks at once, and returns its report.
 
         Args:
-            tag_or_model: a checkpoint by tag or step, which cannot be deleted meanwhile; or a
-                module as it is now, by the names that a checkpoint of it would have.
+            tag_or_model: a checkpoint by tag or step, which stays meanwhile; or a module as it is
+                now, by the names in a checkpoint of it.
             path: directory, or the file in it, of the artifact; the same on every rank.
             format, keys, key_map, max_shard_bytes: as `torch_dcpx.export`. Default: the model only,
                 as safetensors. Of a tag, `keys` are names with "model.", "optimizer." and so on.
             options: of the export. Default None: those of the manager.
-
-        Returns:
-            The report of the artifact.
 
         Raises:
             NotCommittedError, and others: the tag is not there, or not whole.
@@ -278,18 +262,15 @@ class CheckpointManager:
         )
 
     def dry_run(
-        self,
-        translate: KeyMap | Callable[[str], str | None],
-        tag: str | int | None = None,
+        self, translate: KeyMap | Callable[[str], str | None], tag: str | int | None = None
     ) -> DryRun:
         """Returns the model's names as `resume(translate=)` would make them. Loads nothing.
+
+        Stored and new names come without "model."; `print()` shows them.
 
         Args:
             translate: as in `resume`.
             tag: which checkpoint. Default None: the newest.
-
-        Returns:
-            Stored and new names, both without "model."; `print()` shows them.
 
         Raises:
             PlanError: the rules do not fit the stored names, or ranks made different calls.
@@ -297,8 +278,6 @@ class CheckpointManager:
             OptionError: `translate` is no KeyMap and no function.
         """
         return self._catalog.dry_run(translate, tag)
-
-    # ---- Signals, and the end ------------------------------------------------------------------
 
     def save_on_signal(
         self,
@@ -309,19 +288,17 @@ class CheckpointManager:
 
         Args:
             signals: it replaces their handlers, until `close`.
-            time_left_s: seconds from the signal to the end of the job. Default None: unknown. If
-                the last save took longer than the time left, the answer is no.
+            time_left_s: seconds from the signal to the end of the job; the answer is no where the
+                last save took longer. Default None: unknown.
 
         Raises:
             OptionError: not on the main thread; no signals, or one that cannot be handled.
             PlanError: ranks made different calls.
         """
         catalog = self._catalog
-        name = catalog.on_coordinator(
-            "save_on_signal", None, lambda _: f"signals/{uuid.uuid4().hex}"
-        )
+        name = catalog.on_coordinator("save_on_signal", None, lambda _: uuid.uuid4().hex)
         watch = Preemption(
-            *keys_for(**catalog.ranks, what="save on a signal", name=name),
+            *keys_for(**catalog.ranks, what="save on a signal", name=f"signals/{name}"),
             timeout_s=catalog.options.save_timeout_s,
             time_left_s=time_left_s,
             last_save_s=lambda: self._saves.last_save_s,

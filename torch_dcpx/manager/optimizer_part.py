@@ -1,9 +1,8 @@
 """The state of optimizers as a part of a save or load, by the names of the model's parameters.
 
-DCP's own functions step an optimizer that has no state, with zero gradients and a rate of zero, to
-have some. The step counts, weights and moments that this leaves make another training. Here no
-optimizer is stepped: a save writes the state that is there, and a resume gives each parameter the
-state that is stored for it, or none.
+DCP's own functions step an optimizer without state, with zero gradients and a rate of zero. The
+step counts, weights and moments of that make another training. Here nothing steps an optimizer: a
+save writes the present state, and a resume gives each parameter its stored state, or none.
 """
 
 from __future__ import annotations
@@ -27,20 +26,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import MismatchError
-from torch_dcpx.manager.optimizer_state import (
-    blank_groups,
-    blank_states,
-    stored_names,
-    with_own_keys,
-)
-from torch_dcpx.manager.state import by_name, flat, parameters_of
+from torch_dcpx.manager.optimizer_state import blank_groups, blank_states, rekeyed, stored_names
 from torch_dcpx.manager.translate import (
     TrainingRules,
     beneath,
+    by_name,
     check_classes,
     check_sources,
+    flat,
     groups_by_parameter,
     owner_of,
+    parameters_of,
     settings_by_parameter,
     translated_groups,
 )
@@ -57,14 +53,15 @@ class _Own:
     present: dict[str, dict[Any, Any]]  # states that are there, by parameter
     saved: set[str] = field(default_factory=set)  # parameters with stored settings, if by name
     unsaved: set[int] = field(default_factory=set)  # groups without stored parameters, by number
+    new: dict[str, Any] = field(default_factory=dict)  # groups and states, checked
 
 
 @dataclass(eq=False)
 class OptimizerPart(LoadPart):
     """One optimizer, several as one (a list), or several by name (a dict), of one model.
 
-    With `has_named_groups` the settings of groups are saved by parameter: where ranks have other
-    parameters in their groups, "group 0" means something else on each of them.
+    With `has_named_groups` the settings of groups are saved by parameter, for ranks that have other
+    parameters in "group 0".
     """
 
     model: torch.nn.Module
@@ -77,7 +74,6 @@ class OptimizerPart(LoadPart):
         self._is_named = isinstance(self.optimizer, Mapping)
         self._has_flat = any(isinstance(m, FullyShardedDataParallel) for m in self.model.modules())
         self._own: dict[str, _Own] = {}
-        self._new: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {}  # groups, states
 
     def state_dict(self) -> dict[str, Any]:
         states: dict[str, Any] = {}
@@ -129,7 +125,7 @@ class OptimizerPart(LoadPart):
         return dict(zip(names, parameters_of(own.optimizers), strict=True))
 
     def _settings(self, own: _Own, names: Iterable[str]) -> set[str]:
-        """Returns the settings in names "OWNER.SETTING"; notes the owners."""
+        """Returns the settings in names "OWNER.SETTING"; notes their owners."""
         every = set(chain.from_iterable(own.names))
         owners = {
             name: owner_of(name, every) if self.has_named_groups else name.partition(".")[0]
@@ -155,17 +151,17 @@ class OptimizerPart(LoadPart):
                 saved = set(chain.from_iterable(g[_PARAMS] for g in kept))
                 if self.strict:
                     check_sources(kept, own.names)
-            self._new[name] = groups, self._new_states(own, loaded[_STATE], saved)
+            own.new = {_STATE: self._new_states(own, loaded[_STATE], saved), _GROUPS: groups}
 
     def _new_states(
         self, own: _Own, loaded: Mapping[str, Any], saved: set[str]
     ) -> dict[str, dict[Any, Any]]:
-        """Returns the state of each parameter that has one, its present one if none was saved."""
+        """Returns the parameters' states, the present one of a parameter that was not saved."""
         states: dict[str, dict[Any, Any]] = {}
         strange = []
         for name in chain.from_iterable(own.names):
             if name in loaded:
-                states[name] = with_own_keys(loaded[name], own.present.get(name))
+                states[name] = rekeyed(loaded[name], own.present.get(name))
             elif name not in saved:
                 strange.append(name)
                 if own.present.get(name):
@@ -183,32 +179,30 @@ class OptimizerPart(LoadPart):
         return states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self._new:  # no load called `check` before
+        if not all(own.new for own in self._own.values()):  # no load called `check` before
             self.check(state)
-        for name, own in self._own.items():
-            groups, states = self._new[name]
+        for own in self._own.values():
             with ExitStack() as stack:
                 for one in own.optimizers:
                     stack.enter_context(_dtypes_kept(one))
                     if self._has_flat:
                         stack.enter_context(_unstepped(one))
                 if self._has_flat:
+                    options = StateDictOptions(strict=False)
                     set_optimizer_state_dict(
-                        self.model,
-                        own.optimizers,
-                        optim_state_dict={_STATE: states, _GROUPS: groups},
-                        options=StateDictOptions(strict=False),
+                        self.model, own.optimizers, optim_state_dict=own.new, options=options
                     )
                 else:
-                    _load(own, groups, states)
+                    _load(own)
 
 
-def _load(own: _Own, groups: Sequence[Mapping[str, Any]], states: Mapping[str, Any]) -> None:
+def _load(own: _Own) -> None:
     """Gives optimizers their settings and states.
 
-    A group takes the settings of the stored group that holds its parameters, wherever that stood. A
-    group without parameters takes those of the one in its place, if that has none either.
+    A group takes the settings of its parameters' stored group. One without parameters takes those
+    of the group in its place, if that has none either.
     """
+    groups, states = own.new[_GROUPS], own.new[_STATE]
     owners = {name: at for at, group in enumerate(groups) for name in group[_PARAMS]}
     places = enumerate(own.names)
     for one in own.optimizers:
@@ -233,7 +227,7 @@ def _load(own: _Own, groups: Sequence[Mapping[str, Any]], states: Mapping[str, A
 
 
 class _Initialised(defaultdict[Any, Any]):
-    """A state that DCP does not take for a missing one, also where it is empty."""
+    """A state that DCP does not take for a missing one, though it is empty."""
 
     def __bool__(self) -> bool:
         return True
@@ -243,20 +237,17 @@ class _Initialised(defaultdict[Any, Any]):
 def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keeps DCP's functions from stepping an optimizer that has no state."""
     before, initialised = optimizer.state, _Initialised(dict)
-    if before:
-        yield
-        return
-    try:
-        optimizer.state = initialised
-    except AttributeError:  # a wrapper that only shows the state of another one
-        with _with_a_gradient(optimizer):
+    with ExitStack() as stack:
+        try:
+            if not before:
+                optimizer.state = initialised
+        except AttributeError:  # a wrapper that only shows the state of another one
+            stack.enter_context(_with_a_gradient(optimizer))
+        try:
             yield
-        return
-    try:
-        yield
-    finally:
-        if optimizer.state is initialised:  # else it was loaded
-            optimizer.state = before
+        finally:
+            if optimizer.state is initialised:  # else it was loaded
+                optimizer.state = before
 
 
 @contextmanager
@@ -276,21 +267,20 @@ def _with_a_gradient(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _dtypes_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps dtypes of states that `load_state_dict` would make those of their parameters.
+    """Keeps `load_state_dict` from casting states to the dtypes of their parameters.
 
-    It does so behind an optimizer's own `__setstate__` and before other hooks of its loads. `_load`
-    does it for a wrapper without hooks.
+    It acts behind an optimizer's own `__setstate__` and before other hooks of its loads. `_load`
+    does so for a wrapper without hooks.
     """
-    if not _has_hooks(optimizer):
-        yield
-        return
     given: dict[str, Any] = {}
-    handles = [
-        optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state)),
-        optimizer.register_load_state_dict_post_hook(
-            lambda one: _put_back(one, given), prepend=True
-        ),
-    ]
+    handles = []
+    if _has_hooks(optimizer):
+        handles = [
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state)),
+            optimizer.register_load_state_dict_post_hook(
+                lambda one: _put_back(one, given), prepend=True
+            ),
+        ]
     try:
         yield
     finally:
@@ -304,7 +294,7 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _put_back(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Gives an optimizer the dtypes of the states that were given to its load."""
+    """Gives an optimizer's states the dtypes that its load was given."""
     numbers = chain.from_iterable(group[_PARAMS] for group in given[_GROUPS])
     for number, parameter in zip(numbers, parameters_of([one]), strict=True):
         state, own = given[_STATE].get(number), one.state.get(parameter)
@@ -313,7 +303,7 @@ def _put_back(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
 
 
 def _as_given(own: Any, given: Any, cast_to: torch.dtype, key: Any = None) -> Any:
-    """Returns a loaded state with the given tensors where the load cast them to that dtype."""
+    """Returns a loaded state, with the given tensors where the load cast them to `cast_to`."""
     if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
         is_cast = own.dtype == cast_to != given.dtype and key != "step"  # that one is as it must be
         return given.to(own.device) if is_cast else own

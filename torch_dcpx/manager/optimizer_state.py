@@ -1,8 +1,8 @@
 """Blank states of optimizers for a load to fill: for each parameter those that are stored.
 
 A fresh optimizer has no state before its first step, and that step would change the training. So
-the checkpoint describes the state: its metadata has names, sizes and dtypes. A tensor of the
-parameter's sizes is sharded as the parameter is.
+the metadata describes the state: names, sizes and dtypes. A tensor of the parameter's sizes is
+sharded as the parameter is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Path: TypeAlias = tuple[Any, ...]  # keys of dicts (str) and places in lists (i
 
 
 def stored_names(metadata: Metadata, prefix: str, rules: TrainingRules | None) -> dict[str, str]:
-    """Returns stored names by those of the rules, `beneath` a prefix. Raises: as `resolve`."""
+    """Returns stored names by new ones, `beneath` a prefix. Raises: as `resolve`."""
     stored = metadata.state_dict_metadata
     if rules is None or keeps_names(rules, stored):
         return beneath(prefix, ((name, name) for name in stored))
@@ -43,14 +43,12 @@ def blank_states(
     *,
     has_wrappers: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Returns the states that a load fills, by parameter; none where none is stored.
-
-    The load fills tensors that are there in place. Bytes of new ones are undefined until then.
+    """Returns the states that a load fills, by parameter: present tensors, and new ones.
 
     Args:
         names: stored names by "PARAMETER.KEY".
         templates: tensors with the sizes and shards of the parameters, by name.
-        present: states that the optimizer holds now, by parameter.
+        present: states of the optimizer now, by parameter.
         has_wrappers: whether stored names may lack the components of wrappers.
     """
     outline = outline_of(metadata.state_dict_metadata)
@@ -86,18 +84,18 @@ def blank_groups(names: Mapping[str, str], metadata: Metadata, begin: int) -> li
     return [_nested(leaves[at]) for at in range(begin, ends)]
 
 
-def with_own_keys(loaded: Any, present: Any) -> Any:
+def rekeyed(loaded: Any, present: Any) -> Any:
     """Returns a loaded state with the present one's keys, or numbers: a checkpoint keeps texts."""
     if isinstance(loaded, list):
         now: Any = present if isinstance(present, (list, tuple)) else ()
-        return [with_own_keys(v, now[i] if i < len(now) else None) for i, v in enumerate(loaded)]
+        return [rekeyed(v, now[i] if i < len(now) else None) for i, v in enumerate(loaded)]
     if not isinstance(loaded, dict):
         return loaded
     now = present if isinstance(present, Mapping) else {}
     own = {str(key): key for key in now}
     are_numbers = all(type(key) is str and _is_number(key) for key in loaded)
     keys = {text: own.get(text, int(text) if are_numbers else text) for text in loaded}
-    return {key: with_own_keys(loaded[text], now.get(key)) for text, key in keys.items()}
+    return {key: rekeyed(loaded[text], now.get(key)) for text, key in keys.items()}
 
 
 def _is_number(text: str) -> bool:
@@ -148,7 +146,7 @@ def _nested(leaves: Mapping[_Path, Any]) -> dict[str, Any]:
 def _blank(template: Any, entry: TensorStorageMetadata, *, is_step: bool) -> Any:
     """Returns a tensor for a load to fill, sharded as the template if it has the same sizes.
 
-    Counters are tensors without dimensions that each rank has; a DTensor takes them as they are.
+    Each rank has all of a counter, a tensor without dimensions; a DTensor takes it as it is.
     """
     sizes, dtype = entry.size, entry.properties.dtype
     is_alike = tuple(sizes) == tuple(template.size()) and not is_step

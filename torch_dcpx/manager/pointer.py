@@ -1,11 +1,11 @@
 """Tags, the names of checkpoints beneath a root, and `ROOT/newest`, which points to one of them.
 
 A tag is the name of a directory in the root. The pointer is a line of JSON that each commit
-replaces as a whole. It names the newest checkpoint, and the tags whose commit has begun: a job that
-is killed between a commit and the next pointer leaves a pointer that names the place to look, and
-the next job sees without a listing that it is stale. A reader may do without the pointer: a listing
-gives the same answer. The pointer also names the saves that a resume has seen damaged, so that a
-later job's retention keeps a good checkpoint instead.
+replaces as a whole. It names
+- the newest checkpoint. A listing gives the same answer, for a reader without the pointer;
+- the tags whose commit has begun: after a kill between a commit and the next pointer, the next job
+  sees without a listing that the pointer is stale, and where to look;
+- the damaged saves of past resumes: a later job's retention keeps a good checkpoint instead.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from torch_dcpx.storage.names import POINTER_NAME, is_pointer_temporary, tempora
 _MAX_TAG_BYTES = 249  # a name may have 255
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _MAX_STEP = 10**18 - 1
+_FORMAT = 1  # of the pointer
+_MAX_BYTES = 1 << 20  # of the pointer
 
 
 def tag_of(tag_or_step: Any) -> str:
-    """Returns the name of a checkpoint's directory, "step-N" of a step. Raises: OptionError."""
+    """Returns a checkpoint's tag, "step-N" of a step. Raises: OptionError."""
     if type(tag_or_step) is int:
         check_step(tag_or_step)
         return f"step-{tag_or_step}"
     is_text = type(tag_or_step) is str
     problem = _problem_of(tag_or_step) if is_text else "it is neither a str nor a step"
     if problem:
-        raise OptionError(
-            f"name a checkpoint {tag_or_step!r:.80}: {problem}; a tag is a step (int), or the name "
-            f"of one directory, of at most {_MAX_TAG_BYTES} B",
-            option="tag",
-            value=tag_or_step,
-        )
+        rule = f"a tag is a step (int), or the name of one directory, of at most {_MAX_TAG_BYTES} B"
+        message = f"name a checkpoint {tag_or_step!r:.80}: {problem}; {rule}"
+        raise OptionError(message, option="tag", value=tag_or_step)
     return str(tag_or_step)
 
 
@@ -52,7 +51,7 @@ def tag_or_none(tag_or_step: Any) -> str | None:
 
 
 def _problem_of(tag: str) -> str:
-    """Returns the reason why a name cannot be a tag, "" if it can."""
+    """Returns why a name cannot be a tag, "" if it can."""
     try:
         nbytes = len(os.fsencode(tag))
     except UnicodeEncodeError:
@@ -71,7 +70,7 @@ def _problem_of(tag: str) -> str:
 
 
 def is_tag(name: str) -> bool:
-    """Returns whether a directory of this name may be a manager's checkpoint."""
+    """Returns whether a checkpoint may have this name."""
     return not _problem_of(name)
 
 
@@ -92,13 +91,6 @@ def step_of_name(tag: str) -> int | None:
     return int(match[1]) if match else None
 
 
-# ---- The pointer ---------------------------------------------------------------------------------
-
-
-_FORMAT = 1
-_MAX_BYTES = 1 << 20
-
-
 class Pointer(NamedTuple):
     """The content of the pointer."""
 
@@ -111,12 +103,7 @@ class Pointer(NamedTuple):
 
 
 def read_pointer(root: Path) -> Pointer | None:
-    """Returns the pointer; None where there is none.
-
-    Raises:
-        CorruptionError: this is no pointer, or a torn one.
-        StorageError: the file cannot be read.
-    """
+    """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""
     path = root / POINTER_NAME
     try:
         with Directory(root) as directory, directory.open_small(POINTER_NAME) as file:
@@ -141,23 +128,16 @@ def read_pointer(root: Path) -> Pointer | None:
         ):
             raise TypeError("its values are not those of a pointer")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptionError(
-            f"read '{path}' of {len(text)} B: no pointer to a checkpoint: {error}",
-            path=str(path),
-            offset=0,
-            nbytes=len(text),
-        ) from error
+        problem = f"read '{path}' of {len(text)} B: no pointer to a checkpoint: {error}"
+        raise CorruptionError(problem, path=str(path), offset=0, nbytes=len(text)) from error
     return pointer
 
 
 def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool, is_alone: bool = True) -> None:
     """Replaces the pointer: writes it under another name, fsyncs, renames, fsyncs the directory.
 
-    It makes a missing root. With `is_alone` no other job writes at this moment, and it removes the
-    leftovers of killed ones.
-
-    Raises:
-        StorageError: it could not be written; the one before is still there.
+    It makes a missing root. With `is_alone` no other job writes, and it removes the leftovers of
+    killed ones. Raises StorageError: the pointer before is still there.
     """
     make_directory(root, is_durable=is_durable)
     fields = {"format": _FORMAT, **pointer._asdict()}

@@ -1,10 +1,10 @@
 """A signal that reaches some ranks, at some moment, makes all ranks save at one step.
 
-No collective, and one look at the store a step. A round, its keys beneath its number:
+A rank runs no collective, and reads one key of the store a step. A round has keys of its number:
 1. A rank with a signal sets `call`, in its next `requested`.
 2. A rank that sees `call` notes its step under `at/RANK` and adds 1 to `n`; the last sets `all`.
-   It answers no and goes on: the ranks of one training are at most a step apart, and may wait for
-   a rank that is ahead.
+   It answers no and goes on: ranks of a training are at most a step apart, and one may wait for a
+   rank that is ahead.
 3. In its next `requested` each rank waits for `all`. The ranks save one step after the highest
    noted: none is past it, for none passed this wait. All compute one answer from the same notes.
 """
@@ -40,7 +40,7 @@ class _Note(NamedTuple):
 class Preemption:
     """Whether to save because a signal will end this job. Made by `save_on_signal`.
 
-    As a context manager, the end of the block puts the signals' handlers back. Not thread-safe.
+    As a context manager it closes itself at the end of the block. Not thread-safe.
     """
 
     def __init__(
@@ -53,14 +53,7 @@ class Preemption:
         time_left_s: float | None,
         last_save_s: Callable[[], float | None],
     ) -> None:
-        """Installs nothing yet.
-
-        Args:
-            keys: of the ranks' store, or of this process alone.
-            timeout_s: seconds that ranks wait for each other after a signal.
-            time_left_s: seconds from the signal to the end of the process; None: unknown.
-            last_save_s: returns the seconds of this rank's last save.
-        """
+        """Installs nothing yet; after a signal, ranks wait up to `timeout_s` for each other."""
         self._keys = keys
         self._rank = rank
         self._world_size = world_size
@@ -83,15 +76,13 @@ class Preemption:
         """Replaces the handlers of these signals until `close`.
 
         Raises:
-            OptionError: no signals, one that cannot be handled, or not on the main thread; the
-                handlers stay.
+            OptionError: not on the main thread, no signals or a wrong one; the handlers stay.
         """
         if not signals or threading.current_thread() is not threading.main_thread():
             raise OptionError(
                 f"watch signals {tuple(signals)}: give at least one, and call it on the main "
                 "thread, where Python handles signals",
                 option="signals",
-                value=None,
             )
         try:
             for number in dict.fromkeys(signals):
@@ -99,14 +90,11 @@ class Preemption:
                 self._before[number] = signal.SIG_DFL if before is None else before
         except (OSError, ValueError, TypeError) as error:
             self.close()
-            raise OptionError(
-                f"watch signals {tuple(signals)!r:.80}: {error}; give signals that can be handled",
-                option="signals",
-                value=None,
-            ) from error
+            problem = f"{tuple(signals)!r:.80}: {error}; give signals that can be handled"
+            raise OptionError(f"watch signals {problem}", option="signals") from error
 
     def signalled(self) -> None:
-        """Does the same as a signal: for tests, and for schedulers that ask in another way."""
+        """Does the same as a signal: for tests, and for schedulers that send none."""
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
 
@@ -114,15 +102,15 @@ class Preemption:
         if os.getpid() == self._pid:
             self.signalled()
             return
-        # In a forked process, such as a data loader's worker, the signal does the same as before.
+        # In a forked process, such as a data loader's worker, the handler before does its work.
         signal.signal(number, self._before.get(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)
 
     def requested(self, step: int) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
-        Every rank calls it once a step, with the steps ascending. True once a request; then the
-        next request may come. False, too, where the time left is too short for a save.
+        Every rank calls it once a step, with the steps ascending. It is True once a signal, and
+        False where the time left is too short for a save.
 
         Args:
             step: the last one that was trained.
@@ -143,7 +131,7 @@ class Preemption:
         return is_past_all and self._answered(step, self._notes)
 
     def close(self) -> None:
-        """Puts the handlers that were there back. Called on the main thread; safe to call twice."""
+        """Puts the old handlers back. Called on the main thread; safe to call twice."""
         while self._before:
             signal.signal(*self._before.popitem())
 

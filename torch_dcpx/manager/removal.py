@@ -1,12 +1,13 @@
 """Removes a checkpoint so that no process, killed or not, ever sees half of one.
 
-1. The removal takes the directory's lock and the readers' lock; a save or a reader there has one.
-2. `.metadata` is renamed to `.dcpx.deleted`, the directory fsynced: no checkpoint any more.
-3. The data files that it names go, and leftovers of failed saves.
-4. A directory that holds only our own small files is renamed to a name of the root's own. A
-   directory that holds anything else stays, without our files.
-5. The locks are given back, their files closed, and the renamed directory is emptied and removed:
-   NFS and FUSE keep an open file under another name, so that its directory could not go before.
+A removal
+1. takes the directory's lock and the readers' lock, of which a save or a reader there has one;
+2. renames `.metadata` to `.dcpx.deleted` and fsyncs the directory: no checkpoint any more;
+3. removes the data files that it names, and leftovers of failed saves;
+4. renames a directory that holds only our small files to a name of the root's own. A directory that
+   holds anything else stays, without our files;
+5. gives the locks back, closes their files, empties the renamed directory and removes it. NFS and
+   FUSE keep an open file under another name, so that its directory could not go before.
 
 A job that is killed in between leaves a file or a name as a sign; `resume_removals` goes on.
 """
@@ -31,7 +32,7 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import OwnDirectory
-from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.directory import Directory, fsync_path, storage_error
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
@@ -98,10 +99,9 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
 
 
 def _empty(root: ManagerRoot, directory: Directory) -> Path | None:
-    """Removes our data files of a directory whose `.metadata` is gone; under its locks.
+    """Removes our data files of a directory without `.metadata`, under its locks; then renames it.
 
-    Returns:
-        Where it lies now, for `_remove_trash` without the locks; None if it stays.
+    Returns the new path, for `_remove_trash` without the locks; None if the directory stays.
     """
     has_tombstone = directory.is_regular(TOMBSTONE_NAME)
     named = referenced_files(directory, TOMBSTONE_NAME) if has_tombstone else None
@@ -122,12 +122,11 @@ def _empty(root: ManagerRoot, directory: Directory) -> Path | None:
     _rename(directory.path, trash)
     if _is_other(trash, directory):  # it had taken the directory's place, and goes back
         _rename(trash, directory.path)
-        raise StorageError(
-            f"remove '{directory.path}': something else has taken its place meanwhile; it stays",
-            errno=errno.ESTALE,
-            path=str(directory.path),
-        )
-    root.sync()
+        path = str(directory.path)
+        problem = f"remove '{path}': something else has taken its place meanwhile; it stays"
+        raise StorageError(problem, errno=errno.ESTALE, path=path)
+    if root.is_durable:
+        fsync_path(root.path)
     return trash
 
 
@@ -149,10 +148,7 @@ def _is_other(path: Path, directory: Directory) -> bool:
 
 
 def _remove_trash(path: Path) -> None:
-    """Removes a directory on its way out, of which this job holds no lock any more.
-
-    It logs a failure: the checkpoint is gone, and the next run tries again.
-    """
+    """Removes a renamed directory, without its locks. Logs a failure: the next run tries again."""
     rest: list[str] = []
     with suppress_and_log(f"remove '{path}'"):
         try:
@@ -176,12 +172,9 @@ def _remove_trash(path: Path) -> None:
 def resume_removals(
     root: ManagerRoot, busy: Callable[[], Collection[str]], *, leftovers: bool
 ) -> None:
-    """Ends removals that did not end, and logs failures.
+    """Ends unfinished removals but of `busy` tags; logs failures.
 
-    Args:
-        busy: returns the tags that this job saves to at the moment.
-        leftovers: whether to remove directories that hold only the files of a save of this machine
-            that was killed.
+    With `leftovers` it also removes directories with nothing but a killed save of this machine.
     """
     for name in root.names():
         if name.startswith(TRASH_PREFIX):
@@ -193,7 +186,7 @@ def resume_removals(
 
 
 def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> None:
-    """Removes the directory of a removal, or of a killed save."""
+    """Ends the removal of a directory, or removes that of a killed save."""
     trash = None
     with OwnDirectory(root.path / tag, "tidy") as directory:
         names = directory.names()
@@ -215,7 +208,7 @@ def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> None:
 
 
 def _is_ours_alone(names: list[str]) -> bool:
-    """Returns whether a directory holds only the files of a save of all ranks, and its lock."""
+    """Returns whether these are only the files of a save of all ranks, and its lock."""
     return LOCK_NAME in names and all(
         name in _OWN_NAMES or is_data_file_name(name) or is_temporary_name(name) for name in names
     )
@@ -223,7 +216,7 @@ def _is_ours_alone(names: list[str]) -> bool:
 
 @contextmanager
 def suppress_and_log(doing: str) -> Iterator[None]:
-    """Logs a DcpxError of the block, and goes on: the next run tries again."""
+    """Logs a DcpxError of the block: the next run tries again."""
     try:
         yield
     except ConcurrentSaveError as error:

@@ -1,17 +1,17 @@
-"""One `resume` of a manager, with another attempt for each checkpoint that is damaged.
+"""One `resume` of a manager, with another attempt for each damaged checkpoint.
 
-1. The coordinator chooses: the newest whole checkpoint, or the tag that the caller named. It holds
-   the readers' lock from here on, so that no retention removes the checkpoint.
-2. `Wanted` raises for parts that are not there, and for values that were other ranks' own.
-3. `dcpx.load` checks the checkpoint as a whole, then reads it. Small values are decoded and merged
-   behind the read: an error of that is raised on all ranks before any part is filled on any.
-4. Still in the load: model, optimizers and state are filled, then scheduler, data loader and each
-   rank's own values. An error on one rank is raised on all, and none returns before.
+1. The coordinator chooses the newest whole checkpoint, or the caller's tag. It holds the readers'
+   lock from here on, so that no retention removes the checkpoint.
+2. `Wanted` raises for missing parts, and for values that were other ranks' own.
+3. `dcpx.load` checks the checkpoint as a whole, then reads it. Behind the read it decodes and
+   merges small values: all ranks raise an error of that before any part is filled on any.
+4. The load fills model, optimizers and state, then scheduler, data loader and each rank's own
+   values. All ranks raise an error of one, and none returns before.
 
 Where bytes of the newest checkpoint are wrong:
 5. Its load raises a `CorruptionError`, on which the ranks agree as on any error of a load.
-6. All ranks pass it over and begin anew: the newest of those that they did not pass over. The
-   coordinator notes the damaged one, so that retention keeps a good one in its place.
+6. All ranks pass it over and begin anew with the newest of the others. The coordinator notes the
+   damaged one, so that retention keeps a good one in its place.
 7. The next load overwrites all that the damaged read may have filled. Where it would not, or does
    not fit, the damage is the error: no rank goes on with parts of two checkpoints.
 """
@@ -32,7 +32,7 @@ from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge, checked_merge
 from torch_dcpx.manager.pointer import tag_of
-from torch_dcpx.manager.save import Parts
+from torch_dcpx.manager.state import Parts
 from torch_dcpx.manager.stored import Skipped, Stored
 from torch_dcpx.manager.translate import checked_translate
 from torch_dcpx.manager.wanted import Wanted
@@ -56,17 +56,17 @@ class PassedOver(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumeInfo:
-    """The state that a training goes on from.
+    """The resumed checkpoint.
 
     Attributes:
-        tag: of the checkpoint; None: there is none, the training starts fresh.
-        step: of its save; None of a fresh start, and of a checkpoint of others whose name is not
+        tag: of the checkpoint; None of a fresh start.
+        step: of its save; None of a fresh start, and where no manager saved and the name is not
             "step-N".
         user_content: as it was saved; None if nothing was.
         metrics: of its save.
         report: of the load; None of a fresh start.
-        skipped: (tag, reason) of directories that were no whole checkpoints on the way to this one.
-        passed_over: newer checkpoints that were damaged, the newest first.
+        skipped: (tag, reason) of directories on the way that are no whole checkpoints.
+        passed_over: newer checkpoints that are damaged, the newest first.
     """
 
     tag: str | None = None
@@ -85,10 +85,7 @@ class ResumeInfo:
 
 @dataclass
 class Resume:
-    """One `resume` and what it has tried so far: the same on every rank. Not thread-safe.
-
-    The arguments are those of `CheckpointManager.resume`.
-    """
+    """One `CheckpointManager.resume` and its attempts: the same on every rank. Not thread-safe."""
 
     catalog: CheckpointCatalog
     parts: Parts
@@ -106,21 +103,20 @@ class Resume:
     def run(self) -> ResumeInfo:
         """Returns the result of the first attempt that meets no damage.
 
-        Raises:
-            CorruptionError: a checkpoint before a damaged one does not fit.
+        Raises CorruptionError: a checkpoint before a damaged one does not fit.
         """
-        while True:
+        found = None
+        while found is None:
             try:
                 found = self._attempt()
             except (PlanError, UnsupportedError) as error:
                 if self._passed:
                     self._raise(f"what was to take its place does not fit: {error}", error)
                 raise
-            if found is not None:
-                return found
+        return found
 
     def _attempt(self) -> ResumeInfo | None:
-        """Resumes from one checkpoint; None: it is damaged, and older ones may be tried."""
+        """Resumes from one checkpoint; returns None of a damaged one, where older ones may do."""
         catalog, options = self.catalog, self.catalog.read_options
         with ExitStack() as stack:
             with catalog.exchange("resume", self.tag) as exchange:
@@ -236,8 +232,8 @@ class Resume:
 def _is_damage(error: BaseException, path: Path) -> TypeGuard[CorruptionError]:
     """Returns whether bytes of a file of the checkpoint in `path` are wrong.
 
-    A class that is on no list is no damage, nor are names in the metadata that contradict each
-    other. A file that some `load_state_dict` reads elsewhere is no part of the checkpoint.
+    No damage are a class on no list, names in the metadata that contradict each other, and a file
+    that some `load_state_dict` reads elsewhere.
     """
     return (
         isinstance(error, CorruptionError)

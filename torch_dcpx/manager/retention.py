@@ -1,9 +1,9 @@
 """The rules that keep checkpoints, and the thread that removes the others.
 
-Only committed checkpoints count, and a run removes only those that a manager has saved. It begins
-behind a commit, in a thread of its own. The next commit waits for it, so that beyond the
-checkpoints to keep there is at most the save in flight. A checkpoint that is pinned or being read
-stays, and the next run tries again; where that goes on, a WARNING names the reader.
+Only committed checkpoints count, and a run removes only those that a manager has saved. A commit
+begins it, and the next one waits for it: beside the checkpoints to keep there is at most the save
+in flight. A pinned checkpoint stays, and one with readers until the next run. Where readers go on,
+a WARNING names them.
 """
 
 from __future__ import annotations
@@ -45,36 +45,28 @@ class KeepRules(NamedTuple):
                 check_step(value, name)
                 if value == 0:
                     raise not_one_of(name, value, "at least 1, or None")
-        if best is not None:
-            if not (
-                isinstance(best, (tuple, list))
-                and len(best) == 3
-                and type(best[0]) is str
-                and best[1] in ("min", "max")
-                and type(best[2]) is int
-                and best[2] >= 1
-            ):
-                raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
-            best = tuple(best)
-        return cls(last, every, best)
+        if best is not None and not (
+            isinstance(best, (tuple, list))
+            and len(best) == 3
+            and type(best[0]) is str
+            and best[1] in ("min", "max")
+            and type(best[2]) is int
+            and best[2] >= 1
+        ):
+            raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
+        return cls(last, every, None if best is None else tuple(best))
 
     @property
     def keep_all(self) -> bool:
         return self.last is None and self.every is None and self.best is None
 
     def condemned(
-        self,
-        stored: Iterable[Stored],
-        pinned: Callable[[str], bool],
-        damaged: Collection[str] = (),
+        self, stored: Iterable[Stored], pinned: Callable[[str], bool], damaged: Collection[str]
     ) -> list[Stored]:
         """Returns the checkpoints that no rule keeps, the oldest commit first.
 
-        Args:
-            stored: whole checkpoints; those without a manager's record stay.
-            pinned: returns whether a tag is.
-            damaged: ids of damaged saves. The rules also count as if these were not there, so that
-                they take no good one's place. Default (): none.
+        Checkpoints without a manager's record stay. Damaged saves (ids) take no good one's place:
+        the rules count with and without them.
         """
         own = sorted((s for s in stored if s.record is not None), key=lambda s: s.order)
         good = [s for s in own if s.save_id not in damaged]
@@ -129,10 +121,8 @@ class Retention:
     def reserve(self, tag: str) -> None:
         """Keeps a tag from removal until `free`, once for each save that begins there.
 
-        Where something lies there, it waits for a run that may be removing it.
-
-        Raises:
-            UnsupportedError: a link lies there, or what is pinned; nothing is reserved.
+        It waits for a run that may be removing the checkpoint there. Raises UnsupportedError: a
+        link or a pinned checkpoint lies there; nothing is reserved.
         """
         with self._guard:
             self._saves[tag] += 1
@@ -153,7 +143,7 @@ class Retention:
                 del self._saves[tag]
 
     def start(self) -> None:
-        """Begins a run, behind one that is under way."""
+        """Begins a run when the one under way has ended."""
         self.wait()
         thread = threading.Thread(target=self.run, name="dcpx-retention", daemon=True)
         with self._guard:  # so that `wait` joins no thread that has not started
@@ -171,7 +161,7 @@ class Retention:
             thread.join()
 
     def end(self, deadline: Deadline) -> None:
-        """Waits for the run under way as the interpreter ends; late, it stops at the next one."""
+        """Waits, as the interpreter ends, for the run; at the deadline the run stops early."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             thread.join(deadline.remaining_s)
@@ -185,13 +175,13 @@ class Retention:
                 )
 
     def catch_up(self) -> None:
-        """Waits, and before this process' first commit does the run of an earlier job again."""
+        """Waits; before this process' first commit, it also runs: an earlier job may not have."""
         self.wait()
         if not self._has_run:
             self.run()
 
     def run(self) -> None:
-        """Removes checkpoints that no rule keeps. Logs a failure: the next run tries again."""
+        """Removes the checkpoints that no rule keeps. Logs a failure: the next run tries again."""
         self._has_run = True
         root = self._root
         try:
@@ -213,9 +203,8 @@ class Retention:
         if not condemned or not kept:
             return
         try:
-            newest = max(kept, key=lambda each: each.order)
-            root.forget(newest.tag)
-            root.examined(newest.tag)  # nothing goes while the newest is not whole
+            root.forget(kept[0].tag)
+            root.examined(kept[0].tag)  # nothing goes while the newest is not whole
         except DcpxError as error:
             logger.warning("old checkpoints stay: the newest one is not whole: %s", error)
             return
@@ -225,7 +214,7 @@ class Retention:
                     self._remove(each)
 
     def _remove(self, stored: Stored) -> None:
-        """Removes a checkpoint. Raises as `remove_checkpoint`; warns where that goes on and on."""
+        """Removes a checkpoint. Raises: as `remove_checkpoint`. Many deferrals are a WARNING."""
         try:
             remove_checkpoint(self._root, stored.tag)
         except ConcurrentSaveError as error:
@@ -238,7 +227,6 @@ class Retention:
         logger.info("removed checkpoint '%s'", stored.path)
 
     def is_pinned(self, tag: str) -> bool:
-        """Returns whether a checkpoint carries the mark that keeps it."""
         return (self._root.path / tag / PIN_NAME).exists()
 
     def refuse_pinned(self, tag: str, doing: str) -> None:

@@ -1,12 +1,11 @@
-"""The directory that a manager keeps its checkpoints in, as one rank (the coordinator) sees it.
+"""The directory of a manager's checkpoints, as one rank (the coordinator) sees it.
 
-Which checkpoint is the newest:
-1. The one that the pointer names, if it is whole and still that save. Or one that was committing
-   when the pointer was written, if it is whole and was committed later.
-2. Else one look at all directories: the last commit that is whole. Checkpoints that no manager
-   saved count only where there are no others: the one with the highest step.
-A log entry names each directory that is skipped on the way, with the reason. Not thread-safe but
-for `note_*`.
+The newest checkpoint is
+1. the one that the pointer names, if it is whole and still that save; or, of the commits that had
+   begun when the pointer was written, a later whole one;
+2. else, of all directories, the last commit that is whole. Checkpoints that no manager saved count
+   only where there are no others: the highest step.
+The log names each directory that is skipped on the way, with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.pointer import Pointer, is_tag, read_pointer, write_pointer
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.storage.directory import Directory, fsync_path
+from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import POINTER_NAME, TRASH_PREFIX, is_pointer_temporary
 
 logger = logging.getLogger("torch_dcpx")
@@ -33,10 +32,10 @@ _MAX_SHOWN = 8
 
 
 class ManagerRoot:
-    """A root directory. `note_committing` and `note_committed` may come from several threads."""
+    """A root directory. Not thread-safe but for `committing` and `note_*`."""
 
     def __init__(self, path: Path, options: ReadOptions | None, *, is_durable: bool) -> None:
-        """Looks at nothing yet; `is_durable`: whether to fsync the pointer and entries."""
+        """Reads nothing yet; `is_durable`: whether to fsync the pointer and entries."""
         self.path = path
         self.is_durable = is_durable
         self._options = options
@@ -48,8 +47,6 @@ class ManagerRoot:
         self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
         self._damaged: set[str] = set()  # saves, by their ids
         self._warned: dict[str, str] = {}  # why a tag was skipped, since the last `newest`
-
-    # ---- Looking -------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """Returns the names in the root, none where it does not exist. Raises: StorageError."""
@@ -71,14 +68,7 @@ class ManagerRoot:
         return found
 
     def examined(self, tag: str, *, looks_at_data: bool = True) -> Stored:
-        """Returns a whole checkpoint, from memory if its `.metadata` has not changed.
-
-        Args:
-            looks_at_data: whether to look again at the data files of one from memory.
-
-        Raises:
-            As `examine`.
-        """
+        """Returns `examine` of a tag, from memory where `.metadata` has not changed."""
         path = self.path / tag
         identity = identity_of(path)
         with self._guard:
@@ -95,7 +85,7 @@ class ManagerRoot:
         return stored
 
     def note_damaged(self, tag: str) -> None:
-        """Notes that bytes of a checkpoint are wrong, though its sizes are right."""
+        """Notes that bytes of a checkpoint are wrong."""
         with self._guard:
             known = self._known.get(tag)
             if known is not None:  # on the coordinator
@@ -104,9 +94,8 @@ class ManagerRoot:
     def tell_damaged(self) -> None:
         """Notes the damaged saves in the pointer for later jobs, unless they are there already.
 
-        The pointer names the newest as before, and none where there was no pointer: this may be a
-        job that only reads, beside one that saves. It logs a failure: later jobs see the damage
-        themselves.
+        It changes nothing else there: this job may only read, beside one that saves. It logs a
+        failure: later jobs see the damage themselves.
         """
         with self._guard:
             try:
@@ -122,7 +111,7 @@ class ManagerRoot:
 
     @property
     def damaged(self) -> frozenset[str]:
-        """Ids of the saves in which a resume has read wrong bytes, and which are still there."""
+        """Ids of the saves that are still there and in which a resume has read wrong bytes."""
         with self._guard:
             return frozenset(self._damaged)
 
@@ -131,33 +120,23 @@ class ManagerRoot:
         with self._guard:
             self._known.pop(tag, None)
 
-    def listed(self) -> tuple[list[Stored], list[tuple[str, str]]]:
-        """Returns all whole checkpoints, the newest first, and tag and reason of the others."""
-        skipped: list[tuple[str, str]] = []
-        stored = self._whole(self.directories(), skipped)
-        stored.sort(key=lambda found: found.rank_among, reverse=True)
+    def listed(self) -> tuple[list[Stored], Skipped]:
+        """Returns all whole checkpoints, the newest first; and the others."""
+        stored, skipped = self._whole(self.directories())
         with self._guard:
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
     def remembered(self) -> tuple[list[Stored], frozenset[str]]:
-        """Returns all that is whole or was when it was last looked at, the newest first; and the
-        ids of the saves among them that are damaged, or have lost data since.
-        """
+        """Returns all that is or was whole, the newest first, and ids of damaged and lost saves."""
         whole = {found.save_id for found in self.listed()[0]}
-        stored = self._whole(self.directories(), [], looks_at_data=False)
-        stored.sort(key=lambda found: found.rank_among, reverse=True)
+        stored, _ = self._whole(self.directories(), looks_at_data=False)
         lost = {found.save_id for found in stored} - whole
         return stored, self.damaged | lost
 
     def newest(self) -> tuple[Stored | None, Skipped]:
-        """Returns the newest whole checkpoint, and notes it; and the directories that it skipped.
-
-        Raises:
-            StorageError: the root cannot be listed.
-        """
+        """Returns and notes the newest whole checkpoint; and the others. Raises: StorageError."""
         self._known.clear()
-        skipped: list[tuple[str, str]] = []
         try:
             pointer = read_pointer(self.path) or Pointer()
         except DcpxError as error:
@@ -167,7 +146,7 @@ class ManagerRoot:
             pointer = Pointer()
         with self._guard:
             self._damaged.update(pointer.damaged)
-        found = self._pointed(pointer, skipped)
+        found, skipped = self._pointed(pointer)
         if not found:
             found, skipped = self.listed()
         self._warned.clear()
@@ -178,98 +157,79 @@ class ManagerRoot:
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 self._pointer = _pointer_to(stored, order)
-        return stored, tuple(skipped)
+        return stored, skipped
 
     def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
-        """Returns the same as `newest`, of all directories but these tags; notes nothing."""
+        """Returns the newest of all directories but these tags, as `newest`; notes nothing."""
         found, skipped = self.listed()
         self._warn(skipped)
-        return next((each for each in found if each.tag not in passed), None), tuple(skipped)
+        return next((each for each in found if each.tag not in passed), None), skipped
 
-    def _warn(self, skipped: Iterable[tuple[str, str]]) -> None:
+    def _warn(self, skipped: Skipped) -> None:
         """Logs why checkpoints are skipped, unless the last reason was the same."""
         for tag, reason in skipped:
             if self._warned.get(tag) != reason:
                 self._warned[tag] = reason
                 logger.warning("skipped checkpoint '%s' beneath '%s': %s", tag, self.path, reason)
 
-    def _pointed(self, pointer: Pointer, skipped: list[tuple[str, str]]) -> list[Stored]:
-        """Returns the whole checkpoints that the pointer names, the newest first."""
+    def _pointed(self, pointer: Pointer) -> tuple[list[Stored], Skipped]:
+        """Returns `_whole` of the checkpoints that the pointer names."""
         tags = [tag for tag in dict.fromkeys((*pointer.committing, pointer.tag)) if tag is not None]
         # This process commits some of them at this moment.
-        found = self._whole((tag for tag in tags if tag not in self._committing), skipped)
+        found, skipped = self._whole(tag for tag in tags if tag not in self._committing)
         own = (pointer.tag, pointer.save_id)
-        found = [s for s in found if (s.tag, s.save_id) == own or s.order > pointer.order]
-        return sorted(found, key=lambda each: each.order, reverse=True)
+        return [s for s in found if (s.tag, s.save_id) == own or s.order > pointer.order], skipped
 
     def _whole(
-        self, tags: Iterable[str], skipped: list[tuple[str, str]], *, looks_at_data: bool = True
-    ) -> list[Stored]:
-        """Returns the whole checkpoints among these; adds the others to `skipped`."""
+        self, tags: Iterable[str], *, looks_at_data: bool = True
+    ) -> tuple[list[Stored], Skipped]:
+        """Returns the whole checkpoints among these, the newest first; and the others."""
         stored: list[Stored] = []
+        skipped: list[tuple[str, str]] = []
         for tag in tags:
             try:
                 stored.append(self.examined(tag, looks_at_data=looks_at_data))
             except DcpxError as error:
                 skipped.append((tag, f"{type(error).__name__}: {error}"))
-        return stored
+        stored.sort(key=lambda each: each.rank_among, reverse=True)
+        return stored, tuple(skipped)
 
     def check_fresh(self, skipped: Skipped) -> None:
         """Raises NotCommittedError where a root without a whole checkpoint is not empty."""
-        names = [
-            name
-            for name in self.names()
-            if name != POINTER_NAME
-            and not is_pointer_temporary(name)
-            and not name.startswith(TRASH_PREFIX)
-        ]
-        if not names:
-            return
-        reasons = dict(skipped)
-        shown = [f"'{name}' ({reasons.get(name, 'no checkpoint')})" for name in names[:_MAX_SHOWN]]
-        more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-        raise NotCommittedError(
-            f"resume from '{self.path}': of {len(names)} entries none is a whole checkpoint: "
-            f"{', '.join(shown)}{more}; allow_fresh=True starts anew all the same",
-            errno=errno.ENOENT,
-            path=str(self.path),
-        )
-
-    # ---- Commits -------------------------------------------------------------------------------
+        names = [n for n in self.names() if n != POINTER_NAME and not n.startswith(TRASH_PREFIX)]
+        names = [name for name in names if not is_pointer_temporary(name)]
+        if names:
+            reasons = dict(skipped)
+            shown = [f"'{n}' ({reasons.get(n, 'no checkpoint')})" for n in names[:_MAX_SHOWN]]
+            more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+            raise NotCommittedError(
+                f"resume from '{self.path}': of {len(names)} entries none is a whole checkpoint: "
+                f"{', '.join(shown)}{more}; allow_fresh=True starts anew all the same",
+                errno=errno.ENOENT,
+                path=str(self.path),
+            )
 
     def take_order(self) -> int:
-        """Returns the next commit's number.
-
-        It looks for the newest checkpoint first where the pointer is not as this process has left
-        it: another job was here.
-        """
-        if not self._is_own_pointer():
+        """Returns the next commit's number; looks for the newest first if another job was here."""
+        with self._guard:
+            own, found = self._pointer, None
+            with suppress(DcpxError):
+                found = own and read_pointer(self.path)
+        if own is None or found is None or found[:4] != own[:4]:
             self.newest()
         with self._guard:
             order, self._next_order = self._next_order, self._next_order + 1
         return order
 
-    def _is_own_pointer(self) -> bool:
-        with self._guard:
-            own, found = self._pointer, None
-            if own is not None:
-                with suppress(DcpxError):
-                    found = read_pointer(self.path)
-            return own is not None and found is not None and found[:4] == own[:4]
-
     @property
     def newest_tag(self) -> str | None:
-        """The tag of the newest checkpoint, as this process knows."""
+        """The tag of the newest checkpoint, as far as this process knows."""
         with self._guard:
             return None if self._pointer is None else self._pointer.tag
 
     @contextmanager
     def committing(self, tag: str) -> Iterator[None]:
-        """Notes durably that a commit begins, and afterwards that its checkpoint is the newest.
-
-        Raises:
-            StorageError: the first could not be written: commit nothing.
-        """
+        """Notes durably that the block is about to commit. Raises StorageError: it cannot."""
         with self._guard:
             self._committing.append(tag)
             self.forget(tag)
@@ -282,18 +242,17 @@ class ManagerRoot:
                 self._committing.remove(tag)
 
     def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
-        """Points to a checkpoint that is committed, unless a later one was.
+        """Points to a committed checkpoint, unless a later one was.
 
         It logs a failure: the pointer before still leads to the checkpoint.
         """
         with self._guard:
             if self._pointer is None or order >= self._pointer.order:
                 self._pointer = Pointer(tag, step, save_id, order)
-            still = [other for other in self._committing if other != tag]
-            self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag, still)
+            self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag)
 
     def point_away(self, tag: str, stored: Stored) -> None:
-        """Makes an older checkpoint the newest where the newest was just deleted.
+        """Makes an older checkpoint the newest after the deletion of the newest.
 
         It logs a failure: a pointer to a checkpoint that is gone costs a listing.
         """
@@ -303,23 +262,17 @@ class ManagerRoot:
             self._pointer = _pointer_to(stored, max(self._pointer.order, stored.order))
             self._write_or_warn("'%s' is deleted; the pointer still names it: %s", tag)
 
-    def _write_or_warn(self, text: str, tag: str, committing: list[str] | None = None) -> None:
+    def _write_or_warn(self, text: str, tag: str) -> None:
         try:
-            self._write(committing)
+            self._write(ended=tag)
         except StorageError as error:
             logger.warning(text, tag, error)
 
-    def _write(self, committing: list[str] | None = None) -> None:
-        tags = self._committing if committing is None else committing
-        pointer = (self._pointer or Pointer())._replace(
-            committing=tuple(tags), damaged=tuple(sorted(self._damaged))
-        )
+    def _write(self, ended: str = "") -> None:
+        committing = tuple(tag for tag in self._committing if tag != ended)
+        damaged = tuple(sorted(self._damaged))
+        pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
         write_pointer(self.path, pointer, is_durable=self.is_durable)
-
-    def sync(self) -> None:
-        """Makes the root's entries durable. Raises: StorageError."""
-        if self.is_durable:
-            fsync_path(self.path)
 
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:

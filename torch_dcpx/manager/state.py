@@ -1,16 +1,16 @@
-"""The model and the rest of a training as parts of one state; its optimizers: `optimizer_part`.
+"""The parts of a training that a manager saves and resumes; its optimizers: `optimizer_part`.
 
-Each part is a `Stateful` object. A save or a load calls it when the ranks are past the point where
-an error of one is raised on all. Model and optimizers go through DCP's own functions
-(`torch.distributed.checkpoint.state_dict`), so that names are those of the plain model, however it
-is wrapped or sharded. These run on every rank, and with FSDP1 run collectives of the model's group.
+Each part is a `Stateful` object. A save or a load calls it where all ranks raise an error of one.
+DCP's own functions (`torch.distributed.checkpoint.state_dict`) give model and optimizers the names
+of the plain model, however it is wrapped or sharded. Every rank calls them; with FSDP1 they run
+collectives of the model's group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -20,8 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
+from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.errors import OptionError
-from torch_dcpx.manager.content import PerRank
+from torch_dcpx.manager.content import PerRank, encode_content, split_content
+from torch_dcpx.manager.optimizer_part import OptimizerPart
+from torch_dcpx.manager.stored import Record
+from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, parameters_of
+from torch_dcpx.tensors.digests import digests_of
 
 
 @dataclass(eq=False)
@@ -40,7 +45,7 @@ class ModelPart:
 
 @dataclass(eq=False)
 class StatePart:
-    """A user's dict. It asks its `Stateful` values, and replaces the others in the dict."""
+    """A user's dict. A load replaces values in it that are not `Stateful`."""
 
     state: dict[str, Any]
 
@@ -60,30 +65,112 @@ class StatePart:
                 self.state[key] = value
 
 
-def check_parts(model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, state: Any) -> None:
-    """Raises OptionError for a part of the wrong type."""
-    if model is not None and not isinstance(model, torch.nn.Module):
-        _refuse("model", model, "a torch.nn.Module; other things go into `state`")
-    if optimizer is not None:
-        if model is None:
-            _refuse("optimizer", optimizer, "given with its model, whose names its state has")
-        for one in flat(optimizer):
-            if not isinstance(one, torch.optim.Optimizer):
-                _refuse("optimizer", one, "an Optimizer, or a list or dict of them")
-        if isinstance(optimizer, (list, tuple)):
-            _check_unshared(model, optimizer)
-    stateful = "Stateful (state_dict, load_state_dict)"
-    for one in flat(lr_scheduler):
-        if not isinstance(one, Stateful):
-            _refuse("lr_scheduler", one, f"{stateful}, or a list or dict of such")
-    if dataloader is not None and not isinstance(dataloader, Stateful):
-        _refuse("dataloader", dataloader, stateful)
-    if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
-        _refuse("state", state, "a dict with str as keys")
+class Parts(NamedTuple):
+    """The arguments of `save` or `resume` that are saved."""
+
+    model: Any = None
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    dataloader: Any = None
+    state: Any = None
+    user_content: Any = None
+
+    def check(self) -> None:
+        """Raises OptionError for a part of the wrong type."""
+        model, optimizer, lr_scheduler, dataloader, state, _ = self
+        if model is not None and not isinstance(model, torch.nn.Module):
+            _refuse("model", model, "a torch.nn.Module; other things go into `state`")
+        if optimizer is not None:
+            if model is None:
+                _refuse("optimizer", optimizer, "given with its model, whose names its state has")
+            for one in flat(optimizer):
+                if not isinstance(one, torch.optim.Optimizer):
+                    _refuse("optimizer", one, "an Optimizer, or a list or dict of them")
+            if isinstance(optimizer, (list, tuple)):
+                _check_unshared(model, optimizer)
+        stateful = "Stateful (state_dict, load_state_dict)"
+        for one in flat(lr_scheduler):
+            if not isinstance(one, Stateful):
+                _refuse("lr_scheduler", one, f"{stateful}, or a list or dict of such")
+        if dataloader is not None and not isinstance(dataloader, Stateful):
+            _refuse("dataloader", dataloader, stateful)
+        if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
+            _refuse("state", state, "a dict with str as keys")
+
+    @property
+    def per_rank(self) -> dict[str, PerRank]:
+        """The values of the state that are each rank's own, by path."""
+        state = self.state or {}
+        return {f"state.{key}": value for key, value in state.items() if type(value) is PerRank}
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The sort of each given part, by name."""
+        return {
+            name: kind_of(part) if name in ("optimizer", "lr_scheduler") else "one"
+            for name, part in self._asdict().items()
+            if part is not None
+        }
+
+    def stateful(
+        self, *, has_named_groups: bool, strict: bool = True, rules: TrainingRules | None = None
+    ) -> dict[str, Any]:
+        """Returns model, optimizer and state for a save or load, as `Stateful` objects."""
+        found: dict[str, Any] = {}
+        if self.model is not None:
+            found["model"] = ModelPart(self.model, strict)
+        if self.optimizer is not None:
+            found["optimizer"] = OptimizerPart(
+                self.model, self.optimizer, strict, has_named_groups, rules
+            )
+        if self.state is not None:
+            found["state"] = StatePart(self.state)
+        return found
+
+    def small(self) -> Small:
+        """Returns encoded byte items: their objects may change. Raises: as `split_content`."""
+        values: dict[str, Any] = {}
+        if self.lr_scheduler is not None:
+            values["lr_scheduler"] = states_of(self.lr_scheduler)
+        if self.user_content is not None:
+            values["user_content"] = self.user_content
+        if self.dataloader is not None:
+            values["dataloader"] = PerRank(self.dataloader.state_dict())
+        own: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
+        for path, value in (values | self.per_rank).items():
+            rest, its_own = split_content(value, path)
+            own |= its_own
+            if path in ("lr_scheduler", "user_content"):
+                shared[path] = rest
+        encoded = {name: encode_content(value) for name, value in shared.items()}
+        return Small(encoded, encode_content(own) if own else b"", sorted(own), digests_of(shared))
+
+    def call(self, name: str, per_rank: list[str], **arguments: Any) -> Call:
+        """Returns a call as all ranks compare it."""
+        return Call(name, {**arguments, **self.given, "per_rank": per_rank})
+
+    def record(self, calls: list[Call], order: int) -> Record:
+        """Returns the record of a save, whose calls note metrics and a digest of groups."""
+        tag, step, per_rank = (calls[0].arguments[name] for name in ("tag", "step", "per_rank"))
+        names = sorted(self.given)
+        if len({call.note[1] for call in calls}) > 1:
+            names.append(NAMED_GROUPS)
+        metrics = calls[0].note[0]
+        return Record(tag, step, order, len(calls), metrics, tuple(names), tuple(per_rank))
+
+
+class Small(NamedTuple):
+    """The values of one rank's byte items."""
+
+    shared: dict[str, bytes]  # by part
+    own: bytes  # this rank's own, b"" if there is nothing
+    per_rank: list[str]  # their paths
+    digests: dict[str, bytes]
 
 
 def _check_unshared(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises OptionError: several optimizers that are saved as one share a parameter."""
+    """Raises OptionError: optimizers of a list share a parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, int] = {}
     for at, one in enumerate(optimizers):
@@ -95,37 +182,11 @@ def _check_unshared(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opt
                     f"optimizers {first} and {at} of the list share the parameter '{name}', and "
                     "one of their states would be lost: give them as a dict by name",
                     option="optimizer",
-                    value=None,
                 )
 
 
 def _refuse(name: str, value: Any, wanted: str) -> None:
-    raise OptionError(
-        f"{name} must be {wanted}; got a {type(value).__name__}", option=name, value=None
-    )
-
-
-def flat(parts: Any) -> Sequence[Any]:
-    """Returns one part, or those in a list or dict, one after the other; none of None."""
-    if isinstance(parts, Mapping):
-        return list(parts.values())
-    alone = () if parts is None else (parts,)
-    return parts if isinstance(parts, (list, tuple)) else alone
-
-
-def by_name(optimizers: Any) -> Mapping[str, Any]:
-    """Returns optimizers by their names; one, and a list of them, under ""."""
-    return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
-
-
-def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.nn.Parameter]:
-    """Returns the parameters of optimizers, group by group."""
-    return (
-        parameter
-        for one in optimizers
-        for group in one.param_groups
-        for parameter in group["params"]
-    )
+    raise OptionError(f"{name} must be {wanted}; got a {type(value).__name__}", option=name)
 
 
 def states_of(parts: Any) -> Any:
@@ -146,12 +207,8 @@ def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
         return [(parts, states)]
     elif type(states) is list and len(states) == len(parts):
         return list(zip(parts, states, strict=True))
-    raise OptionError(
-        f"lr_scheduler is {kind_of(parts)}, and another sort was saved: give as many, under "
-        "the same names",
-        option="lr_scheduler",
-        value=None,
-    )
+    problem = "another sort was saved: give as many, under the same names"
+    raise OptionError(f"lr_scheduler is {kind_of(parts)}, and {problem}", option="lr_scheduler")
 
 
 def kind_of(part: Any) -> str:

@@ -1,8 +1,8 @@
 """One directory beneath a manager's root: is it a whole checkpoint, and may a manager change it?
 
-Whole: its `.metadata` reads, and every data file that it names is there with its size. The look
-reads no data but the manager's own record, a line of JSON that every checkpoint of a manager holds
-as its item `dcpx.manager`: `.metadata` commits it together with everything else.
+Whole: its `.metadata` reads, and every data file that it names is there with its size. `examine`
+reads no data but the manager's record, a line of JSON in the item `dcpx.manager` of each of its
+checkpoints: `.metadata` commits it together with everything else.
 
 A manager changes only directories of the root itself. It reads through a user's link,
 `latest -> step-300`; a change through the link would reach another checkpoint, or leave the root.
@@ -39,6 +39,8 @@ _RECORD_ITEM = "dcpx.manager"
 _FORMAT = 1
 _MAX_RECORD_BYTES = 1 << 20
 _MAX_RANKS = 1 << 20  # a merge reads an item of each
+_NO_LINK = frozenset({errno.EINVAL, errno.ENOENT, errno.ENOTDIR})
+_LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_DIRECTORY
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
@@ -62,21 +64,14 @@ class Record(NamedTuple):
         """Returns the record in a text of `encoded`. Raises CorruptionError: there is none."""
         try:
             found = json.loads(text)
-            record = cls(
-                found["tag"],
-                found["step"],
-                found["order"],
-                found["ranks"],
-                {name: float(value) for name, value in found["metrics"].items()},
-                tuple(found["parts"]),
-                tuple(found["per_rank"]),
-            )
-            numbers = (found["format"], record.step, record.order, record.ranks)
-            words = (record.tag, *record.parts, *record.per_rank)
+            tag, step, order, ranks, metrics, parts, per_rank = (found[key] for key in cls._fields)
+            metrics = {key: float(n) for key, n in metrics.items() if not math.isnan(float(n))}
+            record = cls(tag, step, order, ranks, metrics, tuple(parts), tuple(per_rank))
+            numbers = (found["format"], step, order, ranks)
             if not (
                 all(type(number) is int and number >= 0 for number in numbers)
-                and record.ranks <= _MAX_RANKS
-                and all(type(word) is str for word in words)
+                and ranks <= _MAX_RANKS
+                and all(type(word) is str for word in (tag, *parts, *per_rank))
             ):
                 raise TypeError(f"{found!r:.200}")
         except _WRONG as error:
@@ -110,15 +105,14 @@ class Stored(NamedTuple):
 
     @property
     def rank_among(self) -> tuple[bool, int, int, str]:
-        """The newest has the highest. Commits count in their order, behind checkpoints of others by
-        step. Clocks prove nothing, and steps fall when a training goes back.
-        """
+        """The newest has the highest: commits by order, above checkpoints of others by step."""
+        # Clocks prove nothing, and steps fall when a training goes back.
         step = -1 if self.step is None else self.step
         return self.record is not None, self.order, step, self.tag
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns the identity of a `.metadata`, new with each save; None where there is none."""
+    """Returns the identity of a `.metadata`, new with each save; None of a missing one."""
     try:
         status = (path / METADATA_NAME).lstat()
     except OSError:
@@ -133,70 +127,53 @@ class DataFiles(NamedTuple):
     is_exact: bool  # stock's metadata says only the least of them
 
     def check(self, directory: Directory) -> None:
-        """Raises unless each is there, regular and has its size: as `examine`."""
+        """Raises, as `examine`, unless each is a regular file of its size."""
         for name, nbytes in self.sizes.items():
             path = str(directory.path / name)
             try:
                 status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
             except (OSError, ValueError) as error:
-                raise StorageError(
-                    f"stat '{path}', which '{METADATA_NAME}' names: {error}",
-                    errno=getattr(error, "errno", None),
-                    path=path,
-                ) from error
+                problem = f"stat '{path}', which '{METADATA_NAME}' names: {error}"
+                number = getattr(error, "errno", None)
+                raise StorageError(problem, errno=number, path=path) from error
             is_right = status.st_size == nbytes if self.is_exact else status.st_size >= nbytes
             if not stat.S_ISREG(status.st_mode) or not is_right:
                 least = "" if self.is_exact else "at least "
+                problem = f"is no regular file of {least}{nbytes} B: it has {status.st_size} B"
                 raise ShortReadError(
-                    f"'{path}' is no regular file of {least}{nbytes} B: it has {status.st_size} B",
-                    errno=errno.EIO,
-                    path=path,
-                    offset=0,
-                    nbytes=nbytes,
+                    f"'{path}' {problem}", errno=errno.EIO, path=path, offset=0, nbytes=nbytes
                 )
 
 
 def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, DataFiles]:
-    """Returns the checkpoint in the directory `path`, which is whole; its name is the tag.
+    """Returns the whole checkpoint in the directory `path`, whose name is the tag.
 
     Raises:
         NotCommittedError: no directory or no `.metadata`: never committed, or half deleted.
         StorageError: a data file is missing or its status cannot be read.
-        ShortReadError: a data file is shorter or longer than its save wrote it.
+        ShortReadError: a data file has not the size that its save gave it.
         CorruptionError: `.metadata` or the manager's record cannot be read.
     """
     with open_checkpoint(path) as directory:
         if METADATA_NAME not in directory.names():
-            raise NotCommittedError(
-                f"'{path}' holds no '{METADATA_NAME}': a save that did not end, or a deletion",
-                errno=errno.ENOENT,
-                path=str(path / METADATA_NAME),
-            )
+            problem = f"holds no '{METADATA_NAME}': a save that did not end, or a deletion"
+            missing = str(path / METADATA_NAME)
+            raise NotCommittedError(f"'{path}' {problem}", errno=errno.ENOENT, path=missing)
         found = read_commit(directory, METADATA_NAME)
         files = DataFiles(wanted_sizes(found), found.files is not None)
         files.check(directory)
-    if _RECORD_ITEM not in found.metadata.state_dict_metadata:
-        return Stored(path.name, path, found.save_id, None), files
-    item: dict[str, Any] = {"dcpx": {"manager": ""}}
-    load(item, path, no_dist=True, options=options)
-    text = item["dcpx"]["manager"]
-    is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
-    record = Record.decoded(text if is_text else "", path)
-    metrics = {name: value for name, value in record.metrics.items() if not math.isnan(value)}
-    return Stored(path.name, path, found.save_id, record._replace(metrics=metrics)), files
-
-
-# ---- The directory, where a manager changes it ---------------------------------------------------
-
-
-_NO_LINK = frozenset({errno.EINVAL, errno.ENOENT, errno.ENOTDIR})
-_LINK_OPENED = frozenset({errno.ELOOP, errno.ENOTDIR})  # by O_NOFOLLOW, with O_DIRECTORY
+    record = None
+    if _RECORD_ITEM in found.metadata.state_dict_metadata:
+        item: dict[str, Any] = {"dcpx": {"manager": ""}}
+        load(item, path, no_dist=True, options=options)
+        text = item["dcpx"]["manager"]
+        is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
+        record = Record.decoded(text if is_text else "", path)
+    return Stored(path.name, path, found.save_id, record), files
 
 
 class OwnDirectory(Directory):
-    """An open directory, never through a link as its last name. The root, and directories above
-    it, may be links.
-    """
+    """An open directory of the root, which is no link; the root and those above it may be links."""
 
     FLAGS = Directory.FLAGS | os.O_NOFOLLOW
 
@@ -213,9 +190,7 @@ class OwnDirectory(Directory):
 def lies_there(path: Path, doing: str) -> bool:
     """Returns whether anything lies at a path beneath the root. `doing` is the verb of messages.
 
-    Raises:
-        UnsupportedError: a symbolic link, dangling or not.
-        StorageError: the system does not tell.
+    Raises UnsupportedError: a symbolic link, dangling or not. StorageError: it cannot be read.
     """
     try:
         target = uninterrupted(os.readlink, path)

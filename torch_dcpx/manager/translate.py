@@ -1,19 +1,17 @@
 """`resume(translate=)`: a KeyMap for the stored model, and the optimizers' names along with it.
 
-1. Rules see the model's names without "model.", as those of `load_pretrained` and `export` do.
-2. The state that an optimizer holds of a parameter gets the parameter's new name, and so does the
-   parameter in its group.
+1. Rules see the model's names without "model.", as in `load_pretrained` and `export`.
+2. A parameter gets its new name also in its group and for its optimizer's state.
 3. All other parts keep their names.
 
-A checkpoint keeps one value of a name. Groups of optimizers have numbers for names, and a stage of
-a pipeline has other groups under the same numbers: then a save keeps the settings of each rank's
-groups under the names of their parameters.
+A checkpoint keeps one value of a name, and the name of a group is its number. Where ranks have
+other groups under one number (stages of a pipeline), a save keeps settings by parameter.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -29,16 +27,14 @@ MODEL = "model."
 
 
 class TrainingRules(KeyMap):
-    """The rules of one resume. Belongs to one load, which asks them once. Not thread-safe."""
+    """The rules of one resume. Belongs to one load. Not thread-safe."""
 
     def __init__(
         self, key_map: KeyMap, optimizers: Iterable[str], *, has_named_groups: bool
     ) -> None:
-        """Translates as `key_map` does for the model.
+        """Translates the model as `key_map` does, and optimizers by their names, "" without one.
 
-        Args:
-            optimizers: names of the optimizers that are resumed; "" for one without a name.
-            has_named_groups: whether the settings of groups are stored by parameter.
+        With `has_named_groups` the settings of groups are stored by parameter.
         """
         super().__init__(*key_map.rules, wrappers=key_map.wrappers)
         self._key_map = key_map
@@ -47,7 +43,7 @@ class TrainingRules(KeyMap):
         self._prefixes = tuple(prefix + kind for prefix in whole for kind in kinds)
         self._new: dict[str, str | None] = {}  # by stored name; None: left out
         self._reshaped: dict[str, list[str | None]] = {}  # names made of a stored one
-        # The last question and its answer: parts and planner ask, and functions are called once.
+        # The last `stored` and its entries: parts and planner resolve, functions run once.
         self._resolved: tuple[Mapping[str, Sizes | None], dict[str, MappedTensor]] | None = None
 
     def resolve(
@@ -55,10 +51,8 @@ class TrainingRules(KeyMap):
     ) -> dict[str, MappedTensor]:
         """Returns the entries of all parts by their new names.
 
-        Raises:
-            PlanError: as the KeyMap; or an optimizer would have two entries of one name.
-            UnsupportedError: an optimizer has states of a tensor that is split, merged or
-                transposed.
+        Raises as the KeyMap. PlanError: an optimizer would have two entries of one name.
+        UnsupportedError: an optimizer has states of a reshaped tensor.
         """
         if self._resolved is not None and self._resolved[0] == stored:
             return self._resolved[1]
@@ -85,9 +79,9 @@ class TrainingRules(KeyMap):
         return entries
 
     def parameters(self, name: str, own: Set[str]) -> list[str]:
-        """Returns the names of a stored parameter among `own`; none, or several after a split.
+        """Returns the new names of a stored parameter, of which a split makes several.
 
-        REQUIRES: `resolve`.
+        One that differs in wrappers alone from one of `own` becomes that. REQUIRES: `resolve`.
         """
         found = self._reshaped.get(name) or [self._new.get(name, name)]
         return [self._among(new, own) for new in found if new is not None]
@@ -100,10 +94,10 @@ class TrainingRules(KeyMap):
 
     def _renamed(self, name: str) -> str | None:
         """Returns the new name of an item outside the model; None: it is left out."""
-        prefix = next((one for one in self._prefixes if name.startswith(one)), None)
-        rest = "" if prefix is None else name.removeprefix(prefix)
-        old = owner_of(rest, self._new)
-        if prefix is None or old is None:
+        prefix = next((one for one in self._prefixes if name.startswith(one)), "")
+        rest = name.removeprefix(prefix)
+        old = owner_of(rest, self._new) if prefix else None
+        if old is None:
             return name
         if old in self._reshaped:
             raise UnsupportedError(
@@ -142,10 +136,10 @@ def checked_translate(translate: Any, model: Any) -> KeyMap | None:
     else:
         kind = type(translate).__name__
         problem = f"translate must be a KeyMap, a function of a name, or None, got a {kind}"
-    raise OptionError(problem, option="translate", value=None)
+    raise OptionError(problem, option="translate")
 
 
-# ---- Groups of optimizers ------------------------------------------------------------------------
+# ---- Optimizers, and their groups ----------------------------------------------------------------
 
 
 NAMED_GROUPS = "optimizer.groups by parameter"  # in a manager's record
@@ -156,20 +150,40 @@ _PARAMS = "params"
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
-def digest_of_groups(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
-    """Returns a digest of the names of the parameters in each group; no collective is run."""
+def flat(parts: Any) -> Sequence[Any]:
+    """Returns one part, or those in a list or dict, one after the other; none of None."""
+    if isinstance(parts, Mapping):
+        return list(parts.values())
+    alone = () if parts is None else (parts,)
+    return parts if isinstance(parts, (list, tuple)) else alone
+
+
+def by_name(optimizers: Any) -> Mapping[str, Any]:
+    """Returns optimizers by their names; one, and a list of them, under ""."""
+    return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.nn.Parameter]:
+    """Returns the parameters of optimizers, group by group."""
+    return (p for one in optimizers for group in one.param_groups for p in group["params"])
+
+
+def group_digest(model: Any, optimizers: Any) -> bytes:
+    """Returns a digest of the names in each group, without a collective; b"" of no optimizer."""
+    if optimizers is None:
+        return b""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [
         [names.get(id(parameter), "") for parameter in group[_PARAMS]]
-        for optimizer in optimizers
+        for optimizer in flat(optimizers)
         for group in optimizer.param_groups
     ]
     return hashlib.blake2b(repr(groups).encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def classes_of(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+def classes_of(optimizers: Any) -> dict[str, str]:
     """Returns the names of classes, as keys: items of several ranks with one name become one."""
-    return {type(one).__name__: "" for one in optimizers}
+    return {type(one).__name__: "" for one in flat(optimizers)}
 
 
 def check_classes(
@@ -178,12 +192,9 @@ def check_classes(
     stored: Iterable[str],
     settings: Iterable[str],
 ) -> None:
-    """Raises MismatchError: another class of optimizer has saved, with other settings.
+    """Raises MismatchError where another class was saved, with `settings` that these have not.
 
-    A class of another name may go on where it has every setting that was saved: AdamW from Adam, a
-    subclass, a wrapper. Where no class was saved, every class may.
-
-    `stored` are the names of all items, `settings` those that the checkpoint holds for the groups.
+    Others may go on: AdamW from Adam, a subclass, a wrapper; and every class where none was saved.
     """
     begin = f"dcpx.{CLASSES}.{name}"
     owners = (item.rpartition(".") for item in stored if item.startswith(begin))
@@ -208,10 +219,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def settings_by_parameter(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the settings of groups by parameter; none of a group without parameters.
-
-    Tensors among them are copies: a load fills those of each parameter on their own.
-    """
+    """Returns the settings of groups by parameter; tensors are copies, for a load fills each."""
     return {
         name: {
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -242,7 +250,7 @@ def groups_by_parameter(
 
 
 def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
-    """Raises MismatchError: stored groups with parameters of one group differ in a setting."""
+    """Raises MismatchError: stored groups of one group's parameters differ in a setting."""
     owners = {name: group for group in groups for name in group[_PARAMS]}
     for at, names in enumerate(own):
         known = [name for name in names if name in owners]

@@ -1,7 +1,7 @@
-"""The part of a resume that is one rank's: the state for the load to fill, and its small values.
+"""One rank's part of a resume: the state for the load to fill, and the small values.
 
-`Wanted` raises for parts that were not saved before anything is read. It decodes and merges the
-small values behind the read, and hands them over after the tensors.
+`Wanted` raises for missing parts before the read. Behind it, it decodes and merges small values,
+and gives them to their objects after the tensors.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.content import Merge, check_mergeable, decode_content, merged, with_own
-from torch_dcpx.manager.save import Parts
-from torch_dcpx.manager.state import by_name, paired_states
+from torch_dcpx.manager.state import Parts, paired_states
 from torch_dcpx.manager.stored import Record, Stored
-from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules
+from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, by_name
 from torch_dcpx.options import ReadOptions
 
 _SMALL = ("lr_scheduler", "dataloader")  # parts that are saved as small values
@@ -43,7 +42,7 @@ class Wanted(LoadPart):
         record = self.chosen.record or Record(self.chosen.tag, 0, 0, 0, {}, (), ())
         self._path, self.record = path, record
         self._check_parts()
-        # Each rank's own values that this call gives back, and the ranks whose values it reads.
+        # Each rank's own values that this call gives back; below, the ranks whose values it reads.
         given = {"user_content", *parts.per_rank, *(n for n in _SMALL if n in parts.given)}
         self._names = [n for n in record.per_rank if n in given or n.partition(".")[0] in given]
         check_mergeable(self._names, self.merge, record.ranks, self.world_size, path)
@@ -54,14 +53,8 @@ class Wanted(LoadPart):
         self._own: dict[str, Any] = {}  # this rank's own values, by path
         self._schedulers: list[tuple[Any, Any]] = []  # each with its state
         self.rules: TrainingRules | None = None  # of the load
-        self._has_named_groups = NAMED_GROUPS in record.parts
-        if self.translate is not None:
-            names = () if parts.optimizer is None else by_name(parts.optimizer)
-            self.rules = TrainingRules(
-                self.translate, names, has_named_groups=self._has_named_groups
-            )
-        has_scheduler = parts.lr_scheduler is not None and "lr_scheduler" in record.parts
-        self.is_applied = has_scheduler or any(
+        self._has_scheduler = parts.lr_scheduler is not None and "lr_scheduler" in record.parts
+        self.is_applied = self._has_scheduler or any(
             not name.startswith("user_content") for name in self._names
         )
 
@@ -71,44 +64,39 @@ class Wanted(LoadPart):
         missing = [n for n in _SMALL if n in parts.given and n not in record.parts]
         missing += [name for name in parts.per_rank if name not in record.per_rank]
         if missing and self.strict:
-            raise MismatchError(
-                f"resume from '{self._path}': {', '.join(missing)} was not saved there; "
-                "strict=False leaves it as it is",
-                fqn=missing[0],
-                path=self._path,
-                missing=tuple(missing),
-            )
+            problem = f"{', '.join(missing)} was not saved there; strict=False leaves it as it is"
+            message = f"resume from '{self._path}': {problem}"
+            raise MismatchError(message, fqn=missing[0], path=self._path, missing=tuple(missing))
 
     def target(self) -> dict[str, Any]:
         """Returns the state for `dcpx.load` to fill."""
-        target = self.parts.stateful(
-            strict=self.strict, has_named_groups=self._has_named_groups, rules=self.rules
-        )
+        parts, is_named = self.parts, NAMED_GROUPS in self.record.parts
+        if self.translate is not None:
+            names = () if parts.optimizer is None else by_name(parts.optimizer)
+            self.rules = TrainingRules(self.translate, names, has_named_groups=is_named)
+        target = parts.stateful(strict=self.strict, has_named_groups=is_named, rules=self.rules)
         if self.state_dict():
             target["dcpx"] = self
         return target
 
     @property
     def content(self) -> Any:
-        """The user's content, when it was loaded."""
+        """The user's content, after the load."""
         return self._shared.get("user_content")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns blank small values."""
-        stored = self.record.parts
         small: dict[str, Any] = {}
-        if "user_content" in stored:
+        if "user_content" in self.record.parts:
             small["user_content"] = b""
-        if "lr_scheduler" in stored and self.parts.lr_scheduler is not None:
+        if self._has_scheduler:
             small["lr_scheduler"] = b""
         if self._names:
             small["rank"] = {str(rank): b"" for rank in self._ranks}
         return small
 
     def check(self, state: dict[str, Any]) -> None:
-        """Decodes and merges the small values. Raises: CorruptionError; OptionError: not as many
-        schedulers as were saved; any error of the user's merge.
-        """
+        """Decodes and merges small values. Raises: CorruptionError; as `paired_states`, a merge."""
         self._own = self._own_values(state)
         for name in ("user_content", "lr_scheduler"):
             if name in state:
@@ -119,8 +107,7 @@ class Wanted(LoadPart):
                 except (KeyError, TypeError, RecursionError) as error:
                     raise self._none_of_ours(fqn, error) from error
         if "lr_scheduler" in self._shared:
-            states = self._shared["lr_scheduler"]
-            self._schedulers = paired_states(self.parts.lr_scheduler, states)
+            self._schedulers = paired_states(self.parts.lr_scheduler, self._shared["lr_scheduler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Gives the small values to the caller's objects."""
@@ -134,7 +121,7 @@ class Wanted(LoadPart):
                 value.value = own[name]
 
     def _own_values(self, small: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's own values by path: those that it saved, or those of the merge."""
+        """Returns this rank's own values by path, saved or merged."""
         stored = []
         for rank in self._ranks:
             fqn = f"dcpx.rank.{rank}"
@@ -148,9 +135,6 @@ class Wanted(LoadPart):
         return merged(stored, self._names, self.merge, self.rank, self.world_size)
 
     def _none_of_ours(self, fqn: str, why: object) -> CorruptionError:
-        return CorruptionError(
-            f"take apart item '{fqn}' of '{self._path}': it is not what a manager saves: "
-            f"{why!s:.200}",
-            fqn=fqn,
-            path=self._path,
-        )
+        problem = f"it is not what a manager saves: {why!s:.200}"
+        message = f"take apart item '{fqn}' of '{self._path}': {problem}"
+        return CorruptionError(message, fqn=fqn, path=self._path)
