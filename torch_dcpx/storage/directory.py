@@ -11,10 +11,9 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.storage.system_calls import close_read, close_written, moved, uninterrupted
@@ -74,6 +73,15 @@ def storage_error(
     )
 
 
+@contextmanager
+def storage_errors(verb: str, path: Path, *, is_read: bool = False) -> Iterator[None]:
+    """Raises an OSError of the block as `storage_error` has it."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(verb, path, error, is_read=is_read) from error
+
+
 def _fsync_entries(fd: int, path: Path) -> None:
     """fsync of a directory; where the file system has no such thing, one warning instead."""
     try:
@@ -94,14 +102,12 @@ def _fsync_entries(fd: int, path: Path) -> None:
 
 def fsync_path(path: Path) -> None:
     """Makes the entries of a directory durable. Raises: StorageError."""
-    try:
+    with storage_errors("fsync directory", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _fsync_entries(fd, path)
         finally:
             close_read(fd, path)
-    except OSError as error:
-        raise storage_error("fsync directory", path, error) from error
 
 
 def _is_directory(path: Path) -> bool:
@@ -139,11 +145,9 @@ def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
         try:
             uninterrupted(directory.mkdir)
             made.append(directory)
-        except FileExistsError as error:
-            if not _is_directory(directory):
-                raise storage_error("mkdir", directory, error) from error
         except OSError as error:
-            raise storage_error("mkdir", directory, error) from error
+            if not isinstance(error, FileExistsError) or not _is_directory(directory):
+                raise storage_error("mkdir", directory, error) from error
         if is_durable:
             fsync_path(directory.parent)
     return made
@@ -184,13 +188,12 @@ def _irregular(path: Path, nbytes: int) -> CorruptionError:
     )
 
 
-class SmallFile:
+class SmallFile(NamedTuple):
     """An open file of metadata."""
 
-    def __init__(self, fd: int, path: Path, nbytes: int) -> None:
-        self._fd = fd
-        self._path = path
-        self.nbytes = nbytes
+    fd: int
+    path: Path
+    nbytes: int
 
     def part(self, offset: int, nbytes: int) -> bytes:
         """Returns bytes of the file. Raises: StorageError; CorruptionError: it became shorter."""
@@ -198,15 +201,15 @@ class SmallFile:
         begin, end = offset, offset + nbytes
         while begin < end or not pieces:  # one call, but for what no call gives at once
             try:
-                pieces.append(os.pread(self._fd, end - begin, begin))
+                pieces.append(os.pread(self.fd, end - begin, begin))
             except OSError as error:
                 raise storage_error(
-                    "read", self._path, error, offset=begin, nbytes=end - begin, is_read=True
+                    "read", self.path, error, offset=begin, nbytes=end - begin, is_read=True
                 ) from error
             if begin < end and not pieces[-1]:
                 raise CorruptionError(
-                    f"'{self._path}' ends at {begin} B, where it had {self.nbytes} B",
-                    path=str(self._path),
+                    f"'{self.path}' ends at {begin} B, where it had {self.nbytes} B",
+                    path=str(self.path),
                     offset=begin,
                     nbytes=end - begin,
                 )
@@ -230,12 +233,7 @@ class Directory:
     def __enter__(self) -> Directory:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -246,10 +244,8 @@ class Directory:
 
     def names(self) -> list[str]:
         """Returns the names of all entries. Raises: StorageError."""
-        try:
+        with storage_errors("list", self.path, is_read=True):
             return sorted(uninterrupted(os.listdir, self.fd))
-        except OSError as error:
-            raise storage_error("list", self.path, error, is_read=True) from error
 
     def is_regular(self, name: str) -> bool:
         """Returns whether `name` is a regular file here (no link).
@@ -299,10 +295,8 @@ class Directory:
                 raise CorruptionError(f"'{path}' is a symbolic link", path=str(path)) from error
             raise storage_error("open", path, error, is_read=True) from error
         try:
-            try:
+            with storage_errors("fstat", path, is_read=True):
                 status = os.fstat(fd)
-            except OSError as error:
-                raise storage_error("fstat", path, error, is_read=True) from error
             if not stat.S_ISREG(status.st_mode):
                 raise _irregular(path, status.st_size)
             yield SmallFile(fd, path, status.st_size)
@@ -312,14 +306,12 @@ class Directory:
     def read_at(self, name: str, offsets: Sequence[int], nbytes: int) -> list[bytes]:
         """Returns up to `nbytes` at each offset of a regular file. Raises: StorageError."""
         path = self.path / name
-        try:
+        with storage_errors("read", path, is_read=True):
             fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)
             try:
                 return [os.pread(fd, nbytes, offset) for offset in offsets]
             finally:
                 close_read(fd, path)
-        except OSError as error:
-            raise storage_error("read", path, error, is_read=True) from error
 
     def create(self, name: str, pieces: Iterable[Buffer], *, is_durable: bool) -> None:
         """Writes a new file of these bytes, fsynced. Raises: StorageError."""
@@ -341,32 +333,23 @@ class Directory:
                 raise
             close_written(fd)
         except OSError as error:
-            left = needed - done if done < needed else needed  # at the fsync all of it is written
-            at = done if done < needed else 0
-            raise storage_error("write", path, error, offset=at, nbytes=left) from error
+            at = done if done < needed else 0  # an fsync fails for all that is written
+            raise storage_error("write", path, error, offset=at, nbytes=needed - at) from error
 
     def rename(self, old: str, new: str) -> None:
         """Renames over `new`, atomically. Raises: StorageError."""
-        try:
+        with storage_errors(f"rename '{old}' to", self.path / new):
             uninterrupted(os.rename, old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        except OSError as error:
-            raise storage_error(f"rename '{old}' to", self.path / new, error) from error
 
     def unlink(self, name: str) -> None:
         """Removes a file; that it is gone already is fine. Raises: StorageError."""
-        try:
+        with storage_errors("unlink", self.path / name), suppress(FileNotFoundError):
             uninterrupted(os.unlink, name, dir_fd=self.fd)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise storage_error("unlink", self.path / name, error) from error
 
     def sync(self) -> None:
         """Makes the directory's entries durable. Raises: StorageError."""
-        try:
+        with storage_errors("fsync directory", self.path):
             _fsync_entries(self.fd, self.path)
-        except OSError as error:
-            raise storage_error("fsync directory", self.path, error) from error
 
     def sync_parent(self) -> None:
         """Makes the directory's own entry durable, where its parent may be read.

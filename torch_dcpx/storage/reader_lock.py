@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcpx.errors import ConcurrentSaveError
-from torch_dcpx.storage.directory import storage_error
+from torch_dcpx.storage.directory import storage_error, storage_errors
 from torch_dcpx.storage.names import READERS_NAME
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.save_lock import holders_of
@@ -41,10 +41,8 @@ def make_readers_file(path: Path, *, dir_fd: int | None = None) -> None:
         StorageError: it cannot be made.
     """
     name = path / READERS_NAME
-    try:
+    with storage_errors("create", name):
         os.close(_made(name, dir_fd))
-    except OSError as error:
-        raise storage_error("create", name, error) from error
 
 
 def _made(name: Path, dir_fd: int | None) -> int:

@@ -23,7 +23,7 @@ from typing import Literal
 
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
-from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.names import TRASH_PREFIX
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.system_calls import close_read, moved
@@ -136,10 +136,8 @@ class SaveLock:
         Returns:
             What the file is entered under in the table.
         """
-        try:
+        with storage_errors("fstat", self.path, is_read=True):
             status = os.fstat(self._fd)
-        except OSError as error:
-            raise storage_error("fstat", self.path, error, is_read=True) from error
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(
                 f"lock '{self.path}': it is no regular file; somebody has put something else in "
