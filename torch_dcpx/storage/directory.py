@@ -1,7 +1,7 @@
 """A checkpoint directory held by descriptor: durable mkdir, listing, small files, fsync.
 
-Everything is done beneath one open directory, so that a rename of a parent in the middle of a save
-cannot split it, and no name is followed through a link.
+All calls work beneath one open directory: so a rename of a parent cannot split a save, and no name
+leads through a link.
 """
 
 from __future__ import annotations
@@ -24,22 +24,17 @@ _Found = TypeVar("_Found")
 Buffer: TypeAlias = bytes | bytearray | memoryview  # of bytes
 
 _JOINED_BYTES = 64 << 10  # pieces from here on have a write of their own
-
-# Metadata larger than this is refused before it is read.
-MAX_METADATA_BYTES = 1 << 32
+MAX_METADATA_BYTES = 1 << 32  # larger metadata is refused before it is read
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+# More room may cure these: the same as in csrc/io/output_file.cpp.
+_LACK_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 logger = logging.getLogger("torch_dcpx")
 _warned: set[int] = set()  # devices that were named once
 
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-
-
-# What may be cured by room: the same as in csrc/io/output_file.cpp.
-_LACK_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-
 
 def _room(path: Path, nbytes: int | None) -> str:
-    """Returns what to say of the room for `nbytes` (None: who knows) at `path`, or above it."""
+    """Returns the text about the room at `path`, or above it; None for `nbytes`: unknown."""
     needed = "" if nbytes is None else f"needed {nbytes} B, "
     for place in (path, *path.parents):
         try:
@@ -60,7 +55,7 @@ def storage_error(
     nbytes: int | None = None,
     is_read: bool = False,
 ) -> StorageError:
-    """Returns the typed error for a failed system call of ours; a read says nothing of room."""
+    """Returns the typed error of a failed system call; that of a read does not mention room."""
     range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
     may_lack_room = not is_read and error.errno in _LACK_OF_ROOM
     room = _room(Path(path), nbytes) if may_lack_room else ""
@@ -83,7 +78,7 @@ def storage_errors(verb: str, path: Path, *, is_read: bool = False) -> Iterator[
 
 
 def _fsync_entries(fd: int, path: Path) -> None:
-    """fsync of a directory; where the file system has no such thing, one warning instead."""
+    """Syncs a directory; warns once for each file system that cannot."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -111,7 +106,7 @@ def fsync_path(path: Path) -> None:
 
 
 def _is_directory(path: Path) -> bool:
-    """Returns whether there is a directory. Raises StorageError where the system does not tell."""
+    """Returns whether `path` is a directory. Raises StorageError if the system cannot tell."""
     try:
         return stat.S_ISDIR(uninterrupted(os.stat, path).st_mode)
     except OSError as error:
@@ -121,17 +116,13 @@ def _is_directory(path: Path) -> bool:
 
 
 def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
-    """Makes `path` and its parents; durable, each with its parent's entry, before it returns.
+    """Makes `path` and its parents, each with a durable entry if `is_durable`.
 
-    Several ranks may do this at once: the rank that makes a directory also syncs its parent. If
-    `path` is there already, a save that was killed may have made it and not synced it: so this call
-    syncs its entry as well.
+    Several ranks may do this at once: the rank that makes a directory also syncs its parent. A
+    killed save may have made the parent of what is missing, and not synced it: so its entry is
+    synced as well.
 
-    Returns:
-        What was made here, `path` itself last; its entry is as durable as asked.
-
-    Raises:
-        StorageError: it cannot be made or synced.
+    Returns the directories that it made, `path` last. Raises: StorageError.
     """
     missing, made = [], []
     for candidate in (path, *path.parents):
@@ -154,11 +145,7 @@ def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
 
 
 def look_into(path: Path, look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
-    """Returns `look(asked)`, stock's code that looks into a directory and knows no typed errors.
-
-    Raises:
-        StorageError: it cannot be looked into.
-    """
+    """Returns `look(asked)`, code of stock's; an OSError of it becomes a StorageError."""
     try:
         return uninterrupted(look, asked)
     except OSError as error:
@@ -168,7 +155,7 @@ def look_into(path: Path, look: Callable[[_Asked], _Found], asked: _Asked) -> _F
 
 
 def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yields the bytes of `pieces`, small neighbours as one, large ones as they are."""
+    """Yields `pieces`, small neighbours joined, large ones as they are."""
     small: list[memoryview] = []
     for piece in pieces:
         if len(piece) < _JOINED_BYTES:
@@ -248,32 +235,23 @@ class Directory:
             return sorted(uninterrupted(os.listdir, self.fd))
 
     def is_regular(self, name: str) -> bool:
-        """Returns whether `name` is a regular file here (no link).
-
-        Raises:
-            StorageError: the system does not tell.
-        """
+        """Returns whether `name` is a regular file, no link. Raises StorageError if unknown."""
         try:
             status = uninterrupted(os.stat, name, dir_fd=self.fd, follow_symlinks=False)
-        except (FileNotFoundError, ValueError):  # ValueError: a NUL, or no text: no file's name
+        except (FileNotFoundError, ValueError):  # ValueError: a name with a NUL, or no text
             return False
         except OSError as error:
             raise storage_error("stat", self.path / name, error, is_read=True) from error
         return stat.S_ISREG(status.st_mode)
 
     def read_small(self, name: str) -> bytes:
-        """Reads a whole file (metadata). Raises: as `open_small`."""
+        """Returns a whole file of metadata. Raises: as `open_small`."""
         with self.open_small(name) as file:
             return file.part(0, file.nbytes)
 
     @contextmanager
     def open_small(self, name: str) -> Iterator[SmallFile]:
-        """Opens a file (metadata) to be read by parts.
-
-        Raises:
-            CorruptionError: it is no regular file, or too large to be metadata.
-            StorageError: it cannot be opened (FileNotFoundError's errno included) or read.
-        """
+        """Opens a file of metadata. Raises: as `open_regular`; CorruptionError: it is too large."""
         with self.open_regular(name) as file:
             if file.nbytes > MAX_METADATA_BYTES:
                 raise _irregular(self.path / name, file.nbytes)
@@ -281,11 +259,11 @@ class Directory:
 
     @contextmanager
     def open_regular(self, name: str) -> Iterator[SmallFile]:
-        """Opens a file of any size to be read by parts.
+        """Opens a file of any size.
 
         Raises:
             CorruptionError: it is no regular file.
-            StorageError: it cannot be opened (FileNotFoundError's errno included) or read.
+            StorageError: it cannot be opened; also where it does not exist.
         """
         path = self.path / name
         try:
@@ -314,7 +292,7 @@ class Directory:
                 close_read(fd, path)
 
     def create(self, name: str, pieces: Iterable[Buffer], *, is_durable: bool) -> None:
-        """Writes a new file of these bytes, fsynced. Raises: StorageError."""
+        """Writes a new file, synced if `is_durable`. Raises: StorageError."""
         path = self.path / name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         views = list(_joined(memoryview(piece).cast("B") for piece in pieces))
@@ -342,7 +320,7 @@ class Directory:
             uninterrupted(os.rename, old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def unlink(self, name: str) -> None:
-        """Removes a file; that it is gone already is fine. Raises: StorageError."""
+        """Removes a file, if it is there. Raises: StorageError."""
         with storage_errors("unlink", self.path / name), suppress(FileNotFoundError):
             uninterrupted(os.unlink, name, dir_fd=self.fd)
 
@@ -352,12 +330,9 @@ class Directory:
             _fsync_entries(self.fd, self.path)
 
     def sync_parent(self) -> None:
-        """Makes the directory's own entry durable, where its parent may be read.
+        """Makes the directory's own entry durable; warns where its parent may not be read.
 
-        Nothing is done for the root of a mount: it has no entry that could be lost.
-
-        Raises:
-            StorageError: the parent may be read, but not opened now, or the fsync failed.
+        Does nothing for the root of a mount, which has no entry to lose. Raises: StorageError.
         """
         try:
             fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
