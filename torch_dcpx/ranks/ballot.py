@@ -147,7 +147,7 @@ class Ballot:
             As `settle`; nothing after `settle`.
         """
         with self._guard:
-            standing = None if self._has_ended else self._standing(self._deadline)
+            standing = None if self._has_ended else self._exchange.standing(BALLOT, self._deadline)
             if standing is not None and standing.startswith(_ERROR):
                 raise self._exchange.error_in(BALLOT, standing, self._own_error)
 
@@ -205,7 +205,7 @@ class Ballot:
             self._keys.post(_OUTCOME, _FAILED + pickle.dumps([self._exchange.failure_of(lost)]))
             if not isinstance(lost, Exception):
                 raise
-            if self._own_error is not None and self._own_failure is not None:
+            if self._own_failure is not None:
                 raise error_of([self._own_failure], self._own_error) from lost
             raise
         if standing.startswith(_ERROR):
@@ -248,7 +248,7 @@ class Ballot:
             missing = exchange.missing(_VOTES)
             if missing:  # else the last one came this moment
                 self._abort(exchange.lost_error(missing, deadline.waited_s, "the vote"))
-        standing = self._standing(deadline)
+        standing = exchange.standing(BALLOT, deadline)
         if standing is not None:
             raise exchange.error_in(BALLOT, standing, self._own_error)
         votes = keys.multi_get([f"{_VOTES}/{r}" for r in range(1, exchange.world_size)], deadline)
@@ -257,7 +257,8 @@ class Ballot:
             return [self._payload, *map(from_rank, opened)]
         except Exception as error:
             self.fail(error)
-            raise exchange.error_in(BALLOT, self._standing(deadline) or "", error) from error
+            standing = exchange.standing(BALLOT, deadline) or ""
+            raise exchange.error_in(BALLOT, standing, error) from error
 
     def _publish(self, outcome: bytes) -> None:
         """Tells the others the outcome. A store that is lost by now does not change it."""
@@ -298,7 +299,7 @@ class Ballot:
         if exchange.wait(_DECISION, deadline, "the vote", _VOTES) is None:
             missing = exchange.missing(_VOTES) or [0]
             self._abort(exchange.lost_error(missing, deadline.waited_s, "the vote"))
-        standing = self._standing(deadline) or ""
+        standing = exchange.standing(BALLOT, deadline) or ""
         if standing.startswith(_ERROR):
             raise exchange.error_in(BALLOT, standing, self._own_error)
         answer_by = deadline.anew(deadline.remaining_s + deadline.timeout_s)
@@ -320,10 +321,6 @@ class Ballot:
         ) from cause
 
     # ---- Both ----------------------------------------------------------------------------------
-
-    def _standing(self, by: Deadline) -> str | None:
-        found = self._keys.get(_DECISION, by)
-        return None if found is None else found.decode()
 
     def _abort(self, failure: RankFailure, by: Deadline | None = None) -> str:
         """Claims the decision for an error; returns the one that stands."""

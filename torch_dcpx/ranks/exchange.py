@@ -215,6 +215,11 @@ class Exchange:
             self.keys.post_delete([body])
         return stands
 
+    def standing(self, name: str, by: Deadline) -> str | None:
+        """Returns the answer of a step, or of BALLOT; None until there is one."""
+        found = self.keys.get(f"{name}/a", by)
+        return None if found is None else found.decode()
+
     def proposed(self, name: str, answer: str) -> list[RankFailure]:
         """Returns the failures of an answer. Raises StoreLostError: the store has lost them."""
         failures: list[RankFailure] = from_rank(self.read(f"{name}/b/{answer.split()[1]}"))

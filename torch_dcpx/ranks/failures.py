@@ -94,30 +94,21 @@ def error_of(failures: Sequence[RankFailure], own: BaseException | None = None) 
     original = _original(first)
     if isinstance(original, RankLostError):
         return original  # names the lost ranks itself; who noticed does not matter
-    also = [_one_line(f"{other.where}{other.text}") for other in others[: _MAX_NAMED - 1]]
+    also = [f"{other.where}{other.text}".split("\n", 1)[0] for other in others[: _MAX_NAMED - 1]]
     if len(others) > len(also):
         also.append(f"and {len(others) - len(also)} more ranks")
-    error: DcpxError
     if isinstance(original, DcpxError):
         fields = {name: getattr(original, name) for name in original.FIELDS}
         message = "\n".join([first.where + original.message, *also])
-        error = type(original)(message, **fields)
-        error.__cause__ = own
-    else:
-        message = "\n".join([first.where + first.text, *also, first.frames]).rstrip()
-        error = RankError(
-            message,
-            rank=first.rank,
-            host=first.host,
-            phase=first.phase,
-            original=first.type_name,
-        )
-        error.__cause__ = own if own is not None else original
+        typed = type(original)(message, **fields)
+        typed.__cause__ = own
+        return typed
+    message = "\n".join([first.where + first.text, *also, first.frames]).rstrip()
+    error = RankError(
+        message, rank=first.rank, host=first.host, phase=first.phase, original=first.type_name
+    )
+    error.__cause__ = own if own is not None else original
     return error
-
-
-def _one_line(text: str) -> str:
-    return text.split("\n", 1)[0]
 
 
 def lost_error(lost: Sequence[tuple[int, str, str]], waited_s: float, step: str) -> RankLostError:

@@ -53,9 +53,8 @@ class WirePlan(SavePlan):
             message, properties, others, has_paths = MAKER.pack_plan(self.items, paths, names)
         if has_paths:
             del beside["planner_data"]
-        return _unpacked, (
-            type(self), *_deflated(message), properties, others, beside,
-        )  # fmt: skip
+        data, nbytes = _deflated(message)
+        return _unpacked, (type(self), data, nbytes, properties, others, beside)
 
     def _beside(self) -> tuple[list[str], dict[str, Any]]:
         """Returns names that go into the table of names, and all fields but the items; `_whole`

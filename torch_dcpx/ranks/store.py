@@ -25,7 +25,7 @@ import pickle
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch_dcpx._waiting import Clock, Deadline
 from torch_dcpx.errors import RankLostError, StoreLostError
@@ -140,11 +140,7 @@ class StoreExchange(Exchange):
             self.keys.set(f"{prefix}/b/0", pickle.dumps(result), self.deadline)
             return result
 
-        def receive() -> R:
-            result: R = from_rank(self.read(f"{prefix}/b/0"))
-            return result
-
-        return self._agree(step, local, answer, receive)
+        return self._agree(step, local, answer, lambda: from_rank(self.read(f"{prefix}/b/0")))
 
     def reduce_scatter(
         self, step: str, local: Callable[[], T], reduce: Callable[[list[T]], list[R]]
@@ -157,9 +153,9 @@ class StoreExchange(Exchange):
             self.keys.set_all(others, self.deadline)
             return pieces[0]
 
-        def receive() -> R:
+        def receive() -> Any:
             key = f"{prefix}/s/{self.rank}"
-            piece: R = from_rank(self.read(key))
+            piece = from_rank(self.read(key))
             self.keys.post_delete([key])
             return piece
 
@@ -264,7 +260,7 @@ class StoreExchange(Exchange):
         step: str,
         local: Callable[[], T],
         answer: Callable[[list[T]], R],
-        receive: Callable[[], R],
+        receive: Callable[[], Any],
     ) -> R:
         """Makes a step. `answer` is called on the coordinator, `receive` on the others."""
         if self._error is not None:

@@ -199,9 +199,7 @@ def client_of(group: Any) -> StoreClient:
             )
         client = _clients.get(group)
         if client is None:
-            store = group_store(group)
-            client = StoreClient(store.clone)
-            _clients[group] = client
+            client = _clients[group] = StoreClient(group_store(group).clone)
             weakref.finalize(group, client.close).atexit = False
         return client
 
@@ -211,8 +209,7 @@ def _forget_parents_clients() -> None:
     global _clients_guard
     _clients_guard = threading.Lock()
     _clients.clear()
-    for group in process_groups():
-        _inherited.add(group)
+    _inherited.update(process_groups())
 
 
 def _end_calls_in_flight() -> None:

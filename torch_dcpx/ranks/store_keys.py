@@ -36,6 +36,7 @@ _MAX_LOOK_S = 30.0
 _FIRST_WARNING_S = 30.0
 _WARNING_S = 60.0  # between two
 _MAX_NAMED = 8  # ranks in one warning
+_WAITS = "%s waits for %s since %s (%.0f s); it gives up in %.0f s"
 
 
 def _part(key: str, index: int) -> str:
@@ -86,18 +87,15 @@ def _multi_get(store: Any, names: list[str]) -> list[bytes | None]:
     return [_joined(store, name, bytes(found)) for name, found in pairs]
 
 
-def _delete(store: Any, key: str) -> None:
-    found = _peek(store, key)
-    if found is not None and found[:1] == _CUT:
-        for i in range(int(found[1:])):
-            store.delete_key(_part(key, i))
-    if found is not None:
-        store.delete_key(key)
-
-
 def _delete_all(store: Any, names: list[str]) -> None:
     for name in names:
-        _delete(store, name)
+        found = _peek(store, name)
+        if found is None:
+            continue
+        if found[:1] == _CUT:
+            for i in range(int(found[1:])):
+                store.delete_key(_part(name, i))
+        store.delete_key(name)
 
 
 def _absent(store: Any, names: list[str]) -> list[str]:
@@ -251,8 +249,7 @@ class StoreKeys:
             if until.has_passed:
                 return None
             # An eighth of what was waited already: what comes soon is seen soon.
-            poll_s = min(max(begun.waited_s / 8, _FIRST_POLL_S), self._max_poll_s)
-            until.sleep(poll_s)
+            until.sleep(min(max(begun.waited_s / 8, _FIRST_POLL_S), self._max_poll_s))
         return value
 
     def wait_looking(
@@ -318,10 +315,7 @@ def _warn(what: str, missing: Sequence[int], waited_s: float, deadline: Deadline
         named += f" and {len(missing) - _MAX_NAMED} more"
     whom = f"rank{'s' if len(missing) > 1 else ''} {named}" if missing else "the answer of rank 0"
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-    logger.warning(
-        "%s waits for %s since %s (%.0f s); it gives up in %.0f s",
-        what, whom, since, waited_s, deadline.remaining_s,
-    )  # fmt: skip
+    logger.warning(_WAITS, what, whom, since, waited_s, deadline.remaining_s)
 
 
 Keys: TypeAlias = LocalKeys | StoreKeys

@@ -78,9 +78,8 @@ class Step:
 
     def tell(self, own: Own[T]) -> None:
         """Tells the others this rank's value, or its error."""
-        self._keys.set(
-            self._key(f"v/{self._exchange.rank}"), self._seal + own.packed, self._deadline
-        )
+        value = self._seal + own.packed
+        self._keys.set(self._key(f"v/{self._exchange.rank}"), value, self._deadline)
         if own.error is not None:
             self.fail(self._exchange.failure_of(own.error))
         self.count()
@@ -112,7 +111,7 @@ class Step:
         """Returns the answer that stands, and the value of `answer`."""
         woken = self._wait("wake")
         if woken != b"full":
-            standing = self._standing()
+            standing = self._exchange.standing(self._name, self._deadline)
             if standing is not None:
                 return standing, None
         if woken is None and (lost := self._lost()):
@@ -149,15 +148,12 @@ class Step:
         elif woken is not None:
             found = self._wait("a")
             standing = None if found is None else found.decode()
-        standing = standing or self._standing()  # a look around may have given it
+        # A look around may have given it.
+        standing = standing or self._exchange.standing(self._name, self._deadline)
         if standing is None:
             lost = self._lost() or self._exchange.lost_error([0], *self._for_how_long())
             standing = self._propose(ERROR, [lost])
         return standing
-
-    def _standing(self) -> str | None:
-        found = self._keys.get(self._key("a"), self._deadline)
-        return None if found is None else found.decode()
 
     def _propose(self, kind: str, failures: list[RankFailure]) -> str:
         return self._exchange.propose(self._name, kind, failures, self._deadline)
@@ -205,13 +201,14 @@ class Step:
         following = exchange.following_keys()
         for rank in missing[:_MAX_LOOKED_AFTER]:
             there = gone_on(rank, self._keys, following, self._deadline)
-            if there is not None and is_first:
+            if there is None:
+                continue
+            if is_first:
                 self._propose(VOID, [])
-                return None
-            if there is not None:
+            else:
                 error = refuse([(rank, there)], exchange.rank, exchange.presence())
                 self._propose(ERROR, [exchange.failure_of(error)])
-                return None
+            return None
         if is_first and exchange.is_coordinator:
             came = sorted(set(range(1, exchange.world_size)) - set(missing))
             here = ((rank, presence_of(rank, self._keys, self._deadline)) for rank in came)
@@ -244,9 +241,9 @@ def left_keys(exchange: StoreExchange, steps: int, has_failed: bool, by: Deadlin
     values = [f"{name}/{kind}" for name in names for kind in "vs"]
     keys += [f"{value}/{rank}" for value in values for rank in range(exchange.world_size)]
     for name in names:
-        standing = exchange.keys.get(f"{name}/a", by)
+        standing = exchange.standing(name, by)
         if standing is not None:
-            keys.append(f"{name}/b/{standing.decode().split()[1]}")
+            keys.append(f"{name}/b/{standing.split()[1]}")
         told = Step(exchange, name, by=by).failures()
         keys += [f"{name}/f/{i}" for i in range(1, len(told) + 1)]
     return keys
