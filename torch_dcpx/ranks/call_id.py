@@ -1,7 +1,7 @@
 """The name of a call, which ranks compare: two ranks that make different calls never mix.
 
-It consists of the function and the last component of its path. Ranks do not compare the whole path:
-a directory may lie elsewhere on every node.
+It holds the function and the last component of its path. Ranks do not compare the whole path: a
+directory may lie elsewhere on every node.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class CallId:
         name: of the function, "async_save" or "CheckpointManager.resume".
         target: last component of its path, a tag; None if it has none, or an unreadable one.
         options: those that must be equal on all ranks, "on_busy='skip'".
-        is_target_compared: whether the target must be equal, too. False if ranks look themselves
-            whether they mean one directory (same_directory).
+        is_target_compared: whether the target must be equal, too; not if `same_directory` compares.
         is_write: whether two calls of one name would mix the files that they write.
     """
 
@@ -69,8 +68,8 @@ class CallId:
 def last_component(path: Any) -> str | None:
     """Returns the name of the directory that a path means; None if it is no path.
 
-    Follows a link, so that two names of one directory are one. Never raises: the code that uses a
-    wrong path tells all ranks.
+    Follows a link: two names of one directory are one. Never raises: the code that uses a wrong
+    path tells all ranks.
     """
     if not isinstance(path, (str, bytes, os.PathLike)):
         return None

@@ -25,7 +25,7 @@ def from_rank(pickled: bytes) -> Any:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank's error, as it tells the others. Pickled, between ranks of one job only."""
+    """A rank's error, as it tells the others: pickled, between ranks of one job only."""
 
     rank: int
     host: str
@@ -59,13 +59,13 @@ class RankFailure:
 
 
 def lost_ranks(failure: RankFailure) -> tuple[int, ...]:
-    """Returns the ranks whose loss a failure is; none if it is another failure."""
+    """Returns the ranks that a failure reports as lost."""
     error = _original(failure)
     return (error.ranks or ()) if isinstance(error, RankLostError) else ()
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    # A user's class may refuse, or come back as another: then its text must do.
+    # A user's class may refuse, or come back as another: then the text has to serve.
     try:
         pickled = pickle.dumps(error)
         return pickled if type(from_rank(pickled)) is type(error) else None
@@ -115,9 +115,9 @@ def lost_error(lost: Sequence[tuple[int, str, str]], waited_s: float, step: str)
     """Returns the error of ranks that did not come.
 
     Args:
-        lost: (rank, host, phase) of each, at least one; both empty if the rank never entered.
+        lost: (rank, host, phase) of each, at least one; no host and phase if it never entered.
         waited_s: seconds that this rank waited.
-        step: that it waited for, "'plan' of the save".
+        step: for which it waited, "'plan' of the save".
     """
     names = [
         f"rank {rank} ({host}), {phase}" if phase else f"rank {rank}, not even begun"

@@ -5,7 +5,7 @@ memory to plan. Here every wait has a deadline. The keys of one operation lie be
 `dcpx/NUMBER/`, those of a step (store_step.py) beneath a number of its own.
 
 Each process counts the numbers by itself, and every rank makes the same calls in the same order.
-Ranks that do not notice it, and meet again:
+Ranks that do not are noticed, and meet again:
 
 1. The values of the first step carry a digest of the call. If digests differ, all ranks raise
    PlanError. The coordinator's answer carries a random token, and all later values carry it too.
@@ -66,12 +66,9 @@ class StoreExchange(Exchange):
 
         Args:
             client: of the group's store; counts calls and numbers.
-            rank: this process' rank in the group.
+            rank: of this process in the group.
             world_size: ranks in the group.
-            timeout_s: seconds until which ranks wait for each other.
-            what: what is done, for messages.
-            call: which call it is. Default: named as what is done.
-            clock: by which it waits. Default: the process'.
+            timeout_s, what, call, clock: as `Exchange`.
         """
         self._client = client
         self._number = client.next_number()  # before anything can fail
@@ -81,7 +78,7 @@ class StoreExchange(Exchange):
         self.rank = rank
         self.world_size = world_size
         self.keys = self._keys_of(self._number)
-        self._name = uuid.uuid4().hex  # of this rank's part
+        self._name = uuid.uuid4().hex  # of this rank in this operation
         self._drawn = os.urandom(8)  # the coordinator's becomes the operation's
         self._token = b""  # of the operation, once it is agreed
         self._is_late = False  # it had failed when this rank entered
@@ -108,8 +105,7 @@ class StoreExchange(Exchange):
     def enter(self) -> None:
         """Tells the other ranks that this one is there.
 
-        Raises:
-            StoreLostError: the store does not answer, or holds this number already.
+        Raises StoreLostError if the store does not answer, or holds this number already.
         """
         mine = self.presence().packed()
         if self.keys.claim(f"p/{self.rank}", mine, self.deadline) != mine:
@@ -244,13 +240,13 @@ class StoreExchange(Exchange):
         )
 
     def missed(self, prefix: str) -> list[int]:
-        """Returns the missing ranks; a follower looks for the coordinator only."""
+        """Returns the missing ranks; a follower misses the coordinator only."""
         if self.is_coordinator:
             return self.missing(prefix)
         return [0] if self.keys.get(f"{prefix}/0", self.deadline) is None else []
 
     def waiting(self, step: str) -> str:
-        """Returns which step this rank waits for, for messages."""
+        """Returns the step and this rank, for messages: "'plan' of the save on rank 3 (node7)"."""
         return f"{step} of the {self.who}"
 
     # ---- A step --------------------------------------------------------------------------------
@@ -262,7 +258,7 @@ class StoreExchange(Exchange):
         answer: Callable[[list[T]], R],
         receive: Callable[[], Any],
     ) -> R:
-        """Makes a step. `answer` is called on the coordinator, `receive` on the others."""
+        """Makes a step. The coordinator calls `answer`, the others `receive`."""
         if self._error is not None:
             raise self._error
         name = str(self._steps)
@@ -309,7 +305,7 @@ class StoreExchange(Exchange):
     def _answered(
         self, name: str, title: str, own: Own[T], answer: Callable[[list[T]], R]
     ) -> tuple[str, R | None]:
-        """Returns the answer that stands, and what `answer` returned on the coordinator."""
+        """Returns the answer that stands, and on the coordinator the result of `answer`."""
         step = Step(self, name, title)
         step.tell(own)
         self._has_contributed = True
@@ -322,15 +318,15 @@ class StoreExchange(Exchange):
 
     @property
     def seal(self) -> bytes:
-        """8 B: the digest of the call, and the operation's token once the ranks have agreed."""
+        """8 B: the digest of the call, then the operation's token once the ranks have agreed."""
         return self._token or self.call.digest
 
     def presence(self) -> Presence:
-        """Returns what this rank tells the others of itself."""
+        """Returns this rank's note."""
         return Presence.of(self.phase, self.host, self._name, self._call_number, self.call)
 
     def following_keys(self) -> list[StoreKeys]:
-        """Returns the keys of the next operations: a rank that has left this one is in one."""
+        """Returns the keys of the next operations: one of them holds a rank that left this one."""
         numbers = range(self._number + 1, self._number + 1 + _MAX_LEFT)
         return [self._keys_of(number) for number in numbers]
 

@@ -31,8 +31,7 @@ OK, ERROR, VOID = "ok", "error", "void"  # how an answer begins
 FAILED = 1 << 32  # what a failure adds to a counter of ranks
 FIRST = "0"  # the first step
 
-# A rank that fails wakes the others. They wait so long for ranks that are about to fail as well.
-_GATHER_S = 0.5
+_GATHER_S = 0.5  # that the ranks wait after a failure, for others that are about to fail as well
 _MAX_LOOKED_AFTER = 64  # ranks that may have gone on, at one look
 
 
@@ -40,7 +39,7 @@ class Own(Generic[T]):
     """A rank's part in a step: a value, or an error."""
 
     def __init__(self, local: Callable[[], T], *, is_sent: bool) -> None:
-        """Calls `local`, and packs its value if this rank sends it to the coordinator."""
+        """Calls `local`; pickles its value if this rank sends it to the coordinator."""
         self.value: T | None = None
         self.packed = b""
         self.error: Exception | None = None
@@ -64,9 +63,9 @@ class Step:
     ) -> None:
         """Args:
         exchange: the operation.
-        name: what its keys lie beneath, its number.
+        name: the step's number, beneath which its keys lie.
         title: for messages.
-        by: until when. Default None: the operation's deadline.
+        by: the deadline. Default None: the operation's.
         """
         self._exchange = exchange
         self._keys = exchange.keys
@@ -85,7 +84,7 @@ class Step:
         self.count()
 
     def fail(self, failure: RankFailure) -> None:
-        """Tells the others that a rank fails here."""
+        """Tells the others that this rank fails here."""
         index = self._keys.add(self._key("n"), FAILED, self._deadline) // FAILED
         self._keys.set(self._key(f"f/{index}"), pickle.dumps(failure), self._deadline)
         if self._name == FIRST:  # for who enters later
@@ -93,13 +92,13 @@ class Step:
         self._keys.set(self._key("wake"), b"fail", self._deadline)
 
     def count(self) -> None:
-        """Counts this rank among those that have done their part."""
+        """Counts this rank's part as done."""
         failed, told = divmod(self._keys.add(self._key("n"), 1, self._deadline), FAILED)
         if told == self._exchange.world_size:
             self._keys.set(self._key("wake"), b"fail" if failed else b"full", self._deadline)
 
     def failures(self) -> list[RankFailure]:
-        """Returns the failures of ranks so far."""
+        """Returns the failures so far."""
         count = self._keys.add(self._key("n"), 0, self._deadline) // FAILED
         keys = (self._key(f"f/{i}") for i in range(1, count + 1))
         told = (self._keys.get(key, self._deadline) for key in keys)
@@ -108,7 +107,7 @@ class Step:
     # ---- The answer ----------------------------------------------------------------------------
 
     def coordinate(self, own: Own[T], answer: Callable[[list[T]], R]) -> tuple[str, R | None]:
-        """Returns the answer that stands, and the value of `answer`."""
+        """Returns the answer that stands, and the result of `answer`."""
         woken = self._wait("wake")
         if woken != b"full":
             standing = self._exchange.standing(self._name, self._deadline)
@@ -159,7 +158,7 @@ class Step:
         return self._exchange.propose(self._name, kind, failures, self._deadline)
 
     def _lost(self) -> RankFailure | None:
-        """Returns the loss of the missing ranks; None if the last one came this moment."""
+        """Returns the loss of the missing ranks; None if the last one has come after all."""
         missing = self._exchange.missing(self._key("v"))
         return self._exchange.lost_error(missing, *self._for_how_long()) if missing else None
 
@@ -167,10 +166,9 @@ class Step:
         return self._begun.waited_s, self._title
 
     def _all_failures(self) -> list[RankFailure]:
-        """Waits a moment for more failures, and returns those of this step, at least one.
+        """Waits a moment for more failures, and returns those of this step.
 
-        Raises:
-            StoreLostError: there is none: the rank ended before it could tell.
+        Raises StoreLostError if there is none: the rank ended before it could tell.
         """
         gathering = self._deadline.sooner(_GATHER_S)
         while True:
@@ -190,7 +188,7 @@ class Step:
     # ---- Who is where --------------------------------------------------------------------------
 
     def _wait(self, key: str) -> bytes | None:
-        """Waits for a key. None: the time is up, or a look around gave an answer."""
+        """Waits for a key. Returns None if the time is up, or once `_look` has found an answer."""
         waiting = self._exchange.waiting(self._title)
         return self._keys.wait_looking(self._key(key), self._deadline, waiting, self._look)
 
@@ -231,7 +229,7 @@ class Step:
 
 
 def left_keys(exchange: StoreExchange, steps: int, has_failed: bool, by: Deadline) -> list[str]:
-    """Returns the keys that an operation of so many steps may have left."""
+    """Returns the keys that an operation of `steps` steps may have left."""
     keys, names = ["e", "out"], [*map(str, range(steps + 1)), BALLOT]
     for name in names:
         keys += [f"{name}/{key}" for key in ("n", "wake", "a", "v/0", "b/0", "outcome")]
