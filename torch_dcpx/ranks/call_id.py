@@ -58,9 +58,8 @@ class CallId:
         """Returns whether it may be one of these: without a target the name decides."""
         for other in identities:
             name, _, target = other.partition(" ")
-            if name == self.name and (
-                not target or self.target is None or target == repr(self.target)
-            ):
+            is_target = not target or self.target is None or target == repr(self.target)
+            if name == self.name and is_target:
                 return True
         return False
 

@@ -100,7 +100,8 @@ class RankPlan(WirePlan):
         beside.pop("digests", None)
         beside.pop("names_hash", None)
         whole, digests = list(self.whole_names), dict(self.digests)
-        if set(map(type, (*whole, *digests))) <= {str} and all(map(_is_digest, digests.values())):
+        has_sums = all(type(s) is bytes and len(s) == _DIGEST_BYTES for s in digests.values())
+        if has_sums and set(map(type, (*whole, *digests))) <= {str}:
             beside.pop("whole_names", None)
             names = [*whole, *digests]
             beside["sums"] = b"".join(digests.values())
@@ -123,19 +124,15 @@ class RankPlan(WirePlan):
 _BLANKS = {kind: vars(kind([])) for kind in (WirePlan, RankPlan)}
 
 
-def _is_digest(digest: object) -> bool:
-    return type(digest) is bytes and len(digest) == _DIGEST_BYTES
-
-
 def travelling(plan: SavePlan) -> SavePlan:
     """Returns a plan of torch's own class as one that is packed, if there are other ranks; any
     other plan as it is.
     """
-    if type(plan) is not SavePlan or not _has_other_ranks():
+    dist = torch.distributed
+    if type(plan) is not SavePlan or not (dist.is_available() and dist.is_initialized()):
         return plan
-    if not HAS_KNOWN_ITEMS or vars(plan).keys() != _BLANKS[WirePlan].keys():
-        return plan
-    return WirePlan(**vars(plan))
+    is_known = HAS_KNOWN_ITEMS and vars(plan).keys() == _BLANKS[WirePlan].keys()
+    return WirePlan(**vars(plan)) if is_known and dist.get_world_size() > 1 else plan
 
 
 def offered(plan: SavePlan) -> SavePlan:
@@ -152,15 +149,6 @@ def offered(plan: SavePlan) -> SavePlan:
 def names_hash(items: Iterable[WriteItem]) -> int:
     """Returns the hash of the set of the items' names, for this process alone."""
     return hash(frozenset(item.index.fqn for item in items))
-
-
-def _has_other_ranks() -> bool:
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
 
 
 def _unpacked(

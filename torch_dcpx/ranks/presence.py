@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -26,12 +25,6 @@ class Presence(NamedTuple):
     call: str
     identity: str  # of the call
     compared: str
-
-    @classmethod
-    def of(cls, phase: str, host: str, token: str, number: int, call: CallId) -> Presence:
-        """Returns the note of the calling thread."""
-        thread = str(threading.get_ident())
-        return cls(phase, host, token, thread, str(number), str(call), call.identity, call.compared)
 
     def packed(self) -> bytes:
         """Returns the note as the store holds it: less than 4 MiB, whatever the names."""

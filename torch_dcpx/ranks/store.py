@@ -22,6 +22,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -119,8 +120,7 @@ class StoreExchange(Exchange):
         """Leaves this operation to the others, for the next number."""
         soon = self.deadline.anew(0)
         self.keys.delete([f"p/{self.rank}"], soon)
-        if self.keys.add("out", 1, soon) == self.world_size:
-            self._delete_all(soon)
+        self._leave(soon)
         self._number = self._client.next_number()
         self.keys = self._keys_of(self._number)
 
@@ -189,8 +189,7 @@ class StoreExchange(Exchange):
             self.keys.delete([f"p/{self.rank}"], soon)
             if self.is_coordinator and self._error is not None:
                 self._linger(self._error)
-            if self.keys.add("out", 1, soon) == self.world_size:
-                self._delete_all(soon)
+            self._leave(soon)
         except StoreLostError as lost:
             logger.debug("keys are left in the store: %s", lost)
 
@@ -235,9 +234,8 @@ class StoreExchange(Exchange):
         self._error = self._error or error
 
     def wait(self, key: str, deadline: Deadline, step: str, prefix: str) -> bytes | None:
-        return self.keys.wait_looking(
-            key, deadline, self.waiting(step), lambda: self.missed(prefix)
-        )
+        what = self.waiting(step)
+        return self.keys.wait_looking(key, deadline, what, lambda: self.missed(prefix))
 
     def missed(self, prefix: str) -> list[int]:
         """Returns the missing ranks; a follower misses the coordinator only."""
@@ -272,7 +270,7 @@ class StoreExchange(Exchange):
                 self._go_on()
                 self.enter()
                 if self._has_missed and self.call.is_write:
-                    own.refuse(missed(self.call))
+                    own.packed, own.error = b"", missed(self.call)
                 self._steps, self._is_in_step, self._has_contributed = 1, True, False
                 standing, result = self._answered(name, step, own, answer)
             if standing.startswith(ERROR):
@@ -322,14 +320,17 @@ class StoreExchange(Exchange):
         return self._token or self.call.digest
 
     def presence(self) -> Presence:
-        """Returns this rank's note."""
-        return Presence.of(self.phase, self.host, self._name, self._call_number, self.call)
+        """Returns this rank's note, of the calling thread."""
+        thread, number, call = str(threading.get_ident()), str(self._call_number), self.call
+        names = str(call), call.identity, call.compared
+        return Presence(self.phase, self.host, self._name, thread, number, *names)
 
     def following_keys(self) -> list[StoreKeys]:
         """Returns the keys of the next operations: one of them holds a rank that left this one."""
         numbers = range(self._number + 1, self._number + 1 + _MAX_LEFT)
         return [self._keys_of(number) for number in numbers]
 
-    def _delete_all(self, by: Deadline) -> None:
-        """Removes the keys that are left. REQUIRES: all ranks are out."""
-        self.keys.delete(left_keys(self, self._steps, self._error is not None, by), by)
+    def _leave(self, by: Deadline) -> None:
+        """Counts this rank out; the last one removes the keys that are left."""
+        if self.keys.add("out", 1, by) == self.world_size:
+            self.keys.delete(left_keys(self, self._steps, self._error is not None, by), by)

@@ -50,10 +50,6 @@ class Own(Generic[T]):
         except Exception as error:  # noqa: BLE001 - raised by the exchange, on all ranks
             self.error = error
 
-    def refuse(self, error: Exception) -> None:
-        """Puts an error in the place of the value."""
-        self.packed, self.error = b"", error
-
 
 class Step:
     """One rank's part in one step."""
@@ -113,8 +109,9 @@ class Step:
             standing = self._exchange.standing(self._name, self._deadline)
             if standing is not None:
                 return standing, None
-        if woken is None and (lost := self._lost()):
-            return self._propose(ERROR, [lost]), None
+        # None is missing if the last one has come after all.
+        if woken is None and (missing := self._exchange.missing(self._key("v"))):
+            return self._propose(ERROR, [self._lost(missing)]), None
         if woken == b"fail":
             return self._propose(ERROR, self._all_failures()), None
         followers = range(1, self._exchange.world_size)
@@ -150,20 +147,15 @@ class Step:
         # A look around may have given it.
         standing = standing or self._exchange.standing(self._name, self._deadline)
         if standing is None:
-            lost = self._lost() or self._exchange.lost_error([0], *self._for_how_long())
-            standing = self._propose(ERROR, [lost])
+            missing = self._exchange.missing(self._key("v")) or [0]
+            standing = self._propose(ERROR, [self._lost(missing)])
         return standing
 
     def _propose(self, kind: str, failures: list[RankFailure]) -> str:
         return self._exchange.propose(self._name, kind, failures, self._deadline)
 
-    def _lost(self) -> RankFailure | None:
-        """Returns the loss of the missing ranks; None if the last one has come after all."""
-        missing = self._exchange.missing(self._key("v"))
-        return self._exchange.lost_error(missing, *self._for_how_long()) if missing else None
-
-    def _for_how_long(self) -> tuple[float, str]:
-        return self._begun.waited_s, self._title
+    def _lost(self, ranks: list[int]) -> RankFailure:
+        return self._exchange.lost_error(ranks, self._begun.waited_s, self._title)
 
     def _all_failures(self) -> list[RankFailure]:
         """Waits a moment for more failures, and returns those of this step.

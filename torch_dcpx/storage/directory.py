@@ -344,9 +344,8 @@ class Directory:
             )
             return
         try:
-            if os.fstat(fd).st_dev == os.fstat(self.fd).st_dev:
-                _fsync_entries(fd, self.path.parent)
-        except OSError as error:
-            raise storage_error("fsync directory", self.path.parent, error) from error
+            with storage_errors("fsync directory", self.path.parent):
+                if os.fstat(fd).st_dev == os.fstat(self.fd).st_dev:
+                    _fsync_entries(fd, self.path.parent)
         finally:
             close_read(fd, self.path.parent)

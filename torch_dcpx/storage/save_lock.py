@@ -162,10 +162,9 @@ class SaveLock:
                         _release(fd, key, self.path, os.getpid())
                 elif not (self._is_shared and holder._is_shared):
                     raise self._concurrent()
+            kind = fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX
             try:
-                fcntl.flock(
-                    self._fd, (fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
-                )
+                fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     raise self._concurrent() from error
