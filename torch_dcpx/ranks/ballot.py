@@ -84,10 +84,7 @@ class Ballot:
             logger.debug("settle will tell: %s", error)
 
     def fail(self, error: BaseException, phase: str | None = None) -> None:
-        """Tells the others that this rank failed: nothing is committed. `settle` raises the error.
-
-        Default for `phase`: that of the exchange.
-        """
+        """Tells the others that this rank failed: nothing is committed. `settle` raises `error`."""
         if self._has_ended:
             return  # the others know
         failure = self._exchange.failure_of(error, phase)
@@ -133,10 +130,7 @@ class Ballot:
             return False
 
     def check(self) -> None:
-        """Raises the error that has ended the vote, as `settle`; nothing after `settle`.
-
-        For a long write.
-        """
+        """Raises, during a long write, the error that has ended the vote; none after `settle`."""
         with self._guard:
             standing = None if self._has_ended else self._exchange.standing(BALLOT, self._deadline)
             if standing is not None and standing.startswith(_ERROR):

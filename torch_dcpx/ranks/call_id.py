@@ -18,21 +18,13 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class CallId:
-    """One rank's call.
+    """One rank's call."""
 
-    Attributes:
-        name: of the function, "async_save" or "CheckpointManager.resume".
-        target: last component of its path, a tag; None if it has none, or an unreadable one.
-        options: those that must be equal on all ranks, "on_busy='skip'".
-        is_target_compared: whether the target must be equal, too; not if `same_directory` compares.
-        is_write: whether two calls of one name would mix the files that they write.
-    """
-
-    name: str
-    target: str | None = None
-    options: str = ""
-    is_target_compared: bool = True
-    is_write: bool = False
+    name: str  # of the function, "async_save" or "CheckpointManager.resume"
+    target: str | None = None  # last component of its path, a tag; None: none, or unreadable
+    options: str = ""  # that must be equal on all ranks, "on_busy='skip'"
+    is_target_compared: bool = True  # False if `same_directory` compares the directories
+    is_write: bool = False  # whether two calls of one name would mix the files that they write
 
     @property
     def identity(self) -> str:

@@ -1,8 +1,7 @@
 """The ranks of one operation (a save, a load), and what they do together.
 
-`Exchange` is the operation of one process by itself: its keys lie in a dict, it pickles nothing and
-waits for nobody. `StoreExchange` (store.py) is that of a process group: its keys lie in the group's
-store.
+`Exchange` is the operation of one process by itself: it keeps its keys in a dict, pickles nothing
+and waits for nobody. `StoreExchange` (store.py) is that of a process group, by the group's store.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ class Exchange:
             reduce: takes the values by rank; all ranks return its result, which can be pickled.
 
         Raises:
-            DcpxError: of any rank, on all; the lowest rank's of several, and its message names the
-                others.
+            DcpxError: of any rank, on all; of several, the lowest rank's: it names the others.
             RankError: any other error of any rank, on all.
             RankLostError: ranks did not come by the deadline.
             StoreLostError: the store did not answer by the deadline.
@@ -173,7 +171,7 @@ class Exchange:
         return self.keys.wait_for(key, deadline)
 
     def failure_of(self, error: BaseException, phase: str | None = None) -> RankFailure:
-        """Returns an error of this rank as the others get it; `phase` is by default its own."""
+        """Returns an error of this rank as the others get it. Default for `phase`: the current."""
         calls = (self.call.identity,)
         return RankFailure.of(error, self.rank, self.host, phase or self.phase, calls)
 

@@ -116,8 +116,7 @@ def lost_error(lost: Sequence[tuple[int, str, str]], waited_s: float, step: str)
 
     Args:
         lost: (rank, host, phase) of each, at least one; no host and phase if it never entered.
-        waited_s: seconds that this rank waited.
-        step: for which it waited, "'plan' of the save".
+        step: for which this rank waited, "'plan' of the save".
     """
     names = [
         f"rank {rank} ({host}), {phase}" if phase else f"rank {rank}, not even begun"

@@ -60,10 +60,7 @@ def told_to_next(
     The others are in that operation already, or will be: its first step fails. It also fails if
     all ranks raise.
 
-    Args: of that operation, as `exchange_for`.
-
-    Raises:
-        DcpxError, RankError: the error, as `Exchange.all_reduce`; an interrupt as it is.
+    Args: as `exchange_for`. Raises: as `Exchange.all_reduce`, but an interrupt as it is.
     """
     try:
         yield

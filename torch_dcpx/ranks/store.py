@@ -63,13 +63,9 @@ class StoreExchange(Exchange):
         call: CallId | None = None,
         clock: Clock = time,
     ) -> None:
-        """Takes the operation's number; `enter` comes next.
+        """Takes the operation's number from the group's client; `enter` comes next.
 
-        Args:
-            client: of the group's store; counts calls and numbers.
-            rank: of this process in the group.
-            world_size: ranks in the group.
-            timeout_s, what, call, clock: as `Exchange`.
+        Args: `rank` of this process among the group's `world_size`; the others as `Exchange`.
         """
         self._client = client
         self._number = client.next_number()  # before anything can fail

@@ -2,8 +2,8 @@
 
 A call to a TCPStore whose host is stopped blocks without end, whatever its timeout. A call on the
 group's own client stalls its other users. So each process has, for each group, one clone of the
-store and one thread that makes all calls. A caller waits for the thread until its deadline; the
-call may still take effect later. After an error the thread opens a new clone.
+store and one thread that makes all calls. A caller waits for the thread until its deadline; a call
+that it gives up may still take effect. After an error the thread opens a new clone.
 """
 
 from __future__ import annotations
@@ -60,17 +60,13 @@ def _serve(calls: queue.SimpleQueue[_Call[Any] | None], open_store: Callable[[],
 
 
 class StoreClient:
-    """One process' access to the store of one group. Thread-safe: its calls take turns.
-
-    Attributes:
-        name: of the group, which no other group of this process ever has.
-    """
+    """One process' access to the store of one group. Thread-safe: its calls take turns."""
 
     _made = itertools.count(1)
 
     def __init__(self, open_store: Callable[[], Any]) -> None:
         """Starts nothing yet; `open_store` returns a store for the thread's use alone."""
-        self.name = f"group {next(StoreClient._made)}"
+        self.name = f"group {next(StoreClient._made)}"  # no other group of this process has it
         self._open_store = open_store
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -232,12 +232,8 @@ class StoreKeys:
     def wait_for(self, key: str, deadline: Deadline, until: Deadline | None = None) -> bytes | None:
         """Polls a key until it is there, so that signals are served meanwhile.
 
-        Args:
-            key: to wait for.
-            deadline: for answers of the store.
-            until: for the wait. Default None: `deadline`.
-
-        Returns its value; None once the time has passed.
+        Returns its value; None once `until`, by default `deadline`, has passed. The store must
+        answer each call until `deadline`.
         """
         until = until or deadline
         begun = deadline.anew(float("inf"))
@@ -254,7 +250,6 @@ class StoreKeys:
         """Waits for a key; after 30 s a WARNING a minute names the ranks that are missing.
 
         Args:
-            key, deadline: as `wait_for`.
             what: names the step and the waiting rank, "'plan' of the save on rank 3 (node7)".
             look: called now and then; returns the missing ranks, or None to end the wait.
 

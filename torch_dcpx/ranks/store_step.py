@@ -58,7 +58,6 @@ class Step:
         self, exchange: StoreExchange, name: str, title: str = "", by: Deadline | None = None
     ) -> None:
         """Args:
-        exchange: the operation.
         name: the step's number, beneath which its keys lie.
         title: for messages.
         by: the deadline. Default None: the operation's.

@@ -259,12 +259,7 @@ class Directory:
 
     @contextmanager
     def open_regular(self, name: str) -> Iterator[SmallFile]:
-        """Opens a file of any size.
-
-        Raises:
-            CorruptionError: it is no regular file.
-            StorageError: it cannot be opened; also where it does not exist.
-        """
+        """Opens a file of any size. Raises: StorageError; CorruptionError: no regular file."""
         path = self.path / name
         try:
             fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)

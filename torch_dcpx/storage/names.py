@@ -48,11 +48,10 @@ def id_bytes(save_id: object) -> bytes:
 
 
 def data_file_names(prefix: str, index: int, file_id: bytes, *, is_fresh: bool) -> tuple[str, ...]:
-    """Returns the names to try, in order, for one data file.
+    """Returns the names to try, in order, for data file number `index` of a rank.
 
     Args:
         prefix: DCP's storage prefix, `__{rank}_`.
-        index: number of the file among those of its rank.
         file_id: 16 random bytes; 12 hex digits of them make a name that was never used.
         is_fresh: the directory holds no metadata, so no reader knows the stock name.
     """
@@ -61,8 +60,8 @@ def data_file_names(prefix: str, index: int, file_id: bytes, *, is_fresh: bool) 
 
 
 def data_file_parts(name: str) -> tuple[int, int, str | None] | None:
-    """Returns (rank, number, 12 hex digits of the file id, None in a stock name) of a name that
-    `is_data_file_name`; None for any other name.
+    """Returns rank, number and 12 hex digits of the file id (None in a stock name) of the name of a
+    data file; None for any other name.
     """
     found = _DATA_FILE.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2]), found[3])

@@ -83,8 +83,9 @@ def _here() -> str | None:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Returns a path from the root on, with its links and ".."; as it is where the current
-    directory is gone.
+    """Returns a path from the root on; as it is where the current directory is gone.
+
+    Links and ".." stay: the file system resolves them.
     """
     text = os.fspath(path)
     return text if os.path.isabs(text) else os.path.join(_here() or "", text)  # noqa: PTH117,PTH118

@@ -62,10 +62,7 @@ def being_read(path: AnyPath | None) -> Iterator[bool]:
 
 
 class ReadersHold:
-    """The lock of `being_read`, until `release`, the next `take`, or the end of the object.
-
-    Not thread-safe.
-    """
+    """The lock of `being_read`, until `release`, the next `take`, or its end. Not thread-safe."""
 
     def __init__(self) -> None:
         self._finalizer: Any = None
@@ -110,7 +107,6 @@ def being_deleted(path: Path, *, dir_fd: int | None = None) -> Iterator[None]:
     """Keeps readers from the checkpoint in `path` while the block runs.
 
     Args:
-        path: of the checkpoint.
         dir_fd: its directory, if a link must not be followed. Default None: `path` names it.
 
     Raises:

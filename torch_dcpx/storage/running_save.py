@@ -61,7 +61,7 @@ class RunningSave:
     def __init__(self, writer: object) -> None:
         self.save_id = uuid.uuid4().hex  # "" on a follower that does not know the coordinator's
         self.directory: Path | None = None  # where it saves to, once the writer knows
-        self.made: list[Path] = []  # directories, the outermost first
+        self.made: list[Path] = []  # directories that it made, the outermost first
         self.thread = threading.current_thread()
         begun = getattr(_driving, "begun", None)
         self.is_driven = begun is not None

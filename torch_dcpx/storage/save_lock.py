@@ -76,11 +76,9 @@ class SaveLock:
     def __init__(
         self, directory: Directory, name: str, save: RunningSave, *, is_shared: bool = False
     ) -> None:
-        """Takes the lock at once or not at all.
+        """Takes the lock file `name` of a checkpoint directory, at once or not at all.
 
         Args:
-            directory: the checkpoint directory.
-            name: name of the lock file in it.
             save: that needs it; once it is over, another save of this process may take the lock.
             is_shared: LOCK_SH, for ranks that only exclude a global save.
 
@@ -98,7 +96,7 @@ class SaveLock:
         except BaseException:
             close_read(self._fd, self.path)
             raise
-        # The saves that took this lock and did not end, by the record.
+        # Where a save that took this lock before did not end, by its record.
         self.left_by: Literal["nobody", "this machine", "another machine"] = "nobody"
         # Before the lock is taken: a signal's handler may raise at any line from here on.
         self._finalizer = weakref.finalize(
@@ -184,7 +182,7 @@ class SaveLock:
             self.is_held = True
 
     def _take_over_record(self) -> None:
-        """Reads the record and writes a new one, even on a full disk."""
+        """Reads the record and writes a new one; a write that fails is no more than a warning."""
         boot = f"boot={boot_id()}"
         left = self._record()
         # Other machines' lines stay until a save has ended well: one that fails knows no better.
@@ -204,10 +202,7 @@ class SaveLock:
             logger.warning("'%s' does not name its owner: %s", self.path, str(error))
 
     def _record(self) -> list[str]:
-        """Returns a line for each save that took the lock and did not end, the last save first.
-
-        Raises: StorageError.
-        """
+        """Returns a line for each save that took the lock and did not end, the last save first."""
         try:
             record = os.pread(self._fd, _MAX_RECORD_BYTES, 0)
         except OSError as error:
