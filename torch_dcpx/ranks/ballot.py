@@ -4,9 +4,9 @@
 2. The coordinator sees `wake`, reads the votes, and claims the decision `a`: "committing".
 3. A rank that failed, was cancelled, or whose time is up claims `a`: "error". One claim stands, so
    after an error nothing is ever committed.
-4. The coordinator commits (one rename) and sets `outcome`. The others wait for it. Where its commit
-   failed, it looks at its storage, and the outcome says whether the rename may have happened all
-   the same: then all keep their files, also those who cannot see that storage.
+4. The coordinator commits (one rename) and sets `outcome`. The others wait for it. If the commit
+   failed, the coordinator looks at its storage, and the outcome says whether the rename may have
+   happened all the same: then all ranks keep their files, also those that cannot see this storage.
 
 A rank that waits in vain for the outcome, or loses the store, looks at the storage: if this save is
 there, it was committed; else its outcome is unknown. Keys lie beneath `dcpx/NUMBER/ballot/`.
@@ -33,7 +33,7 @@ logger = logging.getLogger("torch_dcpx")
 _COMMITTING, _ERROR = "committing", "error"
 _VOTES, _COUNT = f"{BALLOT}/v", f"{BALLOT}/n"
 _WAKE, _DECISION, _OUTCOME = f"{BALLOT}/wake", f"{BALLOT}/a", f"{BALLOT}/outcome"
-# How an outcome begins; an unsure one is a failure after which the save may be in the storage.
+# How an outcome begins; after an unsure failure the save may be in the storage.
 _COMMITTED, _FAILED, _UNSURE = b"+", b"-", b"?"
 
 
@@ -44,12 +44,12 @@ class Ballot:
     """
 
     def __init__(self, exchange: Exchange, deadline: Deadline) -> None:
-        """Begins; nothing is sent yet.
+        """Sends nothing yet.
 
         Args:
             exchange: the operation; to be closed when this is settled.
-            deadline: until when all ranks must have voted; begins to run anew when this rank votes
-                or fails: how long it writes before that is its own affair.
+            deadline: until when all ranks must have voted. It begins anew when this rank votes or
+                fails, so that the time of its writes does not count.
         """
         self._exchange = exchange
         self._keys = exchange.keys
@@ -58,7 +58,7 @@ class Ballot:
         self._own_error: BaseException | None = None
         self._own_failure: RankFailure | None = None
         self._has_voted = False
-        # Whether this rank's files may be published, or be still, after an error or an interrupt.
+        # Whether a commit may publish this rank's files, also after an error or an interrupt.
         self.may_be_committed = False
         self._is_unsure = False  # whether the coordinator's failed commit may be in the storage
         self._has_ended = False
@@ -67,11 +67,8 @@ class Ballot:
     def vote(self, payload: object) -> None:
         """Votes: this rank's files are durable.
 
-        Args:
-            payload: what the coordinator's commit needs of this rank; can be pickled.
-
-        Raises:
-            What pickling raises; the caller then calls `fail`. `settle` tells of a lost store.
+        The coordinator's commit gets `payload`. Raises what its pickling raises; the caller then
+        calls `fail`. A lost store is an error of `settle`.
         """
         exchange = self._exchange
         packed = b"" if exchange.is_coordinator else pickle.dumps(payload)
@@ -87,12 +84,7 @@ class Ballot:
             logger.debug("settle will tell: %s", error)
 
     def fail(self, error: BaseException, phase: str | None = None) -> None:
-        """Tells the others that this rank failed: nothing is committed. `settle` raises it.
-
-        Args:
-            error: what happened.
-            phase: in which phase; the exchange's by default.
-        """
+        """Tells the others that this rank failed: nothing is committed. `settle` raises `error`."""
         if self._has_ended:
             return  # the others know
         failure = self._exchange.failure_of(error, phase)
@@ -106,19 +98,16 @@ class Ballot:
     def cancel(self) -> bool:
         """Ends the vote with an error unless the coordinator commits already.
 
-        Returns:
-            Whether it came in time: then `settle` raises on every rank, a RankError whose cause is
-            a concurrent.futures.CancelledError. False, too, where the store does not answer.
+        Returns whether it came in time: then `settle` raises, on every rank, a RankError whose
+        cause is a concurrent.futures.CancelledError. False, too, if the store does not answer.
         """
         with self._guard:
             return self._cancel(f"cancelled by rank {self._exchange.rank}", self._deadline)
 
     def leave(self, deadline: Deadline) -> None:
-        """Cancels as this process ends, unless the others can do without it: its files are durable,
-        and another rank commits.
+        """Cancels as this process ends, unless its files are durable and another rank commits.
 
-        Args:
-            deadline: until when the store is waited for, and a bit longer.
+        Waits for the store until the deadline, and a bit longer.
         """
         exchange = self._exchange
         if self._has_voted and not exchange.is_coordinator:
@@ -141,13 +130,9 @@ class Ballot:
             return False
 
     def check(self) -> None:
-        """Raises the error that has ended the vote, if there is one, during a long write.
-
-        Raises:
-            As `settle`; nothing after `settle`.
-        """
+        """Raises, during a long write, the error that has ended the vote; none after `settle`."""
         with self._guard:
-            standing = None if self._has_ended else self._standing(self._deadline)
+            standing = None if self._has_ended else self._exchange.standing(BALLOT, self._deadline)
             if standing is not None and standing.startswith(_ERROR):
                 raise self._exchange.error_in(BALLOT, standing, self._own_error)
 
@@ -157,27 +142,25 @@ class Ballot:
         """Waits for the decision; the coordinator commits.
 
         Args:
-            commit: called on the coordinator alone, with the payloads by rank, when all ranks have
-                voted. What it returns can be pickled.
-            was_committed: whether the storage holds this very save, committed; raises where it
+            commit: called on the coordinator alone, with the payloads by rank, once all ranks have
+                voted. Its result can be pickled.
+            was_committed: returns whether the storage holds this very save, committed; raises if it
                 cannot tell. Called only if the commit failed or the answer did not come.
 
-        Returns:
-            What `commit` returned; None on a rank that found the save in the storage.
+        Returns the result of `commit`; None on a rank that found the save in the storage.
 
         Raises:
-            DcpxError: of the rank that failed first, on all ranks; so are RankError (any other
-                error, or cancelled), RankLostError (ranks did not vote by the deadline).
-            OutcomeUnknownError: the coordinator has decided to commit and did not answer for the
-                time of the deadline again, or the store was lost; and the save is not in the
-                storage.
+            DcpxError, RankError, RankLostError: on all ranks. The error of the rank that failed
+                first (RankError: also if cancelled), or ranks did not vote by the deadline.
+            OutcomeUnknownError: the save is not in the storage. The coordinator has decided to
+                commit and was silent for another deadline, or the store was lost.
             StoreLostError: on the coordinator, before it has decided.
         """
         try:
             if self._exchange.is_coordinator:
                 return self._coordinate(commit, was_committed)
             result: R | None = self._follow(was_committed)
-            # After an error the coordinator may yet come and read it.
+            # Not after an error: then the coordinator may yet come and read it.
             self._keys.post_delete([f"{_VOTES}/{self._exchange.rank}"])
             return result
         except BaseException as error:
@@ -201,11 +184,11 @@ class Ballot:
         except BaseException as lost:
             if isinstance(lost, Exception) and not isinstance(lost, StoreLostError):
                 raise  # of the decision
-            # The claim may still arrive: whoever finds it is not to wait for an outcome.
+            # The claim may still arrive: a rank that finds it must not wait for an outcome.
             self._keys.post(_OUTCOME, _FAILED + pickle.dumps([self._exchange.failure_of(lost)]))
             if not isinstance(lost, Exception):
                 raise
-            if self._own_error is not None and self._own_failure is not None:
+            if self._own_failure is not None:
                 raise error_of([self._own_failure], self._own_error) from lost
             raise
         if standing.startswith(_ERROR):
@@ -246,9 +229,9 @@ class Ballot:
         exchange, keys, deadline = self._exchange, self._keys, self._deadline
         if exchange.wait(_WAKE, deadline, "the vote", _VOTES) is None:
             missing = exchange.missing(_VOTES)
-            if missing:  # else the last one came this moment
+            if missing:  # else the last one has come after all
                 self._abort(exchange.lost_error(missing, deadline.waited_s, "the vote"))
-        standing = self._standing(deadline)
+        standing = exchange.standing(BALLOT, deadline)
         if standing is not None:
             raise exchange.error_in(BALLOT, standing, self._own_error)
         votes = keys.multi_get([f"{_VOTES}/{r}" for r in range(1, exchange.world_size)], deadline)
@@ -257,7 +240,8 @@ class Ballot:
             return [self._payload, *map(from_rank, opened)]
         except Exception as error:
             self.fail(error)
-            raise exchange.error_in(BALLOT, self._standing(deadline) or "", error) from error
+            standing = exchange.standing(BALLOT, deadline) or ""
+            raise exchange.error_in(BALLOT, standing, error) from error
 
     def _publish(self, outcome: bytes) -> None:
         """Tells the others the outcome. A store that is lost by now does not change it."""
@@ -293,12 +277,12 @@ class Ballot:
         return from_rank(outcome[1:])
 
     def _outcome(self) -> bytes | None:
-        """Returns what the coordinator published; None if it decided and then was silent."""
+        """Returns the coordinator's outcome; None if it decided and then was silent."""
         exchange, deadline = self._exchange, self._deadline
         if exchange.wait(_DECISION, deadline, "the vote", _VOTES) is None:
             missing = exchange.missing(_VOTES) or [0]
             self._abort(exchange.lost_error(missing, deadline.waited_s, "the vote"))
-        standing = self._standing(deadline) or ""
+        standing = exchange.standing(BALLOT, deadline) or ""
         if standing.startswith(_ERROR):
             raise exchange.error_in(BALLOT, standing, self._own_error)
         answer_by = deadline.anew(deadline.remaining_s + deadline.timeout_s)
@@ -320,10 +304,6 @@ class Ballot:
         ) from cause
 
     # ---- Both ----------------------------------------------------------------------------------
-
-    def _standing(self, by: Deadline) -> str | None:
-        found = self._keys.get(_DECISION, by)
-        return None if found is None else found.decode()
 
     def _abort(self, failure: RankFailure, by: Deadline | None = None) -> str:
         """Claims the decision for an error; returns the one that stands."""

@@ -1,7 +1,7 @@
 """The name of a call, which ranks compare: two ranks that make different calls never mix.
 
-It consists of the function and the last component of its path. Ranks do not compare the whole path:
-a directory may lie elsewhere on every node.
+It holds the function and the last component of its path. Ranks do not compare the whole path: a
+directory may lie elsewhere on every node.
 """
 
 from __future__ import annotations
@@ -18,22 +18,13 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class CallId:
-    """One rank's call.
+    """One rank's call."""
 
-    Attributes:
-        name: of the function, "async_save" or "CheckpointManager.resume".
-        target: last component of its path, a tag; None if it has none, or an unreadable one.
-        options: those that must be equal on all ranks, "on_busy='skip'".
-        is_target_compared: whether the target must be equal, too. False if ranks look themselves
-            whether they mean one directory (same_directory).
-        is_write: whether two calls of one name would mix the files that they write.
-    """
-
-    name: str
-    target: str | None = None
-    options: str = ""
-    is_target_compared: bool = True
-    is_write: bool = False
+    name: str  # of the function, "async_save" or "CheckpointManager.resume"
+    target: str | None = None  # last component of its path, a tag; None: none, or unreadable
+    options: str = ""  # that must be equal on all ranks, "on_busy='skip'"
+    is_target_compared: bool = True  # False if `same_directory` compares the directories
+    is_write: bool = False  # whether two calls of one name would mix the files that they write
 
     @property
     def identity(self) -> str:
@@ -59,9 +50,8 @@ class CallId:
         """Returns whether it may be one of these: without a target the name decides."""
         for other in identities:
             name, _, target = other.partition(" ")
-            if name == self.name and (
-                not target or self.target is None or target == repr(self.target)
-            ):
+            is_target = not target or self.target is None or target == repr(self.target)
+            if name == self.name and is_target:
                 return True
         return False
 
@@ -69,8 +59,8 @@ class CallId:
 def last_component(path: Any) -> str | None:
     """Returns the name of the directory that a path means; None if it is no path.
 
-    Follows a link, so that two names of one directory are one. Never raises: the code that uses a
-    wrong path tells all ranks.
+    Follows a link: two names of one directory are one. Never raises: the code that uses a wrong
+    path tells all ranks.
     """
     if not isinstance(path, (str, bytes, os.PathLike)):
         return None

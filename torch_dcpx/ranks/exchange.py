@@ -1,8 +1,7 @@
 """The ranks of one operation (a save, a load), and what they do together.
 
-`Exchange` is the operation of one process by itself: its keys lie in a dict, nothing is pickled for
-anybody, and nobody is waited for. `StoreExchange` (store.py) is that of a process group: its keys
-lie in the group's store.
+`Exchange` is the operation of one process by itself: it keeps its keys in a dict, pickles nothing
+and waits for nobody. `StoreExchange` (store.py) is that of a process group, by the group's store.
 """
 
 from __future__ import annotations
@@ -41,21 +40,15 @@ class Exchange:
     tells the other ranks of an exception that leaves the block (`fail`), and closes itself.
 
     Attributes:
-        what: what the ranks do, for messages: "save".
-        rank: this process' rank in the group.
-        world_size: ranks in the group.
-        host: this machine's name.
         deadline: until when the ranks wait for each other.
         phase: the last of `note_phase`, "planning" at first.
         keys: of this operation, for the vote.
-        group: the name of the group in this process, which no other group of it shares; "" where
-            this process is by itself.
-        call: what all ranks must call alike; compared in the first step.
+        call: must be equal on all ranks; compared in the first step.
     """
 
-    rank = 0
+    rank = 0  # of this process in the group
     world_size = 1
-    group = ""
+    group = ""  # its name, which no other group of this process shares
     keys: Keys
     _drawn = b""  # ends a proposal
 
@@ -69,9 +62,9 @@ class Exchange:
         """Begins an operation.
 
         Args:
-            timeout_s: seconds until which ranks wait for each other.
-            what: what is done, for messages.
-            call: which call it is. Default: named as what is done.
+            timeout_s: seconds that ranks wait for each other.
+            what: the operation, for messages.
+            call: its name, the same on all ranks. Default None: `what`.
             clock: by which it waits. Default: the process'.
         """
         self.what = what
@@ -93,9 +86,9 @@ class Exchange:
         return f"{self.what} on rank {self.rank} ({self.host})"
 
     def agree_on(self, **options: Any) -> None:
-        """Names options that must be equal on all ranks. REQUIRES: no step has begun."""
-        told = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
-        self.call = dataclasses.replace(self.call, options=told)
+        """Sets the options that must be equal on all ranks. REQUIRES: no step has begun."""
+        text = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
+        self.call = dataclasses.replace(self.call, options=text)
 
     def leave_out_target(self) -> None:
         """Allows ranks different paths. REQUIRES: no step has begun."""
@@ -106,11 +99,9 @@ class Exchange:
         self.deadline = self.deadline.anew(timeout_s)
 
     def note_phase(self, phase: str) -> None:
-        """Notes what this rank does from now on.
+        """Notes what this rank does now: "planning", "staging", "writing" or "committing".
 
-        Args:
-            phase: "planning", "staging", "writing" or "committing"; others name it where this rank
-                is lost, and its errors begin with it.
+        Its errors begin with it, and other ranks name it if this rank is lost.
         """
         self.phase = phase
 
@@ -120,17 +111,13 @@ class Exchange:
         A process by itself runs both in place, and raises their errors as they are.
 
         Args:
-            step: its name, the same on all ranks; in messages.
-            local: this rank's value, which can be pickled.
-            reduce: from the values by rank to what all ranks get, which can be pickled.
-
-        Returns:
-            What `reduce` returned, the same on every rank.
+            step: its name, the same on all ranks; for messages.
+            local: returns this rank's value, which can be pickled.
+            reduce: takes the values by rank; all ranks return its result, which can be pickled.
 
         Raises:
-            DcpxError: of any rank, on all of them; of several, the lowest rank's, whose message
-                names the others.
-            RankError: any other error of any rank, on all of them.
+            DcpxError: of any rank, on all; of several, the lowest rank's: it names the others.
+            RankError: any other error of any rank, on all.
             RankLostError: ranks did not come by the deadline.
             StoreLostError: the store did not answer by the deadline.
         """
@@ -143,7 +130,7 @@ class Exchange:
         return self.checked_pieces(step, reduce([local()]))[0]
 
     def checked_pieces(self, step: str, pieces: list[R]) -> list[R]:
-        """Returns what a `reduce` returned. Raises PlanError unless it is one piece a rank."""
+        """Returns `pieces`. Raises PlanError unless there is one for each rank."""
         if len(pieces) != self.world_size:
             raise PlanError(
                 f"reduce of {step!r} returned {len(pieces)} pieces for {self.world_size} ranks"
@@ -151,14 +138,14 @@ class Exchange:
         return pieces
 
     def fail(self, error: BaseException) -> None:
-        """Tells the other ranks, at once, that this one leaves the operation with an error.
+        """Tells the other ranks at once that this one leaves the operation with an error.
 
-        They raise it in the step that they are in, or in their next. Never raises.
+        They raise it in their current step or in the next. Never raises.
         """
         self.propose(BALLOT, "error", [self.failure_of(error)], self.deadline)
 
     def close(self) -> None:
-        """Ends the operation for this rank, and removes what it left in the store. Never raises."""
+        """Ends the operation for this rank, and removes its keys from the store. Never raises."""
 
     # ---- For the vote (torch_dcpx/ranks/ballot.py) -----------------------------------------------
 
@@ -168,7 +155,7 @@ class Exchange:
         return b""
 
     def opened(self, rank: int, value: bytes) -> bytes:
-        """Returns a rank's value without the seal. Raises PlanError: of another operation."""
+        """Returns a rank's value without the seal. Raises PlanError if it has another one."""
         if not value.startswith(self.seal):
             raise PlanError(
                 f"rank {rank} answers for another {self.what}: every rank must make the same calls "
@@ -177,34 +164,23 @@ class Exchange:
         return value[len(self.seal) :]
 
     def wait(self, key: str, deadline: Deadline, step: str, prefix: str) -> bytes | None:
-        """Waits for a key, and logs now and then for which ranks.
+        """Returns the value of a key once it is there; None once the deadline has passed.
 
-        Args:
-            key: to wait for.
-            deadline: until when.
-            step: for the log.
-            prefix: ranks without a key `prefix/RANK` are missing.
-
-        Returns:
-            Its value; None when the deadline has passed.
+        Logs now and then that `step` waits for the ranks that have no key `prefix/RANK`.
         """
         return self.keys.wait_for(key, deadline)
 
     def failure_of(self, error: BaseException, phase: str | None = None) -> RankFailure:
-        """Returns what to tell the others of an error of this rank, in its phase unless given."""
+        """Returns an error of this rank as the others get it. Default for `phase`: the current."""
         calls = (self.call.identity,)
         return RankFailure.of(error, self.rank, self.host, phase or self.phase, calls)
 
     def propose(self, name: str, kind: str, failures: list[RankFailure], by: Deadline) -> str:
-        """Claims an answer; returns the one that stands, "KIND RANK.NUMBER TOKEN".
+        """Claims the answer of a step, or of BALLOT; returns the one that stands.
 
-        Args:
-            name: of the step, or BALLOT.
-            kind: the first word of this rank's answer.
-            failures: what it is, if an error.
-            by: the deadline.
+        An answer is "KIND RANK.NUMBER TOKEN"; beside it lie its failures, if it is an error.
         """
-        # A rank that is interrupted proposes again: what stands already is not to be changed.
+        # A rank that is interrupted proposes again, and must not change an answer that stands.
         number = f"{self.rank}.{next(self._proposals)}"
         body = f"{name}/b/{number}"
         if failures:
@@ -215,26 +191,25 @@ class Exchange:
             self.keys.post_delete([body])
         return stands
 
+    def standing(self, name: str, by: Deadline) -> str | None:
+        """Returns the answer of a step, or of BALLOT; None until there is one."""
+        found = self.keys.get(f"{name}/a", by)
+        return None if found is None else found.decode()
+
     def proposed(self, name: str, answer: str) -> list[RankFailure]:
-        """Returns the failures of an answer. Raises StoreLostError: the store has lost them."""
+        """Returns the failures of an answer. Raises: as `read`."""
         failures: list[RankFailure] = from_rank(self.read(f"{name}/b/{answer.split()[1]}"))
         return failures
 
     def read(self, key: str) -> bytes:
-        """Returns the value of a key that was set. Raises StoreLostError: the store has lost it."""
+        """Returns the value of a key that was set. Raises StoreLostError if it is gone."""
         value = self.keys.get(key, self.deadline)
         if value is None:
             raise StoreLostError(f"{self.who}: the process group's store has lost {key!r}")
         return value
 
     def error_in(self, name: str, answer: str, own: BaseException | None) -> BaseException:
-        """Returns the error that an answer names.
-
-        Args:
-            name: of the step, or BALLOT.
-            answer: as `propose` returned it.
-            own: this rank's own error, if it had one.
-        """
+        """Returns the error of an answer of `propose`; `own` is this rank's own error, if any."""
         return own if own is not None else error_of(self.proposed(name, answer))
 
     def missing(self, prefix: str) -> list[int]:
@@ -244,7 +219,7 @@ class Exchange:
         return [int(key.rsplit("/", 1)[1]) for key in absent]
 
     def lost_error(self, ranks: Iterable[int], waited_s: float, step: str) -> RankFailure:
-        """Returns the failure that names the ranks that did not come, and their last phases."""
+        """Returns the failure that names lost ranks and their last phases."""
         lost = self._last_phases(ranks)
         return self.failure_of(lost_error(lost, waited_s, f"{step} of the {self.what}"))
 
@@ -252,7 +227,7 @@ class Exchange:
         return [(rank, self.host, self.phase) for rank in ranks]
 
     def note_failure(self, error: BaseException) -> None:
-        """Notes how the operation has ended: all ranks know it, or will learn it."""
+        """Notes the error of the operation: all ranks know it, or will learn it."""
 
     def __enter__(self) -> Exchange:
         return self

@@ -25,7 +25,7 @@ def from_rank(pickled: bytes) -> Any:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank's error, as it tells the others. Pickled, between ranks of one job only."""
+    """A rank's error, as it tells the others: pickled, between ranks of one job only."""
 
     rank: int
     host: str
@@ -59,13 +59,13 @@ class RankFailure:
 
 
 def lost_ranks(failure: RankFailure) -> tuple[int, ...]:
-    """Returns the ranks whose loss a failure is; none if it is another failure."""
+    """Returns the ranks that a failure reports as lost."""
     error = _original(failure)
     return (error.ranks or ()) if isinstance(error, RankLostError) else ()
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    # A user's class may refuse, or come back as another: then its text must do.
+    # A user's class may refuse, or come back as another: then the text has to serve.
     try:
         pickled = pickle.dumps(error)
         return pickled if type(from_rank(pickled)) is type(error) else None
@@ -94,39 +94,29 @@ def error_of(failures: Sequence[RankFailure], own: BaseException | None = None) 
     original = _original(first)
     if isinstance(original, RankLostError):
         return original  # names the lost ranks itself; who noticed does not matter
-    also = [_one_line(f"{other.where}{other.text}") for other in others[: _MAX_NAMED - 1]]
+    also = [f"{other.where}{other.text}".split("\n", 1)[0] for other in others[: _MAX_NAMED - 1]]
     if len(others) > len(also):
         also.append(f"and {len(others) - len(also)} more ranks")
-    error: DcpxError
     if isinstance(original, DcpxError):
         fields = {name: getattr(original, name) for name in original.FIELDS}
         message = "\n".join([first.where + original.message, *also])
-        error = type(original)(message, **fields)
-        error.__cause__ = own
-    else:
-        message = "\n".join([first.where + first.text, *also, first.frames]).rstrip()
-        error = RankError(
-            message,
-            rank=first.rank,
-            host=first.host,
-            phase=first.phase,
-            original=first.type_name,
-        )
-        error.__cause__ = own if own is not None else original
+        typed = type(original)(message, **fields)
+        typed.__cause__ = own
+        return typed
+    message = "\n".join([first.where + first.text, *also, first.frames]).rstrip()
+    error = RankError(
+        message, rank=first.rank, host=first.host, phase=first.phase, original=first.type_name
+    )
+    error.__cause__ = own if own is not None else original
     return error
-
-
-def _one_line(text: str) -> str:
-    return text.split("\n", 1)[0]
 
 
 def lost_error(lost: Sequence[tuple[int, str, str]], waited_s: float, step: str) -> RankLostError:
     """Returns the error of ranks that did not come.
 
     Args:
-        lost: (rank, host, phase) of each, at least one; both empty if the rank never entered.
-        waited_s: seconds that this rank waited.
-        step: that it waited for, "'plan' of the save".
+        lost: (rank, host, phase) of each, at least one; no host and phase if it never entered.
+        step: for which this rank waited, "'plan' of the save".
     """
     names = [
         f"rank {rank} ({host}), {phase}" if phase else f"rank {rank}, not even begun"

@@ -32,18 +32,15 @@ def exchange_for(
 
     Args:
         process_group: None for the default group.
-        no_dist: this process by itself, even where torch.distributed is initialised.
-        timeout_s: seconds that ranks wait for each other.
-        what: the operation, for messages.
-        call: its name, the same on all ranks. Default None: `what`.
+        no_dist: this process works by itself, even if torch.distributed is initialised.
+        timeout_s, what, call: as `Exchange`.
 
-    Returns:
-        A StoreExchange in a group of several ranks. An Exchange of this process by itself with
-        `no_dist`, in a group of one, and where torch.distributed is unavailable or uninitialised.
+    Returns a StoreExchange in a group of several ranks. Returns an Exchange of this process with
+    `no_dist`, in a group of one, and where torch.distributed is unavailable or uninitialised.
 
     Raises:
-        OptionError: this rank is no member of the group; or a launcher has started several
-            processes, of which this is one, and they have no group.
+        OptionError: this rank is no member of the group; or a launcher has started this process
+            and others, without a group.
         StoreLostError: the group's store does not answer.
         UnsupportedError: this process was forked from the group's member.
     """
@@ -63,12 +60,7 @@ def told_to_next(
     The others are in that operation already, or will be: its first step fails. It also fails if
     all ranks raise.
 
-    Args:
-        process_group, no_dist, timeout_s, what, call: of the operation that comes next, as
-            `exchange_for`.
-
-    Raises:
-        DcpxError, RankError: the error, as `Exchange.all_reduce`; an interrupt as it is.
+    Args: as `exchange_for`. Raises: as `Exchange.all_reduce`, but an interrupt as it is.
     """
     try:
         yield
@@ -91,12 +83,7 @@ def told_to_next(
 def keys_for(process_group: Any, no_dist: bool, what: str, name: str) -> tuple[Keys, int, int]:
     """Returns keys that the ranks of a group share beyond one operation, rank and world size.
 
-    Args:
-        process_group, no_dist, what: as `exchange_for`.
-        name: of these keys, which all ranks have agreed on.
-
-    Raises:
-        OptionError, UnsupportedError: as `exchange_for`.
+    All ranks have agreed on `name`. Args, Raises: as `exchange_for`.
     """
     group, rank, world_size = _members(process_group, no_dist, what)
     if world_size == 1:
@@ -106,7 +93,7 @@ def keys_for(process_group: Any, no_dist: bool, what: str, name: str) -> tuple[K
 
 
 def _members(process_group: Any, no_dist: bool, what: str) -> tuple[Any, int, int]:
-    """Returns the group, this rank and the number of ranks; one where it is by itself."""
+    """Returns the group, this rank and the number of ranks; None, 0, 1 for a process by itself."""
     import torch.distributed as dist
 
     if no_dist:
@@ -127,7 +114,7 @@ def _members(process_group: Any, no_dist: bool, what: str) -> tuple[Any, int, in
 
 
 def _refuse_launched(what: str) -> None:
-    """Raises OptionError where a launcher has started several processes, which have no group.
+    """Raises OptionError if a launcher has started several processes without a group.
 
     Each would take itself for the only one, and all would write the same files.
     """

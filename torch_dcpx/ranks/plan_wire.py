@@ -1,8 +1,8 @@
 """Plans and results of a save as they travel between the ranks: columns instead of objects.
 
 A pickle of DCP's dataclasses costs 15 us an item and its unpickling 39, on the coordinator for the
-items of all ranks. Here C++ puts names, sizes and chunks into tables. Pickle takes the rest beside
-it: items of other classes, properties. The plan that comes out is equal to the one that went in.
+items of all ranks. Here C++ puts names, sizes and chunks into tables, and pickle takes the rest:
+items of other classes, properties. The plan that comes out is equal to the one that went in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
 
-_MIN_DEFLATED = 512  # bytes of a message that is worth a compressor's setup
+_MIN_DEFLATED = 512  # bytes: below, a compressor's setup is not worth it
 _DIGEST_BYTES = 8
 
 
@@ -53,14 +53,11 @@ class WirePlan(SavePlan):
             message, properties, others, has_paths = MAKER.pack_plan(self.items, paths, names)
         if has_paths:
             del beside["planner_data"]
-        return _unpacked, (
-            type(self), *_deflated(message), properties, others, beside,
-        )  # fmt: skip
+        data, nbytes = _deflated(message)
+        return _unpacked, (type(self), data, nbytes, properties, others, beside)
 
     def _beside(self) -> tuple[list[str], dict[str, Any]]:
-        """Returns names that go into the table of names, and all fields but the items; `_whole`
-        makes them a plan again.
-        """
+        """Returns names for the table of names, and the fields but the items: for `_whole`."""
         blank = _BLANKS[type(self)]
         beside = {name: value for name, value in vars(self).items() if value is not blank[name]}
         beside.pop("items")
@@ -73,9 +70,7 @@ class WirePlan(SavePlan):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankPlan(WirePlan):
-    """What a rank of `DcpxSavePlanner` tells the coordinator beside its items, and what it gets
-    back.
-    """
+    """The plan of a rank of `DcpxSavePlanner`, to the coordinator and back."""
 
     can_split: bool = False  # whether this rank can write rows of its tensors
     whole_names: frozenset[str] = frozenset()  # of tensors of which it cannot
@@ -84,11 +79,11 @@ class RankPlan(WirePlan):
     digests: Mapping[str, bytes] = dataclasses.field(default_factory=dict)  # of Python values
     is_shared: bool = False  # whether nobody changes a chunk or properties of one item alone
     has_paths: bool = False  # whether this rank takes `planner_data` from its planner
-    sent_paths: Any = None  # the coordinator's: what the rank has, so is not sent back
+    sent_paths: Any = None  # the coordinator's: the rank has these, so they are not sent back
     cut_names: frozenset[str] | None = None  # of tensors of which it writes rows, once it knows
 
     def planned(self, items: list[Any]) -> RankPlan:
-        """Returns the coordinator's answer: other items, without what only it is told."""
+        """Returns the coordinator's answer: with `items`, without what the coordinator needs."""
         return dataclasses.replace(
             self,
             items=items,
@@ -105,7 +100,8 @@ class RankPlan(WirePlan):
         beside.pop("digests", None)
         beside.pop("names_hash", None)
         whole, digests = list(self.whole_names), dict(self.digests)
-        if set(map(type, (*whole, *digests))) <= {str} and all(map(_is_digest, digests.values())):
+        has_sums = all(type(s) is bytes and len(s) == _DIGEST_BYTES for s in digests.values())
+        if has_sums and set(map(type, (*whole, *digests))) <= {str}:
             beside.pop("whole_names", None)
             names = [*whole, *digests]
             beside["sums"] = b"".join(digests.values())
@@ -128,26 +124,22 @@ class RankPlan(WirePlan):
 _BLANKS = {kind: vars(kind([])) for kind in (WirePlan, RankPlan)}
 
 
-def _is_digest(digest: object) -> bool:
-    return type(digest) is bytes and len(digest) == _DIGEST_BYTES
-
-
 def travelling(plan: SavePlan) -> SavePlan:
-    """Returns a plan of torch's own class as one that is packed, where there are ranks to send it
-    to; any other plan as it is.
+    """Returns a plan of torch's own class as one that is packed, if there are other ranks; any
+    other plan as it is.
     """
-    if type(plan) is not SavePlan or not _has_other_ranks():
+    dist = torch.distributed
+    if type(plan) is not SavePlan or not (dist.is_available() and dist.is_initialized()):
         return plan
-    if not HAS_KNOWN_ITEMS or vars(plan).keys() != _BLANKS[WirePlan].keys():
-        return plan
-    return WirePlan(**vars(plan))
+    is_known = HAS_KNOWN_ITEMS and vars(plan).keys() == _BLANKS[WirePlan].keys()
+    return WirePlan(**vars(plan)) if is_known and dist.get_world_size() > 1 else plan
 
 
 def offered(plan: SavePlan) -> SavePlan:
-    """Returns a rank's plan as a writer sends it that keeps several chunks of a name.
+    """Returns a rank's plan, for a writer that keeps several chunks of a name.
 
-    One to which somebody has added items, or taken or renamed some, is written whole: what the
-    planner said of its names is not of these, and others rely on it.
+    A plan to which somebody has added items, or removed or renamed some, is written whole: its
+    fields describe the planner's names, and other ranks rely on them.
     """
     if isinstance(plan, RankPlan) and plan.replicas and plan.names_hash == names_hash(plan.items):
         return dataclasses.replace(plan, can_split=True, names_hash=0)
@@ -155,17 +147,8 @@ def offered(plan: SavePlan) -> SavePlan:
 
 
 def names_hash(items: Iterable[WriteItem]) -> int:
-    """Returns the hash of the names of items, in no order: equal in this process alone."""
+    """Returns the hash of the set of the items' names, for this process alone."""
     return hash(frozenset(item.index.fqn for item in items))
-
-
-def _has_other_ranks() -> bool:
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
 
 
 def _unpacked(
@@ -176,11 +159,7 @@ def _unpacked(
     others: list[Any],
     beside: dict[str, Any],
 ) -> WirePlan:
-    """Returns the plan that was packed.
-
-    Raises:
-        PlanError: the message is damaged.
-    """
+    """Returns the plan that was packed. Raises PlanError if the message is damaged."""
     is_shared = bool(beside.get("is_shared"))  # of a RankPlan; else parts are each item's own
     with paused_gc():
         message = _inflated(data, nbytes)
@@ -200,11 +179,7 @@ def pack_results(results: Iterable[WriteResult]) -> tuple[Any, ...]:
 
 
 def unpack_results(data: bytes, nbytes: int, others: list[Any]) -> list[WriteResult]:
-    """Returns the results that were packed.
-
-    Raises:
-        PlanError: the message is damaged.
-    """
+    """Returns the results that were packed. Raises PlanError if the message is damaged."""
     if nbytes < 0:
         return others
     with paused_gc():
@@ -212,7 +187,7 @@ def unpack_results(data: bytes, nbytes: int, others: list[Any]) -> list[WriteRes
 
 
 def _deflated(message: bytes) -> tuple[bytes, int]:
-    """Returns a message as it is sent, and its bytes before, 0 where it is sent as it is."""
+    """Returns a message deflated and its size before; a short one as it is, and 0."""
     if len(message) < _MIN_DEFLATED:
         return message, 0
     return zlib.compress(message, 1), len(message)

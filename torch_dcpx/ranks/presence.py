@@ -1,8 +1,7 @@
-"""Tells which call each rank is at: a rank leaves a note in the operation that it enters."""
+"""Shows which call each rank is at: a rank leaves a note in the operation that it enters."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,21 +19,15 @@ class Presence(NamedTuple):
 
     phase: str
     host: str
-    token: str  # of this rank's part
+    token: str  # random, of this rank in this operation
     thread: str
     number: str  # of its call
     call: str
     identity: str  # of the call
     compared: str
 
-    @classmethod
-    def of(cls, phase: str, host: str, token: str, number: int, call: CallId) -> Presence:
-        """Returns the note of the calling thread."""
-        thread = str(threading.get_ident())
-        return cls(phase, host, token, thread, str(number), str(call), call.identity, call.compared)
-
     def packed(self) -> bytes:
-        """Returns it as the store holds it: less than 4 MiB, whatever the names."""
+        """Returns the note as the store holds it: less than 4 MiB, whatever the names."""
         return "\n".join(self).encode(errors="backslashreplace")
 
 
@@ -53,7 +46,7 @@ def gone_on(
 ) -> Presence | None:
     """Returns a rank's note in a later operation, if it has left this one for that.
 
-    A later operation may also be that of another thread of the rank.
+    A later operation may also be one of another thread of the rank.
     """
     found = (presence_of(rank, later, by) for later in following)
     there = next((one for one in found if one is not ABSENT), None)
@@ -83,7 +76,7 @@ def refuse(others: Sequence[tuple[int, Presence]], rank: int, own: Presence) -> 
 
 
 def of_call(call: CallId, failures: Iterable[RankFailure]) -> list[RankFailure]:
-    """Returns the failures that end this call; one of no call ends all."""
+    """Returns the failures that end this call; a failure without calls ends all."""
     return [one for one in failures if not one.calls or call.is_among(one.calls)]
 
 
@@ -96,7 +89,7 @@ def differing(failure: RankFailure, rank: int, own: Presence) -> PlanError:
 
 
 def missed(call: CallId) -> PlanError:
-    """Returns the error of a rank that has missed a call that had the same name."""
+    """Returns the error of a rank that has missed a call of the same name."""
     return PlanError(
         f"{call}: the other ranks have given up a call of the same name for want of this rank, and "
         "nothing tells whether this is that call or a later one: nothing is written, on any rank; "

@@ -5,7 +5,7 @@ memory to plan. Here every wait has a deadline. The keys of one operation lie be
 `dcpx/NUMBER/`, those of a step (store_step.py) beneath a number of its own.
 
 Each process counts the numbers by itself, and every rank makes the same calls in the same order.
-Ranks that do not notice it, and meet again:
+Ranks that do not are noticed, and meet again:
 
 1. The values of the first step carry a digest of the call. If digests differ, all ranks raise
    PlanError. The coordinator's answer carries a random token, and all later values carry it too.
@@ -22,10 +22,11 @@ import dataclasses
 import logging
 import os
 import pickle
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch_dcpx._waiting import Clock, Deadline
 from torch_dcpx.errors import RankLostError, StoreLostError
@@ -62,16 +63,9 @@ class StoreExchange(Exchange):
         call: CallId | None = None,
         clock: Clock = time,
     ) -> None:
-        """Takes the operation's number; `enter` comes next.
+        """Takes the operation's number from the group's client; `enter` comes next.
 
-        Args:
-            client: of the group's store; counts calls and numbers.
-            rank: this process' rank in the group.
-            world_size: ranks in the group.
-            timeout_s: seconds until which ranks wait for each other.
-            what: what is done, for messages.
-            call: which call it is. Default: named as what is done.
-            clock: by which it waits. Default: the process'.
+        Args: `rank` of this process among the group's `world_size`; the others as `Exchange`.
         """
         self._client = client
         self._number = client.next_number()  # before anything can fail
@@ -81,7 +75,7 @@ class StoreExchange(Exchange):
         self.rank = rank
         self.world_size = world_size
         self.keys = self._keys_of(self._number)
-        self._name = uuid.uuid4().hex  # of this rank's part
+        self._name = uuid.uuid4().hex  # of this rank in this operation
         self._drawn = os.urandom(8)  # the coordinator's becomes the operation's
         self._token = b""  # of the operation, once it is agreed
         self._is_late = False  # it had failed when this rank entered
@@ -108,8 +102,7 @@ class StoreExchange(Exchange):
     def enter(self) -> None:
         """Tells the other ranks that this one is there.
 
-        Raises:
-            StoreLostError: the store does not answer, or holds this number already.
+        Raises StoreLostError if the store does not answer, or holds this number already.
         """
         mine = self.presence().packed()
         if self.keys.claim(f"p/{self.rank}", mine, self.deadline) != mine:
@@ -123,8 +116,7 @@ class StoreExchange(Exchange):
         """Leaves this operation to the others, for the next number."""
         soon = self.deadline.anew(0)
         self.keys.delete([f"p/{self.rank}"], soon)
-        if self.keys.add("out", 1, soon) == self.world_size:
-            self._delete_all(soon)
+        self._leave(soon)
         self._number = self._client.next_number()
         self.keys = self._keys_of(self._number)
 
@@ -140,11 +132,7 @@ class StoreExchange(Exchange):
             self.keys.set(f"{prefix}/b/0", pickle.dumps(result), self.deadline)
             return result
 
-        def receive() -> R:
-            result: R = from_rank(self.read(f"{prefix}/b/0"))
-            return result
-
-        return self._agree(step, local, answer, receive)
+        return self._agree(step, local, answer, lambda: from_rank(self.read(f"{prefix}/b/0")))
 
     def reduce_scatter(
         self, step: str, local: Callable[[], T], reduce: Callable[[list[T]], list[R]]
@@ -157,9 +145,9 @@ class StoreExchange(Exchange):
             self.keys.set_all(others, self.deadline)
             return pieces[0]
 
-        def receive() -> R:
+        def receive() -> Any:
             key = f"{prefix}/s/{self.rank}"
-            piece: R = from_rank(self.read(key))
+            piece = from_rank(self.read(key))
             self.keys.post_delete([key])
             return piece
 
@@ -197,8 +185,7 @@ class StoreExchange(Exchange):
             self.keys.delete([f"p/{self.rank}"], soon)
             if self.is_coordinator and self._error is not None:
                 self._linger(self._error)
-            if self.keys.add("out", 1, soon) == self.world_size:
-                self._delete_all(soon)
+            self._leave(soon)
         except StoreLostError as lost:
             logger.debug("keys are left in the store: %s", lost)
 
@@ -243,18 +230,17 @@ class StoreExchange(Exchange):
         self._error = self._error or error
 
     def wait(self, key: str, deadline: Deadline, step: str, prefix: str) -> bytes | None:
-        return self.keys.wait_looking(
-            key, deadline, self.waiting(step), lambda: self.missed(prefix)
-        )
+        what = self.waiting(step)
+        return self.keys.wait_looking(key, deadline, what, lambda: self.missed(prefix))
 
     def missed(self, prefix: str) -> list[int]:
-        """Returns the missing ranks; a follower looks for the coordinator only."""
+        """Returns the missing ranks; a follower misses the coordinator only."""
         if self.is_coordinator:
             return self.missing(prefix)
         return [0] if self.keys.get(f"{prefix}/0", self.deadline) is None else []
 
     def waiting(self, step: str) -> str:
-        """Returns which step this rank waits for, for messages."""
+        """Returns the step and this rank, for messages: "'plan' of the save on rank 3 (node7)"."""
         return f"{step} of the {self.who}"
 
     # ---- A step --------------------------------------------------------------------------------
@@ -264,9 +250,9 @@ class StoreExchange(Exchange):
         step: str,
         local: Callable[[], T],
         answer: Callable[[list[T]], R],
-        receive: Callable[[], R],
+        receive: Callable[[], Any],
     ) -> R:
-        """Makes a step. `answer` is called on the coordinator, `receive` on the others."""
+        """Makes a step. The coordinator calls `answer`, the others `receive`."""
         if self._error is not None:
             raise self._error
         name = str(self._steps)
@@ -280,7 +266,7 @@ class StoreExchange(Exchange):
                 self._go_on()
                 self.enter()
                 if self._has_missed and self.call.is_write:
-                    own.refuse(missed(self.call))
+                    own.packed, own.error = b"", missed(self.call)
                 self._steps, self._is_in_step, self._has_contributed = 1, True, False
                 standing, result = self._answered(name, step, own, answer)
             if standing.startswith(ERROR):
@@ -313,7 +299,7 @@ class StoreExchange(Exchange):
     def _answered(
         self, name: str, title: str, own: Own[T], answer: Callable[[list[T]], R]
     ) -> tuple[str, R | None]:
-        """Returns the answer that stands, and what `answer` returned on the coordinator."""
+        """Returns the answer that stands, and on the coordinator the result of `answer`."""
         step = Step(self, name, title)
         step.tell(own)
         self._has_contributed = True
@@ -326,18 +312,21 @@ class StoreExchange(Exchange):
 
     @property
     def seal(self) -> bytes:
-        """8 B: the digest of the call, and the operation's token once the ranks have agreed."""
+        """8 B: the digest of the call, then the operation's token once the ranks have agreed."""
         return self._token or self.call.digest
 
     def presence(self) -> Presence:
-        """Returns what this rank tells the others of itself."""
-        return Presence.of(self.phase, self.host, self._name, self._call_number, self.call)
+        """Returns this rank's note, of the calling thread."""
+        thread, number, call = str(threading.get_ident()), str(self._call_number), self.call
+        names = str(call), call.identity, call.compared
+        return Presence(self.phase, self.host, self._name, thread, number, *names)
 
     def following_keys(self) -> list[StoreKeys]:
-        """Returns the keys of the next operations: a rank that has left this one is in one."""
+        """Returns the keys of the next operations: one of them holds a rank that left this one."""
         numbers = range(self._number + 1, self._number + 1 + _MAX_LEFT)
         return [self._keys_of(number) for number in numbers]
 
-    def _delete_all(self, by: Deadline) -> None:
-        """Removes the keys that are left. REQUIRES: all ranks are out."""
-        self.keys.delete(left_keys(self, self._steps, self._error is not None, by), by)
+    def _leave(self, by: Deadline) -> None:
+        """Counts this rank out; the last one removes the keys that are left."""
+        if self.keys.add("out", 1, by) == self.world_size:
+            self.keys.delete(left_keys(self, self._steps, self._error is not None, by), by)

@@ -1,9 +1,9 @@
-"""The process group's store, asked with a deadline: a clone of it, served by one daemon thread.
+"""The process group's store, called with a deadline: a clone of it, and a daemon thread.
 
 A call to a TCPStore whose host is stopped blocks without end, whatever its timeout. A call on the
 group's own client stalls its other users. So each process has, for each group, one clone of the
-store and one thread that makes all calls. A caller waits for the thread until its deadline. A call
-that it gives up may still take effect later. After an error the thread opens a new clone.
+store and one thread that makes all calls. A caller waits for the thread until its deadline; a call
+that it gives up may still take effect. After an error the thread opens a new clone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_dcpx.errors import StoreLostError, UnsupportedError
 
 T = TypeVar("T")
 
-_ANSWER_S = 5.0  # what a store may take for one call, also when the caller's time is up
+_ANSWER_S = 5.0  # that a store may take for one call, also when the caller's time is up
 _EXIT_S = 1.0  # for calls in flight when the interpreter ends
 
 
@@ -41,11 +41,11 @@ class _Call(Generic[T]):
 
 
 def _serve(calls: queue.SimpleQueue[_Call[Any] | None], open_store: Callable[[], Any]) -> None:
-    """The thread. It refers to no client, so that one that is forgotten can end it."""
+    """The thread. It refers to no client, so that a forgotten client can end it."""
     store: Any = None
     has_failed = False
     while (call := calls.get()) is not None:
-        # To open it again may take minutes: for nothing that nobody waits for.
+        # A new clone may take minutes: none is made for a call that nobody waits for.
         is_idle = store is None and has_failed and not call.is_waited_for
         if not call.is_given_up and not is_idle:
             try:
@@ -60,21 +60,13 @@ def _serve(calls: queue.SimpleQueue[_Call[Any] | None], open_store: Callable[[],
 
 
 class StoreClient:
-    """One process' access to the store of one group. Thread-safe: its calls take turns.
-
-    Attributes:
-        name: of the group, which no other group of this process ever has.
-    """
+    """One process' access to the store of one group. Thread-safe: its calls take turns."""
 
     _made = itertools.count(1)
 
     def __init__(self, open_store: Callable[[], Any]) -> None:
-        """Starts nothing yet.
-
-        Args:
-            open_store: returns a store for the thread's use alone.
-        """
-        self.name = f"group {next(StoreClient._made)}"
+        """Starts nothing yet; `open_store` returns a store for the thread's use alone."""
+        self.name = f"group {next(StoreClient._made)}"  # no other group of this process has it
         self._open_store = open_store
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -88,24 +80,24 @@ class StoreClient:
         return next(self._calls_made)
 
     def next_number(self) -> int:
-        """Returns the number under which this process looks for the others next.
+        """Returns the number of this process' next operation.
 
-        All ranks begin their operations in one order. One that missed some is behind, and catches
-        up by passing over operations that have failed without it (StoreExchange.enter).
+        All ranks begin their operations in one order. A rank that missed some catches up: it passes
+        over operations that have failed without it (StoreExchange.enter).
         """
         return next(self._numbers)
 
     def call(self, doing: str, function: Callable[[Any], T], deadline: Deadline) -> T:
-        """Returns `function(store)`.
+        """Returns `function(store)`, called in the thread.
 
         Args:
             doing: for the error: "get 'dcpx/1/plan' for the save of rank 0".
-            function: called in the thread, with the store.
-            deadline: until when it must have returned; 5 s more if it has passed, so that a store
-                that answers is not taken for one that does not.
+            function: called with the store.
+            deadline: until when it must return. It has 5 s at least: with less, a store that
+                answers would seem lost.
 
         Raises:
-            StoreLostError: it did not, or the store raised.
+            StoreLostError: it did not return, or the store raised.
             UnsupportedError: this process was forked from the one that made the client.
         """
         call = self._submit(function, is_waited_for=True)
@@ -133,15 +125,11 @@ class StoreClient:
         return call.value  # type: ignore[return-value]
 
     def post(self, function: Callable[[Any], object]) -> None:
-        """Calls `function(store)` after all that was asked before. Waits for nothing.
-
-        Raises:
-            UnsupportedError: as `call`.
-        """
+        """Calls `function(store)` after all earlier calls. Waits for nothing. Raises: as `call`."""
         self._submit(function, is_waited_for=False)
 
     def settle(self, deadline: Deadline) -> bool:
-        """Waits until what was asked is done. Returns whether it is."""
+        """Waits until all earlier calls are done. Returns whether they are."""
         with self._guard:
             if self._thread is None or self._pid != os.getpid():
                 return True
@@ -149,7 +137,7 @@ class StoreClient:
         return call.done.wait(deadline.remaining_s)
 
     def close(self) -> None:
-        """Ends the thread after what was asked before. Waits for nothing."""
+        """Ends the thread after all earlier calls. Waits for nothing."""
         with self._guard:
             if self._thread is not None and self._pid == os.getpid():
                 self._calls.put(None)
@@ -183,13 +171,9 @@ _clients_guard = threading.Lock()
 
 
 def client_of(group: Any) -> StoreClient:
-    """Returns this process' client for a group; it ends when the group is collected.
+    """Returns this process' client for a ProcessGroup; it ends when the group is collected.
 
-    Args:
-        group: the ProcessGroup itself, not None.
-
-    Raises:
-        UnsupportedError: the group belongs to the process from which this one was forked.
+    Raises UnsupportedError if the group belongs to the process from which this one was forked.
     """
     with _clients_guard:
         if group in _inherited:
@@ -199,9 +183,7 @@ def client_of(group: Any) -> StoreClient:
             )
         client = _clients.get(group)
         if client is None:
-            store = group_store(group)
-            client = StoreClient(store.clone)
-            _clients[group] = client
+            client = _clients[group] = StoreClient(group_store(group).clone)
             weakref.finalize(group, client.close).atexit = False
         return client
 
@@ -211,8 +193,7 @@ def _forget_parents_clients() -> None:
     global _clients_guard
     _clients_guard = threading.Lock()
     _clients.clear()
-    for group in process_groups():
-        _inherited.add(group)
+    _inherited.update(process_groups())
 
 
 def _end_calls_in_flight() -> None:

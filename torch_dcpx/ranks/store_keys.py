@@ -1,8 +1,8 @@
 """The keys of one operation: in a dict of this process, or in a store that ranks share.
 
-In a store they lie beneath the operation's prefix, their values cut to what a store takes. Nothing
-here blocks on a key that is absent: a `compare_set` that cannot match reads it. (`get` would wait
-for it in C++, for the store's own timeout.)
+In a store they lie beneath the operation's prefix, long values in parts. No call blocks on a key
+that is absent: a `compare_set` that cannot match reads it. (`get` would wait for it in C++, for the
+store's own timeout.)
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _MAX_LOOK_S = 30.0
 _FIRST_WARNING_S = 30.0
 _WARNING_S = 60.0  # between two
 _MAX_NAMED = 8  # ranks in one warning
+_WAITS = "%s waits for %s since %s (%.0f s); it gives up in %.0f s"
 
 
 def _part(key: str, index: int) -> str:
@@ -43,7 +44,7 @@ def _part(key: str, index: int) -> str:
 
 
 def _pieces(key: str, value: bytes) -> dict[str, bytes]:
-    """Returns what is stored for a value; the key itself last, so that it is seen when all is."""
+    """Returns the keys and bytes to store for a value; `key` last: once it is there, all is."""
     if len(value) < _PART_BYTES:
         return {key: _WHOLE + value}
     starts = range(0, len(value), _PART_BYTES)
@@ -65,8 +66,8 @@ def _peek(store: Any, key: str) -> bytes | None:
 
 
 def _joined(store: Any, key: str, found: bytes) -> bytes | None:
-    """Returns a value of which `found` is stored; None if it was removed while it was read, as by
-    an earlier group on the same store. (A TCPStore gives nothing for such a key.)
+    """Returns the value of a key that holds `found`; None if it was removed meanwhile, as by an
+    earlier group on the same store. (A TCPStore gives b"" for such a key.)
     """
     if found[:1] == _WHOLE:
         return found[1:]
@@ -86,22 +87,19 @@ def _multi_get(store: Any, names: list[str]) -> list[bytes | None]:
     return [_joined(store, name, bytes(found)) for name, found in pairs]
 
 
-def _delete(store: Any, key: str) -> None:
-    found = _peek(store, key)
-    if found is not None and found[:1] == _CUT:
-        for i in range(int(found[1:])):
-            store.delete_key(_part(key, i))
-    if found is not None:
-        store.delete_key(key)
-
-
 def _delete_all(store: Any, names: list[str]) -> None:
     for name in names:
-        _delete(store, name)
+        found = _peek(store, name)
+        if found is None:
+            continue
+        if found[:1] == _CUT:
+            for i in range(int(found[1:])):
+                store.delete_key(_part(name, i))
+        store.delete_key(name)
 
 
 def _absent(store: Any, names: list[str]) -> list[str]:
-    """Returns which keys are absent; few calls where most are there."""
+    """Returns the absent keys, by few calls if most are there."""
     if store.check(names):
         return []
     if len(names) == 1:
@@ -111,7 +109,7 @@ def _absent(store: Any, names: list[str]) -> list[str]:
 
 
 class LocalKeys:
-    """The keys of a process by itself, which never waits. As StoreKeys; `add` from one thread."""
+    """The keys of a process by itself, which never waits: as StoreKeys; `add` from one thread."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -150,17 +148,15 @@ class LocalKeys:
 class StoreKeys:
     """The keys of one operation in a store. Thread-safe.
 
-    Once the store was lost to it, each further call that waits raises at once.
+    Once a call has lost the store, each further call that waits raises at once.
     """
 
     def __init__(self, client: StoreClient, prefix: str, who: str, world_size: int) -> None:
-        """Names the keys of one operation.
-
-        Args:
-            client: of the group's store.
-            prefix: what its keys begin with, "dcpx/7/".
-            who: for errors: "save, rank 3".
-            world_size: ranks that poll.
+        """Args:
+        client: of the group's store.
+        prefix: of its keys, "dcpx/7/".
+        who: for errors, "save on rank 3".
+        world_size: ranks that poll.
         """
         self._client = client
         self._prefix = prefix
@@ -173,7 +169,7 @@ class StoreKeys:
         self.set_all([(key, value)], deadline)
 
     def set_all(self, values: Iterable[tuple[str, bytes]], deadline: Deadline) -> None:
-        """Sets many keys, by few calls; of `values`, a call's worth is taken at a time."""
+        """Sets many keys, by few calls; each takes its part of `values` only."""
         batch: dict[str, bytes] = {}
         nbytes = 0
         for key, value in values:
@@ -187,15 +183,14 @@ class StoreKeys:
             self._call("set", next(iter(batch)), partial(_set, values=batch), deadline)
 
     def get(self, key: str, deadline: Deadline) -> bytes | None:
-        """Returns a key's value, None if it is absent."""
+        """Returns a key's value; None if it is absent."""
         name = self._prefix + key
         return self._call("get", name, partial(_get, key=name), deadline)
 
     def multi_get(self, keys: Sequence[str], deadline: Deadline) -> list[bytes]:
         """Returns the values of keys that are all there, by few calls.
 
-        Raises:
-            StoreLostError: also where one is removed while it is read.
+        Raises StoreLostError also if one is removed meanwhile.
         """
         values: list[bytes] = []
         for batch in self._batches(keys):
@@ -211,15 +206,15 @@ class StoreKeys:
         return values
 
     def add(self, key: str, amount: int, deadline: Deadline) -> int:
-        """Adds to a counter, 0 at first; returns its value."""
+        """Adds to a counter, 0 at first; returns its new value."""
         name = self._prefix + key
         return self._call("count", name, lambda store: int(store.add(name, amount)), deadline)
 
     def claim(self, key: str, value: bytes, deadline: Deadline) -> bytes:
-        """Sets an absent key, to less than 4 MiB; returns what it holds now.
+        """Sets an absent key, to less than 4 MiB; returns its value now: the first claim wins.
 
-        The first one wins. Values must differ between those who claim, so that each knows whether
-        it was it; then one that is not answered is not known to have lost either.
+        Each claim has a value of its own, so that its rank knows whether it has won; a rank without
+        an answer does not know.
         """
         name = self._prefix + key
         (piece,) = _pieces(name, value).values()
@@ -228,31 +223,25 @@ class StoreKeys:
         )
 
     def absent(self, keys: Sequence[str], deadline: Deadline) -> list[str]:
-        """Returns which of many keys are absent."""
+        """Returns the absent ones of many keys."""
         found: list[str] = []
         for batch in self._batches(keys):
             found += self._call("check", batch[0], partial(_absent, names=batch), deadline)
         return [name.removeprefix(self._prefix) for name in found]
 
     def wait_for(self, key: str, deadline: Deadline, until: Deadline | None = None) -> bytes | None:
-        """Waits until a key is there, looking now and then: signals are served meanwhile.
+        """Polls a key until it is there, so that signals are served meanwhile.
 
-        Args:
-            key: to wait for.
-            deadline: until when the store may take to answer.
-            until: until when to wait. Default None: the same.
-
-        Returns:
-            Its value; None when the time has passed.
+        Returns its value; None once `until`, by default `deadline`, has passed. The store must
+        answer each call until `deadline`.
         """
         until = until or deadline
         begun = deadline.anew(float("inf"))
         while (value := self.get(key, deadline)) is None:
             if until.has_passed:
                 return None
-            # An eighth of what was waited already: what comes soon is seen soon.
-            poll_s = min(max(begun.waited_s / 8, _FIRST_POLL_S), self._max_poll_s)
-            until.sleep(poll_s)
+            # An eighth of the wait so far: a key that comes soon is seen soon.
+            until.sleep(min(max(begun.waited_s / 8, _FIRST_POLL_S), self._max_poll_s))
         return value
 
     def wait_looking(
@@ -261,13 +250,10 @@ class StoreKeys:
         """Waits for a key; after 30 s a WARNING a minute names the ranks that are missing.
 
         Args:
-            key: to wait for.
-            deadline: until when.
-            what: who waits for what, "'plan' of the save on rank 3 (node7)".
+            what: names the step and the waiting rank, "'plan' of the save on rank 3 (node7)".
             look: called now and then; returns the missing ranks, or None to end the wait.
 
-        Returns:
-            The key's value; None when the deadline has passed, or `look` has ended the wait.
+        Returns its value; None once the deadline has passed, or `look` has ended the wait.
         """
         waiting = deadline.anew(float("inf"))
         look_s, warn_at_s = _FIRST_LOOK_S, _FIRST_WARNING_S
@@ -284,17 +270,17 @@ class StoreKeys:
                 _warn(what, missing, waiting.waited_s, deadline)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
-        """Removes keys, those that are absent too."""
+        """Removes keys, if they are there."""
         for batch in self._batches(keys):
             self._call("delete", batch[0], partial(_delete_all, names=batch), deadline)
 
     def post(self, key: str, value: bytes) -> None:
-        """Sets a key to less than 4 MiB some time soon, in order; nobody learns if it fails."""
+        """Sets a key to less than 4 MiB soon, in order; nobody learns if it fails."""
         name = self._prefix + key
         self._client.post(partial(_set, values=_pieces(name, value)))
 
     def post_delete(self, keys: Sequence[str]) -> None:
-        """Removes keys some time soon, in order; nobody learns if it fails."""
+        """Removes keys soon, in order; nobody learns if it fails."""
         for batch in self._batches(keys):
             self._client.post(partial(_delete_all, names=batch))
 
@@ -318,10 +304,7 @@ def _warn(what: str, missing: Sequence[int], waited_s: float, deadline: Deadline
         named += f" and {len(missing) - _MAX_NAMED} more"
     whom = f"rank{'s' if len(missing) > 1 else ''} {named}" if missing else "the answer of rank 0"
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-    logger.warning(
-        "%s waits for %s since %s (%.0f s); it gives up in %.0f s",
-        what, whom, since, waited_s, deadline.remaining_s,
-    )  # fmt: skip
+    logger.warning(_WAITS, what, whom, since, waited_s, deadline.remaining_s)
 
 
 Keys: TypeAlias = LocalKeys | StoreKeys

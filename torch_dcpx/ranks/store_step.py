@@ -31,8 +31,7 @@ OK, ERROR, VOID = "ok", "error", "void"  # how an answer begins
 FAILED = 1 << 32  # what a failure adds to a counter of ranks
 FIRST = "0"  # the first step
 
-# A rank that fails wakes the others. They wait so long for ranks that are about to fail as well.
-_GATHER_S = 0.5
+_GATHER_S = 0.5  # that the ranks wait after a failure, for others that are about to fail as well
 _MAX_LOOKED_AFTER = 64  # ranks that may have gone on, at one look
 
 
@@ -40,7 +39,7 @@ class Own(Generic[T]):
     """A rank's part in a step: a value, or an error."""
 
     def __init__(self, local: Callable[[], T], *, is_sent: bool) -> None:
-        """Calls `local`, and packs its value if this rank sends it to the coordinator."""
+        """Calls `local`; pickles its value if this rank sends it to the coordinator."""
         self.value: T | None = None
         self.packed = b""
         self.error: Exception | None = None
@@ -51,10 +50,6 @@ class Own(Generic[T]):
         except Exception as error:  # noqa: BLE001 - raised by the exchange, on all ranks
             self.error = error
 
-    def refuse(self, error: Exception) -> None:
-        """Puts an error in the place of the value."""
-        self.packed, self.error = b"", error
-
 
 class Step:
     """One rank's part in one step."""
@@ -63,10 +58,9 @@ class Step:
         self, exchange: StoreExchange, name: str, title: str = "", by: Deadline | None = None
     ) -> None:
         """Args:
-        exchange: the operation.
-        name: what its keys lie beneath, its number.
+        name: the step's number, beneath which its keys lie.
         title: for messages.
-        by: until when. Default None: the operation's deadline.
+        by: the deadline. Default None: the operation's.
         """
         self._exchange = exchange
         self._keys = exchange.keys
@@ -78,15 +72,14 @@ class Step:
 
     def tell(self, own: Own[T]) -> None:
         """Tells the others this rank's value, or its error."""
-        self._keys.set(
-            self._key(f"v/{self._exchange.rank}"), self._seal + own.packed, self._deadline
-        )
+        value = self._seal + own.packed
+        self._keys.set(self._key(f"v/{self._exchange.rank}"), value, self._deadline)
         if own.error is not None:
             self.fail(self._exchange.failure_of(own.error))
         self.count()
 
     def fail(self, failure: RankFailure) -> None:
-        """Tells the others that a rank fails here."""
+        """Tells the others that this rank fails here."""
         index = self._keys.add(self._key("n"), FAILED, self._deadline) // FAILED
         self._keys.set(self._key(f"f/{index}"), pickle.dumps(failure), self._deadline)
         if self._name == FIRST:  # for who enters later
@@ -94,13 +87,13 @@ class Step:
         self._keys.set(self._key("wake"), b"fail", self._deadline)
 
     def count(self) -> None:
-        """Counts this rank among those that have done their part."""
+        """Counts this rank's part as done."""
         failed, told = divmod(self._keys.add(self._key("n"), 1, self._deadline), FAILED)
         if told == self._exchange.world_size:
             self._keys.set(self._key("wake"), b"fail" if failed else b"full", self._deadline)
 
     def failures(self) -> list[RankFailure]:
-        """Returns the failures of ranks so far."""
+        """Returns the failures so far."""
         count = self._keys.add(self._key("n"), 0, self._deadline) // FAILED
         keys = (self._key(f"f/{i}") for i in range(1, count + 1))
         told = (self._keys.get(key, self._deadline) for key in keys)
@@ -109,14 +102,15 @@ class Step:
     # ---- The answer ----------------------------------------------------------------------------
 
     def coordinate(self, own: Own[T], answer: Callable[[list[T]], R]) -> tuple[str, R | None]:
-        """Returns the answer that stands, and the value of `answer`."""
+        """Returns the answer that stands, and the result of `answer`."""
         woken = self._wait("wake")
         if woken != b"full":
-            standing = self._standing()
+            standing = self._exchange.standing(self._name, self._deadline)
             if standing is not None:
                 return standing, None
-        if woken is None and (lost := self._lost()):
-            return self._propose(ERROR, [lost]), None
+        # None is missing if the last one has come after all.
+        if woken is None and (missing := self._exchange.missing(self._key("v"))):
+            return self._propose(ERROR, [self._lost(missing)]), None
         if woken == b"fail":
             return self._propose(ERROR, self._all_failures()), None
         followers = range(1, self._exchange.world_size)
@@ -149,32 +143,23 @@ class Step:
         elif woken is not None:
             found = self._wait("a")
             standing = None if found is None else found.decode()
-        standing = standing or self._standing()  # a look around may have given it
+        # A look around may have given it.
+        standing = standing or self._exchange.standing(self._name, self._deadline)
         if standing is None:
-            lost = self._lost() or self._exchange.lost_error([0], *self._for_how_long())
-            standing = self._propose(ERROR, [lost])
+            missing = self._exchange.missing(self._key("v")) or [0]
+            standing = self._propose(ERROR, [self._lost(missing)])
         return standing
-
-    def _standing(self) -> str | None:
-        found = self._keys.get(self._key("a"), self._deadline)
-        return None if found is None else found.decode()
 
     def _propose(self, kind: str, failures: list[RankFailure]) -> str:
         return self._exchange.propose(self._name, kind, failures, self._deadline)
 
-    def _lost(self) -> RankFailure | None:
-        """Returns the loss of the missing ranks; None if the last one came this moment."""
-        missing = self._exchange.missing(self._key("v"))
-        return self._exchange.lost_error(missing, *self._for_how_long()) if missing else None
-
-    def _for_how_long(self) -> tuple[float, str]:
-        return self._begun.waited_s, self._title
+    def _lost(self, ranks: list[int]) -> RankFailure:
+        return self._exchange.lost_error(ranks, self._begun.waited_s, self._title)
 
     def _all_failures(self) -> list[RankFailure]:
-        """Waits a moment for more failures, and returns those of this step, at least one.
+        """Waits a moment for more failures, and returns those of this step.
 
-        Raises:
-            StoreLostError: there is none: the rank ended before it could tell.
+        Raises StoreLostError if there is none: the rank ended before it could tell.
         """
         gathering = self._deadline.sooner(_GATHER_S)
         while True:
@@ -194,7 +179,7 @@ class Step:
     # ---- Who is where --------------------------------------------------------------------------
 
     def _wait(self, key: str) -> bytes | None:
-        """Waits for a key. None: the time is up, or a look around gave an answer."""
+        """Waits for a key. Returns None if the time is up, or once `_look` has found an answer."""
         waiting = self._exchange.waiting(self._title)
         return self._keys.wait_looking(self._key(key), self._deadline, waiting, self._look)
 
@@ -205,13 +190,14 @@ class Step:
         following = exchange.following_keys()
         for rank in missing[:_MAX_LOOKED_AFTER]:
             there = gone_on(rank, self._keys, following, self._deadline)
-            if there is not None and is_first:
+            if there is None:
+                continue
+            if is_first:
                 self._propose(VOID, [])
-                return None
-            if there is not None:
+            else:
                 error = refuse([(rank, there)], exchange.rank, exchange.presence())
                 self._propose(ERROR, [exchange.failure_of(error)])
-                return None
+            return None
         if is_first and exchange.is_coordinator:
             came = sorted(set(range(1, exchange.world_size)) - set(missing))
             here = ((rank, presence_of(rank, self._keys, self._deadline)) for rank in came)
@@ -234,7 +220,7 @@ class Step:
 
 
 def left_keys(exchange: StoreExchange, steps: int, has_failed: bool, by: Deadline) -> list[str]:
-    """Returns the keys that an operation of so many steps may have left."""
+    """Returns the keys that an operation of `steps` steps may have left."""
     keys, names = ["e", "out"], [*map(str, range(steps + 1)), BALLOT]
     for name in names:
         keys += [f"{name}/{key}" for key in ("n", "wake", "a", "v/0", "b/0", "outcome")]
@@ -244,9 +230,9 @@ def left_keys(exchange: StoreExchange, steps: int, has_failed: bool, by: Deadlin
     values = [f"{name}/{kind}" for name in names for kind in "vs"]
     keys += [f"{value}/{rank}" for value in values for rank in range(exchange.world_size)]
     for name in names:
-        standing = exchange.keys.get(f"{name}/a", by)
+        standing = exchange.standing(name, by)
         if standing is not None:
-            keys.append(f"{name}/b/{standing.decode().split()[1]}")
+            keys.append(f"{name}/b/{standing.split()[1]}")
         told = Step(exchange, name, by=by).failures()
         keys += [f"{name}/f/{i}" for i in range(1, len(told) + 1)]
     return keys

@@ -1,7 +1,7 @@
 """A checkpoint directory held by descriptor: durable mkdir, listing, small files, fsync.
 
-Everything is done beneath one open directory, so that a rename of a parent in the middle of a save
-cannot split it, and no name is followed through a link.
+All calls work beneath one open directory: so a rename of a parent cannot split a save, and no name
+leads through a link.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.storage.system_calls import close_read, close_written, moved, uninterrupted
@@ -25,22 +24,17 @@ _Found = TypeVar("_Found")
 Buffer: TypeAlias = bytes | bytearray | memoryview  # of bytes
 
 _JOINED_BYTES = 64 << 10  # pieces from here on have a write of their own
-
-# Metadata larger than this is refused before it is read.
-MAX_METADATA_BYTES = 1 << 32
+MAX_METADATA_BYTES = 1 << 32  # larger metadata is refused before it is read
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+# More room may cure these: the same as in csrc/io/output_file.cpp.
+_LACK_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 logger = logging.getLogger("torch_dcpx")
 _warned: set[int] = set()  # devices that were named once
 
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-
-
-# What may be cured by room: the same as in csrc/io/output_file.cpp.
-_LACK_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-
 
 def _room(path: Path, nbytes: int | None) -> str:
-    """Returns what to say of the room for `nbytes` (None: who knows) at `path`, or above it."""
+    """Returns the text about the room at `path`, or above it; None for `nbytes`: unknown."""
     needed = "" if nbytes is None else f"needed {nbytes} B, "
     for place in (path, *path.parents):
         try:
@@ -61,7 +55,7 @@ def storage_error(
     nbytes: int | None = None,
     is_read: bool = False,
 ) -> StorageError:
-    """Returns the typed error for a failed system call of ours; a read says nothing of room."""
+    """Returns the typed error of a failed system call; that of a read does not mention room."""
     range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
     may_lack_room = not is_read and error.errno in _LACK_OF_ROOM
     room = _room(Path(path), nbytes) if may_lack_room else ""
@@ -74,8 +68,17 @@ def storage_error(
     )
 
 
+@contextmanager
+def storage_errors(verb: str, path: Path, *, is_read: bool = False) -> Iterator[None]:
+    """Raises an OSError of the block as `storage_error` has it."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(verb, path, error, is_read=is_read) from error
+
+
 def _fsync_entries(fd: int, path: Path) -> None:
-    """fsync of a directory; where the file system has no such thing, one warning instead."""
+    """Syncs a directory; warns once for each file system that cannot."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -94,18 +97,16 @@ def _fsync_entries(fd: int, path: Path) -> None:
 
 def fsync_path(path: Path) -> None:
     """Makes the entries of a directory durable. Raises: StorageError."""
-    try:
+    with storage_errors("fsync directory", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _fsync_entries(fd, path)
         finally:
             close_read(fd, path)
-    except OSError as error:
-        raise storage_error("fsync directory", path, error) from error
 
 
 def _is_directory(path: Path) -> bool:
-    """Returns whether there is a directory. Raises StorageError where the system does not tell."""
+    """Returns whether `path` is a directory. Raises StorageError if the system cannot tell."""
     try:
         return stat.S_ISDIR(uninterrupted(os.stat, path).st_mode)
     except OSError as error:
@@ -115,17 +116,13 @@ def _is_directory(path: Path) -> bool:
 
 
 def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
-    """Makes `path` and its parents; durable, each with its parent's entry, before it returns.
+    """Makes `path` and its parents, each with a durable entry if `is_durable`.
 
-    Several ranks may do this at once: the rank that makes a directory also syncs its parent. If
-    `path` is there already, a save that was killed may have made it and not synced it: so this call
-    syncs its entry as well.
+    Several ranks may do this at once: the rank that makes a directory also syncs its parent. A
+    killed save may have made the parent of what is missing, and not synced it: so its entry is
+    synced as well.
 
-    Returns:
-        What was made here, `path` itself last; its entry is as durable as asked.
-
-    Raises:
-        StorageError: it cannot be made or synced.
+    Returns the directories that it made, `path` last. Raises: StorageError.
     """
     missing, made = [], []
     for candidate in (path, *path.parents):
@@ -139,22 +136,16 @@ def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
         try:
             uninterrupted(directory.mkdir)
             made.append(directory)
-        except FileExistsError as error:
-            if not _is_directory(directory):
-                raise storage_error("mkdir", directory, error) from error
         except OSError as error:
-            raise storage_error("mkdir", directory, error) from error
+            if not isinstance(error, FileExistsError) or not _is_directory(directory):
+                raise storage_error("mkdir", directory, error) from error
         if is_durable:
             fsync_path(directory.parent)
     return made
 
 
 def look_into(path: Path, look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
-    """Returns `look(asked)`, stock's code that looks into a directory and knows no typed errors.
-
-    Raises:
-        StorageError: it cannot be looked into.
-    """
+    """Returns `look(asked)`, code of stock's; an OSError of it becomes a StorageError."""
     try:
         return uninterrupted(look, asked)
     except OSError as error:
@@ -164,7 +155,7 @@ def look_into(path: Path, look: Callable[[_Asked], _Found], asked: _Asked) -> _F
 
 
 def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yields the bytes of `pieces`, small neighbours as one, large ones as they are."""
+    """Yields `pieces`, small neighbours joined, large ones as they are."""
     small: list[memoryview] = []
     for piece in pieces:
         if len(piece) < _JOINED_BYTES:
@@ -184,13 +175,12 @@ def _irregular(path: Path, nbytes: int) -> CorruptionError:
     )
 
 
-class SmallFile:
+class SmallFile(NamedTuple):
     """An open file of metadata."""
 
-    def __init__(self, fd: int, path: Path, nbytes: int) -> None:
-        self._fd = fd
-        self._path = path
-        self.nbytes = nbytes
+    fd: int
+    path: Path
+    nbytes: int
 
     def part(self, offset: int, nbytes: int) -> bytes:
         """Returns bytes of the file. Raises: StorageError; CorruptionError: it became shorter."""
@@ -198,15 +188,15 @@ class SmallFile:
         begin, end = offset, offset + nbytes
         while begin < end or not pieces:  # one call, but for what no call gives at once
             try:
-                pieces.append(os.pread(self._fd, end - begin, begin))
+                pieces.append(os.pread(self.fd, end - begin, begin))
             except OSError as error:
                 raise storage_error(
-                    "read", self._path, error, offset=begin, nbytes=end - begin, is_read=True
+                    "read", self.path, error, offset=begin, nbytes=end - begin, is_read=True
                 ) from error
             if begin < end and not pieces[-1]:
                 raise CorruptionError(
-                    f"'{self._path}' ends at {begin} B, where it had {self.nbytes} B",
-                    path=str(self._path),
+                    f"'{self.path}' ends at {begin} B, where it had {self.nbytes} B",
+                    path=str(self.path),
                     offset=begin,
                     nbytes=end - begin,
                 )
@@ -230,12 +220,7 @@ class Directory:
     def __enter__(self) -> Directory:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -246,38 +231,27 @@ class Directory:
 
     def names(self) -> list[str]:
         """Returns the names of all entries. Raises: StorageError."""
-        try:
+        with storage_errors("list", self.path, is_read=True):
             return sorted(uninterrupted(os.listdir, self.fd))
-        except OSError as error:
-            raise storage_error("list", self.path, error, is_read=True) from error
 
     def is_regular(self, name: str) -> bool:
-        """Returns whether `name` is a regular file here (no link).
-
-        Raises:
-            StorageError: the system does not tell.
-        """
+        """Returns whether `name` is a regular file, no link. Raises StorageError if unknown."""
         try:
             status = uninterrupted(os.stat, name, dir_fd=self.fd, follow_symlinks=False)
-        except (FileNotFoundError, ValueError):  # ValueError: a NUL, or no text: no file's name
+        except (FileNotFoundError, ValueError):  # ValueError: a name with a NUL, or no text
             return False
         except OSError as error:
             raise storage_error("stat", self.path / name, error, is_read=True) from error
         return stat.S_ISREG(status.st_mode)
 
     def read_small(self, name: str) -> bytes:
-        """Reads a whole file (metadata). Raises: as `open_small`."""
+        """Returns a whole file of metadata. Raises: as `open_small`."""
         with self.open_small(name) as file:
             return file.part(0, file.nbytes)
 
     @contextmanager
     def open_small(self, name: str) -> Iterator[SmallFile]:
-        """Opens a file (metadata) to be read by parts.
-
-        Raises:
-            CorruptionError: it is no regular file, or too large to be metadata.
-            StorageError: it cannot be opened (FileNotFoundError's errno included) or read.
-        """
+        """Opens a file of metadata. Raises: as `open_regular`; CorruptionError: it is too large."""
         with self.open_regular(name) as file:
             if file.nbytes > MAX_METADATA_BYTES:
                 raise _irregular(self.path / name, file.nbytes)
@@ -285,12 +259,7 @@ class Directory:
 
     @contextmanager
     def open_regular(self, name: str) -> Iterator[SmallFile]:
-        """Opens a file of any size to be read by parts.
-
-        Raises:
-            CorruptionError: it is no regular file.
-            StorageError: it cannot be opened (FileNotFoundError's errno included) or read.
-        """
+        """Opens a file of any size. Raises: StorageError; CorruptionError: no regular file."""
         path = self.path / name
         try:
             fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)
@@ -299,10 +268,8 @@ class Directory:
                 raise CorruptionError(f"'{path}' is a symbolic link", path=str(path)) from error
             raise storage_error("open", path, error, is_read=True) from error
         try:
-            try:
+            with storage_errors("fstat", path, is_read=True):
                 status = os.fstat(fd)
-            except OSError as error:
-                raise storage_error("fstat", path, error, is_read=True) from error
             if not stat.S_ISREG(status.st_mode):
                 raise _irregular(path, status.st_size)
             yield SmallFile(fd, path, status.st_size)
@@ -312,17 +279,15 @@ class Directory:
     def read_at(self, name: str, offsets: Sequence[int], nbytes: int) -> list[bytes]:
         """Returns up to `nbytes` at each offset of a regular file. Raises: StorageError."""
         path = self.path / name
-        try:
+        with storage_errors("read", path, is_read=True):
             fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)
             try:
                 return [os.pread(fd, nbytes, offset) for offset in offsets]
             finally:
                 close_read(fd, path)
-        except OSError as error:
-            raise storage_error("read", path, error, is_read=True) from error
 
     def create(self, name: str, pieces: Iterable[Buffer], *, is_durable: bool) -> None:
-        """Writes a new file of these bytes, fsynced. Raises: StorageError."""
+        """Writes a new file, synced if `is_durable`. Raises: StorageError."""
         path = self.path / name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         views = list(_joined(memoryview(piece).cast("B") for piece in pieces))
@@ -341,40 +306,28 @@ class Directory:
                 raise
             close_written(fd)
         except OSError as error:
-            left = needed - done if done < needed else needed  # at the fsync all of it is written
-            at = done if done < needed else 0
-            raise storage_error("write", path, error, offset=at, nbytes=left) from error
+            at = done if done < needed else 0  # an fsync fails for all that is written
+            raise storage_error("write", path, error, offset=at, nbytes=needed - at) from error
 
     def rename(self, old: str, new: str) -> None:
         """Renames over `new`, atomically. Raises: StorageError."""
-        try:
+        with storage_errors(f"rename '{old}' to", self.path / new):
             uninterrupted(os.rename, old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
-        except OSError as error:
-            raise storage_error(f"rename '{old}' to", self.path / new, error) from error
 
     def unlink(self, name: str) -> None:
-        """Removes a file; that it is gone already is fine. Raises: StorageError."""
-        try:
+        """Removes a file, if it is there. Raises: StorageError."""
+        with storage_errors("unlink", self.path / name), suppress(FileNotFoundError):
             uninterrupted(os.unlink, name, dir_fd=self.fd)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise storage_error("unlink", self.path / name, error) from error
 
     def sync(self) -> None:
         """Makes the directory's entries durable. Raises: StorageError."""
-        try:
+        with storage_errors("fsync directory", self.path):
             _fsync_entries(self.fd, self.path)
-        except OSError as error:
-            raise storage_error("fsync directory", self.path, error) from error
 
     def sync_parent(self) -> None:
-        """Makes the directory's own entry durable, where its parent may be read.
+        """Makes the directory's own entry durable; warns where its parent may not be read.
 
-        Nothing is done for the root of a mount: it has no entry that could be lost.
-
-        Raises:
-            StorageError: the parent may be read, but not opened now, or the fsync failed.
+        Does nothing for the root of a mount, which has no entry to lose. Raises: StorageError.
         """
         try:
             fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
@@ -386,9 +339,8 @@ class Directory:
             )
             return
         try:
-            if os.fstat(fd).st_dev == os.fstat(self.fd).st_dev:
-                _fsync_entries(fd, self.path.parent)
-        except OSError as error:
-            raise storage_error("fsync directory", self.path.parent, error) from error
+            with storage_errors("fsync directory", self.path.parent):
+                if os.fstat(fd).st_dev == os.fstat(self.fd).st_dev:
+                    _fsync_entries(fd, self.path.parent)
         finally:
             close_read(fd, self.path.parent)

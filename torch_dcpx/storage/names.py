@@ -1,8 +1,8 @@
 """Names in a checkpoint directory and in a manager's root, and the entry of a data file.
 
-No other module spells one; those of an export's files are in `artifacts`. Names follow stock DCP:
-`__{rank}_{n}.distcp` for data, `.metadata` for the global and `__{rank}.metadata` for a rank-local
-commit.
+No other module spells one, but for `artifacts`, which names the files of an export. Names follow
+stock DCP: `__{rank}_{n}.distcp` for data, `.metadata` for a global commit, `__{rank}.metadata` for
+one of a rank by itself (rank-local mode).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 METADATA_NAME = ".metadata"
 LOCK_NAME = ".dcpx.lock"
-READERS_NAME = ".dcpx.readers"  # locked by who reads the checkpoint, and by who deletes it
+READERS_NAME = ".dcpx.readers"  # readers of the checkpoint lock it, and so does its removal
 PIN_NAME = ".dcpx.pin"  # keeps a checkpoint of a manager
 TOMBSTONE_NAME = ".dcpx.deleted"  # what `.metadata` becomes when its checkpoint is deleted
 
@@ -26,72 +26,67 @@ _METADATA = re.compile(rf"(__{_NUMBER})?\.metadata")
 _RANK_LOCK = re.compile(rf"\.dcpx\.{_NUMBER}\.lock")
 _TEMPORARY = re.compile(rf"(__{_NUMBER})?\.metadata\.[0-9a-f]{{12}}\.tmp")
 _POINTER_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
-
-# What a removed file becomes that is open still: `.nfs` by NFS, `.fuse_hidden` by libfuse.
+# NFS and libfuse rename a file that is removed while it is open.
 _OPEN_FILE = re.compile(r"\.nfs[0-9a-f]{8,}|\.fuse_hidden[0-9a-f]{8,}")
-
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class FileEntry(NamedTuple):
-    """One data file of a generation, as the rank that wrote it reports it."""
+    """One data file of a save, as its rank reports it."""
 
     path: str  # relative to the checkpoint directory
     file_id: bytes  # 16 random bytes, also in the file's footer
     nbytes: int  # size of the whole file
     footer_crc: int  # CRC-32 of the footer's tail
-    save_id: bytes = b""  # 16: of the save that it is named or reported for; b"": not known
+    save_id: bytes = b""  # 16 bytes: of its save; b"": not known
 
 
 def id_bytes(save_id: object) -> bytes:
-    """Returns a save's id as footers hold it; b"" for what is none."""
+    """Returns a save's id as footers hold it; b"" if it is none."""
     is_id = isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id)
     return bytes.fromhex(str(save_id)) if is_id else b""
 
 
 def data_file_names(prefix: str, index: int, file_id: bytes, *, is_fresh: bool) -> tuple[str, ...]:
-    """Names to try, in order, for one data file.
+    """Returns the names to try, in order, for data file number `index` of a rank.
 
     Args:
         prefix: DCP's storage prefix, `__{rank}_`.
-        index: number of the file among those of its rank.
-        file_id: 16 random bytes; their first 12 hex digits make a name that was never used.
-        is_fresh: the directory holds no metadata, so that no reader can know the stock name.
+        file_id: 16 random bytes; 12 hex digits of them make a name that was never used.
+        is_fresh: the directory holds no metadata, so no reader knows the stock name.
     """
     own = f"{prefix}{index}.{file_id.hex()[:12]}.distcp"
     return (f"{prefix}{index}.distcp", own) if is_fresh else (own,)
 
 
 def data_file_parts(name: str) -> tuple[int, int, str | None] | None:
-    """Returns (rank, number, the file id's first 12 hex digits) of a name that `data_file_names`
-    gives with DCP's prefix; no digits in a stock name, None for any other name.
+    """Returns rank, number and 12 hex digits of the file id (None in a stock name) of the name of a
+    data file; None for any other name.
     """
     found = _DATA_FILE.fullmatch(name)
     return None if found is None else (int(found[1]), int(found[2]), found[3])
 
 
 def metadata_name(rank: int | None) -> str:
-    """Name of the global metadata file, or of a rank's own in rank-local mode."""
+    """Returns the name of the global metadata file, or of a rank's own in rank-local mode."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 def is_data_file_name(name: str) -> bool:
-    """Whether `name` is one that a save, ours or stock's, gives a data file: removal may take it.
+    """Whether a save, ours or stock's, gives `name` to a data file: a removal may take it.
 
-    Any other name is a user's own, `__my_notes.distcp` too, or comes of a prefix of their own.
+    Any other name is a user's own, `__my_notes.distcp` too, or has a user's own prefix.
     """
     return _DATA_FILE.fullmatch(name) is not None
 
 
 def temporary_name(name: str) -> str:
-    """Returns a name of its own under which `name` is written before the rename: metadata, or a
-    manager's pointer.
-    """
+    """Returns a new name for metadata or a manager's pointer, until the rename to `name`."""
     return f"{name}.{uuid.uuid4().hex[:12]}.tmp"
 
 
 def is_temporary_name(name: str) -> bool:
-    """Whether `name` is what a save that was killed before its rename leaves behind."""
+    """Whether a save that was killed before its rename leaves `name` behind."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -101,22 +96,23 @@ def is_metadata_name(name: str) -> bool:
 
 
 def is_pointer_temporary(name: str) -> bool:
-    """Whether `name` is what a manager that was killed before its rename leaves of its pointer."""
+    """Whether a manager that was killed before its pointer's rename leaves `name` behind."""
     return _POINTER_TEMPORARY.fullmatch(name) is not None
 
 
 def rank_lock_name(rank: int) -> str:
-    """Name of the lock of a rank that saves its own checkpoint (rank-local mode)."""
+    """Returns the name of a rank's lock in rank-local mode."""
     return f".dcpx.{rank}.lock"
 
 
 def is_rank_lock(name: str) -> bool:
-    """Whether `name` is the lock of a rank that saved its own checkpoint (rank-local mode)."""
+    """Whether `name` is a rank's lock of rank-local mode."""
     return _RANK_LOCK.fullmatch(name) is not None
 
 
 def is_name_of_open_file(name: str) -> bool:
-    """Whether a network file system or one in user space gave `name` to a file that was removed
-    while somebody had it open. It goes when the last of them closes it.
+    """Whether NFS or a file system in user space gave `name` to a removed file that is still open.
+
+    The file goes when the last process closes it.
     """
     return _OPEN_FILE.fullmatch(name) is not None

@@ -19,15 +19,11 @@ AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
 def checked_path(path: AnyPath, way_out: str) -> str:
-    """Returns a path as text; bytes that are no UTF-8 come back as `os.fsdecode` has them.
-
-    Args:
-        path: as given.
-        way_out: what to say where it is a URL.
+    """Returns a path as text, by `os.fsdecode`.
 
     Raises:
-        UnsupportedError: it is a URL.
-        OptionError: it holds a NUL, which no file system can keep, or what its encoding has not.
+        UnsupportedError: it is a URL; `way_out` ends the message.
+        OptionError: it holds a NUL, or a character that the file system's encoding lacks.
     """
     text = os.fsdecode(path)
     if "://" in text:
@@ -49,8 +45,7 @@ def checked_path(path: AnyPath, way_out: str) -> str:
 def metadata_file(reader: FileSystemReader, rank: int | None) -> str:
     """Returns the name of the metadata file, relative to the checkpoint's directory.
 
-    Raises:
-        UnsupportedError: an overridden `_get_metadata_path` leads outside of it.
+    Raises UnsupportedError if an overridden `_get_metadata_path` leads outside of it.
     """
     given, directory = Path(reader._get_metadata_path(rank)), Path(reader.path)
     if given.is_relative_to(directory):
@@ -64,9 +59,9 @@ def metadata_file(reader: FileSystemReader, rank: int | None) -> str:
 
 
 def refuse_other_metadata_file(writer: FileSystemWriter, rank: int | None) -> None:
-    """Raises UnsupportedError when `_get_metadata_path` is overridden to give another name.
+    """Raises UnsupportedError if an overridden `_get_metadata_path` gives another name.
 
-    By the names of metadata files a save knows which data files it may remove.
+    A save knows by the names of metadata files which data files it may remove.
     """
     given, stock = Path(writer._get_metadata_path(rank)), Path(writer.path) / metadata_name(rank)
     if given != stock:
@@ -83,14 +78,14 @@ def _caller() -> tuple[int, int]:
 def _here() -> str | None:
     try:
         return os.getcwd()  # noqa: PTH109
-    except OSError:  # the directory is gone: so says whoever makes the path
+    except OSError:  # the directory is gone: the call that makes the path says so
         return None
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Returns a path from the root on; as it is where it is relative to a directory that is gone.
+    """Returns a path from the root on; as it is where the current directory is gone.
 
-    Links and ".." stay: what they mean is the file system's to say.
+    Links and ".." stay: the file system resolves them.
     """
     text = os.fspath(path)
     return text if os.path.isabs(text) else os.path.join(_here() or "", text)  # noqa: PTH117,PTH118
@@ -99,11 +94,10 @@ def absolute(path: str | os.PathLike[str]) -> str:
 class PathAnchor:
     """The directory that a writer's relative path means, also after a `chdir` of the process.
 
-    The path counts from the current directory of the thread that made the writer, at each call in
-    which that thread makes, resets, stages or saves through it. Another thread or process saves
-    what it was given, and the path keeps its meaning there. That holds as well for a path that the
-    other thread names itself, as `dcp.async_save` does with its `checkpoint_id`: it counts from
-    where the state was staged. Not thread-safe; picklable with its writer.
+    The path counts from the current directory at the last call in which the writer's own thread
+    made, reset, staged or saved through it. Another thread or process that saves keeps that
+    meaning, also of a path that it names itself, as `dcp.async_save` does with its `checkpoint_id`:
+    that counts from where the state was staged. Not thread-safe; picklable with its writer.
     """
 
     def __init__(self) -> None:
@@ -113,7 +107,7 @@ class PathAnchor:
         self._staged: tuple[tuple[int, int], str | None] | None = None  # by whom, and where
 
     def see(self, path: Path) -> Path:
-        """Notes where a call of the writer is made from. Returns the directory of `path`."""
+        """Notes where the caller of the writer is. Returns the directory of `path`."""
         caller = _caller()
         staged = None
         if self._staged is not None and self._staged[0] != caller:
@@ -124,17 +118,17 @@ class PathAnchor:
         return self.directory(path)
 
     def stage(self, path: Path) -> None:
-        """Like `see`, and what another thread or process sees next is meant from here, too."""
+        """As `see`; the next path that another thread or process sees counts from here, too."""
         self.see(path)
         self._staged = _caller(), _here()
 
     def directory(self, path: Path) -> Path:
-        """Returns the directory of `path`, absolute where that was seen."""
+        """Returns the directory of `path`, absolute if `see` has noted it."""
         return path if self._base is None or path != self._path else Path(self._base, path)
 
     @contextmanager
     def applied(self, owner: Any) -> Iterator[None]:
-        """Lets `owner.path` be the directory: stock's hooks then look where ours do."""
+        """Sets `owner.path` to the directory in the block: stock's hooks look where ours do."""
         given = owner.path
         owner.path = self.directory(Path(given))
         try:

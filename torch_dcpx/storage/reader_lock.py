@@ -1,8 +1,8 @@
-"""A reader of a checkpoint holds a shared lock; a removal takes the same lock alone, or waits.
+"""A reader of a checkpoint holds a shared lock; a removal needs the same lock alone.
 
 The lock is a file of its own, `.dcpx.readers`: a save into the directory need not wait for readers,
-which get the old checkpoint or the new one anyway. A reader that finds no such file, or may not
-open it, reads without a lock: what it loses to a deletion then is a typed error.
+which get the old checkpoint or the new one anyway. A reader that cannot open this file reads
+without a lock, and gets a typed error where a deletion takes its files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcpx.errors import ConcurrentSaveError
-from torch_dcpx.storage.directory import storage_error
+from torch_dcpx.storage.directory import storage_error, storage_errors
 from torch_dcpx.storage.names import READERS_NAME
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.save_lock import holders_of
@@ -31,20 +31,13 @@ _BUSY = frozenset({errno.EWOULDBLOCK, errno.EACCES})
 
 
 def make_readers_file(path: Path, *, dir_fd: int | None = None) -> None:
-    """Makes a checkpoint's lock file, so that readers who may not write find it.
+    """Makes a checkpoint's lock file, for readers who may not write.
 
-    Args:
-        path: of the checkpoint.
-        dir_fd: its directory, where a link must not be followed. Default None: what `path` names.
-
-    Raises:
-        StorageError: it cannot be made.
+    Args: as `being_deleted`. Raises: StorageError.
     """
     name = path / READERS_NAME
-    try:
+    with storage_errors("create", name):
         os.close(_made(name, dir_fd))
-    except OSError as error:
-        raise storage_error("create", name, error) from error
 
 
 def _made(name: Path, dir_fd: int | None) -> int:
@@ -55,12 +48,10 @@ def _made(name: Path, dir_fd: int | None) -> int:
 
 @contextmanager
 def being_read(path: AnyPath | None) -> Iterator[bool]:
-    """Keeps the checkpoint in `path` from deletion by a manager while the block runs.
+    """Keeps a manager from deleting the checkpoint in `path` while the block runs.
 
-    Never fails: where no lock can be had, a deletion meanwhile is an error of the read.
-
-    Yields:
-        False if a manager is deleting it at this moment.
+    Yields False if a manager is deleting it at this moment. Never fails: without a lock, a deletion
+    is an error of the read.
     """
     fd, is_left_alone = _shared(path)
     try:
@@ -71,17 +62,13 @@ def being_read(path: AnyPath | None) -> Iterator[bool]:
 
 
 class ReadersHold:
-    """The lock of `being_read` for a caller that may never come back.
-
-    It is held until `release`, the next `take`, or the end of the object. Not thread-safe.
-    """
+    """The lock of `being_read`, until `release`, the next `take`, or its end. Not thread-safe."""
 
     def __init__(self) -> None:
-        """Holds nothing yet."""
         self._finalizer: Any = None
 
     def take(self, path: AnyPath) -> None:
-        """Keeps the checkpoint in `path` from deletion, where there is a lock; never fails."""
+        """Locks the checkpoint in `path`, if it has a lock; never fails."""
         self.release()
         fd, _ = _shared(path)
         if fd >= 0:
@@ -103,7 +90,7 @@ def _give_back(fd: int, path: AnyPath, pid: int) -> None:
 
 
 def _shared(path: AnyPath | None) -> tuple[int, bool]:
-    """Returns the locked file, -1 where there is none, and False if somebody is deleting."""
+    """Returns the locked file, -1 if there is none, and False if a manager is deleting."""
     fd = -1
     try:
         if path is not None:
@@ -120,12 +107,11 @@ def being_deleted(path: Path, *, dir_fd: int | None = None) -> Iterator[None]:
     """Keeps readers from the checkpoint in `path` while the block runs.
 
     Args:
-        path: of the checkpoint.
-        dir_fd: its directory, where a link must not be followed. Default None: what `path` names.
+        dir_fd: its directory, if a link must not be followed. Default None: `path` names it.
 
     Raises:
         ConcurrentSaveError: somebody reads it.
-        StorageError: the lock file cannot be opened or locked.
+        StorageError: the lock file cannot be opened.
     """
     name = path / READERS_NAME
     try:

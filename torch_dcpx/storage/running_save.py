@@ -1,8 +1,7 @@
-"""Whether a save is still under way: asked by whoever wants its writer or its directory next.
+"""Whether a save is still under way, for the next save that wants its writer or its directory.
 
-DCP tells a writer nothing when a save fails on another rank: the collective raises inside
-`_save_state_dict`, and no hook is called any more. So nobody waits for a last call: the thread that
-made the save is asked whether it is still inside.
+DCP calls no hook of a writer when a save fails on another rank: the collective raises inside
+`_save_state_dict`. So we look at the stack of the thread that made the save: is it still inside?
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ from torch_dcpx.options import ProgressFunction
 _MAX_LOOKS = 1000
 _CHECK_S = 1.0
 
-_driving = threading.local()  # .begun: where saves of this thread are noted that somebody drives
+_driving = threading.local()  # .begun: the list of `driven` in this thread
 
 
 @contextmanager
 def driven() -> Iterator[list[RunningSave]]:
-    """Saves that begin in here are over when their driver ends them, whatever their threads do.
-
-    Yields:
-        A list that each of them is added to.
+    """Yields a list of the saves that begin in the block: these are over when they are ended,
+    whatever their threads do.
     """
     begun: list[RunningSave] = []
     before, _driving.begun = getattr(_driving, "begun", None), begun
@@ -53,19 +50,18 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 class RunningSave:
-    """One save, from its first hook on. Over when it was ended, when its thread has ended or has
-    left DCP, when its writer was collected, and in a forked child. Thread-safe.
+    """One save, from its first hook on. It is over when it was ended, when its thread has ended or
+    has left DCP, when its writer was collected, and in a forked child. Thread-safe.
 
-    A save that no DCP call makes (hooks called by hand) is also over when its own thread asks: it
-    cannot start the next one in the middle of this one. One that is begun in `driven` goes on in
-    other threads, and is over when it was ended.
+    A save without a DCP call (hooks called by hand) is also over for its own thread: that cannot
+    start the next one in the middle of this one. A save of `driven` goes on in other threads, and
+    is over when it was ended.
     """
 
     def __init__(self, writer: object) -> None:
-        # Each save has its own; "" on a follower that has not been told the coordinator's.
-        self.save_id = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex  # "" on a follower that does not know the coordinator's
         self.directory: Path | None = None  # where it saves to, once the writer knows
-        self.made: list[Path] = []  # directories that were missing, the outermost first
+        self.made: list[Path] = []  # directories that it made, the outermost first
         self.thread = threading.current_thread()
         begun = getattr(_driving, "begun", None)
         self.is_driven = begun is not None
@@ -75,11 +71,11 @@ class RunningSave:
         self._pid = os.getpid()
         self._is_ended = False
         self._is_stopped = False
-        # Asked while it writes, once a second: raises where another rank has ended the save.
+        # Called once a second while it writes: raises if another rank has ended the save.
         self.check: Callable[[], None] | None = None
         frames = list(_callers(sys._getframe(1)))
         self._outermost = frames[-1].f_code
-        # What DCP saves through: the writer, or one that passes its calls on to the writer.
+        # DCP saves through the writer, or through one that passes its calls on to the writer.
         plugins = [plugin for plugin in map(saved_through, frames) if plugin is not None]
         plugin = plugins[0] if plugins else writer
         try:
@@ -89,7 +85,7 @@ class RunningSave:
         self.depth = sum(other is self._plugin() for other in plugins)
 
     def end(self) -> None:
-        """Says that the save is over."""
+        """Ends the save."""
         self._is_ended = True
 
     def stop(self) -> None:
@@ -97,10 +93,9 @@ class RunningSave:
         self._is_stopped = True
 
     def watched(self, report: ProgressFunction | None) -> ProgressFunction | None:
-        """Returns `report`, or of a driven save what tells it and raises where it was stopped."""
+        """Returns `report`; of a driven save, one that also raises once it is stopped."""
         if not self.is_driven:
             return report
-
         next_check = time.monotonic() + _CHECK_S
 
         def tell(done_bytes: int, total_bytes: int) -> None:
@@ -136,7 +131,7 @@ class RunningSave:
         return self.is_under_way() and (self.is_driven or self._depth_now() > self.depth)
 
     def _depth_now(self) -> int:
-        """Returns how many saves through the plug-in the thread is inside of, one in another."""
+        """Returns how many nested saves through the plug-in the thread is inside of."""
         plugin = self._plugin()
         if plugin is None:
             return 0
@@ -144,15 +139,15 @@ class RunningSave:
             frames = list(_callers(sys._current_frames().get(self.thread.ident or 0)))
             if frames and frames[-1].f_code is self._outermost:
                 return sum(saved_through(frame) is plugin for frame in frames)
-            # Half a stack: it left a generator while it was looked at. Always another outermost
-            # frame: a thread of C++, which has returned from the call that the save was made in.
+            # The thread left a generator meanwhile: half a stack. Or it is a thread of C++, which
+            # has returned from the call that made the save: always another outermost frame.
         return 0
 
 
 class WriterUse:
     """Knows the save that uses a writer: one at a time. Thread-safe; belongs to one process.
 
-    A copy of a writer, pickled or not, starts with a use of its own.
+    A copy of a writer, pickled or not, has a use of its own.
     """
 
     def __init__(self) -> None:
@@ -160,39 +155,35 @@ class WriterUse:
         self._pid = os.getpid()
         self._running: RunningSave | None = None
         self._path = ""  # of the running save
-        # Where each thread's next save goes, and where the last thread that asked sent the writer.
-        self._targets: weakref.WeakKeyDictionary[threading.Thread, str] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._last_target = ""
+        self._targets = weakref.WeakKeyDictionary[threading.Thread, str]()  # of their next saves
+        self._last_target = ""  # by whatever thread
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WriterUse, ()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keeps other threads from sending the writer elsewhere, or from beginning a save."""
+        """Keeps other threads from `retarget` and `begin`."""
         if self._pid != os.getpid():  # forked, while another thread may have held it
             self._guard, self._pid = Guard(), os.getpid()
         with self._guard.held():
             yield
 
     def check(self) -> None:
-        """Raises ConcurrentSaveError when a save through the writer is under way."""
+        """Raises ConcurrentSaveError if a save through the writer is under way."""
         running = self._running
         if running is not None and running.is_under_way():
             raise self._in_use(running)
 
     def retarget(self, path: str) -> None:
-        """Notes that this thread's next save goes to `path`. REQUIRES: in `hold`."""
+        """Sets the path of this thread's next save. REQUIRES: in `hold`."""
         self._targets[threading.current_thread()] = self._last_target = path
 
     def begin(self, writer: object, path: str) -> RunningSave:
         """Starts a save of this thread to `path`. REQUIRES: in `hold`.
 
-        Raises:
-            ConcurrentSaveError: another save through the writer is under way, or another thread
-                has sent the writer to another directory since this one chose its own.
+        Raises ConcurrentSaveError if another save through the writer is under way, or if another
+        thread has set another path since this one did.
         """
         running = self._running
         if running is not None and running.is_under_way():

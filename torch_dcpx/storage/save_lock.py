@@ -1,12 +1,12 @@
 """One save at a time in a directory: flock on `.dcpx.lock`, held by the coordinator.
 
-The lock belongs to an open file description and dies with the process, however it ends. Within the
-process, a table keyed by (device, inode) says who holds it, so that the lock of a save that is over
-without a word to its writer (see running_save.py) is given back to whoever wants it next.
+The lock belongs to an open file description and dies with the process, however it ends. A table of
+the process, keyed by (device, inode), names its holder. So the next save can take the lock of a
+save that is over without a word to its writer (running_save.py).
 
-The file's content names the save that took the lock, and is emptied when a save has ended well.
-So the next one knows whether leftovers are to be expected (a save of this machine did not end) or
-must be left alone (one of another machine: it may be running, where locks do not reach that far).
+The file's record names the save that took the lock; a save that ends well empties it. So the next
+save knows whether it finds leftovers of a save of this machine, which did not end, or files of a
+save on another machine, which may be running where locks do not reach: those it leaves alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Literal
 
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
-from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.names import TRASH_PREFIX
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.system_calls import close_read, moved
@@ -42,7 +42,7 @@ _warned: set[int] = set()  # devices without locks that were named once
 
 
 def boot_id() -> str:
-    """Returns what tells this machine, since it was started, from others, or UNKNOWN_BOOT."""
+    """Returns an id of this machine and its last start, or UNKNOWN_BOOT."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -50,10 +50,9 @@ def boot_id() -> str:
 
 
 def holders_of(fd: int) -> str:
-    """Returns host and processes that hold a flock on a file, "host=... pid=...,...".
+    """Returns the processes that hold a flock on a file now, "host=... pid=...,...".
 
-    "" where the system does not tell: they are on other machines or in other containers, or there
-    is no /proc/locks. They are who has it now, whatever a record says.
+    Returns "" if they are on other machines or in other containers, or without /proc/locks.
     """
     try:
         status = os.fstat(fd)
@@ -77,16 +76,14 @@ class SaveLock:
     def __init__(
         self, directory: Directory, name: str, save: RunningSave, *, is_shared: bool = False
     ) -> None:
-        """Takes the lock at once or not at all.
+        """Takes the lock file `name` of a checkpoint directory, at once or not at all.
 
         Args:
-            directory: the checkpoint directory.
-            name: name of the lock file in it.
-            save: on whose behalf; when it is over, so is the lock's hold on this process.
+            save: that needs it; once it is over, another save of this process may take the lock.
             is_shared: LOCK_SH, for ranks that only exclude a global save.
 
         Raises:
-            ConcurrentSaveError: another process or thread is saving here; `owner` says who.
+            ConcurrentSaveError: another process or thread is saving here; `owner` names it.
             StorageError: the lock file cannot be opened, locked or read, or is no regular file.
         """
         self.path = directory.path / name
@@ -99,7 +96,7 @@ class SaveLock:
         except BaseException:
             close_read(self._fd, self.path)
             raise
-        # Whose save took this lock before and did not end, as far as its file says.
+        # Where a save that took this lock before did not end, by its record.
         self.left_by: Literal["nobody", "this machine", "another machine"] = "nobody"
         # Before the lock is taken: a signal's handler may raise at any line from here on.
         self._finalizer = weakref.finalize(
@@ -115,7 +112,7 @@ class SaveLock:
             raise
 
     def _open(self, directory: Directory, name: str) -> tuple[int, bool]:
-        """Returns a descriptor, and whether it may be written: another user may own the file."""
+        """Returns a descriptor, and whether it can be written: another user may own the file."""
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             return os.open(name, flags | os.O_RDWR | os.O_CREAT, 0o666, dir_fd=directory.fd), True
@@ -125,21 +122,15 @@ class SaveLock:
             raise storage_error("open lock", self.path, error) from error
         try:
             return os.open(name, flags | os.O_RDONLY, dir_fd=directory.fd), False
-        except FileNotFoundError:  # and may not be made: that is what somebody can mend
+        except FileNotFoundError:  # and may not be made: somebody can mend that
             raise storage_error("open lock", self.path, refusal) from refusal
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error
 
     def _check_file(self) -> _Key:
-        """Makes sure that the record is written to a file of this directory and to nothing else.
-
-        Returns:
-            What the file is entered under in the table.
-        """
-        try:
+        """Returns the file's key in the table. A record goes to a file of this directory only."""
+        with storage_errors("fstat", self.path, is_read=True):
             status = os.fstat(self._fd)
-        except OSError as error:
-            raise storage_error("fstat", self.path, error, is_read=True) from error
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(
                 f"lock '{self.path}': it is no regular file; somebody has put something else in "
@@ -158,7 +149,7 @@ class SaveLock:
         return status.st_dev, status.st_ino
 
     def _acquire(self, key: _Key) -> None:
-        """Takes the lock and enters it in the table under `key`, where there are locks."""
+        """Takes the lock and enters it in the table, if the file system has locks."""
         with _guard.held():
             for fd, entry in list(_held.get(key, {}).items()):
                 holder = entry()
@@ -169,10 +160,9 @@ class SaveLock:
                         _release(fd, key, self.path, os.getpid())
                 elif not (self._is_shared and holder._is_shared):
                     raise self._concurrent()
+            kind = fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX
             try:
-                fcntl.flock(
-                    self._fd, (fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
-                )
+                fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                     raise self._concurrent() from error
@@ -192,7 +182,7 @@ class SaveLock:
             self.is_held = True
 
     def _take_over_record(self) -> None:
-        """Reads who was here and writes who is: a full disk does not matter."""
+        """Reads the record and writes a new one; a write that fails is no more than a warning."""
         boot = f"boot={boot_id()}"
         left = self._record()
         # Other machines' lines stay until a save has ended well: one that fails knows no better.
@@ -212,11 +202,7 @@ class SaveLock:
             logger.warning("'%s' does not name its owner: %s", self.path, str(error))
 
     def _record(self) -> list[str]:
-        """Returns a line for each save that took the lock and has not ended, the last one first.
-
-        Raises:
-            StorageError: it cannot be read.
-        """
+        """Returns a line for each save that took the lock and did not end, the last save first."""
         try:
             record = os.pread(self._fd, _MAX_RECORD_BYTES, 0)
         except OSError as error:
@@ -245,7 +231,7 @@ class SaveLock:
         """Gives the lock back; safe to call twice.
 
         Args:
-            has_ended_well: the save is committed, and nothing of it is left to be removed.
+            has_ended_well: the save is committed and has left nothing to remove.
         """
         if has_ended_well and self._is_writable and not self._is_shared:
             self._empty_record()
@@ -270,8 +256,8 @@ class SaveLock:
 
 
 def _refuse_trash(directory: Directory) -> None:
-    """Raises ConcurrentSaveError if a manager has renamed a directory, since it was opened, to
-    remove it. Under the directory's lock, which the manager had at the rename.
+    """Raises ConcurrentSaveError if a manager has renamed the directory to remove it, since we
+    opened it. REQUIRES: its lock, which the manager held at the rename.
     """
     try:
         name = Path(f"/proc/self/fd/{directory.fd}").readlink().name
@@ -287,14 +273,14 @@ def _refuse_trash(directory: Directory) -> None:
 
 
 def _release(fd: int, key: _Key, path: Path, pid: int) -> None:
-    """Gives a lock of process `pid` back. Where a signal's handler raises in the middle, either the
-    table still has it, and its owner or whoever wants it next goes on here, or only its file is
-    left to be closed.
+    """Gives a lock of process `pid` back. If a signal's handler raises in the middle, either the
+    table still has the lock, and its owner or the next save calls this again, or only the file is
+    left open.
     """
     with _guard.held():
         try:
-            # Closing is not enough: a process that was forked from C++ may share the lock. And a
-            # child that was forked while it was taken must not take it from its parent.
+            # A process that was forked from C++ may share the lock: closing is not enough. A child
+            # that was forked while it was taken must not take it from its parent.
             if pid == os.getpid():
                 fcntl.flock(fd, fcntl.LOCK_UN)
         except OSError as error:

@@ -22,9 +22,6 @@ def uninterrupted(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -
     """Returns what `call` returns, made again while a signal interrupts it.
 
     A handler that raises ends it: Python runs handlers before the next attempt.
-
-    Raises:
-        OSError: as `call`, but no InterruptedError.
     """
     while True:
         try:
@@ -34,10 +31,8 @@ def uninterrupted(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -
 
 
 def moved(nbytes: int) -> int:
-    """Returns what a write of some bytes has moved.
-
-    Raises:
-        OSError: nothing, as a file system in user space may answer: it would for ever.
+    """Returns the bytes that a write moved. Raises OSError for none: a file system in user space
+    might answer so for ever.
     """
     if nbytes == 0:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -45,17 +40,17 @@ def moved(nbytes: int) -> int:
 
 
 def close_written(fd: int) -> None:
-    """Closes a descriptor that was written through. Raises: OSError: what was written is lost."""
+    """Closes a descriptor of a written file. Raises OSError: the bytes are lost."""
     try:
         os.close(fd)
     except InterruptedError:
-        return  # the descriptor is gone on Linux; what a write lost, fsync has reported
+        return  # Linux has closed it; fsync has reported lost writes
 
 
 def close_read(fd: int, path: str | os.PathLike[str]) -> None:
     """Closes a descriptor through which nothing was written, so that nothing can be lost.
 
-    An error is logged: it says nothing of the call that is ending well, or badly by another error.
+    Logs an error, which does not concern the call that is ending.
     """
     try:
         os.close(fd)
