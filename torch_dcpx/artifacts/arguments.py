@@ -60,11 +60,8 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
     if isinstance(source, (nn.Module, Mapping)):
         return LiveSource(source)
     if not isinstance(source, (str, os.PathLike)):
-        raise OptionError(
-            f"source must be a path, a module or a state dict, got {type(source).__name__}",
-            option="source",
-            value=source,
-        )
+        wrong = f"source must be a path, a module or a state dict, got {type(source).__name__}"
+        raise OptionError(wrong, option="source", value=source)
     return StoredSource(source, options)
 
 
@@ -281,11 +278,9 @@ def assigned(
 def _check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
     """Raises CorruptionError unless the boxes hold each element once."""
     for _, offence, first, second, point in untiled([(tensor.sizes, boxes)]):
-        what = (
-            f"no rank and no chunk holds element {list(point)}"
-            if offence == "hole"
-            else f"{offence} of boxes {first} and {second}"
-        )
+        what = f"{offence} of boxes {first} and {second}"
+        if offence == "hole":
+            what = f"no rank and no chunk holds element {list(point)}"
         raise CorruptionError(
             f"'{tensor.name}' of sizes {list(tensor.sizes)} cannot be exported: {what}",
             fqn=tensor.name,

@@ -36,14 +36,18 @@ class HandedState:
     Methods take `missing`, the flattened names that the load leaves as they are.
     """
 
-    def __init__(self, module: nn.Module, state: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, state: dict[str, Any], *, is_strict: bool) -> None:
         """Finds the copies in `state`, a fresh `module.state_dict()`.
+
+        Args:
+            is_strict: `strict` of `load_state_dict`, where it gets the whole state.
 
         Raises:
             UnsupportedError: copies of tensors on meta, which have no bytes to fill.
         """
         self._module = module
         self._state = state
+        self._is_strict = is_strict
         memory = _memory_of(module)
         self.copies = {name: one for name, one in state.items() if not _is_memory(one, memory)}
         on_meta = [
@@ -69,18 +73,15 @@ class HandedState:
                 refuse_expanded(name, tensor)
         return any(name in self.copies or _is_extra(name) for name in loaded)
 
-    def hand_over(self, missing: Collection[str], *, strict: bool) -> None:
+    def hand_over(self, missing: Collection[str]) -> None:
         """Gives the module the loaded values, or its extra states alone if no value is a copy.
-
-        Args:
-            strict: of `load_state_dict`, unless it gets less than the whole state.
 
         Raises: as `load_state_dict`.
         """
         loaded = self._loaded(missing)
         extras = {name: value for name, value in loaded.items() if _is_extra(name)}
         given = extras if extras and not self._copied(loaded) else loaded
-        is_strict = strict and len(given) == len(self._state)
+        is_strict = self._is_strict and len(given) == len(self._state)
         self._module.load_state_dict(given, strict=is_strict)
 
     def check(self, missing: Collection[str]) -> None:

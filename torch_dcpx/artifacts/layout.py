@@ -69,11 +69,8 @@ class Layout(NamedTuple):
 def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_bytes: int) -> Layout:
     """Returns the files of safetensors, shards named as by Hugging Face.
 
-    Args:
-        tensors: in the order in which they fill the files.
-        stem: begins the names of files.
-        max_shard_bytes: of tensors in a file; a larger one has a file of its own. Nor has a file
-            more tensors than our readers take.
+    Tensors fill the files in order. A file holds `max_shard_bytes` of them, or one larger tensor,
+    and no more tensors than our readers take.
 
     Raises:
         UnsupportedError: a header is longer than readers take.

@@ -27,7 +27,6 @@ from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.ranks.call_id import CallId, last_component
-from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.reports import LoadReport
@@ -89,14 +88,14 @@ def load_pretrained(
         # `state_dict` may be collective: before any error of one rank alone.
         twins = weights.materialise()
         target.update(model.state_dict())
-        run.handed = handed = HandedState(model, target)
+        run.handed = handed = HandedState(model, target, is_strict=strict)
         twins = {n: group for n, group in twins.items() if handed.copies.keys().isdisjoint(group)}
         rules = LoadRules.of(strict, allow_missing, cast)
         rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
-        names, planner = checked_map(key_map) or KeyMap(), DcpxLoadPlanner()
-        reader, is_handed = PretrainedReader(path, options=own_options), handed.is_needed
+        names = checked_map(key_map) or KeyMap()
+        reader, planner = PretrainedReader(path, options=own_options), DcpxLoadPlanner()
         return RankLoad(
-            reader, planner, rules, names, is_model=True, twins=twins, is_handed=is_handed
+            reader, planner, rules, names, is_model=True, twins=twins, is_handed=handed.is_needed
         )
 
     call = CallId("load_pretrained", last_component(path))
@@ -109,7 +108,7 @@ def load_pretrained(
             exchange.agree_on(strict=strict, cast=cast, node_local=own_options.node_local)
             if own_options.node_local:
                 exchange.leave_out_target()
-            run = _PretrainedRun(exchange, target, began, is_strict=strict)
+            run = _PretrainedRun(exchange, target, began)
             with being_read(path):
                 error = run.run(prepared)
         report = run.ended(error)
@@ -131,18 +130,12 @@ class _PretrainedRun(LoadRun):
 
     handed: HandedState
 
-    def __init__(
-        self, exchange: Exchange, target: dict[str, Any], began: float, *, is_strict: bool
-    ) -> None:
-        super().__init__(exchange, target, began)
-        self._is_strict = is_strict
-
     def _apply_parts(self) -> Sequence[Callable[[], None]]:
         missing = frozenset(self.own.differences.missing)
 
         def hand_over() -> None:
             self._apply_own()
-            self.handed.hand_over(missing, strict=self._is_strict)
+            self.handed.hand_over(missing)
 
         # Two steps: `state_dict` may be collective, so all ranks call it or none does.
         return hand_over, lambda: self.handed.check(missing)

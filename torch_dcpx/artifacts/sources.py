@@ -63,11 +63,7 @@ class Offer(NamedTuple):
 def selected(
     entries: Mapping[str, Entry], part: str, keys: Iterable[str] | None
 ) -> tuple[dict[str, Entry], str]:
-    """Returns the chosen entries, and the prefix that their names lose.
-
-    Raises:
-        PlanError: a glob matches nothing.
-    """
+    """Returns the chosen entries, and the prefix that their names lose. Raises: PlanError."""
     if keys is None:
         return {name: one for name, one in entries.items() if name.startswith(part)}, part
     chosen: dict[str, Entry] = {}
@@ -101,11 +97,7 @@ class LiveSource:
         self._tensors: Sequence[ExportTensor] = ()
 
     def entries(self) -> tuple[dict[str, Entry], str]:
-        """Returns this rank's names, and the prefix of the model's.
-
-        Raises:
-            UnsupportedError: a nested tensor without sizes.
-        """
+        """Returns this rank's names, and the prefix of the model's. Raises: UnsupportedError."""
         found = {}
         for name, value in self.state.items():
             refuse_nested(name, value)
@@ -247,9 +239,7 @@ class StoredSource:
     def shares(self, rank: int, ranks: int, piece_bytes: int) -> list[tuple[int, Box]]:
         """Returns the boxes that begin in this rank's share of all bytes.
 
-        Args:
-            rank, ranks: this one, of how many.
-            piece_bytes: of a box at most; the same on all ranks, so that each box is one rank's.
+        All ranks must give one `piece_bytes`, the bound of a box, so that each box is one rank's.
         """
         total, begin = sum(tensor.nbytes for tensor in self._tensors), 0
         own = []

@@ -62,9 +62,9 @@ class _Tensor:
             raise UnsupportedError(f"'{tensor.name}' is {tensor.dtype}, which this torch lacks")
         is_typed = not framing_of(dtype)[2]
         count = tensor.nbytes // tensor.itemsize if is_typed else tensor.nbytes
-        storage, strides = _Storage(str(key), dtype, count), file_view(tensor).stride()
+        storage = _Storage(str(key), dtype, count)
         hooks: Any = collections.OrderedDict()
-        arguments = (storage, 0, tensor.sizes, strides, False, hooks)
+        arguments = (storage, 0, tensor.sizes, file_view(tensor).stride(), False, hooks)
         self._reduced: tuple[Any, ...] = (torch._utils._rebuild_tensor_v2, arguments)
         if not is_typed:
             self._reduced = (torch._utils._rebuild_tensor_v3, (*arguments, dtype))
@@ -97,13 +97,7 @@ def check_objects(objects: Mapping[str, Any]) -> None:
 def torch_layout(
     tensors: Sequence[ExportTensor], objects: Mapping[str, Any], name: str
 ) -> tuple[Layout, list[_Record]]:
-    """Returns the one file, and its records.
-
-    Args:
-        tensors: payloads, in the order of the records.
-        objects: plain values by name.
-        name: of the file.
-    """
+    """Returns the file `name`, with payloads in the order of `tensors`, and its records."""
     state: dict[str, Any] = {}
     for number, tensor in enumerate(tensors):
         stub = _Tensor(tensor, number)
@@ -129,12 +123,7 @@ def torch_layout(
 
 
 def torch_patches(records: Sequence[_Record], crcs: Sequence[int]) -> list[tuple[int, int, bytes]]:
-    """Returns the bytes around the payloads: (file, offset, bytes).
-
-    Args:
-        records: of `torch_layout`.
-        crcs: of the payloads, in their order.
-    """
+    """Returns the bytes around the payloads, which have `crcs`: (file, offset, bytes)."""
     left = iter(crcs)
     all_crcs = [next(left) if one.data is None else _C.crc32(one.data) for one in records]
     patches = []
