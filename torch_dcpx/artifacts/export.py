@@ -94,8 +94,8 @@ def export(
 ) -> ExportReport:
     """Writes the tensors of `source` as one artifact, which other libraries open.
 
-    All ranks of the group make the same call, but for their shards; it is compared before a file is
-    made. Each rank writes its own part straight into the files. It never holds more than
+    All ranks of the group make the same call, but for their shards, and compare it before they make
+    a file. Each writes its own part straight into the files, and never holds more than
     `options.host_memory_bytes` of other ranks' bytes, or of copies.
 
     Args:
@@ -117,7 +117,7 @@ def export(
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
         options: durability, host_memory_bytes, workers, slot_bytes, direct_io and save_timeout_s
-            of `WriteOptions`. Ranks agree on the durability; others may differ.
+            of `WriteOptions`. Ranks must agree on the durability alone.
 
     Returns:
         The report of this rank.
@@ -310,7 +310,7 @@ class _Export:
         bare = layout._replace(files=tuple(file._replace(head=b"") for file in layout.files))
         orders = []
         for rank in range(len(of_ranks)):
-            own = () if is_shared else tuple(box for box in boxes[rank] if numbers[box[0]] >= 0)
+            own = () if is_shared else tuple(boxes[rank])
             seen = bare if rank else layout  # the coordinator alone writes heads
             orders.append(_Order(files.export_id, seen, kept, numbers, own, piece_bytes))
         return orders

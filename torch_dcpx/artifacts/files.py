@@ -39,7 +39,7 @@ _ID_DIGITS = 12
 
 
 def _machine() -> str:
-    """Returns an id of this machine since it started."""
+    """Returns an id of this machine, from its last start on."""
     return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
 
 
@@ -50,8 +50,8 @@ def temporary_name(name: str, export_id: str) -> str:
 
 def slots_within(options: WriteOptions, memory_bytes: int, least_bytes: int) -> tuple[int, int]:
     """Returns (workers, bytes of a slot) for a budget; a slot has `least_bytes` in any case."""
-    unit = _SLOT_UNIT
-    slot_bytes = max(least_bytes, min(options.slot_bytes, memory_bytes // unit * unit))
+    most_bytes = memory_bytes // _SLOT_UNIT * _SLOT_UNIT
+    slot_bytes = max(least_bytes, min(options.slot_bytes, most_bytes))
     return max(1, min(options.resolved_workers(), memory_bytes // slot_bytes)), slot_bytes
 
 
@@ -261,7 +261,7 @@ class ArtifactFiles:
                 if temporary.fullmatch(name) and self.directory.is_regular(name):
                     self._remove(name)
         except StorageError as error:
-            logger.warning("what killed exports left behind is not all removed: %s", error)
+            logger.warning("not all files of killed exports are removed: %s", error)
 
     def _remove(self, name: str) -> None:
         try:

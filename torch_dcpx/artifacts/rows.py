@@ -201,7 +201,7 @@ class BackgroundRows:
         self._under_way: Future[None] | None = None
         self._writing = threading.Lock()  # the thread's, for a batch
         self._is_over = False
-        self._written: list[torch.Tensor] = []  # copies of what is under way
+        self._written: list[torch.Tensor] = []  # copies of the batch under way
         self._filled: list[tuple[torch.Tensor, torch.Tensor, Target]] = []
 
     def __enter__(self) -> BackgroundRows:

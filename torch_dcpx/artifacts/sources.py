@@ -161,7 +161,7 @@ class LiveSource:
             yield tuple(chunk.offsets), local
 
 
-# ---- What is stored ------------------------------------------------------------------------------
+# ---- Stored sources ------------------------------------------------------------------------------
 
 
 _LEAST_SLOT_BYTES = 256 << 10  # of ReadOptions
@@ -193,13 +193,13 @@ class StoredSource:
 
     def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:
         self._path = path
-        self.name = absolute(path)  # as ranks compare it
         part_bytes = options.resolved_memory_bytes() // _PARTS
         self.piece_bytes = max(1, min(_MOST_PIECE_BYTES, part_bytes))
         self.reader = PretrainedReader(path, options=_read_options(options))
         self.metadata = self.reader.read_metadata()
         self.generation = self.reader.generation  # the save whose metadata this rank has read
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+        self.name = absolute(path)  # as ranks compare it
         self._tensors: Sequence[ExportTensor] = ()
         self._mapped: Mapping[str, MappedTensor] = {}
 

@@ -100,10 +100,8 @@ def torch_layout(
     """Returns the file `name`, with payloads in the order of `tensors`, and its records."""
     state: dict[str, Any] = {}
     for number, tensor in enumerate(tensors):
-        stub = _Tensor(tensor, number)
-        for one in (tensor.name, *tensor.aliases):
-            state[one] = stub
-    state.update(objects)
+        state |= dict.fromkeys((tensor.name, *tensor.aliases), _Tensor(tensor, number))
+    state |= objects
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(state)
     records: list[_Record] = []

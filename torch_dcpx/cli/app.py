@@ -63,15 +63,13 @@ def verify(path: Path, workers: int | None, as_json: bool) -> int:
 
 @app.command()
 @click.argument("path", type=_PATH)
-@click.option("--dry-run", is_flag=True, help="say what would be done, write nothing")
-@click.option(
-    "--accept-assumptions", is_flag=True, help="write what the files prove only with assumptions"
-)
+@click.option("--dry-run", is_flag=True, help="print the report, write nothing")
+@click.option("--accept-assumptions", is_flag=True, help="write metadata that needs assumptions")
 @click.option("--file", "files", multiple=True, help="a data file of the save (each of them)")
 @click.option(
     "--rank-local/--all-ranks",
     default=None,
-    help="make each rank's own metadata, or that of all ranks; by default what is there says which",
+    help="make each rank's own metadata, or that of all ranks; default: as the files show",
 )
 @command
 def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | None) -> int:
