@@ -242,7 +242,7 @@ def test_checkpoint_that_is_replaced_while_ranks_plan_is_refused(tmp_path: Path)
     for state in (TWO, OTHER):
         dcpx.save(dict(state), tmp_path)
         source = StoredSource(tmp_path, WriteOptions())
-        offers.append(Names(*source.entries(), source.generation(), call))
+        offers.append(Names(*source.entries(), source.generation, call))
     with pytest.raises(dcpx.StorageError, match="was replaced"):
         agreed_names(offers)
     agreed_names(offers[:1] * 2)

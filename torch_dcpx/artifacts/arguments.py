@@ -1,7 +1,4 @@
-"""The arguments of an export, checked, and the plan that the coordinator makes of them.
-
-The plan says which tensors the artifact has, and which rank writes which box of them.
-"""
+"""Checks the arguments of an export, and plans it: its tensors, and the boxes of each rank."""
 
 from __future__ import annotations
 
@@ -15,28 +12,28 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torch_dcpx.artifacts.layout import ExportTensor, is_held, is_name, is_quantized
+from torch_dcpx.artifacts.layout import ExportTensor, is_name, is_quantized
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_globs, told_rules
-from torch_dcpx.errors import CorruptionError, OptionError, PlanError, UnsupportedError
+from torch_dcpx.errors import CorruptionError, OptionError, PlanError, UnsupportedError, must_be
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.reader.safetensors_header import DTYPE_CODES
 from torch_dcpx.storage.paths import absolute, checked_path
 from torch_dcpx.tensors.tiling import untiled
 
-_UNITS = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30,
-}  # fmt: skip
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _STEMS = {"safetensors": "model", "torch": "pytorch_model.bin"}  # where the path names no file
 _PLACES = ("path", "source")  # arguments that are paths
+_MAX_SHOWN = 10  # names in an error
 _SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
 
 
 class ExportArguments(NamedTuple):
-    """Arguments that were checked."""
+    """The checked arguments of an export."""
 
     directory: Path
     stem: str
@@ -59,40 +56,24 @@ class ExportArguments(NamedTuple):
 
 
 def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
-    """Returns where the bytes come from. Raises: OptionError, and what a load raises."""
+    """Returns the source of the bytes. Raises: OptionError, and as a load."""
     if isinstance(source, (nn.Module, Mapping)):
         return LiveSource(source)
     if not isinstance(source, (str, os.PathLike)):
-        raise OptionError(
-            f"source must be a path, a module or a state dict, got {type(source).__name__}",
-            option="source",
-            value=source,
-        )
+        wrong = f"source must be a path, a module or a state dict, got {type(source).__name__}"
+        raise OptionError(wrong, option="source", value=source)
     return StoredSource(source, options)
 
 
-def told_source(source: Any) -> str:
-    """Returns the text of a source that ranks compare: that it is in memory, or its path."""
-    is_live = isinstance(source, (nn.Module, Mapping))
-    return "a module or state dict" if is_live else absolute(source)
-
-
 def check_same_export(calls: Sequence[Call]) -> None:
-    """Compares the exports that ranks ask for; links may give one place several names.
-
-    Args:
-        calls: by rank.
-
-    Raises:
-        PlanError: ranks ask for different exports; it names them, and how.
-    """
+    """Raises PlanError unless all ranks, in order, make one call; links may rename its paths."""
     first = calls[0].arguments
     same = [Call(call.name, {**call.arguments, **_same_places(call, first)}) for call in calls]
     check_same_call(same, "torch_dcpx")
 
 
 def _same_places(call: Call, first: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the paths of rank 0 which this rank has by other names."""
+    """Returns the paths of rank 0 that this rank names otherwise."""
     return {
         name: first[name]
         for name in _PLACES
@@ -110,21 +91,17 @@ def checked_arguments(
     key_map: KeyMap | None,
     max_shard_bytes: int | str,
 ) -> ExportArguments:
-    """Returns what the arguments say. Raises: OptionError for one that cannot work."""
+    """Returns the checked arguments. Raises: OptionError for one that cannot work."""
     if file_format not in ("safetensors", "torch"):
-        raise OptionError(
-            f"format must be 'safetensors' or 'torch', got {file_format!r}",
-            option="format",
-            value=file_format,
-        )
+        raise must_be("format", file_format, "'safetensors' or 'torch'")
     is_torch = file_format == "torch"
     globs = None
     if keys is not None:
-        globs = tuple(keys) if not isinstance(keys, str) else (keys,)
+        globs = (keys,) if isinstance(keys, str) else tuple(keys)
         if not all(isinstance(glob, str) for glob in globs):
-            raise OptionError(f"keys must be globs, got {keys!r}", option="keys", value=keys)
+            raise must_be("keys", keys, "globs")
     if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
-        raise OptionError(f"path must be a path, got {path!r}", option="path", value=path)
+        raise must_be("path", path, "a path")
     checked_path(path, "")
     directory, stem = Path(path), _STEMS[file_format]
     if is_torch and directory.suffix in _TORCH_SUFFIXES:
@@ -138,10 +115,8 @@ def checked_arguments(
             option="path",
             value=path,
         )
-    limit = _shard_bytes(max_shard_bytes)
-    return ExportArguments(
-        directory, stem, globs, checked_map(key_map) or KeyMap(), limit, is_torch
-    )
+    limit, names = _shard_bytes(max_shard_bytes), checked_map(key_map) or KeyMap()
+    return ExportArguments(directory, stem, globs, names, limit, is_torch)
 
 
 def _shard_bytes(value: int | str) -> int:
@@ -149,18 +124,11 @@ def _shard_bytes(value: int | str) -> int:
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
     number = int(found[1]) * unit if found else value
     if type(number) is not int or number < 1:
-        raise OptionError(
-            f"max_shard_bytes must be bytes, or a text such as '5GB', got {value!r}",
-            option="max_shard_bytes",
-            value=value,
-        )
+        raise must_be("max_shard_bytes", value, "bytes, or a text such as '5GB'")
     return number
 
 
 # ---- The coordinator's plan ----------------------------------------------------------------------
-
-
-_MAX_SHOWN = 10
 
 
 class RankPart(NamedTuple):
@@ -168,12 +136,12 @@ class RankPart(NamedTuple):
 
     offers: list[Offer]  # of each tensor
     objects: dict[str, Any]  # by name, of a torch archive
-    piece_bytes: int  # the most that it reads at once of what is stored
-    renamed: bytes  # a digest of what functions made of the names; b"" without functions
+    piece_bytes: int  # the most that it reads at once of a stored source
+    renamed: bytes  # a digest of the names that functions made; b"" without functions
 
 
 def united(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
-    """Returns the names of all ranks. Raises: PlanError where ranks contradict each other."""
+    """Returns the names of all ranks. Raises: PlanError if ranks contradict each other."""
     entries: dict[str, Entry] = {}
     for rank, own in enumerate(of_ranks):
         for name, entry in own.items():
@@ -187,16 +155,17 @@ def united(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
 
 
 def tensors_of(
-    entries: Mapping[str, Entry], part: str, key_map: KeyMap, *, is_safetensors: bool
+    entries: Mapping[str, Entry], part: str, arguments: ExportArguments
 ) -> tuple[list[ExportTensor], dict[str, MappedTensor], list[str]]:
-    """Returns the artifact's tensors, the stored pieces of each, and the names of objects.
+    """Returns the artifact's tensors, the source's pieces of each, and the names of objects.
 
     Raises:
-        UnsupportedError: dtypes or names that the format cannot hold, with all of them.
-        PlanError: the map does not fit.
+        UnsupportedError: the format cannot hold names, dtypes, or objects that `keys` chose.
+        PlanError: the map does not fit, or the artifact would be empty.
     """
-    mapped = key_map.resolve({name: entry.sizes for name, entry in entries.items()}, part=part)
-    tensors, objects, refused = [], [], []
+    sizes = {name: entry.sizes for name, entry in entries.items()}
+    mapped = arguments.key_map.resolve(sizes, part=part)
+    tensors, objects = [], []
     for name, entry in mapped.items():
         if entry.sizes is None:
             objects.append(name)
@@ -204,37 +173,54 @@ def tensors_of(
         dtypes = {str(entries[source].dtype) for source in entry.sources}
         if len(dtypes) > 1:
             raise PlanError(f"'{name}' is merged of dtypes {sorted(dtypes)}", fqn=name)
-        dtype = dtypes.pop()
-        if is_quantized(dtype) or (is_safetensors and not is_held(dtype)):
-            refused.append(f"'{name}' ({dtype})")
-        tensors.append(ExportTensor(name, dtype, entry.sizes))
-    unheld = [repr(one.name) for one in tensors if is_safetensors and not is_name(one.name)]
-    if unheld:
+        tensors.append(ExportTensor(name, dtypes.pop(), entry.sizes))
+    _check_held(tensors, objects, arguments)
+    return tensors, mapped, objects
+
+
+def _check_held(
+    tensors: Sequence[ExportTensor], objects: Sequence[str], arguments: ExportArguments
+) -> None:
+    is_torch = arguments.is_torch
+    names = [repr(one.name) for one in tensors if not is_torch and not is_name(one.name)]
+    if names:
         raise UnsupportedError(
-            f"safetensors cannot hold {len(unheld)} names: {_listed(unheld)}; rename them by "
-            "key_map"
+            f"safetensors cannot hold {len(names)} names: {_listed(names)}; rename them by key_map"
         )
+    refused = [
+        f"'{one.name}' ({one.dtype})"
+        for one in tensors
+        if is_quantized(one.dtype) or (not is_torch and one.dtype not in DTYPE_CODES)
+    ]
     if refused:
         has_quantized = any(is_quantized(tensor.dtype) for tensor in tensors)
         raise UnsupportedError(
-            f"{'safetensors' if is_safetensors else 'a torch archive'} cannot hold {len(refused)} "
+            f"{'a torch archive' if is_torch else 'safetensors'} cannot hold {len(refused)} "
             f"tensors: {_listed(refused)}; leave them out by keys, or "
             + ("export what dequantize() gives" if has_quantized else "use format='torch'")
         )
-    return tensors, mapped, objects
+    if objects and arguments.keys is not None and not is_torch:
+        shown = _listed([repr(name) for name in objects])
+        raise UnsupportedError(f"safetensors cannot hold {len(objects)} objects: {shown}")
+    if not tensors and not (is_torch and objects):
+        skipped = f", but {len(objects)} objects, which safetensors cannot hold" if objects else ""
+        raise PlanError(
+            f"export: there is no tensor to export{skipped}; nothing was written; keys= names "
+            "what to export"
+        )
 
 
 def renamed_digest(
     mapped: Mapping[str, MappedTensor], tensors: Sequence[ExportTensor], objects: Sequence[str]
 ) -> bytes:
-    """Returns a digest of the artifact's names, and of what each is made; equal where these are."""
+    """Returns a digest of the artifact's names and of the pieces of each."""
     names = [*(tensor.name for tensor in tensors), *objects]
     text = repr([(name, mapped[name]) for name in names])
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def check_same_tensors(tensors: Sequence[ExportTensor], parts: Sequence[RankPart]) -> None:
-    """Raises PlanError unless the offers of all ranks are of these tensors, each of its own."""
+    """Raises PlanError unless all ranks offer these tensors, made of the same pieces."""
     names = [tensor.name for tensor in tensors]
     for rank, part in enumerate(parts):
         offered = [offer.name for offer in part.offers]
@@ -258,26 +244,22 @@ def check_same_tensors(tensors: Sequence[ExportTensor], parts: Sequence[RankPart
 def tied(
     tensors: Sequence[ExportTensor], of_ranks: Sequence[Sequence[Offer]]
 ) -> list[ExportTensor]:
-    """Returns the tensors; the first of several names of one memory has the others as aliases.
+    """Returns the tensors: of those with one memory, the first has the others as aliases.
 
-    A tensor that is an alias keeps its place in the list, and has no aliases itself.
+    An alias keeps its place in the list.
     """
-    first: dict[str, str] = {}
+    aliases: dict[str | None, list[str]] = {}
     for number, tensor in enumerate(tensors):
         twins = {offers[number].twin for offers in of_ranks} - {None}
-        if len(twins) == 1:
-            first[tensor.name] = str(twins.pop())
-    aliases: dict[str, list[str]] = {}
-    for name, twin in first.items():
-        if name != twin:
-            aliases.setdefault(twin, []).append(name)
+        if len(twins) == 1 and tensor.name not in twins:
+            aliases.setdefault(twins.pop(), []).append(tensor.name)
     return [tensor._replace(aliases=tuple(aliases.get(tensor.name, ()))) for tensor in tensors]
 
 
 def assigned(
     tensors: Sequence[ExportTensor], of_ranks: Sequence[Sequence[Offer]]
 ) -> list[list[tuple[int, Box]]]:
-    """Returns by rank the boxes that it writes: each once, by the rank with the least to do."""
+    """Returns the boxes of each rank: the rank with the least to write takes the next box."""
     ranks: list[list[tuple[int, Box]]] = [[] for _ in of_ranks]
     loads = [0] * len(of_ranks)
     for number, tensor in enumerate(tensors):
@@ -296,34 +278,13 @@ def assigned(
 def _check_whole(tensor: ExportTensor, boxes: Sequence[Box]) -> None:
     """Raises CorruptionError unless the boxes hold each element once."""
     for _, offence, first, second, point in untiled([(tensor.sizes, boxes)]):
-        what = (
-            f"no rank and no chunk holds element {list(point)}"
-            if offence == "hole"
-            else f"{offence} of boxes {first} and {second}"
-        )
+        what = f"{offence} of boxes {first} and {second}"
+        if offence == "hole":
+            what = f"no rank and no chunk holds element {list(point)}"
         raise CorruptionError(
             f"'{tensor.name}' of sizes {list(tensor.sizes)} cannot be exported: {what}",
             fqn=tensor.name,
         )
-
-
-def refuse_nothing(
-    tensors: Sequence[ExportTensor], objects: Sequence[str], *, is_torch: bool
-) -> None:
-    """Raises PlanError where an artifact would hold nothing."""
-    if not tensors and not (is_torch and objects):
-        skipped = f", but {len(objects)} objects, which safetensors cannot hold" if objects else ""
-        raise PlanError(
-            f"export: there is no tensor to export{skipped}; nothing was written; keys= names "
-            "what to export"
-        )
-
-
-def refuse_objects(names: Sequence[str]) -> None:
-    """Raises UnsupportedError for objects that were asked for by name."""
-    if names:
-        shown = _listed([repr(name) for name in names])
-        raise UnsupportedError(f"safetensors cannot hold {len(names)} objects: {shown}")
 
 
 def _listed(texts: Sequence[str]) -> str:

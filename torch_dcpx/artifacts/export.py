@@ -1,9 +1,9 @@
 """`dcpx.export`: one artifact for inference, written by all ranks at once.
 
-1. Each rank: the names that it sees. All: the same list, and what the key map makes of it.
-2. Each rank: the boxes that it holds. Coordinator: who writes which, the layout, empty files.
-3. Each rank writes its boxes to their places, and syncs. Nothing is sent to another rank.
-4. Coordinator: heads, sizes, the last rename (`files`).
+1. Each rank sends its names. All ranks get the union, and apply the key map to it.
+2. Each rank sends its boxes. The coordinator assigns them, makes the layout and empty files.
+3. Each rank writes its boxes to their places, and syncs. No rank sends another one bytes.
+4. The coordinator writes heads, checks sizes, and does the last rename (`files`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ from torch_dcpx.artifacts.arguments import (
     check_same_export,
     check_same_tensors,
     checked_arguments,
-    refuse_nothing,
-    refuse_objects,
     renamed_digest,
     source_of,
     tensors_of,
     tied,
-    told_source,
     united,
 )
 from torch_dcpx.artifacts.files import ArtifactFiles, open_job, temporary_name
@@ -64,9 +61,9 @@ class ExportReport:
         tensors: number of tensors in it.
         nbytes: size of all files.
         aliases: (name, name that has its bytes): tied weights, kept once.
-        skipped: names of objects that were not asked for by name, and are not in it.
+        skipped: names of objects that safetensors cannot hold and `keys` did not name.
         written_bytes: by this rank.
-        in_place_bytes: of these, from where they lay, with no copy.
+        in_place_bytes: of these, without a copy.
         plan_s, write_s, total_s: up to the first byte; this rank's writing and syncing; all.
     """
 
@@ -97,42 +94,42 @@ def export(
 ) -> ExportReport:
     """Writes the tensors of `source` as one artifact, which other libraries open.
 
-    Every rank of the group calls it with the same arguments, but for its shards: they are compared
-    before a file is made. Each writes its own part straight into the files; no rank ever holds more
-    than `options.host_memory_bytes` of the others' bytes, or of copies.
+    All ranks of the group make the same call, but for their shards, and compare it before they make
+    a file. Each writes its own part straight into the files, and never holds more than
+    `options.host_memory_bytes` of other ranks' bytes, or of copies.
 
     Args:
-        source: a checkpoint of torch-dcpx or stock DCP, or safetensors, by path; or a module or
+        source: path of a checkpoint of torch-dcpx or stock DCP, or of safetensors; or a module or
             state dict, whose tensors may be sharded (DTensor).
-        path: directory, or the file in it (`*.safetensors`; `*.bin`, `*.pt`, `*.pth`); directories
-            are made where they are not there.
+        path: directory, or the file in it (`*.safetensors`; `*.bin`, `*.pt`, `*.pth`). Missing
+            directories are made.
         format: "safetensors" (default): `model.safetensors`, or `model-00001-of-00002.safetensors`
-            and so on with `model.safetensors.index.json`, as Hugging Face lays them out. "torch":
-            `pytorch_model.bin`, a flat dict for `torch.load(weights_only=True)`, which holds
-            plain objects as well.
-        keys: globs (`fnmatch`) of names to export, as they are in `source`, flattened by dots.
-            Default None: the tensors of the model where the source has parts (a dict with a dict
-            under "model"), without that prefix; else all tensors.
+            and so on with `model.safetensors.index.json`, as by Hugging Face. "torch":
+            `pytorch_model.bin`, a flat dict for `torch.load(weights_only=True)`, with plain
+            objects, too.
+        keys: globs (`fnmatch`) of names in `source`, flattened by dots. Default None: the model's
+            tensors without their prefix if the source has parts (a dict with a dict under
+            "model"), else all tensors.
         key_map: names and shapes of the source to those of the artifact. Default `KeyMap()`: names
             without wrappers.
-        max_shard_bytes: tensor bytes in a file, an int or a text such as "5GB"; a tensor that is
-            larger has a file of its own. Default "5GB". A torch archive is one file.
+        max_shard_bytes: tensor bytes in a file, an int or a text such as "5GB"; a larger tensor has
+            a file of its own. Default "5GB". A torch archive is one file.
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
         options: durability, host_memory_bytes, workers, slot_bytes, direct_io and save_timeout_s
-            of `WriteOptions`. The durability is the same on every rank, others may differ.
+            of `WriteOptions`. Ranks must agree on the durability alone.
 
     Returns:
-        What was written.
+        The report of this rank.
 
     Raises:
-        UnsupportedError: what the format cannot hold, with all names; nothing was written.
-        PlanError: ranks ask for different exports, or contradict each other; a glob or a rule
-            matches nothing; two tensors get one name; there is nothing to export.
+        UnsupportedError: all names that the format cannot hold; nothing was written.
+        PlanError: ranks make different calls, or contradict each other; a glob or a rule matches
+            nothing; two tensors get one name; there is nothing to export.
         OptionError: an argument that cannot work.
         ConcurrentSaveError: another export writes to the directory.
         CorruptionError, StorageError, RankError, RankLostError, StoreLostError: of any rank, on
-            all; what was at `path` is there as it was.
+            all; `path` is as it was.
     """
     began = time.perf_counter()
     # The whole path is compared with the names: it may have several names.
@@ -155,7 +152,7 @@ def export(
 
 
 class Names(NamedTuple):
-    """A rank's call, and the names that it sees in the source."""
+    """A rank's call, and its names of the source."""
 
     entries: dict[str, Entry]
     part: str
@@ -167,7 +164,7 @@ def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
     """Returns the names of all ranks, and the prefix of the model's.
 
     Raises:
-        PlanError: ranks ask for different exports, or contradict each other.
+        PlanError: ranks make different calls, or contradict each other.
         StorageError: they see different saves of one checkpoint.
     """
     check_same_export([own.call for own in of_ranks])
@@ -183,14 +180,14 @@ def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
 
 
 class _Order(NamedTuple):
-    """The coordinator's order to a rank: which boxes it writes, and where."""
+    """The boxes that a rank writes, and their places."""
 
     export_id: str
     layout: Layout
     tensors: tuple[ExportTensor, ...]  # of the artifact, in the order of the layout's payloads
-    numbers: tuple[int, ...]  # of the payload, for each tensor that was offered; -1: an alias
-    own: tuple[tuple[int, Box], ...]  # of a live source; of a stored one a rank has its share
-    piece_bytes: int  # of a share, the most of a box
+    numbers: tuple[int, ...]  # of the payload of each offered tensor; -1: an alias
+    own: tuple[tuple[int, Box], ...]  # of a live source; a rank finds its share of a stored one
+    piece_bytes: int  # at most, of a box in a share
 
 
 class _Export:
@@ -206,39 +203,33 @@ class _Export:
         self._objects: list[str] = []
         self._records: list[Any] = []  # of a torch archive, on the coordinator
         self._files: ArtifactFiles  # on the coordinator
-        self._stack = ExitStack()  # removes what an export that fails has made
+        self._stack = ExitStack()  # removes the files of an export that fails
         self._order: _Order
         self._counts = {"written_bytes": 0, "in_place_bytes": 0}
         self._plan_s = self._write_s = 0.0
 
     def prepare(self, source: Any, checked: Callable[[], ExportArguments]) -> None:
-        """Agrees on the names, on every rank the same."""
+        """Agrees on the names."""
         began = time.perf_counter()
 
         def own() -> Names:
             self._arguments = checked()
             self._source = source_of(source, self._options)
-            asked = {
-                "source": told_source(source),
+            arguments = {
+                "source": self._source.name,
                 **self._arguments.told(),
                 "durability": self._options.durability,
             }
-            call = Call("export", asked)
-            return Names(*self._source.entries(), self._source.generation(), call)
+            call = Call("export", arguments)
+            return Names(*self._source.entries(), self._source.generation, call)
 
         entries, part = self._exchange.all_reduce("names", own, agreed_names)
-        arguments = self._arguments
-        chosen, part = selected(entries, part, arguments.keys)
-        self._tensors, self._mapped, self._objects = tensors_of(
-            chosen, part, arguments.key_map, is_safetensors=not arguments.is_torch
-        )
-        if arguments.keys is not None and not arguments.is_torch:
-            refuse_objects(self._objects)
-        refuse_nothing(self._tensors, self._objects, is_torch=arguments.is_torch)
+        chosen, part = selected(entries, part, self._arguments.keys)
+        self._tensors, self._mapped, self._objects = tensors_of(chosen, part, self._arguments)
         self._plan_s = time.perf_counter() - began
 
     def plan(self) -> None:
-        """Agrees on who writes what, and where; the coordinator makes the files."""
+        """Agrees on the boxes of each rank; the coordinator makes the files."""
         began = time.perf_counter()
 
         def own() -> RankPart:
@@ -257,7 +248,7 @@ class _Export:
         self._plan_s += time.perf_counter() - began
 
     def write(self) -> None:
-        """Writes this rank's boxes; the coordinator makes the artifact of all."""
+        """Writes this rank's boxes; the coordinator publishes the artifact."""
         self._exchange.note_phase("writing")
 
         def own() -> list[int]:
@@ -275,7 +266,7 @@ class _Export:
         self._stack.close()
 
     def report(self, total_s: float) -> ExportReport:
-        """Returns what was done."""
+        """Returns the report."""
         layout, tensors = self._order.layout, self._order.tensors
         return ExportReport(
             path=str(self._arguments.directory),
@@ -292,7 +283,7 @@ class _Export:
         )
 
     def _orders(self, parts: list[RankPart]) -> list[_Order]:
-        """The coordinator's: layout, empty files, and an order for each rank."""
+        """Lays the artifact out and makes empty files. Returns an order for each rank."""
         check_same_tensors(self._tensors, parts)
         arguments, is_shared = self._arguments, self._source.is_shared
         of_ranks = [part.offers for part in parts]
@@ -316,20 +307,16 @@ class _Export:
         places = {tensor.name: number for number, tensor in enumerate(kept)}
         numbers = tuple(places.get(tensor.name, -1) for tensor in tensors)
         piece_bytes = min(part.piece_bytes for part in parts)
+        bare = layout._replace(files=tuple(file._replace(head=b"") for file in layout.files))
         orders = []
         for rank in range(len(of_ranks)):
-            own = () if is_shared else tuple(box for box in boxes[rank] if numbers[box[0]] >= 0)
-            # Heads are the coordinator's to write.
-            seen = (
-                layout
-                if rank == 0
-                else layout._replace(files=tuple(file._replace(head=b"") for file in layout.files))
-            )
+            own = () if is_shared else tuple(boxes[rank])
+            seen = bare if rank else layout  # the coordinator alone writes heads
             orders.append(_Order(files.export_id, seen, kept, numbers, own, piece_bytes))
         return orders
 
     def _write_own(self) -> list[int]:
-        """Writes this rank's boxes. Returns its shares in the payloads' checksums."""
+        """Writes this rank's boxes. Returns its shares of the payloads' checksums."""
         order, memory_bytes = self._order, self._options.resolved_memory_bytes()
         own: Iterable[tuple[int, Box]] = order.own
         if isinstance(self._source, StoredSource):
@@ -349,26 +336,24 @@ class _Export:
             self._counts = job.report()
             return job.crc_shares()
 
-    def _targets(self, job: _C.RangeJob, used: set[int]) -> list[Target]:
-        """Opens the files that this rank writes to. Returns the place of each offered tensor."""
+    def _targets(self, job: _C.RangeJob, used: set[int]) -> dict[int, Target]:
+        """Opens the files of the tensors `used`. Returns their places by number."""
         order = self._order
         opened: dict[int, int] = {}
-        targets = []
-        for number, place in enumerate(order.numbers):
-            if number not in used:
-                targets.append(Target(-1, 0, 0, -1))
-                continue
+        targets = {}
+        for number in sorted(used):
+            place = order.numbers[number]
             payload = order.layout.payloads[place]
             tag = place if self._arguments.is_torch else -1
             if payload.file not in opened:
                 file = order.layout.files[payload.file]
                 name = temporary_name(file.name, order.export_id)
                 opened[payload.file] = job.add_file(name, file.nbytes, is_new=False)
-            targets.append(Target(opened[payload.file], payload.offset, payload.nbytes, tag))
+            targets[number] = Target(opened[payload.file], payload.offset, payload.nbytes, tag)
         return targets
 
     def _publish(self, of_ranks: list[list[int]]) -> None:
-        """The coordinator's: all ranks have written."""
+        """Completes the files, which all ranks have written, and renames them."""
         self._exchange.note_phase("committing")
         order = self._order
         heads = [(number, 0, file.head) for number, file in enumerate(order.layout.files)]

@@ -1,13 +1,13 @@
-"""The files of an export, from names that nobody reads to their own: the coordinator's part.
+"""The files of an export, from temporary names to their own: the coordinator's part.
 
-1. Every file is made under a temporary name, at its full size, before a byte is written.
-2. All ranks have written and synced. Heads are written, files synced, their sizes checked.
-3. Shards get their names, which are new; then **the last rename** (the single file, or the index)
-   makes the artifact, and the directory is synced.
-4. What the replaced artifact named, and nothing else, is removed.
-Temporary files of an export that was killed go before the first step of the next one to the same
-names, on the same machine: it has the lock that the dead one would hold.
-Whatever fails before the last rename leaves what was there, and removes what was made.
+0. The coordinator removes temporary files of killed exports to these names on this machine: it has
+   the lock that they would hold.
+1. It makes each file under a temporary name, at its full size, before a rank writes a byte.
+2. All ranks have written and synced. It writes heads, syncs files, checks their sizes.
+3. It gives shards their names, which are new. Then **the last rename** (of the single file, or the
+   index) makes the artifact, and it syncs the directory.
+4. It removes the files that the replaced artifact named, and no others.
+An error before the last rename leaves the old artifact, and removes the new files.
 """
 
 from __future__ import annotations
@@ -35,39 +35,37 @@ logger = logging.getLogger("torch_dcpx")
 
 _SLOT_UNIT = 64 << 10
 _LEAST_SLOT_BYTES = 2 * _SLOT_UNIT  # a RangeJob's
-
-
 _ID_DIGITS = 12
-_TAIL = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}\.tmp")
 
 
 def _machine() -> str:
-    """Returns what tells this machine, since it was started, from others."""
+    """Returns an id of this machine, from its last start on."""
     return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
 
 
 def temporary_name(name: str, export_id: str) -> str:
-    """Returns under which name a file is written until all are."""
+    """Returns the name of a file before its rename."""
     return f".{name}.{export_id}.tmp"
+
+
+def slots_within(options: WriteOptions, memory_bytes: int, least_bytes: int) -> tuple[int, int]:
+    """Returns (workers, bytes of a slot) for a budget; a slot has `least_bytes` in any case."""
+    most_bytes = memory_bytes // _SLOT_UNIT * _SLOT_UNIT
+    slot_bytes = max(least_bytes, min(options.slot_bytes, most_bytes))
+    return max(1, min(options.resolved_workers(), memory_bytes // slot_bytes)), slot_bytes
 
 
 def open_job(
     directory: Directory, options: WriteOptions, memory_bytes: int | None = None
 ) -> _C.RangeJob:
-    """Returns a job that writes to files of a directory.
+    """Returns a job that writes to files of a directory. Raises: StorageError.
 
     Args:
-        memory_bytes: most that its slots may take. Default None: the budget of `options`.
-
-    Raises:
-        StorageError: the directory cannot be held.
+        memory_bytes: of all its slots. Default None: the budget of `options`.
     """
-    workers, slot_bytes = options.resolved_workers(), options.slot_bytes
-    if memory_bytes is not None:
-        slot_bytes = max(
-            _LEAST_SLOT_BYTES, min(slot_bytes, memory_bytes // _SLOT_UNIT * _SLOT_UNIT)
-        )
-        workers = max(1, min(workers, memory_bytes // slot_bytes))
+    if memory_bytes is None:
+        memory_bytes = options.resolved_memory_bytes()
+    workers, slot_bytes = slots_within(options, memory_bytes, _LEAST_SLOT_BYTES)
     return _C.RangeJob(
         dir_fd=directory.fd,
         dir_path=os.fsencode(directory.path),
@@ -79,13 +77,9 @@ def open_job(
 
 
 def _lock(directory: Directory) -> bool:
-    """Locks a directory against other exports; file systems without such locks do without.
+    """Locks a directory against other exports. Returns False where the file system has no locks.
 
-    Returns:
-        Whether it is locked.
-
-    Raises:
-        ConcurrentSaveError: another export has it.
+    Raises: ConcurrentSaveError: another export has it.
     """
     try:
         fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,15 +97,10 @@ def _lock(directory: Directory) -> bool:
 
 
 class ArtifactFiles:
-    """The files of one export, from being made to being seen. Not thread-safe."""
+    """The files of one export. Not thread-safe."""
 
     def __init__(self, path: Path, stem: str, suffix: str, options: WriteOptions) -> None:
-        """Makes the directory, durably, and locks it against other exports.
-
-        Raises:
-            ConcurrentSaveError: another export writes to it.
-            StorageError: it cannot be made or opened.
-        """
+        """Makes the directory, durably, and locks it. Raises: ConcurrentSaveError, StorageError."""
         self._is_durable = options.durability == "full"
         make_directory(path, is_durable=self._is_durable)
         self.directory = Directory(path)
@@ -141,12 +130,12 @@ class ArtifactFiles:
         self._names: tuple[str, ...] = ()
 
     def shard_stem(self, stem: str) -> str:
-        """Returns what names of shards begin with, so that none exists."""
+        """Returns the beginning of shards' names: with an id, if some of such names exist."""
         taken = [name for name in self.directory.names() if self._shard.fullmatch(name)]
         return f"{stem}-{self._short_id}" if taken else stem
 
     def make(self, layout: Layout) -> None:
-        """Makes every file under its temporary name, at its full size. Raises: StorageError."""
+        """Makes each file under its temporary name, at its full size. Raises: StorageError."""
         for file in layout.files:
             name = temporary_name(file.name, self.export_id)
             self._made.append(name)
@@ -154,15 +143,15 @@ class ArtifactFiles:
         self._names = tuple(file.name for file in layout.files)
 
     def publish(self, patches: Sequence[tuple[int, int, bytes]], index: bytes | None) -> None:
-        """Writes what only now is known, and makes the artifact.
+        """Writes the last bytes, and makes the artifact.
 
         Args:
             patches: (file, offset, bytes), heads among them.
             index: of several files; None: there is one.
 
         Raises:
-            StorageError: the artifact is not there; it may be where a sync after the last rename
-                failed, or the single file that it replaces could not be removed.
+            StorageError: the artifact is not there; it may be if the sync after the last rename
+                failed, or the removal of the single file that it replaces.
         """
         rows = [
             (file, offset, len(data), (), (), (), data, len(data), -1, offset + len(data))
@@ -188,7 +177,7 @@ class ArtifactFiles:
         self._remove_replaced(index is not None)
 
     def close(self) -> None:
-        """Removes what was made and is no artifact, and closes the directory. Never raises."""
+        """Removes files that are no artifact, and closes the directory. Never raises."""
         self._job.abandon()
         last = self._last_temporary
         if self._made and not (last is not None and self._is_renamed(last, if_unknown=True)):
@@ -207,9 +196,9 @@ class ArtifactFiles:
         self.directory.close()
 
     def _is_renamed(self, temporary: str, *, if_unknown: bool) -> bool:
-        """Returns whether a rename was made, though an error or a signal came of it.
+        """Returns whether a rename was made, in spite of an error or a signal in it.
 
-        Where nobody can say, `if_unknown`: what was made stays, as of a process that is killed.
+        Returns `if_unknown` where the system cannot say: files then stay, as after a kill.
         """
         try:
             return not self.directory.is_regular(temporary)
@@ -225,7 +214,7 @@ class ArtifactFiles:
             self.directory.sync()
 
     def _old_shards(self) -> frozenset[str]:
-        """Returns the shards that the index names which is here now."""
+        """Returns the shards that the old index names."""
         if not self._has_shards or not self.directory.is_regular(self._index_name):
             return frozenset()
         try:
@@ -241,16 +230,15 @@ class ArtifactFiles:
         return frozenset(n for n in names if isinstance(n, str) and self._shard.fullmatch(n))
 
     def _remove_replaced(self, has_index: bool) -> None:
-        """Removes the artifact that was replaced; first the name by which it is found.
+        """Removes the replaced artifact, first the name by which loads find it.
 
-        A single file goes before an index for those who load: that it stays is an error, and that
-        it is gone is made durable.
+        Loads prefer a single file to an index: so its removal must succeed and be durable.
         """
         if not self._has_shards:
             return
-        directory = self.directory
-        if has_index and self._is_file_or_link(self._single_name):
-            directory.unlink(self._single_name)
+        directory, single = self.directory, self._single_name
+        if has_index and ((directory.path / single).is_symlink() or directory.is_regular(single)):
+            directory.unlink(single)
             self._sync()
         old = [] if has_index else [self._index_name]
         for name in (*old, *sorted(self._replaced.difference(self._names))):
@@ -258,27 +246,22 @@ class ArtifactFiles:
                 self._remove(name)
 
     def _remove_left_behind(self) -> None:
-        """Removes temporary files of exports to these names that were killed. Never raises.
+        """Removes temporary files of killed exports to these names. Never raises.
 
-        REQUIRES: the lock, which they would hold. It may not reach other machines, or those before
-        a reboot that this one knows nothing of: what they made stays.
+        REQUIRES: the lock, which they would hold. It may not reach other machines, or this one
+        before a reboot that it does not know of: files of these stay.
         """
         if boot_id() == UNKNOWN_BOOT:
             return
-        begin, end = ".", f".{_machine()}-"
+        tail = rf"\.{_machine()}-[0-9a-f]{{{_ID_DIGITS}}}\.tmp"
+        names = re.escape(self._single_name), re.escape(self._index_name), self._shard.pattern
+        temporary = re.compile(rf"\.({'|'.join(names)}){tail}")
         try:
             for name in self.directory.names():
-                own, _, tail = name.removeprefix(begin).rpartition(end)
-                is_own = own in (self._single_name, self._index_name)
-                is_own = is_own or self._shard.fullmatch(own) is not None
-                is_ours = is_own and name.startswith(begin) and _TAIL.fullmatch(tail)
-                if is_ours and self.directory.is_regular(name):
+                if temporary.fullmatch(name) and self.directory.is_regular(name):
                     self._remove(name)
         except StorageError as error:
-            logger.warning("what killed exports left behind is not all removed: %s", error)
-
-    def _is_file_or_link(self, name: str) -> bool:
-        return (self.directory.path / name).is_symlink() or self.directory.is_regular(name)
+            logger.warning("not all files of killed exports are removed: %s", error)
 
     def _remove(self, name: str) -> None:
         try:

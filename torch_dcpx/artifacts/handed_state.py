@@ -1,18 +1,17 @@
-"""Hands over, after a load, and checks what of a `state_dict()` is not the module's memory.
+"""Hands loaded values over to a module whose `state_dict()` gives copies, and checks them.
 
-A load fills what `state_dict()` gave. For most modules that is the memory of their parameters and
-buffers. FSDP1, hooks, overridden methods and quantised modules give copies, casts, or what they
-make on the fly: filled, and forgotten, unless `load_state_dict` gets them.
+Most modules' `state_dict()` gives the memory of their parameters and buffers. FSDP1, hooks,
+overridden methods and quantised modules give copies or casts: a load fills them in vain, unless
+`load_state_dict` gets them.
 
-1. Before the load: which names are no memory of a parameter or buffer. Nothing else is done for
-   modules that have none.
-2. After it: `load_state_dict`, on every rank where any rank has such names: it may be collective.
-3. Then `state_dict()` once more, which must give what was loaded.
+1. Before the load: find the names that are copies. A module without them needs no more.
+2. After it: `load_state_dict`, on all ranks if any rank has copies: it may be collective.
+3. Then `state_dict()` again: it must give the loaded values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,24 +31,29 @@ _Memory = dict[tuple[str, int], list[tuple[int, int]]]  # by device and storage:
 
 
 class HandedState:
-    """A module's state, and the names in it that only `load_state_dict` brings into the module."""
+    """A module's state, and its `copies`: values that only `load_state_dict` brings to the module.
 
-    def __init__(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Looks through what `module.state_dict()` has just given.
+    Methods take `missing`, the flattened names that the load leaves as they are.
+    """
+
+    def __init__(self, module: nn.Module, state: dict[str, Any], *, is_strict: bool) -> None:
+        """Finds the copies in `state`, a fresh `module.state_dict()`.
+
+        Args:
+            is_strict: `strict` of `load_state_dict`, where it gets the whole state.
 
         Raises:
-            UnsupportedError: there are copies of what is on meta, which have no bytes to fill.
+            UnsupportedError: copies of tensors on meta, which have no bytes to fill.
         """
         self._module = module
         self._state = state
+        self._is_strict = is_strict
         memory = _memory_of(module)
-        self.copies = frozenset(
-            name for name, value in state.items() if not _is_memory(value, memory)
-        )
+        self.copies = {name: one for name, one in state.items() if not _is_memory(one, memory)}
         on_meta = [
             name
-            for name, value in state.items()
-            if name in self.copies and any(one.is_meta for one in _tensors_in(value))
+            for name, value in self.copies.items()
+            if any(tensor.is_meta for tensor in _tensors_in(value))
         ]
         if on_meta:
             raise UnsupportedError(
@@ -58,46 +62,32 @@ class HandedState:
             )
 
     def is_needed(self, missing: Collection[str]) -> bool:
-        """Returns whether anything was loaded that the module does not hold by itself."""
-        unloaded = self._unloaded(missing)
-        return any(name not in unloaded for name in self._handed())
-
-    def check_memory(self, missing: Collection[str]) -> None:
-        """Raises UnsupportedError where several elements of what is loaded have one memory.
-
-        Args:
-            missing: flattened names that will not be loaded.
-        """
-        unloaded = self._unloaded(missing)
-        for name, value in self._state.items():
-            for tensor in _tensors_in(value) if name not in unloaded else ():
-                refuse_expanded(name, tensor)
-
-    def hand_over(self, missing: Collection[str], *, strict: bool) -> None:
-        """Gives the module what was loaded: extra states alone where all else is its memory.
-
-        Args:
-            missing: flattened names that were not loaded; they stay as they are.
-            strict: what `load_state_dict` is told, unless names are missing.
+        """Returns whether any value to load is a copy or an extra state.
 
         Raises:
-            Whatever `load_state_dict` does.
+            UnsupportedError: several elements of a tensor to load have one memory.
         """
-        is_extra_alone = self.is_needed(missing) and not self._copied(missing)
-        names = self._handed() if is_extra_alone else self._state
-        unloaded = self._unloaded(missing)
-        given = {name: self._state[name] for name in names if name not in unloaded}
-        is_strict = strict and len(given) == len(self._state)
+        loaded = self._loaded(missing)
+        for name, value in loaded.items():
+            for tensor in _tensors_in(value):
+                refuse_expanded(name, tensor)
+        return any(name in self.copies or _is_extra(name) for name in loaded)
+
+    def hand_over(self, missing: Collection[str]) -> None:
+        """Gives the module the loaded values, or its extra states alone if no value is a copy.
+
+        Raises: as `load_state_dict`.
+        """
+        loaded = self._loaded(missing)
+        extras = {name: value for name, value in loaded.items() if _is_extra(name)}
+        given = extras if extras and not self._copied(loaded) else loaded
+        is_strict = self._is_strict and len(given) == len(self._state)
         self._module.load_state_dict(given, strict=is_strict)
 
     def check(self, missing: Collection[str]) -> None:
-        """Asks the module for its state again.
-
-        Raises:
-            UnsupportedError: it does not hold what was handed over.
-        """
+        """Raises UnsupportedError unless the module's new `state_dict()` has the loaded copies."""
         state: Mapping[str, Any] = self._module.state_dict()
-        copied = self._copied(missing)
+        copied = self._copied(self._loaded(missing))
         lost = [name for name in copied if not _is_equal(self._state[name], state.get(name))]
         if lost:
             raise UnsupportedError(
@@ -106,28 +96,18 @@ class HandedState:
                 "into a dict by dcpx.load, and hand that over in the way the module wants"
             )
 
-    def _handed(self) -> Iterator[str]:
-        return (name for name in self._state if name in self.copies or _is_extra(name))
-
-    def _unloaded(self, missing: Collection[str]) -> frozenset[str]:
-        """Returns the names of the state beneath which nothing is loaded: of a dict or a list, a
-        load misses the values one by one.
-        """
+    def _loaded(self, missing: Collection[str]) -> dict[str, Any]:
+        """Returns the state without `missing`, and without dicts and lists of missing values."""
         unloaded = frozenset(missing)
         for name, value in self._state.items():
             if isinstance(value, (Mapping, list, tuple)) and unloaded:
                 flat = flatten_state_dict({name: value})[0]
                 if flat and unloaded.issuperset(flat):
                     unloaded |= {name}
-        return unloaded
+        return {name: value for name, value in self._state.items() if name not in unloaded}
 
-    def _copied(self, missing: Collection[str]) -> list[str]:
-        unloaded = self._unloaded(missing)
-        return [
-            name
-            for name in self._state
-            if name in self.copies and name not in unloaded and not _is_extra(name)
-        ]
+    def _copied(self, loaded: Iterable[str]) -> list[str]:
+        return [name for name in loaded if name in self.copies and not _is_extra(name)]
 
 
 def _is_extra(name: str) -> bool:
@@ -135,7 +115,7 @@ def _is_extra(name: str) -> bool:
 
 
 def _memory_of(module: nn.Module) -> _Memory:
-    """Returns where the parameters and buffers of a module lie."""
+    """Returns the memory of a module's parameters and buffers."""
     memory: _Memory = {}
     for values in (module.parameters(), module.buffers()):
         for value in values:
@@ -146,7 +126,7 @@ def _memory_of(module: nn.Module) -> _Memory:
 
 
 def _is_memory(value: Any, memory: _Memory) -> bool:
-    """Returns whether to fill a value of a state is to fill parameters and buffers."""
+    """Returns whether all of a value of the state is memory of parameters and buffers."""
     return all(
         isinstance(leaf, torch.Tensor) and all(_is_held(tensor, memory) for tensor in _plain(leaf))
         for leaf in _leaves(value)
@@ -161,7 +141,7 @@ def _is_held(tensor: torch.Tensor, memory: _Memory) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields what is in dicts and lists, as planners take them apart."""
+    """Yields the values in dicts and lists, as planners flatten them."""
     if isinstance(value, (Mapping, list, tuple)):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _leaves(one)
@@ -170,19 +150,19 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[tuple[str, int], int, int]:
-    """Returns the storage of a tensor, and the first byte and the end of what it has of it."""
+    """Returns a tensor's storage, and its first byte and its end in there."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return ("", id(tensor)), 0, 1
     storage = tensor.untyped_storage()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.storage_offset() * tensor.element_size()
     end = begin + (last + 1) * tensor.element_size()
-    # Of several on meta none has an address; the storage itself tells them apart.
+    # Not by address: storages on meta have none.
     return (str(tensor.device), storage._cdata), int(begin), int(end)
 
 
 def _plain(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the tensors that have a tensor's bytes, on this rank."""
+    """Yields the plain tensors that hold a tensor's bytes on this rank."""
     if is_lazy(value):
         return
     if isinstance(value, ShardedTensor):
@@ -203,7 +183,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _is_equal(loaded: Any, held: Any) -> bool:
-    """Returns whether the tensors have the same bits. Objects are believed."""
+    """Returns whether the tensors have the same bits; objects are not compared."""
     mine, its = _tensors_in(loaded), _tensors_in(held)
     return len(mine) == len(its) and all(
         a.shape == b.shape and a.dtype == b.dtype and _has_equal_bits(a, b)

@@ -1,7 +1,7 @@
 """Lays the bytes of an export out: tensors to files, files to a header and payloads.
 
-A tensor's place in its file is known before any rank writes, and a payload is the tensor in C
-order: so every part of it, of whatever rank, has its place by strides alone.
+The layout is made before any rank writes. A payload is the tensor in C order, so that strides give
+the place of each part, on any rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch_dcpx._compat import dtype_by_name
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.reader.safetensors_header import (
-    DTYPE_CODES,
     LENGTH_BYTES,
     MAX_FILE_TENSORS,
     MAX_HEADER_BYTES,
@@ -36,26 +35,24 @@ class ExportTensor(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Returns bytes an element."""
         dtype = dtype_by_name(self.dtype)
         return 1 if dtype is None else dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Returns bytes of all elements."""
         return math.prod(self.sizes) * self.itemsize
 
 
 class OutputPlan(NamedTuple):
     """One file."""
 
-    name: str  # that it gets at the end
+    name: str  # after the rename
     nbytes: int
-    head: bytes  # its first bytes, where they are known before the payloads
+    head: bytes  # its first bytes, if they do not depend on the payloads
 
 
 class Payload(NamedTuple):
-    """The place that a tensor's bytes go to."""
+    """The place of a tensor's bytes."""
 
     file: int
     offset: int
@@ -70,13 +67,10 @@ class Layout(NamedTuple):
 
 
 def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_bytes: int) -> Layout:
-    """Returns the files of safetensors; several have names as Hugging Face gives them.
+    """Returns the files of safetensors, shards named as by Hugging Face.
 
-    Args:
-        tensors: in the order in which they fill the files.
-        stem: what file names begin with.
-        max_shard_bytes: of tensors in a file; a larger one has a file of its own. Nor has a file
-            more tensors than readers of ours take.
+    Tensors fill the files in order. A file holds `max_shard_bytes` of them, or one larger tensor,
+    and no more tensors than our readers take.
 
     Raises:
         UnsupportedError: a header is longer than readers take.
@@ -90,14 +84,12 @@ def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_byt
             held = 0
         shards[-1].append(number)
         held += tensor.nbytes
-    names = [f"{stem}.safetensors"]
-    if len(shards) > 1:
-        names = [
-            f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)
-        ]
+    count = len(shards)
     payloads = [Payload(0, 0, 0)] * len(tensors)
     files = []
-    for file, (name, shard) in enumerate(zip(names, shards, strict=True)):
+    for file, shard in enumerate(shards):
+        part = f"-{file + 1:05}-of-{count:05}" if count > 1 else ""
+        name = f"{stem}{part}.safetensors"
         # As the format's own writer: wide elements first, so that all are aligned.
         shard.sort(key=lambda i: (-tensors[i].itemsize, tensors[i].name))
         rows, at = [], 0
@@ -106,7 +98,7 @@ def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_byt
             end = at + tensor.nbytes
             rows.append(HeaderEntry(tensor.name, tensor.dtype, tensor.sizes, at, end))
             at = end
-        # The names that are left out, as safetensors.torch.save_model notes them.
+        # As safetensors.torch.save_model notes them.
         aliases = {alias: tensors[i].name for i in shard for alias in tensors[i].aliases}
         head = encode_header(rows, {**aliases, "format": "pt"})
         if len(head) - LENGTH_BYTES > MAX_HEADER_BYTES:
@@ -137,18 +129,13 @@ def file_view(tensor: ExportTensor) -> torch.Tensor:
     return torch.empty(tensor.sizes, dtype=dtype, device="meta")
 
 
-def is_held(dtype: str) -> bool:
-    """Returns whether safetensors has this dtype."""
-    return dtype in DTYPE_CODES
-
-
 def is_quantized(dtype: str) -> bool:
-    """Returns whether tensors of this dtype have scales beside their bytes, which no format has."""
+    """Returns whether the dtype has scales beside the bytes, which no format holds."""
     return dtype.startswith(("qint", "quint"))
 
 
 def is_name(name: str) -> bool:
-    """Returns whether a header can hold a tensor of this name: UTF-8, and not what notes have."""
+    """Returns whether a header can hold a tensor of this name: UTF-8, and not that of notes."""
     try:
         name.encode()
     except UnicodeEncodeError:

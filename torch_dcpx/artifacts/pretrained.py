@@ -1,10 +1,10 @@
-"""`dcpx.load_pretrained`: weights into a model that is not there yet, each rank its own shards.
+"""`dcpx.load_pretrained`: each rank loads its own shards of a model that may be on `meta`.
 
-1. Parameters and buffers on `meta` are looked through; what no file can fill is refused.
-2. They get memory: of a DTensor its local shard alone, so that no rank ever holds the model.
+1. It refuses buffers on `meta` that no file holds.
+2. Tensors on `meta` get memory: a DTensor for its local shard alone, so no rank holds the model.
 3. One load (`checkpoint/load.py`) reads byte ranges of the files straight into them.
-4. What `state_dict()` gave as copies is handed over, and checked (`handed_state`).
-5. Names that are forgiven and not stored go back to `meta`.
+4. The module gets values that its `state_dict()` copied, and is checked (`handed_state`).
+5. Forgiven names that are not stored go back to `meta`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.ranks.call_id import CallId, last_component
-from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.reports import LoadReport
@@ -49,36 +48,35 @@ def load_pretrained(
 ) -> LoadReport:
     """Loads weights into `model`, whose parameters may still be on `meta`.
 
-    Every rank of the group calls it, with the same arguments but for the model's shards. Of a
-    checkpoint with parts (a dict with "model" was saved) the model's part is meant.
+    All ranks of the group make the same call, but for the model's shards. Of a checkpoint with
+    parts (a dict with "model" was saved) it loads the model's.
 
     Args:
-        model: a module, parallelised or not; parameters and buffers are filled in place, those on
-            `meta` are replaced by memory first. After an error those are on `meta` again. Where
-            `state_dict()` gives copies (FSDP1, hooks), `load_state_dict` gets what was loaded
-            into them, and `state_dict()` is compared with it afterwards.
+        model: a module, parallelised or not. Its parameters and buffers are filled in place; those
+            on `meta` get memory first, and are on `meta` again after an error. If `state_dict()`
+            gives copies (FSDP1, hooks), `load_state_dict` gets the loaded values, and
+            `state_dict()` is compared with them.
         path: a checkpoint; a safetensors file; an index of such (`*.index.json`); or a directory
             with `.metadata`, `model.safetensors.index.json`, `model.safetensors` or one
             `*.safetensors`.
         key_map: stored names and shapes to the model's. Default `KeyMap()`: names without wrappers.
-        strict: whether names that are not stored are an error. Default True; with False they stay
-            as they are, on `meta` where they were.
+        strict: whether names that are not stored are an error. Default True. With False their
+            tensors stay as they are, maybe on `meta`.
         allow_missing: globs of names that may be missing all the same. Default ().
         cast: "error" (default): stored and wanted dtypes must be equal. "allow": converted.
-        device: of what is on `meta`. Default None: the mesh's device for shards, else the CPU.
+        device: of tensors on `meta`. Default None: the mesh's device for shards, else the CPU.
         process_group: ranks that load together. Default None: all of them.
         no_dist: loads in this process alone. Default False.
         options: see `ReadOptions`. Safetensors files hold no checksums that could be checked.
 
     Returns:
-        What this rank loaded. A name that shares its parameter with one that is stored is not
-        missing.
+        The report of this rank. A name is not missing if another name of its parameter is stored.
 
     Raises:
-        UnsupportedError: a buffer on `meta` that is not persistent, which no file holds, or
-            parameters there of which `state_dict()` gives copies: make them on their device before.
-            A module that gives copies, and does not hold what its `load_state_dict` got. A tensor
-            to fill that is expanded, or nested.
+        UnsupportedError: on `meta`, a buffer that is not persistent, which no file holds, or
+            parameters of which `state_dict()` gives copies: make them on their device before. A
+            module that gives copies, and does not hold the values that `load_state_dict` gave it.
+            An expanded or nested tensor to fill.
         MismatchError, OptionError, PlanError, NotCommittedError, CorruptionError, StorageError,
         RankError, RankLostError, StoreLostError: as `dcpx.load`.
     """
@@ -87,24 +85,18 @@ def load_pretrained(
     target: dict[str, Any] = {}
 
     def prepared() -> RankLoad:
-        # `state_dict` may be collective: before anything that one rank alone could raise.
+        # `state_dict` may be collective: before any error of one rank alone.
         twins = weights.materialise()
         target.update(model.state_dict())
-        run.handed = handed = HandedState(model, target)
-        twins = {n: group for n, group in twins.items() if handed.copies.isdisjoint(group)}
+        run.handed = handed = HandedState(model, target, is_strict=strict)
+        twins = {n: group for n, group in twins.items() if handed.copies.keys().isdisjoint(group)}
         rules = LoadRules.of(strict, allow_missing, cast)
         rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
         names = checked_map(key_map) or KeyMap()
-        reader = PretrainedReader(path, options=own_options)
-
-        def is_handed(missing: Collection[str]) -> bool:
-            handed.check_memory(missing)
-            return handed.is_needed(missing)
-
+        reader, planner = PretrainedReader(path, options=own_options), DcpxLoadPlanner()
         return RankLoad(
-            reader, DcpxLoadPlanner(), rules, names, is_model=True, twins=twins,
-            is_handed=is_handed,
-        )  # fmt: skip
+            reader, planner, rules, names, is_model=True, twins=twins, is_handed=handed.is_needed
+        )
 
     call = CallId("load_pretrained", last_component(path))
     timeout_s = ReadOptions.load_timeout_s
@@ -116,7 +108,7 @@ def load_pretrained(
             exchange.agree_on(strict=strict, cast=cast, node_local=own_options.node_local)
             if own_options.node_local:
                 exchange.leave_out_target()
-            run = _PretrainedRun(exchange, target, began, is_strict=strict)
+            run = _PretrainedRun(exchange, target, began)
             with being_read(path):
                 error = run.run(prepared)
         report = run.ended(error)
@@ -129,56 +121,45 @@ def load_pretrained(
 
 def _check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise OptionError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}",
-            option="model",
-            value=model,
-        )
+        wrong = f"model must be a torch.nn.Module, got {type(model).__name__}"
+        raise OptionError(wrong, option="model", value=model)
 
 
 class _PretrainedRun(LoadRun):
-    """A load whose state is handed to the module, where any rank's module needs that."""
+    """A load that hands the state to the module, if any rank's module needs that."""
 
     handed: HandedState
-
-    def __init__(
-        self, exchange: Exchange, target: dict[str, Any], began: float, *, is_strict: bool
-    ) -> None:
-        """As a load; `is_strict` is what `load_state_dict` is told."""
-        super().__init__(exchange, target, began)
-        self._is_strict = is_strict
 
     def _apply_parts(self) -> Sequence[Callable[[], None]]:
         missing = frozenset(self.own.differences.missing)
 
         def hand_over() -> None:
             self._apply_own()
-            self.handed.hand_over(missing, strict=self._is_strict)
+            self.handed.hand_over(missing)
 
-        # Two: where `state_dict` is collective, all ranks ask for it or none does.
+        # Two steps: `state_dict` may be collective, so all ranks call it or none does.
         return hand_over, lambda: self.handed.check(missing)
 
 
 class _Weights:
-    """The parts of a model that are on `meta`, while a load fills it."""
+    """The tensors of a model that are on `meta`, while a load fills it."""
 
     def __init__(self, model: nn.Module, device: torch.device | str | None) -> None:
         self._model = model
         self._device = device
-        self._names: frozenset[str] = frozenset()  # that were on meta
+        self._names: frozenset[str] = frozenset()  # of tensors that were on meta
 
     def materialise(self) -> dict[str, set[str]]:
-        """Gives memory to what is on `meta`.
+        """Gives memory to tensors on `meta`.
 
         Returns:
-            By name, the names of the same parameter, where there are several.
+            By name, all names of the same tensor, if there are several.
 
         Raises:
-            UnsupportedError: a buffer there is in no file.
+            UnsupportedError: no file holds a buffer on `meta`.
         """
-        model = self._model
-        _refuse_transient(model)
-        state = _tensors_of(model)
+        _refuse_transient(self._model)
+        state = _tensors_of(self._model)
         groups: dict[int, set[str]] = {}
         for name, tensor in state.items():
             groups.setdefault(id(tensor), set()).add(name)
@@ -189,7 +170,7 @@ class _Weights:
         return twins
 
     def put_back(self, names: Collection[str] | None = None) -> None:
-        """Puts on `meta` again what was there: of `names`, or all."""
+        """Puts tensors back on `meta`: those of `names`, or all."""
         back = self._names if names is None else self._names.intersection(names)
         if back:
             self._replace(
@@ -199,8 +180,7 @@ class _Weights:
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         device = self._device
         if device is None:
-            is_shard = isinstance(tensor, DTensor)
-            device = tensor.device_mesh.device_type if is_shard else "cpu"  # type: ignore[attr-defined]
+            device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
         return torch.empty_like(tensor, device=device)
 
     def _replace(
@@ -209,7 +189,7 @@ class _Weights:
         names: Collection[str],
         make: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Replaces tensors by others, one for all the places that share one.
+        """Replaces tensors, so that places that share one share the new one.
 
         Source: torch.nn.Module.to_empty, which takes shared parameters apart.
         """
@@ -225,13 +205,13 @@ class _Weights:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and persistent buffers themselves, by the names of the state."""
+    """Returns parameters and persistent buffers, by the names of the state."""
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _places_of(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str, str], torch.Tensor]]:
-    """Yields ((module, its dict, key), tensor) of every place that holds one."""
+    """Yields ((module, its dict, key), tensor) of each place of a tensor."""
     for module in model.modules():
         for kind in ("_parameters", "_buffers"):
             for key, tensor in getattr(module, kind).items():
@@ -256,7 +236,5 @@ def _refuse_transient(model: nn.Module) -> None:
 
 
 def _or_extra_state(may_miss: Callable[[str], object]) -> Callable[[str], object]:
-    """Returns whether a name may be missing: a module's extra state always may, and what is in it
-    where it is a dict.
-    """
+    """Returns `may_miss`, widened to a module's extra state; of a dict, to each of its values."""
     return lambda name: EXTRA_STATE in name.split(".") or may_miss(name)

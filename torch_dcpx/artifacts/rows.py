@@ -1,9 +1,8 @@
-"""Parts of tensors to places in the artifact's files: rows for `RangeJob`, within a budget.
+"""Writes parts of tensors to the artifact's files: rows for `RangeJob`, within a budget.
 
-Host memory that strides describe is written from where it lies. Memory of a device, and memory that
-is not plain, is copied to the host piece by piece. A thread writes one batch of copies while the
-caller fills the next. Large copies lie in memory that is used again: fresh memory costs a page
-fault every 4 KiB, which is as slow as the disk.
+The job writes plain host memory in place; other memory is copied to the host piece by piece. A
+thread writes one batch of copies while the caller fills the next. Large copies use memory again:
+fresh memory costs a page fault every 4 KiB, which is as slow as the disk.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from torch_dcpx.tensors.memory import byte_strides, check_storage, is_plain
 
 _MOST_ROWS = 20_000  # that wait for one call
 _MOST_PIECE_BYTES = 16 << 20
+_SIZES = 32  # of pieces that are lent: a copy wastes an eighth at most
 
 
 class ExportRow(NamedTuple):
     """One region as `RangeJob.write` takes it. Strides in bytes."""
 
     file: int
-    offset: int  # byte of the file at which the region begins
+    offset: int  # of the region in the file
     elem_bytes: int
     lengths: tuple[int, ...]
     src_strides: tuple[int, ...]
@@ -50,7 +50,7 @@ class Target(NamedTuple):
 
 
 class ExportRows:
-    """Rows on their way into files. Not thread-safe."""
+    """Collects rows and writes them together. Not thread-safe."""
 
     def __init__(self, job: _C.RangeJob, memory_bytes: int) -> None:
         """Writes through `job`, holding copies of at most `memory_bytes`."""
@@ -61,7 +61,7 @@ class ExportRows:
         self._copied_bytes = 0
 
     def add(self, source: torch.Tensor, place: torch.Tensor, target: Target, fqn: str) -> None:
-        """Adds memory of the shape of `place`, a view of the payload's strides."""
+        """Adds memory of the shape of `place`, a view with the payload's strides."""
         if source.numel() == 0:
             return
         if is_plain(source) and device_memory.is_host(source):
@@ -69,15 +69,12 @@ class ExportRows:
             self._add_row(source, place, target)
             return
         for offsets, lengths in slabs(source.shape, source.element_size(), self._piece_bytes):
-            piece, there = source, place
-            for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
-                piece = piece.narrow(dim, begin, length)
-                there = there.narrow(dim, begin, length)
+            piece = narrowed(source, offsets, lengths)
             host = piece.cpu().resolve_conj().resolve_neg().contiguous()
-            self.add_copy(host, there, target)
+            self.add_copy(host, narrowed(place, offsets, lengths), target)
 
     def add_copy(self, copy: torch.Tensor, place: torch.Tensor, target: Target) -> None:
-        """Adds host memory that was made for this, and is let go when it is written."""
+        """Adds host memory, and keeps it until it is written."""
         if copy.numel() == 0:
             return
         self._copies.append(copy)
@@ -87,7 +84,7 @@ class ExportRows:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what was added."""
+        """Writes all rows."""
         if self._rows:
             self._job.write(self._rows)
         self._rows, self._copies, self._copied_bytes = [], [], 0
@@ -115,6 +112,13 @@ class ExportRows:
             self.flush()
 
 
+def narrowed(view: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+    """Returns a box of a view."""
+    for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
+        view = view.narrow(dim, begin, length)
+    return view
+
+
 def slabs(
     sizes: Sequence[int], itemsize: int, max_bytes: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -129,29 +133,18 @@ def slabs(
         yield (0,) * len(sizes), tuple(sizes)
         return
     step = max(1, max_bytes // inner)
-    rest = len(sizes) - dim
+    zeros, ones = (0,) * (len(sizes) - dim), (1,) * (dim - 1)
     for outer in itertools.product(*map(range, sizes[: dim - 1])):
         for begin in range(0, sizes[dim - 1], step):
             length = min(step, sizes[dim - 1] - begin)
-            yield (
-                (*outer, begin, *(0,) * rest),
-                (*(1,) * len(outer), length, *sizes[dim:]),
-            )
-
-
-def share_of(begin: int, total: int, ranks: int) -> int:
-    """Returns which rank reads and writes what begins at this byte of all."""
-    return min(ranks - 1, begin * ranks // max(1, total))
+            yield (*outer, begin, *zeros), (*ones, length, *sizes[dim:])
 
 
 # ---- Copies, written while the next are filled ---------------------------------------------------
 
 
-_SIZES = 32  # of pieces: what a copy wastes is an eighth at most
-
-
 class PieceMemory:
-    """Memory for copies of up to `piece_bytes`, each used again when it was given back.
+    """Lends memory for copies of up to `piece_bytes`, and lends it again when it is back.
 
     It drops free memory of another size before it takes more, so that it never holds more than it
     has lent at one time.
@@ -165,7 +158,7 @@ class PieceMemory:
     def take(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor in C order with any content."""
         nbytes = torch.Size(sizes).numel() * dtype.itemsize
-        # For what is far smaller than a piece, the heap does as well and wastes nothing.
+        # Far smaller copies lie in the heap, which wastes nothing on them.
         if not self._piece_bytes // 4 <= nbytes <= self._piece_bytes:
             return torch.empty(sizes, dtype=dtype, device="cpu")
         unit = max(1, self._piece_bytes // _SIZES)
@@ -174,7 +167,7 @@ class PieceMemory:
         return piece[:nbytes].view(dtype).view(sizes)
 
     def give_back(self, copies: Iterable[torch.Tensor]) -> None:
-        """Takes memory back whose bytes are written."""
+        """Takes memory back, once its bytes are written."""
         for copy in copies:
             piece = self._lent.pop(copy.data_ptr(), None)
             if piece is not None:
@@ -190,27 +183,25 @@ class PieceMemory:
         return self._fresh(nbytes)
 
     def _fresh(self, nbytes: int) -> torch.Tensor:
-        # Page-aligned, as direct reads need it. When it goes the system has it back; the heap would
-        # keep it.
+        # Page-aligned for direct reads. Once freed it is the system's; the heap would keep it.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class BackgroundRows:
-    """Rows that a thread writes while the caller fills the next ones. Not thread-safe.
+    """Writes rows in a thread while the caller fills the next ones. Not thread-safe.
 
     After an error it may only be left.
     """
 
     def __init__(self, rows: ExportRows, piece_bytes: int) -> None:
-        """Writes through `rows`; large copies are of at most `piece_bytes`."""
         self._rows = rows
         self._pieces = PieceMemory(piece_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcpx-export")
         self._under_way: Future[None] | None = None
         self._writing = threading.Lock()  # the thread's, for a batch
         self._is_over = False
-        self._written: list[torch.Tensor] = []  # copies of what is under way
+        self._written: list[torch.Tensor] = []  # copies of the batch under way
         self._filled: list[tuple[torch.Tensor, torch.Tensor, Target]] = []
 
     def __enter__(self) -> BackgroundRows:
@@ -221,8 +212,8 @@ class BackgroundRows:
         interruption: BaseException | None = None
         while True:
             try:
-                # It uses the copies, and the job. Not by join(): once interrupted, that takes a
-                # thread for dead.
+                # The thread uses the copies, and the job. Not join(): once interrupted, it takes
+                # a thread for dead.
                 with self._writing:
                     break
             except BaseException as again:  # noqa: BLE001 - raised below; the caller closes the job
@@ -232,21 +223,18 @@ class BackgroundRows:
             raise interruption
 
     def memory(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Returns memory for a copy. Copies that were filled before are a batch, and sent off.
-
-        Raises: as `finish`.
-        """
+        """Returns memory for a copy; sends the copies filled before off. Raises: as `finish`."""
         if self._filled:
             self._send()
         return self._pieces.take(sizes, dtype)
 
     def add_copy(self, copy: torch.Tensor, place: torch.Tensor, target: Target) -> None:
-        """Adds memory that was taken here and is filled."""
+        """Adds memory that the caller took here and filled."""
         if copy.numel():
             self._filled.append((copy, place, target))
 
     def finish(self) -> None:
-        """Returns when everything is written. Raises: StorageError."""
+        """Writes all that was added. Raises: StorageError."""
         self._send()
         self._wait()
 

@@ -1,15 +1,14 @@
-"""The sources of an export: names, dtypes and sizes of all ranks, and this rank's bytes.
+"""The sources of an export: a live state, or a stored one (checkpoint or safetensors).
 
-A live state is exported from where its shards lie: of a box that several ranks hold, one writes.
-
-A stored one is a checkpoint, ours or stock's, or safetensors. Each rank reads and writes the boxes
-that begin in its share of the bytes. Reads come in windows: a rank reads one while it writes the
+One rank writes each box of a live state, from its own shards. Of a stored state, each rank reads
+and writes the boxes that begin in its share of the bytes. It reads one window while it writes the
 one before, into memory that it uses again.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,37 +17,39 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
 from torch_dcpx._hooks import takes_in_any_order
+from torch_dcpx.artifacts.files import slots_within
 from torch_dcpx.artifacts.layout import ExportTensor, file_view
-from torch_dcpx.artifacts.rows import BackgroundRows, ExportRows, Target, share_of, slabs
+from torch_dcpx.artifacts.rows import BackgroundRows, ExportRows, Target, narrowed, slabs
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.checkpoint.stateful import with_state_dicts
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.keys.mapped_state import model_part
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.reader.generation import Generation
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
+from torch_dcpx.storage.paths import absolute
 from torch_dcpx.tensors.memory import has_strides, refuse_nested
 
 Box = tuple[Sizes, Sizes]  # offsets and lengths, in elements
 
 
 class Entry(NamedTuple):
-    """A name of the source. Objects have neither dtype nor sizes."""
+    """A tensor of the source; an object has neither dtype nor sizes."""
 
-    dtype: str | None
-    sizes: Sizes | None
+    dtype: str | None = None
+    sizes: Sizes | None = None
 
 
 class Offer(NamedTuple):
@@ -56,17 +57,13 @@ class Offer(NamedTuple):
 
     name: str  # of that tensor
     boxes: tuple[Box, ...]
-    twin: str | None  # the first name of the same memory, its own too; None: no bytes here
+    twin: str | None  # the first name of the same memory, maybe its own; None: no bytes here
 
 
 def selected(
     entries: Mapping[str, Entry], part: str, keys: Iterable[str] | None
 ) -> tuple[dict[str, Entry], str]:
-    """Returns the chosen entries, and the prefix that their names lose.
-
-    Raises:
-        PlanError: a glob matches nothing.
-    """
+    """Returns the chosen entries, and the prefix that their names lose. Raises: PlanError."""
     if keys is None:
         return {name: one for name, one in entries.items() if name.startswith(part)}, part
     chosen: dict[str, Entry] = {}
@@ -83,8 +80,10 @@ class LiveSource:
     """A module or state dict, sharded or not."""
 
     is_shared = False  # a rank can write only the boxes that it holds
-    slot_parts = 8  # of sixteen of the budget, for slots; the others: copies of memory not plain
+    slot_parts = 8  # sixteenths of the budget for slots; the others: copies of memory not plain
     piece_bytes = 0  # nothing is stored
+    generation = None
+    name = "a module or state dict"  # as ranks compare it
 
     def __init__(self, source: nn.Module | Mapping[str, Any]) -> None:
         if isinstance(source, nn.Module):
@@ -98,31 +97,22 @@ class LiveSource:
         self._tensors: Sequence[ExportTensor] = ()
 
     def entries(self) -> tuple[dict[str, Entry], str]:
-        """Returns all names that this rank sees, and what begins those of the model.
-
-        Raises:
-            UnsupportedError: a nested tensor without sizes.
-        """
+        """Returns this rank's names, and the prefix of the model's. Raises: UnsupportedError."""
         found = {}
         for name, value in self.state.items():
             refuse_nested(name, value)
             sizes = wanted_sizes(value) if isinstance(value, torch.Tensor) else None
-            found[name] = (
-                Entry(None, None) if sizes is None else Entry(dtype_name(value.dtype), sizes)
-            )
+            found[name] = Entry() if sizes is None else Entry(dtype_name(value.dtype), sizes)
         return found, self._part
 
-    def generation(self) -> None:
-        """Returns None: nothing is stored."""
-
     def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
-        """Returns objects by new name, where `names` gives their own; those that are here."""
+        """Returns this rank's objects by new name; `names` maps new names to its own."""
         return {new: self.state[name] for new, name in names.items() if name in self.state}
 
     def offers(
         self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]
     ) -> list[Offer]:
-        """Returns what this rank holds of each tensor. Raises: UnsupportedError."""
+        """Returns this rank's boxes of each tensor. Raises: UnsupportedError."""
         self._tensors = tensors
         first: dict[Any, str] = {}
         offers = []
@@ -138,13 +128,14 @@ class LiveSource:
                         bits = (view.is_conj(), view.is_neg(), str(view.device))
                         memory.append((at, view.data_ptr(), view.shape, view.stride(), bits))
             key = (tensor.dtype, tuple(memory))
-            twin = first.setdefault(key, tensor.name) if memory and memory[0][1] else None
-            twin = twin or (tensor.name if memory else None)
+            twin = tensor.name if memory else None
+            if memory and memory[0][1]:
+                twin = first.setdefault(key, tensor.name)
             offers.append(Offer(tensor.name, tuple(boxes), twin))
         return offers
 
     def write(
-        self, own: Sequence[tuple[int, Box]], targets: Sequence[Target], rows: ExportRows
+        self, own: Sequence[tuple[int, Box]], targets: Mapping[int, Target], rows: ExportRows
     ) -> None:
         """Writes boxes: (number of the tensor, box)."""
         for number, (offsets, lengths) in own:
@@ -170,35 +161,25 @@ class LiveSource:
             yield tuple(chunk.offsets), local
 
 
-def narrowed(view: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
-    """Returns a box of a view."""
-    for dim, (begin, length) in enumerate(zip(offsets, lengths, strict=True)):
-        view = view.narrow(dim, begin, length)
-    return view
+# ---- Stored sources ------------------------------------------------------------------------------
 
 
-# ---- What is stored ------------------------------------------------------------------------------
-
-
-_LEAST_SLOT_BYTES = 256 << 10
-_SLOT_UNIT = 64 << 10
+_LEAST_SLOT_BYTES = 256 << 10  # of ReadOptions
 _MOST_PIECE_BYTES = 8 << 20
-# An export's budget: slots of those who read and of those who write, two windows, and a piece that
-# is asked for before its window begins, are fifteen.
+# Fifteen parts of an export's budget are used: slots for reads and for writes, two windows, and a
+# piece that is taken before its window begins.
 _PARTS = 16
 _SLOT_PARTS = 3
 _WINDOW_PARTS = 4
 
 
 def _read_options(options: WriteOptions) -> ReadOptions:
-    """Returns how to read within an export's budget."""
+    """Returns options for reads within an export's budget."""
     part = options.resolved_memory_bytes() // _PARTS
-    slots_bytes = _SLOT_PARTS * part
-    slot_bytes = min(options.slot_bytes, slots_bytes) // _SLOT_UNIT * _SLOT_UNIT
-    slot_bytes = max(_LEAST_SLOT_BYTES, slot_bytes)
+    workers, slot_bytes = slots_within(options, _SLOT_PARTS * part, _LEAST_SLOT_BYTES)
     return ReadOptions(
         host_memory_bytes=max(slot_bytes, _WINDOW_PARTS * part),
-        workers=max(1, min(options.resolved_workers(), slots_bytes // slot_bytes)),
+        workers=workers,
         slot_bytes=slot_bytes,
         direct_io=options.direct_io,
     )
@@ -216,32 +197,23 @@ class StoredSource:
         self.piece_bytes = max(1, min(_MOST_PIECE_BYTES, part_bytes))
         self.reader = PretrainedReader(path, options=_read_options(options))
         self.metadata = self.reader.read_metadata()
+        self.generation = self.reader.generation  # the save whose metadata this rank has read
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+        self.name = absolute(path)  # as ranks compare it
         self._tensors: Sequence[ExportTensor] = ()
         self._mapped: Mapping[str, MappedTensor] = {}
 
     def entries(self) -> tuple[dict[str, Entry], str]:
-        """Returns all names that this rank sees, and what begins those of the model."""
+        """Returns the stored names, and the prefix of the model's."""
         found = {}
         for name, entry in self.metadata.state_dict_metadata.items():
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            found[name] = (
-                Entry(dtype_name(entry.properties.dtype), tuple(entry.size))  # type: ignore[union-attr]
-                if is_tensor
-                else Entry(None, None)
-            )
+            found[name] = Entry()
+            if isinstance(entry, TensorStorageMetadata):
+                found[name] = Entry(dtype_name(entry.properties.dtype), tuple(entry.size))
         return found, model_part(self.metadata)
 
-    def generation(self) -> Generation | None:
-        """Returns which save this rank has read the metadata of."""
-        return self.reader.generation
-
     def objects(self, names: Mapping[str, str], *, is_first: bool) -> dict[str, Any]:
-        """Returns objects by new name, where `names` gives their own; on rank 0 alone.
-
-        Raises:
-            UnsafePickleError: one is of no plain class.
-        """
+        """As `LiveSource.objects`, on rank 0 alone. Raises: UnsafePickleError."""
         if not names or not is_first:
             return {}
         loaded: dict[str, Any] = dict.fromkeys(names.values())
@@ -251,7 +223,7 @@ class StoredSource:
     def offers(
         self, tensors: Sequence[ExportTensor], mapped: Mapping[str, MappedTensor]
     ) -> list[Offer]:
-        """Returns the boxes that are stored, of each tensor."""
+        """Returns the stored boxes of each tensor."""
         self._tensors, self._mapped = tensors, mapped
         offers = []
         for tensor in tensors:
@@ -265,26 +237,21 @@ class StoredSource:
         return offers
 
     def shares(self, rank: int, ranks: int, piece_bytes: int) -> list[tuple[int, Box]]:
-        """Returns the boxes that this rank reads and writes.
+        """Returns the boxes that begin in this rank's share of all bytes.
 
-        Args:
-            rank, ranks: this one, of how many.
-            piece_bytes: the most of a box; the same on all ranks, so that each box is one rank's.
+        All ranks must give one `piece_bytes`, the bound of a box, so that each box is one rank's.
         """
         total, begin = sum(tensor.nbytes for tensor in self._tensors), 0
         own = []
         for number, tensor in enumerate(self._tensors):
             for offsets, lengths in slabs(tensor.sizes, tensor.itemsize, piece_bytes):
-                if share_of(begin, total, ranks) == rank:
+                if begin * ranks // total == rank:
                     own.append((number, (offsets, lengths)))
-                nbytes = tensor.itemsize
-                for length in lengths:
-                    nbytes *= length
-                begin += nbytes
+                begin += tensor.itemsize * math.prod(lengths)
         return own
 
     def write(
-        self, own: Sequence[tuple[int, Box]], targets: Sequence[Target], rows: ExportRows
+        self, own: Sequence[tuple[int, Box]], targets: Mapping[int, Target], rows: ExportRows
     ) -> None:
         """Writes boxes: (number of the tensor, box)."""
         with BackgroundRows(rows, self.piece_bytes) as written:
@@ -295,9 +262,9 @@ class StoredSource:
             written.finish()
 
     def _items(
-        self, own: Sequence[tuple[int, Box]], targets: Sequence[Target], planner: _ExportPlanner
+        self, own: Sequence[tuple[int, Box]], targets: Mapping[int, Target], planner: _ExportPlanner
     ) -> list[ReadItem]:
-        """Returns what is to be read for the boxes."""
+        """Returns the read items that fill the boxes."""
         items: list[ReadItem] = []
         for number, (offsets, lengths) in own:
             tensor = self._tensors[number]
@@ -312,15 +279,16 @@ class StoredSource:
 
 
 @takes_in_any_order
-class _ExportPlanner(LoadPlanner):  # type: ignore[misc, unused-ignore]
-    """Gives each read item memory of its own, and hands it to the files when it is filled."""
+class _ExportPlanner(DefaultLoadPlanner):
+    """Gives each read item memory of its own, and passes it on to the files once it is filled."""
 
     def __init__(self, rows: BackgroundRows) -> None:
+        # Not stock's: a read calls none of its hooks but those below.
         self._rows = rows
         self._places: list[tuple[torch.Tensor, Target]] = []
 
     def placed(self, item: ReadItem, place: torch.Tensor, target: Target) -> ReadItem:
-        """Returns an item of the plan whose bytes belong to a place of a payload."""
+        """Returns an item of the plan, and notes the place of its bytes in a payload."""
         zeros = torch.Size([0] * len(item.lengths))
         index = MetadataIndex(str(len(self._places)), zeros)
         self._places.append((place, target))
@@ -335,20 +303,6 @@ class _ExportPlanner(LoadPlanner):  # type: ignore[misc, unused-ignore]
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         place, target = self._places[int(read_item.dest_index.fqn)]
         self._rows.add_copy(tensor, place, target)
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing to set up."""
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise PlanError(f"'{read_item.storage_index.fqn}' is an object, not a tensor")

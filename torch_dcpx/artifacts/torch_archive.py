@@ -1,7 +1,7 @@
-"""The archive that torch.save writes of a flat dict, laid out before any byte of a tensor is there.
+"""Lays out the archive that torch.save writes of a flat dict, before a rank writes its bytes.
 
-It is a zip of stored records: the pickle, one record a storage, and the small ones that torch.load
-reads beside them. Lengths are known at once; checksums come when all ranks have written.
+The archive is a zip of stored records: the pickle, one a storage, and small ones that torch.load
+needs. Their lengths are known; checksums come once all ranks have written.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from torch_dcpx._compat import dtype_by_name, framing_of
 from torch_dcpx._native import _C
-from torch_dcpx.artifacts.layout import ExportTensor, Layout, OutputPlan, Payload
+from torch_dcpx.artifacts.layout import ExportTensor, Layout, OutputPlan, Payload, file_view
 from torch_dcpx.errors import UnsupportedError
 
 _ROOT = "archive"
 _ALIGNMENT = 64  # of payloads, as torch.save's
 _IN_64_BITS = 0xFFFFFFFF
-_FIRST_DAY = (1 << 5) | 1  # 1980-01-01, the oldest date zip can say
+_FIRST_DAY = (1 << 5) | 1  # 1980-01-01, the oldest date of a zip
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _PLAIN = (type(None), bool, float, str, bytes)
@@ -57,23 +57,20 @@ class _Tensor:
     """
 
     def __init__(self, tensor: ExportTensor, key: int) -> None:
-        dtype = _dtype(tensor)
-        self._is_typed = not framing_of(dtype)[2]
-        count = tensor.nbytes // tensor.itemsize if self._is_typed else tensor.nbytes
-        self._storage = _Storage(str(key), dtype, count)
-        strides, step = [], 1
-        for size in reversed(tensor.sizes):
-            strides.append(step)
-            step *= max(1, size)
-        self._shape = (0, tensor.sizes, tuple(reversed(strides)))
-        self._dtype = dtype
+        dtype = dtype_by_name(tensor.dtype)
+        if dtype is None:
+            raise UnsupportedError(f"'{tensor.name}' is {tensor.dtype}, which this torch lacks")
+        is_typed = not framing_of(dtype)[2]
+        count = tensor.nbytes // tensor.itemsize if is_typed else tensor.nbytes
+        storage = _Storage(str(key), dtype, count)
+        hooks: Any = collections.OrderedDict()
+        arguments = (storage, 0, tensor.sizes, file_view(tensor).stride(), False, hooks)
+        self._reduced: tuple[Any, ...] = (torch._utils._rebuild_tensor_v2, arguments)
+        if not is_typed:
+            self._reduced = (torch._utils._rebuild_tensor_v3, (*arguments, dtype))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        hooks: Any = collections.OrderedDict()
-        arguments = (self._storage, *self._shape, False, hooks)
-        if self._is_typed:
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, self._dtype)
+        return self._reduced
 
 
 class _Pickler(pickle.Pickler):
@@ -100,19 +97,11 @@ def check_objects(objects: Mapping[str, Any]) -> None:
 def torch_layout(
     tensors: Sequence[ExportTensor], objects: Mapping[str, Any], name: str
 ) -> tuple[Layout, list[_Record]]:
-    """Returns the one file, and its records.
-
-    Args:
-        tensors: payloads, in the order of the records.
-        objects: plain values by name.
-        name: of the file.
-    """
+    """Returns the file `name`, with payloads in the order of `tensors`, and its records."""
     state: dict[str, Any] = {}
     for number, tensor in enumerate(tensors):
-        stub = _Tensor(tensor, number)
-        for one in (tensor.name, *tensor.aliases):
-            state[one] = stub
-    state.update(objects)
+        state |= dict.fromkeys((tensor.name, *tensor.aliases), _Tensor(tensor, number))
+    state |= objects
     stream = io.BytesIO()
     _Pickler(stream, protocol=2).dump(state)
     records: list[_Record] = []
@@ -132,12 +121,7 @@ def torch_layout(
 
 
 def torch_patches(records: Sequence[_Record], crcs: Sequence[int]) -> list[tuple[int, int, bytes]]:
-    """Returns the bytes around the payloads: (file, offset, bytes).
-
-    Args:
-        records: of `torch_layout`.
-        crcs: of the payloads, in their order.
-    """
+    """Returns the bytes around the payloads, which have `crcs`: (file, offset, bytes)."""
     left = iter(crcs)
     all_crcs = [next(left) if one.data is None else _C.crc32(one.data) for one in records]
     patches = []
@@ -165,12 +149,14 @@ def _local_header(one: _Record, crc: int) -> bytes:
     extra = struct.pack("<HHQQ", 1, 16, one.nbytes, one.nbytes) if is_large else b""
     padding = one.payload_offset - one.offset - _LOCAL.size - len(one.name) - len(extra) - 4
     extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    size = _IN_64_BITS if is_large else one.nbytes
+    return _LOCAL.pack(0x04034B50, *_fields(one, crc, extra, is_large)) + one.name + extra
+
+
+def _fields(one: _Record, crc: int, extra: bytes, is_large: bool) -> tuple[int, ...]:
+    """Returns the fields that a record's header and its entry in the directory share."""
     version = 45 if is_large else 20
-    head = _LOCAL.pack(
-        0x04034B50, version, 0, 0, 0, _FIRST_DAY, crc, size, size, len(one.name), len(extra)
-    )
-    return head + one.name + extra
+    size = min(one.nbytes, _IN_64_BITS)
+    return (version, 0, 0, 0, _FIRST_DAY, crc, size, size, len(one.name), len(extra))
 
 
 def _directory(records: Sequence[_Record], crcs: Sequence[int], begin: int) -> bytes:
@@ -183,15 +169,9 @@ def _directory(records: Sequence[_Record], crcs: Sequence[int], begin: int) -> b
             if value >= _IN_64_BITS
         )
         extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
-        version = 45 if wide else 20
-        size, offset = min(one.nbytes, _IN_64_BITS), min(one.offset, _IN_64_BITS)
-        parts.append(
-            _CENTRAL.pack(
-                0x02014B50, version, version, 0, 0, 0, _FIRST_DAY, crc, size, size,
-                len(one.name), len(extra), 0, 0, 0, 0, offset,
-            )
-            + one.name + extra
-        )  # fmt: skip
+        fields = _fields(one, crc, extra, bool(wide))
+        places = (0, 0, 0, 0, min(one.offset, _IN_64_BITS))
+        parts += [_CENTRAL.pack(0x02014B50, fields[0], *fields, *places), one.name, extra]
     directory = b"".join(parts)
     count, size = len(records), len(directory)
     end64 = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, begin)
@@ -201,15 +181,8 @@ def _directory(records: Sequence[_Record], crcs: Sequence[int], begin: int) -> b
     return directory + end64 + locator + end
 
 
-def _dtype(tensor: ExportTensor) -> torch.dtype:
-    dtype = dtype_by_name(tensor.dtype)
-    if dtype is None:
-        raise UnsupportedError(f"'{tensor.name}' is {tensor.dtype}, which this torch lacks")
-    return dtype
-
-
 def _is_plain(value: Any, depth: int, held: dict[int, Any]) -> bool:
-    """Returns whether torch.load would take it; `held`: containers by id that were looked into."""
+    """Returns whether torch.load would take it; `held`: the containers so far, by id."""
     if type(value) is int:
         return value.bit_length() < _MAX_INT_BITS
     if type(value) in _PLAIN or id(value) in held:

@@ -1,8 +1,7 @@
 """The `dcpx` command: looks at checkpoints, of torch-dcpx and of stock DCP, and mends them.
 
-Needs no process group and no GPU. What it shows things with, click and rich, comes with the extra
-`torch-dcpx[cli]`; without them it says so and exits with 2. torch is imported by what looks into a
-checkpoint, and by nothing else.
+It needs no process group and no GPU. click and rich come with the extra `torch-dcpx[cli]`; without
+them it prints so and exits with 2. Only commands that look into a checkpoint import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands of `dcpx` and their arguments. What they do is imported when they are called."""
+"""The commands of `dcpx` and their arguments. Each imports its code when it is called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def app() -> None:
 def list_(path: Path, with_all: bool, as_json: bool) -> int:
     """List the checkpoints at PATH, or in the directories beneath it: state, size, files.
 
-    Sizes are compared, no data read: see `verify`. Exits with 1 if one is not whole.
+    Compares sizes, reads no data: see `verify`. Exits with 1 if one is not whole.
     """
     from torch_dcpx.cli.listing import show
 
@@ -44,7 +44,7 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @command
 def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
-    """Show what a checkpoint holds: names, dtypes, shapes, chunks, files. Reads no data."""
+    """Show a checkpoint's names, dtypes, shapes, chunks and files. Reads no data."""
     from torch_dcpx.cli.inspect import show
 
     return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json)
@@ -55,7 +55,7 @@ def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json
 @click.option("--workers", type=click.IntRange(min=1), help="threads that read and sum")
 @command
 def verify(path: Path, workers: int | None, as_json: bool) -> int:
-    """Compare every byte of a checkpoint with its checksums, and say all that is wrong."""
+    """Compare every byte of a checkpoint with its checksums, and list all faults."""
     from torch_dcpx.cli.listing import run_verify
 
     return run_verify(path, workers=workers, as_json=as_json)
@@ -63,22 +63,20 @@ def verify(path: Path, workers: int | None, as_json: bool) -> int:
 
 @app.command()
 @click.argument("path", type=_PATH)
-@click.option("--dry-run", is_flag=True, help="say what would be done, write nothing")
-@click.option(
-    "--accept-assumptions", is_flag=True, help="write what the files prove only with assumptions"
-)
+@click.option("--dry-run", is_flag=True, help="print the report, write nothing")
+@click.option("--accept-assumptions", is_flag=True, help="write metadata that needs assumptions")
 @click.option("--file", "files", multiple=True, help="a data file of the save (each of them)")
 @click.option(
     "--rank-local/--all-ranks",
     default=None,
-    help="make each rank's own metadata, or that of all ranks; by default what is there says which",
+    help="make each rank's own metadata, or that of all ranks; default: as the files show",
 )
 @command
 def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | None) -> int:
-    """Make a lost or damaged .metadata anew of what the data files say. Never over a good one.
+    """Make a lost or damaged .metadata anew from the data files. Never over a good one.
 
-    Exits with 1 where what is there does not prove what the metadata said, and writes nothing then;
-    where it does with assumptions, --dry-run lists them, and --accept-assumptions takes them.
+    Exits with 1, and writes nothing, if they do not prove what the metadata held. If they do with
+    assumptions, --dry-run lists them, and --accept-assumptions takes them.
     """
     from torch_dcpx.cli.listing import run_repair
 
@@ -89,9 +87,9 @@ def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | No
 @click.argument("path", type=_PATH, required=False)
 @command
 def doctor(path: Path | None, as_json: bool) -> int:
-    """Say whether this machine has what fast and safe saves need, and PATH's file system too.
+    """Check that this machine, and PATH's file system, serve fast and safe saves.
 
-    In PATH a small file is written and removed.
+    Writes and removes a small file in PATH.
     """
     from torch_dcpx.cli.doctor import examine
 

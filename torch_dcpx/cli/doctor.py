@@ -1,7 +1,7 @@
-"""`dcpx doctor`: whether a machine, and the file system of a path, have what saves and loads use.
+"""`dcpx doctor`: checks that a machine, and the file system of a path, serve saves and loads.
 
-Nothing is imported that needs torch. Each line is fine, a warning (it works, slower or with less of
-a promise: the text says which) or a failure.
+It never imports torch. A check is fine, a warning (it works, but slower or with less of a promise:
+the text says which) or a failure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
-import importlib.util
 import mmap
 import os
 import platform
@@ -29,13 +28,11 @@ from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_tem
 _FEW_FILES = 1024
 _BLOCK = 4096
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
 _State: TypeAlias = Literal["fine", "warning", "failure"]
 
 
 class Check(NamedTuple):
-    """One thing that was looked at."""
+    """The state of one thing."""
 
     name: str
     state: _State
@@ -43,7 +40,7 @@ class Check(NamedTuple):
 
 
 def examine(path: Path | None, *, as_json: bool) -> int:
-    """Prints what was found. Returns the exit code: 2 with a failure, else 0."""
+    """Prints all checks. Returns the exit code: 2 with a failure, else 0."""
     checks = [*_of_machine(), *(_of_place(path) if path is not None else ())]
     if as_json:
         put_json(checks)
@@ -102,7 +99,7 @@ def _huge_pages() -> Check:
 
 
 def _of_place(path: Path) -> Iterator[Check]:
-    """Looks at a directory. Raises: StorageError: there is none, or it cannot be read."""
+    """Checks a directory. Raises: StorageError: there is none, or it cannot be read."""
     if "://" in os.fspath(path):
         raise OptionError(f"'{path}' is a URL; torch-dcpx keeps files", option="path", value=path)
     with Directory(path) as directory:
@@ -136,9 +133,8 @@ def _left(directory: Directory) -> Check:
     names = directory.names()
     data, temporary = sum(map(is_data_file_name, names)), sum(map(is_temporary_name, names))
     if any(map(is_metadata_name, names)):
-        return Check(
-            "checkpoint", "fine", f"a committed one, {data} data files (see `dcpx inspect`)"
-        )
+        text = f"a committed one, {data} data files (see `dcpx inspect`)"
+        return Check("checkpoint", "fine", text)
     if not data and not temporary:
         return Check("checkpoint", "fine", "none here")
     left = f"none: {data} data files of saves that did not end, {temporary} temporary ones"
@@ -186,7 +182,7 @@ def _write(fd: int) -> None:
 def _write_direct(directory: Directory, name: str) -> None:
     fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, dir_fd=directory.fd)
     try:
-        with mmap.mmap(-1, _BLOCK) as page:  # aligned, as direct I/O wants it
+        with mmap.mmap(-1, _BLOCK) as page:  # aligned for direct I/O
             os.pwritev(fd, [page], 0)
     finally:
         os.close(fd)

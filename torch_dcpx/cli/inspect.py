@@ -1,4 +1,4 @@
-"""`dcpx inspect`: what the metadata of a checkpoint says, no data read, nothing executed."""
+"""`dcpx inspect`: prints the metadata of a checkpoint. Reads no data, executes nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FileSize(NamedTuple):
 
     found: int | None  # None: there is no such regular file
     wanted: int
-    is_exact: bool  # else it may be longer: stock's metadata says no more
+    is_exact: bool  # else a file may be longer: stock's metadata has no sizes of files
 
     @property
     def is_right(self) -> bool:
@@ -56,7 +56,7 @@ class FileSize(NamedTuple):
 
 
 class Described(NamedTuple):
-    """One `.metadata` and what it binds."""
+    """One `.metadata`, with its items and files."""
 
     path: str
     metadata_file: str
@@ -71,7 +71,7 @@ class Described(NamedTuple):
 
     @property
     def faults(self) -> list[str]:
-        """Returns what is wrong with the files, without a look into them."""
+        """Returns the missing files, and those of wrong sizes."""
         return [
             f"'{name}' is missing"
             if size.found is None
@@ -82,7 +82,7 @@ class Described(NamedTuple):
 
 
 def show(path: Path, keys: Sequence[str], *, with_chunks: bool, limit: int, as_json: bool) -> int:
-    """Prints what lies at `path`. Returns the exit code."""
+    """Prints the checkpoint at `path`. Returns the exit code."""
     found = described(path, keys)
     code = UNSOUND if any(each.faults for each in found) else FINE
     if as_json:
@@ -90,16 +90,11 @@ def show(path: Path, keys: Sequence[str], *, with_chunks: bool, limit: int, as_j
         return code
     for each in found:
         tensors = sum(item.kind == "tensor" for item in each.items)
-        put_lines(
-            [
-                f"{Path(each.path) / each.metadata_file}: written by {each.written_by}, "
-                f"save {each.save_id[:12]}",
-                f"{tensors} tensors, {len(each.items) - tensors} objects, {len(each.files)} files, "
-                f"{human_bytes(each.nbytes)}",
-                *each.faults,
-                "",
-            ]
-        )
+        objects, size = len(each.items) - tensors, human_bytes(each.nbytes)
+        name, save_id = Path(each.path) / each.metadata_file, each.save_id[:12]
+        put_lines([f"{name}: written by {each.written_by}, save {save_id}"])
+        put_lines([f"{tensors} tensors, {objects} objects, {len(each.files)} files, {size}"])
+        put_lines([*each.faults, ""])
         _put_items(each.items, limit, with_chunks)
     return code
 
@@ -114,21 +109,14 @@ def _json(found: Described, with_chunks: bool) -> dict[str, Any]:
 
 def _put_items(items: Sequence[Item], limit: int, with_chunks: bool) -> None:
     shown = items[:limit] if limit > 0 else items
-    columns = ["shape", "#chunks"]
-    rows: list[Sequence[Any]] = [
-        (item, _text(item.shape), len(item.chunks), item.nbytes) for item in shown
-    ]
-    if with_chunks:
-        columns = ["offsets", "sizes", "file", "#at byte"]
-        rows = [
-            (item, _text(chunk.offsets), _text(chunk.sizes), *chunk[2:])
-            for item in shown
-            for chunk in item.chunks
-        ]
-    put_table(
-        ["name", "dtype", *columns, "#bytes"],
-        ((item.fqn, item.dtype or "object", *row) for item, *row in rows),
-    )
+    columns = ["offsets", "sizes", "file", "#at byte"] if with_chunks else ["shape", "#chunks"]
+    rows: list[Sequence[Any]] = []
+    for item in shown:
+        values: list[Sequence[Any]] = [(_text(item.shape), len(item.chunks), item.nbytes)]
+        if with_chunks:
+            values = [(_text(one.offsets), _text(one.sizes), *one[2:]) for one in item.chunks]
+        rows += [(item.fqn, item.dtype or "object", *each) for each in values]
+    put_table(["name", "dtype", *columns, "#bytes"], rows)
     if len(shown) < len(items):
         put_lines([f"... and {len(items) - len(shown)} more (--limit 0 shows all)"])
 
@@ -138,11 +126,7 @@ def _text(sizes: Sequence[int] | None) -> str:
 
 
 def described(path: Path, keys: Sequence[str] = ()) -> list[Described]:
-    """Returns what the directory's metadata say: the global one, else each rank's own.
-
-    Args:
-        path: directory of the checkpoint.
-        keys: globs of names; none: all.
+    """Returns the global metadata at `path`, else each rank's own; with globs, only their names.
 
     Raises:
         NotCommittedError: there is no metadata.
@@ -179,7 +163,7 @@ def _described(directory: Directory, path: Path, name: str, keys: Sequence[str])
 
 
 def _size(directory: Directory, name: str) -> int | None:
-    """Returns the size of a regular file that a load would open: beneath, through no link."""
+    """Returns the size of a regular file beneath the directory, reached through no link."""
     parts = name.split("/")
     if "" in parts or "." in parts or ".." in parts:
         return None

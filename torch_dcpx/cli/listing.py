@@ -1,4 +1,4 @@
-"""`dcpx ls`, `dcpx verify` and `dcpx repair`: what lies at a path, and what the library reports."""
+"""`dcpx ls`, `dcpx verify` and `dcpx repair`: print checkpoints, and the library's reports."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class _Listed(NamedTuple):
 
     name: str
     state: str  # "whole", "damaged", "uncommitted", "unreadable" or "none"
-    written_by: str
-    items: int
-    files: int
-    nbytes: int
-    problem: str  # "": none
+    written_by: str = ""
+    items: int = 0
+    files: int = 0
+    nbytes: int = 0
+    problem: str = ""
 
 
 def show(path: Path, *, with_all: bool, as_json: bool) -> int:
-    """Prints what lies at `path`. Returns the exit code."""
+    """Prints the checkpoints at `path`. Returns the exit code."""
     with Directory(path) as directory:
         names = directory.names()
     if any(map(_is_of_checkpoint, names)):
@@ -68,29 +68,24 @@ def _listed(path: Path, name: str) -> _Listed:
     try:
         with Directory(path) as directory:
             if not any(map(_is_of_checkpoint, directory.names())):
-                return _Listed(name, "none", "", 0, 0, 0, "")
+                return _Listed(name, "none")
         found = described(path)
     except NotCommittedError as error:
-        return _Listed(name, "uncommitted", "", 0, 0, 0, str(error))
+        return _Listed(name, "uncommitted", problem=str(error))
     except DcpxError as error:
         state = "damaged" if is_of_checkpoint(error) else "unreadable"
-        return _Listed(name, state, "", 0, 0, 0, f"{type(error).__name__}: {error}")
+        return _Listed(name, state, problem=f"{type(error).__name__}: {error}")
     faults = [fault for each in found for fault in each.faults]
+    state, problem = ("damaged", faults[0]) if faults else ("whole", "")
+    items = sum(len(each.items) for each in found)
+    nbytes = sum(each.nbytes for each in found)
     files: set[str] = set().union(*(each.files for each in found))
-    return _Listed(
-        name,
-        "damaged" if faults else "whole",
-        found[0].written_by,
-        sum(len(each.items) for each in found),
-        len(files),
-        sum(each.nbytes for each in found),
-        faults[0] if faults else "",
-    )
+    return _Listed(name, state, found[0].written_by, items, len(files), nbytes, problem)
 
 
 def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
     """Prints the report of `verify`. Returns the exit code."""
-    Directory(path).close()  # where there is none, that says nothing of a checkpoint
+    Directory(path).close()  # a missing one is an error of the path, not of a checkpoint
     with showing_progress(f"verify {path.name}", is_shown=not as_json) as tell:
         report = verify(path, workers=workers, progress=tell)
     _put(report, as_json, ok=report.ok)
@@ -98,13 +93,7 @@ def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
 
 
 def run_repair(path: Path, *, as_json: bool, **arguments: Any) -> int:
-    """Prints the report of `repair`. Returns the exit code: of a dry run, that of the repair.
-
-    Args:
-        path: of the checkpoint.
-        as_json: whether to print JSON.
-        arguments: of `repair`.
-    """
+    """Prints the report of `repair`. Returns the exit code: of a dry run, that of the repair."""
     Directory(path).close()
     report = repair(path, **arguments)
     _put(report, as_json, assumptions=report.assumptions)

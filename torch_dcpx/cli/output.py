@@ -17,15 +17,8 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, ParamSpec
 
 import click
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -41,7 +34,7 @@ from torch_dcpx.errors import (
 FINE, UNSOUND, CANNOT = 0, 1, 2
 
 _Args = ParamSpec("_Args")
-_ENDLESS = 1 << 20  # columns of a terminal that nothing is wrapped in
+_ENDLESS = 1 << 20  # columns: too many to wrap a line
 _OF_CHECKPOINT = (CorruptionError, NotCommittedError, RepairError, ShortReadError)
 
 _on_stdout = functools.partial(Console, highlight=False, emoji=False, markup=False)
@@ -51,9 +44,9 @@ _on_stderr = functools.partial(_on_stdout, stderr=True)
 def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
     """Makes a function that returns its exit code a click command with `--json`.
 
-    An error of ours, or of the system, is shown as one line, or as JSON on stdout: `{"error":
-    {"type": ..., "message": ..., and its fields}}`. Anything else is a bug, and shown as one; it
-    says nothing of the checkpoint, and neither does an interrupt.
+    It prints an error of ours or of the system as one line, or as JSON on stdout: `{"error":
+    {"type": ..., "message": ..., and its fields}}`. Any other error is a bug: it prints the
+    traceback and exits with 2, as after an interrupt.
     """
 
     @functools.wraps(function)
@@ -69,7 +62,7 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
             code = UNSOUND if is_of_checkpoint(error) else CANNOT
         except KeyboardInterrupt:
             put_lines(["dcpx: interrupted"], _on_stderr())
-        except Exception:  # noqa: BLE001 - a bug is shown, and never as damage
+        except Exception:  # noqa: BLE001 - a bug is printed, and is no damage
             put_lines(traceback.format_exc().splitlines(), _on_stderr())
         sys.exit(code)
 
@@ -77,15 +70,15 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
 
 
 def is_of_checkpoint(error: Exception) -> bool:
-    """Returns whether an error says that a checkpoint is not as it should be."""
+    """Returns whether an error is a fault of a checkpoint."""
     return isinstance(error, _OF_CHECKPOINT)
 
 
 def _fields(error: Exception) -> dict[str, Any]:
     names = ("path", "fqn", "offset", "nbytes", "expected", "found", "errno")
     values = {name: getattr(error, name, None) for name in names}
-    told = {name: value for name, value in values.items() if isinstance(value, str | int)}
-    return {"message": str(error), **told}
+    known = {name: value for name, value in values.items() if isinstance(value, str | int)}
+    return {"message": str(error), **known}
 
 
 def put_json(value: Any) -> None:
@@ -106,7 +99,7 @@ def _plain(value: Any) -> Any:
 
 
 def put_lines(lines: Iterable[str], console: Console | None = None) -> None:
-    """Prints lines, to stdout by default: no markup, nothing cut, none that is two."""
+    """Prints lines, by default to stdout: without markup, uncut, each on one line."""
     shown = console or _on_stdout()
     for line in lines:
         shown.print(Text(printable(line)), soft_wrap=True)
@@ -115,7 +108,7 @@ def put_lines(lines: Iterable[str], console: Console | None = None) -> None:
 def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Prints a table; columns that begin with '#' are numbers.
 
-    The last column is wrapped to the terminal; in a pipe every row is one line.
+    A terminal wraps the last column; in a pipe each row is one line.
     """
     table = Table(box=None, pad_edge=False, show_edge=False)
     for number, name in enumerate(columns):
@@ -135,16 +128,21 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 @contextmanager
 def showing_progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives a function that shows (done bytes, total bytes); None where there is no terminal."""
+    """Gives a function that shows (done bytes, total bytes); None without a terminal."""
     console = _on_stderr()
     if not (is_shown and console.is_terminal):
         yield None
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(True),
-               TransferSpeedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(printable(what), total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task(printable(what), total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def human_bytes(nbytes: float) -> str:
