@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch_dcpx._native import _C
@@ -31,11 +31,10 @@ _arenas: weakref.WeakSet[_C.Arena] = weakref.WeakSet()
 
 
 class ArenaPool:
-    """Arenas that are used again. Thread-safe; a child forked from a process that has had one is
-    refused.
+    """Arenas that are used again. Thread-safe; refuses a child of a process that has had one.
 
-    The smallest free arena that fits is taken. Where none fits, free ones are given back to the
-    system before a larger one is made, so that a growing state never holds both.
+    The smallest free arena that fits is taken. If none fits, the pool gives free ones back to the
+    system before it makes a larger one, so that a growing state never holds both.
 
     Attributes:
         budget_bytes: bound on the bytes of all arenas together; None (default): available memory.
@@ -58,7 +57,7 @@ class ArenaPool:
 
     @property
     def count(self) -> int:
-        """Returns the number of arenas."""
+        """Number of arenas."""
         with self._held():
             return len(self._arenas)
 
@@ -70,24 +69,21 @@ class ArenaPool:
         is_shared: bool = False,
         budget_bytes: int | None = None,
         timeout_s: float = 1800.0,
-        check: Callable[[], object] = lambda: None,
     ) -> Iterator[_C.Arena]:
         """Gives an arena of at least `nbytes` to fill; nobody else has it until the block ends.
 
         After the block it stays lent as long as there are tensors over it.
 
         Args:
-            nbytes: needed bytes.
-            is_shared: in a memfd, for another process. Default False.
-            budget_bytes: bound on the pool's bytes while this is lent; None (default): the pool's.
-            timeout_s: seconds to wait for an arena to come back. Default 1800.
-            check: called while it waits; what it raises ends the wait.
+            is_shared: in a memfd, for another process.
+            budget_bytes: bound on the pool's bytes while this is lent; None: the pool's.
+            timeout_s: seconds to wait for an arena to come back.
 
         Raises:
             StagingError: a forked child; more than the budget or than the available memory; no
                 arena came back in time.
         """
-        arena = self._acquire(nbytes, is_shared, budget_bytes, timeout_s, check)
+        arena = self._acquire(nbytes, is_shared, budget_bytes, timeout_s)
         try:
             yield arena
         finally:
@@ -106,22 +102,14 @@ class ArenaPool:
         timeout_s: float = 1800.0,
         device: int = -1,
     ) -> None:
-        """Takes memory for a state of `nbytes` from the system now. Arguments as of `lease`.
+        """Takes memory for a state of `nbytes` from the system now.
 
-        Args:
-            workers: threads that take it. Default 2.
-            device: CUDA ordinal that will copy to it: as `make_ready`. Default -1: none.
-
-        Raises:
-            StagingError: as `lease`, or the system has less memory than it said.
+        Arguments and errors as of `lease` and `make_ready`.
         """
         with self.lease(
             nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
         ) as arena:
-            if device >= 0:
-                make_ready(arena, device, workers)
-            else:
-                _prefault(arena, workers)
+            make_ready(arena, device, workers)
 
     def close(self) -> None:
         """Gives all memory back to the system; of arenas in use, when they are free. Reusable."""
@@ -141,12 +129,7 @@ class ArenaPool:
             yield
 
     def _acquire(
-        self,
-        nbytes: int,
-        is_shared: bool,
-        budget_bytes: int | None,
-        timeout_s: float,
-        check: Callable[[], object],
+        self, nbytes: int, is_shared: bool, budget_bytes: int | None, timeout_s: float
     ) -> _C.Arena:
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         if budget is not None and nbytes > budget:
@@ -171,7 +154,6 @@ class ArenaPool:
                     f"budget of {budget} B are held by saves under way, or by whoever keeps a "
                     "staged state (a planner, an exception, a variable)"
                 )
-            check()
             with self._guard:
                 self._guard.wait(min(_MAX_POLL_S, _POLL_S + waited_s / 10))
 
@@ -227,45 +209,48 @@ class ArenaPool:
         arena.release()
 
 
-def _start_anew(pool: ArenaPool) -> None:
-    """In a forked child: a pool that the parent has never used is the child's own."""
-    if not pool._has_made_one:
-        pool._guard = threading.Condition()  # another thread of the parent may have held it
-        pool._taken.clear()
-        pool._pid = os.getpid()
-
-
-def _prefault(arena: _C.Arena, workers: int) -> None:
-    try:
-        arena.prefault(workers)
-    except StorageError as error:
-        raise StagingError(f"cannot take {arena.nbytes} B of memory: {error}") from error
-
-
 def make_ready(arena: _C.Arena, device: int, workers: int) -> None:
-    """Begins to register an arena with the driver, so that devices copy to it at full rate.
+    """Takes an arena's memory from the system, and begins to register it with the driver, so that
+    devices copy to it at full rate.
 
-    That goes on in the background; a copy waits for it. Nothing for an arena that was registered
-    before, or that the driver has refused, which a warning says once a process.
+    Registering goes on in the background; a copy waits for it. Does nothing for an arena that was
+    registered before, or that the driver has refused: a warning says so once a process.
 
     Args:
-        arena: that nobody else fills.
-        device: CUDA ordinal near which its memory is to lie, where nobody has touched it yet.
-        workers: threads that take the memory from the system.
+        arena: nobody else fills it.
+        device: CUDA ordinal; untouched memory will lie near it. -1: the arena is not registered.
+        workers: threads that take the memory.
 
     Raises:
         StagingError: the system has less memory than it said.
     """
-    if not arena.is_pin_begun:
+    if arena.is_pin_begun:
+        return
+    if device >= 0:
         arena.place_near(device)
-        _prefault(arena, workers)  # by many threads: the driver takes it by one
+    try:
+        arena.prefault(workers)  # by many threads: the driver takes memory by one
+    except StorageError as error:
+        raise StagingError(f"cannot take {arena.nbytes} B of memory: {error}") from error
+    if device >= 0:
         arena.pin(device)
 
 
 _pool = ArenaPool()
 
 
-os.register_at_fork(after_in_child=lambda: _start_anew(_pool))
+def _start_anew() -> None:
+    """In a forked child: it has none of the parent's mappings, and other memory may lie at their
+    addresses. A pool that the parent has never used is the child's own.
+    """
+    if not _pool._has_made_one:
+        _pool._guard = threading.Condition()  # another thread of the parent may have held it
+        _pool._taken.clear()
+        _pool._pid = os.getpid()
+    _arenas.clear()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def process_pool() -> ArenaPool:
@@ -304,7 +289,3 @@ def note_written(address: int) -> None:
     for arena in list(_arenas):
         if arena.address <= address < arena.address + arena.nbytes:
             arena.add_written()
-
-
-# A child has none of these mappings, and other memory may lie at their addresses.
-os.register_at_fork(after_in_child=_arenas.clear)
