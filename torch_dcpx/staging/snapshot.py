@@ -143,13 +143,6 @@ class StagePlan:
                     f"'{self._name_of(index)}' cannot be copied for a snapshot: {error}"
                 ) from error
 
-    def places(self) -> list[tuple[int, int] | None]:
-        """Returns (offset in the arena, bytes) of each tensor; None of those outside of it."""
-        places: list[tuple[int, int] | None] = list(self._table.places())
-        for index in self._cloned:
-            places[index] = None
-        return places
-
     def __len__(self) -> int:
         return len(self._table)
 
@@ -170,16 +163,13 @@ class StagePlan:
             check_storage(tensor, self._name_of(index))
         if is_copied_here and tensor.dtype in dlpack_dtypes():
             return to_dlpack(tensor) if is_host else (to_dlpack(tensor), device)
-        address = 0
         self._raw.append((index, tensor.dtype))
-        if is_copied_here:
-            address = tensor.data_ptr() if tensor.numel() else 0
-        else:
+        if not is_copied_here:
             self._elsewhere.append((index, tensor))
-        # With the tensor, whose memory the address is of.
-        return (
-            address, tensor.element_size(), tuple(tensor.shape), tensor.stride(), device, tensor
-        )  # fmt: skip
+        address = tensor.data_ptr() if is_copied_here and tensor.numel() else 0
+        sizes, strides = tuple(tensor.shape), tensor.stride()
+        # The tensor keeps the memory of the address.
+        return address, tensor.element_size(), sizes, strides, device, tensor
 
 
 def stage_guarded(
@@ -196,58 +186,24 @@ def stage_guarded(
 ) -> tuple[list[torch.Tensor], CopyGuard]:
     """Returns host tensors that will hold what `tensors` hold at this moment, and when they do.
 
+    Each has a storage of its own, of exactly its size, over an arena that is free for the next
+    snapshot when the last of them is gone. Dense tensors keep their strides, others become
+    contiguous. None requires a gradient.
+
     Args:
-        tensors, names, pool, is_shared, budget_bytes, workers, timeout_s: as `stage_tensors`.
-        overlap: copies from devices go on, guarded; False waits for them. Default True.
-        streams: by ordinal, to wait for besides this thread's current ones. Default None.
+        tensors: as of `StagePlan`.
+        names: of the tensors, for errors; None: their numbers.
+        pool: of the arenas; None: the process's.
+        is_shared, budget_bytes, timeout_s: as of `ArenaPool.lease`.
+        workers: threads that copy; None: as `staging_workers`.
+        overlap, streams: as of `StagePlan.copy_to`.
 
     Raises:
-        As `stage_tensors`.
+        StagingError: as `ArenaPool.lease` and `StagePlan.copy_to`.
+        UnsupportedError: as `StagePlan`.
     """
     plan = StagePlan(tensors, names.__getitem__ if names else None)
     with (pool or process_pool()).lease(
         plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
     ) as arena:
         return plan.copy_to(arena, workers or staging_workers(), overlap=overlap, streams=streams)
-
-
-def stage_tensors(
-    tensors: Sequence[torch.Tensor],
-    *,
-    names: Sequence[str] | None = None,
-    pool: ArenaPool | None = None,
-    is_shared: bool = False,
-    budget_bytes: int | None = None,
-    workers: int | None = None,
-    timeout_s: float = 1800.0,
-) -> list[torch.Tensor]:
-    """Returns host tensors that hold what `tensors` hold at this moment; blocks until copied.
-
-    Each has a storage of its own, of exactly its size, over an arena that is free for the next
-    snapshot when the last of them is gone. Dense tensors keep their strides, others become
-    contiguous. None requires a gradient.
-
-    Args:
-        tensors: of any device, dtype, layout and class, without DTensors and ShardedTensors.
-        names: of the tensors, for errors; None (default): their numbers.
-        pool: whose arenas to use; None (default): the process's.
-        is_shared: stage where another process can map it. Default False.
-        budget_bytes: bound on the bytes of the pool's arenas; None (default): the pool's own.
-        workers: threads that copy; None (default): this rank's share of the cores, 2 to 8.
-        timeout_s: seconds to wait for an arena that a save still uses. Default 1800.
-
-    Raises:
-        StagingError: no memory within the budget, the machine or the time; a forked child; a copy
-            from a device failed, or a current stream is capturing a graph.
-        UnsupportedError: a tensor's memory was freed or resized under it.
-    """
-    return stage_guarded(
-        tensors,
-        names=names,
-        pool=pool,
-        is_shared=is_shared,
-        budget_bytes=budget_bytes,
-        workers=workers,
-        timeout_s=timeout_s,
-        overlap=False,
-    )[0]
