@@ -29,11 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, from_dlpack, with_local_tensor
 from torch_dcpx._native import _C
-from torch_dcpx.errors import StagingError, UnsupportedError
-from torch_dcpx.staging.arena import ArenaPool, attach, has_arenas, note_written
-from torch_dcpx.staging.snapshot import StagePlan
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.staging.arena import attach, has_arenas, note_written
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.copy_guard import CopyGuard
 from torch_dcpx.tensors.memory import PLAIN_CLASSES, is_plain
 
 _COPIED_KINDS = frozenset((*PLAIN_CLASSES, AsyncCollectiveTensor))
@@ -73,17 +71,11 @@ class StateWalk:
             self._memo.update(zip(map(id, self.tensors), staged, strict=True))
         for finish in self._late:
             finish()
-        state = self._state
-        self._forget()
+        # Else a cycle would hold the memory until the garbage collector comes.
+        for held in (self._late, self._slots, self._memo, self._seen):
+            held.clear()
+        state, self._state = self._state, StagedState()
         return state
-
-    def _forget(self) -> None:
-        """Drops all that would hold memory in a cycle until the garbage collector comes."""
-        self._late.clear()
-        self._slots.clear()
-        self._memo.clear()
-        self._seen.clear()
-        self._state = StagedState()
 
     def name_of(self, index: int) -> str:
         """Returns the name of a tensor, for errors."""
@@ -114,7 +106,8 @@ class StateWalk:
             local = self._tensors([value._local_tensor], name)
             self._finish(out, key, value, lambda: with_local_tensor(value, local[0]))
         elif isinstance(value, ShardedTensor):
-            self._sharded(out, key, value, name)
+            local = self._tensors([shard.tensor for shard in value.local_shards()], name)
+            self._finish(out, key, value, lambda: _sharded_like(value, local))
         elif isinstance(value, dict):
             staged = _empty_like(value)
             self._keep(value, staged)
@@ -143,10 +136,6 @@ class StateWalk:
         self.tensors += values
         self._slots += [(staged, i) for i in range(len(values))]
         return staged
-
-    def _sharded(self, out: Any, key: Any, value: ShardedTensor, name: str) -> None:
-        local = self._tensors([shard.tensor for shard in value.local_shards()], name)
-        self._finish(out, key, value, lambda: _sharded_like(value, local))
 
     def _keep(self, value: Any, staged: Any) -> None:
         """Notes what `value` has become, for those that refer to it as well."""
@@ -277,36 +266,6 @@ def _copied(value: Any, name: str, memo: dict[int, Any]) -> Any:
             f"'{name}' cannot be staged: a copy of its {type(value).__name__} raised "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def stage_state(
-    state_dict: dict[str, Any],
-    pool: ArenaPool,
-    *,
-    is_shared: bool,
-    budget_bytes: int | None,
-    workers: int,
-    timeout_s: float,
-    overlap: bool = False,
-) -> tuple[StagedState, CopyGuard]:
-    """Returns the state as it is now, on the host, and with `overlap` when it is there.
-
-    Arguments and errors as of `stage_guarded`.
-    """
-    walk = StateWalk(state_dict)
-    plan = StagePlan(walk.tensors, walk.name_of)
-    with pool.lease(
-        plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
-    ) as arena:
-        staged, guard = plan.copy_to(arena, workers, overlap=overlap)
-        try:
-            state = walk.rebuild(staged)
-        except BaseException:
-            with contextlib.suppress(StagingError):
-                guard.finish()  # the state may change from here on
-            raise
-        state.arena = arena
-    return state, guard
 
 
 def note_state_written(state: object) -> None:
