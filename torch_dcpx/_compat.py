@@ -14,11 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import (
-    default_planner,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import default_planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -180,9 +176,8 @@ _SAVE_CODE = state_dict_saver._save_state_dict.__code__
 
 
 def planned_entries(frame: FrameType | None) -> int:
-    """Returns how many entries DCP's planner has before it when DCP's `frame` calls a writer.
-
-    0 for a planner that does not say, and for a caller that is not DCP.
+    """Returns how many entries DCP's planner has when DCP's `frame` calls a writer; 0 for a planner
+    that does not say, and for a caller that is not DCP.
     """
     if frame is None or frame.f_globals.get("__name__") != state_dict_saver.__name__:
         return 0
@@ -272,11 +267,10 @@ def wanted_sizes(target: Any) -> tuple[int, ...] | None:
 
 
 def flatten_before_2_4(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a nested state's entries by the names that torch before 2.4 gave them, and the path
-    of each.
+    """Returns a nested state's entries by the names of torch before 2.4, and the path of each.
 
-    Not by `flatten_state_dict` with `_version._derived_version` set, as stock does it: that is for
-    all threads, and what another one saves meanwhile would get such names.
+    Stock sets `_version._derived_version` for it: that is for all threads, and what another thread
+    saves meanwhile would get such names.
 
     Raises:
         ValueError: two values have one name (torch's text).
@@ -301,44 +295,26 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
-def flattened_before_2_4(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `flatten_before_2_4`."""
-    return flatten_before_2_4(state)[0]
-
-
 # ---- Plan items: C++ makes them without their constructors ---------------------------------------
 
 # All fields that it sets, of each class.
-_ITEM_FIELDS: dict[Any, set[str]] = {
-    MetadataIndex: {"fqn", "offset", "index"},
-    ReadItem: {
-        "type", "dest_index", "dest_offsets", "storage_index", "storage_offsets", "lengths"
-    },
-    WriteItem: {"index", "type", "bytes_io_data", "tensor_data"},
-    TensorWriteData: {"chunk", "properties", "size"},
-    TensorProperties: {
-        "dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"
-    },
-    ChunkStorageMetadata: {"offsets", "sizes"},
-    TensorStorageMetadata: {"properties", "size", "chunks"},
-    BytesStorageMetadata: set(),
-    WriteResult: {"index", "size_in_bytes", "storage_data"},
-    _StorageInfo: {"relative_path", "offset", "length", "transform_descriptors"},
-}  # fmt: skip
+_ITEM_FIELDS: dict[Any, str] = {
+    MetadataIndex: "fqn offset index",
+    ReadItem: "type dest_index dest_offsets storage_index storage_offsets lengths",
+    WriteItem: "index type bytes_io_data tensor_data",
+    TensorWriteData: "chunk properties size",
+    TensorProperties: "dtype layout requires_grad memory_format pin_memory"
+    + (" strides" if HAS_STRIDES else ""),
+    ChunkStorageMetadata: "offsets sizes",
+    TensorStorageMetadata: "properties size chunks",
+    BytesStorageMetadata: "",
+    WriteResult: "index size_in_bytes storage_data",
+    _StorageInfo: "relative_path offset length transform_descriptors",
+}
 
-# Whether these are all fields of the classes of the torch that runs.
+# Whether the classes of the torch that runs have these fields and no others.
 HAS_KNOWN_ITEMS = all(
-    set(kind.__dataclass_fields__) - ({"strides"} if not HAS_STRIDES else set())
-    == fields - ({"strides"} if not HAS_STRIDES else set())
-    for kind, fields in _ITEM_FIELDS.items()
-)
-
-# The same of what a rank tells of its writes.
-HAS_KNOWN_RESULTS = (
-    set(WriteResult.__dataclass_fields__) == {"index", "size_in_bytes", "storage_data"}
-    and set(_StorageInfo.__dataclass_fields__)
-    == {"relative_path", "offset", "length", "transform_descriptors"}
-    and HAS_KNOWN_ITEMS
+    set(kind.__dataclass_fields__) == set(fields.split()) for kind, fields in _ITEM_FIELDS.items()
 )
 
 # Whether stock's load planner sweeps (2.13) or compares every pair (2.9): it decides on the order
