@@ -61,15 +61,10 @@ def options_from_environment(cls: type[_Options]) -> type[_Options]:
 def _parser_of(name: str, annotation: str) -> _Parser:
     if name == "trusted":
         return _parse_trusted
-    for start, parse in (
-        ("bool", _parse_bool),
-        ("int", _parse_int),
-        ("float", _parse_seconds),
-        ("Literal", _parse_text),
-    ):
-        if annotation.startswith(start):
-            return parse
-    return _refuse
+    if annotation.startswith("Literal"):
+        return _parse_text
+    kind = annotation.split(" ")[0]  # also of `int | None`
+    return {"bool": _parse_bool, "int": _parse_int, "float": _parse_seconds}.get(kind, _refuse)
 
 
 def _parse_bool(name: str, text: str) -> bool:
@@ -125,9 +120,15 @@ def _naming_variables(error: OptionError, texts: dict[str, str]) -> OptionError:
     return OptionError(message, option=option, value=value)
 
 
-def usable_cores() -> int:
-    """Returns how many cores this process may run on; of a container that does not say, all."""
+def threads_of_rank(threads_a_core: int) -> int:
+    """Returns this rank's share of so many threads for each core of the process, 2 at least.
+
+    LOCAL_WORLD_SIZE ranks share the cores. In a container that does not say which, all count.
+    """
     try:
-        return len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     except (OSError, OverflowError):  # EINVAL: CPython offers more and more room, until it gives up
-        return os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = int(local_ranks) if local_ranks.isdigit() else 1
+    return max(2, threads_a_core * cores // max(1, ranks))

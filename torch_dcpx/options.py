@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from torch_dcpx._environment import options_from_environment, usable_cores
+from torch_dcpx._environment import options_from_environment, threads_of_rank
 from torch_dcpx.errors import OptionError, must_be
 
 ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
@@ -66,10 +65,7 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
     """Returns `workers`, or several for each of this rank's cores, within the budget."""
     if workers is not None:
         return workers
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    ranks = max(1, int(local_ranks) if local_ranks.isdigit() else 1)
-    share = _WORKERS_A_CORE * usable_cores() // ranks
-    return max(1, min(max(2, share), 16, host_memory_bytes // slot_bytes))
+    return max(1, min(threads_of_rank(_WORKERS_A_CORE), 16, host_memory_bytes // slot_bytes))
 
 
 @options_from_environment
@@ -219,11 +215,8 @@ class ReadOptions:
         object.__setattr__(self, "safe_globals", tuple(self.safe_globals))
         for item in self.safe_globals:
             if not callable(item) or not hasattr(item, "__qualname__"):
-                raise OptionError(
-                    f"safe_globals must hold classes and functions, got {item!r}",
-                    option="safe_globals",
-                    value=item,
-                )
+                text = f"safe_globals must hold classes and functions, got {item!r}"
+                raise OptionError(text, option="safe_globals", value=item)
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a load starts."""
@@ -240,29 +233,24 @@ def merge_write_options(
     """
     if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
         raise must_be("thread_count", thread_count, "None or an int >= 1")
-    if options is None:
-        given: dict[str, Any] = {}
-        if sync_files is not None:
-            given["durability"] = "full" if sync_files else "none"
-        if thread_count is None:
-            return WriteOptions(**given)
-        own = WriteOptions(workers=None, **given)
-        memory_bytes, slots = own.host_memory_bytes, thread_count * own.slot_bytes
-        if memory_bytes is None and slots > own.resolved_memory_bytes():
-            memory_bytes = slots
-        return replace(own, workers=thread_count, host_memory_bytes=memory_bytes)
-    if sync_files is not None and sync_files != (options.durability == "full"):
-        raise OptionError(
-            f"sync_files={sync_files} contradicts options.durability={options.durability!r}; "
-            "give one of them",
-            option="sync_files",
-            value=sync_files,
-        )
-    if thread_count is not None and thread_count != options.workers:
-        raise OptionError(
-            f"thread_count={thread_count} contradicts options.workers={options.workers}; "
-            "give one of them",
-            option="thread_count",
-            value=thread_count,
-        )
-    return options
+    if options is not None:
+        if sync_files is not None and sync_files != (options.durability == "full"):
+            raise _contradiction("sync_files", sync_files, f"durability={options.durability!r}")
+        if thread_count is not None and thread_count != options.workers:
+            raise _contradiction("thread_count", thread_count, f"workers={options.workers}")
+        return options
+    given: dict[str, Any] = {}
+    if sync_files is not None:
+        given["durability"] = "full" if sync_files else "none"
+    if thread_count is None:
+        return WriteOptions(**given)
+    own = WriteOptions(workers=None, **given)
+    memory_bytes, slots = own.host_memory_bytes, thread_count * own.slot_bytes
+    if memory_bytes is None and slots > own.resolved_memory_bytes():
+        memory_bytes = slots
+    return replace(own, workers=thread_count, host_memory_bytes=memory_bytes)
+
+
+def _contradiction(name: str, value: object, option: str) -> OptionError:
+    text = f"{name}={value} contradicts options.{option}; give one of them"
+    return OptionError(text, option=name, value=value)

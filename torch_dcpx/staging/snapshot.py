@@ -8,7 +8,6 @@ the same way, by copies that C++ queues there; the arena is then registered with
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from torch_dcpx._compat import dlpack_dtypes, from_dlpack, to_dlpack
-from torch_dcpx._environment import usable_cores
+from torch_dcpx._environment import threads_of_rank
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx._native import _C
 from torch_dcpx.errors import UnsupportedError
@@ -29,11 +28,9 @@ from torch_dcpx.tensors.memory import PLAIN_CLASSES, check_storage, has_strides
 def staging_workers() -> int:
     """Returns the threads that a snapshot starts: this rank's share of the usable cores, 2 to 8.
 
-    More than a few do not copy faster: memory is what they wait for.
+    More than a few do not copy faster: they wait for memory.
     """
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = usable_cores() // max(1, int(local_ranks) if local_ranks.isdigit() else 1)
-    return min(max(2, share), 8)
+    return min(threads_of_rank(1), 8)
 
 
 class StagePlan:
