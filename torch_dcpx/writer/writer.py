@@ -30,7 +30,7 @@ from torch.futures import Future
 from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
 from torch_dcpx._hooks import refuse_bypassed, refuse_changed
-from torch_dcpx.errors import DcpxError, UnsupportedError
+from torch_dcpx.errors import DcpxError
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.ranks.plan_wire import offered
 from torch_dcpx.reports import WriteReport, saved_line
@@ -109,11 +109,6 @@ class DcpxWriter(FileSystemWriter):
                 not be called (docs/options.md).
         """
         self.options = merge_write_options(options, thread_count, sync_files)
-        if serialization_format != SerializationFormat.TORCH_SAVE:
-            raise UnsupportedError(
-                f"serialization_format={serialization_format} is not written by DcpxWriter; use "
-                "torch's HuggingFaceStorageWriter for safetensors"
-            )
         super().__init__(
             checked_path(path, _WAY_OUT),
             single_file_per_rank,
