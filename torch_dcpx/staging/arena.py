@@ -1,8 +1,8 @@
-"""Memory that snapshots are staged in: arenas of the process, used for one save after another.
+"""Memory for snapshots: arenas of the process, used for one save after another.
 
 An arena is lent to the tensors over it, and free when the last of their storages is gone. A save
-that finds none free takes another one within its budget, or waits; what is read is never
-overwritten.
+that finds none free takes another one within its budget, or waits; an arena that a save still reads
+is never overwritten.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ArenaPool:
             make_ready(arena, device, workers)
 
     def close(self) -> None:
-        """Gives all memory back to the system; of arenas in use, when they are free. Reusable."""
+        """Gives all memory back to the system, arenas in use once they are free. Reusable."""
         with self._held():
             for arena in list(self._arenas):
                 if id(arena) not in self._taken:
@@ -147,7 +147,7 @@ class ArenaPool:
                 if arena is not None:
                     self._taken.add(id(arena))
                     return arena
-                held = sum(arena.nbytes for arena in self._arenas)
+                held = self.nbytes
             if waited_s > timeout_s:
                 raise StagingError(
                     f"no staging memory for {nbytes} B after {timeout_s:g} s: {held} B of the "
@@ -172,7 +172,7 @@ class ArenaPool:
             self._drop(arena)
         wanted = -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES
         if budget is not None:
-            left = budget - sum(arena.nbytes for arena in self._arenas)
+            left = budget - self.nbytes
             if nbytes > left:
                 return None
             wanted = min(wanted, left)
@@ -182,7 +182,7 @@ class ArenaPool:
         return arena.lent == 0 and id(arena) not in self._taken
 
     def _is_coming_back(self, arena: _C.Arena) -> bool:
-        """Whether a save has written all that is staged there, so that nobody reads it any more."""
+        """Whether a save has written all that is staged there, and so no longer reads it."""
         return id(arena) not in self._taken and arena.written > self._seen_written[id(arena)]
 
     def _make(self, nbytes: int, is_shared: bool) -> _C.Arena:
@@ -282,9 +282,8 @@ def has_arenas() -> bool:
 
 
 def note_written(address: int) -> None:
-    """Says that a save has written all that is staged around `address`, if that is in an arena.
-
-    The process that staged it hears of it, too.
+    """Notes that a save has written the arena around `address`, if there is one; the process that
+    staged it sees the note, too.
     """
     for arena in list(_arenas):
         if arena.address <= address < arena.address + arena.nbytes:

@@ -1,8 +1,8 @@
 """The bytes of many tensors at one moment: copied into an arena, and tensors over the copies.
 
-What costs per tensor is kept small, as a state may have 100,000: a capsule of DLPack says all of a
-tensor in one call, and makes one in another; everything between is C++. Memory of CUDA devices goes
-the same way, by copies that C++ queues there; the arena is then registered with the driver.
+A state may have 100,000 tensors, so each costs two calls: one makes a DLPack capsule of it, one
+makes a tensor of a capsule; everything between is C++. Memory of CUDA devices goes the same way, by
+copies that C++ queues there; the arena is then registered with the driver.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class StagePlan:
 
     Args:
         tensors: of any device, dtype, layout and class, without DTensors and ShardedTensors.
-        name_of: gives the name of a tensor by its number, for errors; None (default): the number.
+        name_of: gives the name of a tensor by its number, for errors; None: the number.
 
     Attributes:
-        nbytes: bytes of an arena that holds the snapshot. Tensors that no address and strides
-            describe (sparse, quantized, of other classes) are cloned outside of it.
+        nbytes: the snapshot's bytes in an arena. Tensors that no address and strides describe
+            (sparse, quantized, of other classes) are cloned outside of it.
         devices: ordinals of the CUDA devices that C++ copies from.
 
     Raises:
@@ -102,8 +102,8 @@ class StagePlan:
         Args:
             arena: of `nbytes` at least, which nobody else fills; lent until the tensors are gone.
             workers: threads that copy.
-            overlap: copies from devices are queued and go on; the guard says how far they are, and
-                keeps what they read. Default False: the guard has nothing to say.
+            overlap: copies from devices are queued and go on; the guard knows how far they are, and
+                keeps the memory that they read. Default False: the guard is done.
             streams: by ordinal, to wait for besides this thread's current ones. Default None.
 
         Raises:
@@ -144,7 +144,7 @@ class StagePlan:
         return len(self._table)
 
     def _entry(self, index: int, tensor: torch.Tensor) -> Any:
-        """Returns the table's entry of a tensor that takes longer, and notes what else it needs."""
+        """Returns the table's entry of a rarer tensor, and notes what else that needs."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
         tensor = tensor.detach()
@@ -181,7 +181,7 @@ def stage_guarded(
     overlap: bool = True,
     streams: Mapping[int, int] | None = None,
 ) -> tuple[list[torch.Tensor], CopyGuard]:
-    """Returns host tensors that will hold what `tensors` hold at this moment, and when they do.
+    """Returns host tensors that get the bytes of `tensors` at this moment, and their guard.
 
     Each has a storage of its own, of exactly its size, over an arena that is free for the next
     snapshot when the last of them is gone. Dense tensors keep their strides, others become

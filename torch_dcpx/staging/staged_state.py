@@ -1,8 +1,8 @@
-"""A state dict with its tensors replaced by staged ones: what DCP saves in their place.
+"""A state dict with its tensors replaced by staged ones, for DCP to save.
 
-Containers keep their kind, DTensors and ShardedTensors their wrapper, and everything that is no
-tensor is deep-copied, as stock's stagers do. To another process the whole goes as one descriptor
-and a table: torch's own way sends a descriptor, or a file, for each tensor.
+Containers keep their kind, DTensors and ShardedTensors their wrapper; other values are deep-copied,
+as by stock's stagers. The whole goes to another process as one descriptor and a table: torch itself
+sends a descriptor, or a file, for each tensor.
 """
 
 from __future__ import annotations
@@ -46,20 +46,15 @@ class StagedState(dict[str, Any]):
 
 
 class StateWalk:
-    """Takes a state apart into its tensors and builds the same of others.
-
-    Attributes:
-        tensors: what holds values in memory: plain tensors, and the local ones of DTensors and
-            ShardedTensors.
-    """
+    """Takes a state apart into its tensors and builds the same of others."""
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []  # plain ones, and local ones of wrappers
         self._prefixes: dict[int, str] = {}  # by the id of a container
         self._slots: list[tuple[Any, Any]] = []  # (container, key) of each tensor
-        self._late: list[Callable[[], None]] = []  # what waits for the tensors in it
-        self._memo: dict[int, Any] = {}  # by id, what an object has become
-        self._seen: dict[int, Any] = {}  # by id, the objects that have become something, or will
+        self._late: list[Callable[[], None]] = []  # they build objects of staged tensors
+        self._memo: dict[int, Any] = {}  # the staged object, by the id of the original
+        self._seen: dict[int, Any] = {}  # originals by id, staged now or late
         self._state = StagedState()
         self._fill(self._state, state_dict, "")
 
@@ -94,7 +89,7 @@ class StateWalk:
                 self._put(out, key, value, f"{prefix}{key}")
 
     def _put(self, out: Any, key: Any, value: Any, name: str) -> None:
-        """Puts what `value` becomes into `out[key]`, now or once the tensors are there."""
+        """Puts the staged `value` into `out[key]`, now or once the tensors are there."""
         if type(value) in _ATOMIC_CLASSES:
             out[key] = value
         elif id(value) in self._seen:
@@ -130,7 +125,7 @@ class StateWalk:
             self._put(out, i, value, f"{name}.{i}")
 
     def _tensors(self, values: list[torch.Tensor], name: str) -> list[Any]:
-        """Returns the list where the tensors staged for `values` will be."""
+        """Returns a list that will hold the tensors staged for `values`."""
         staged: list[Any] = [None] * len(values)
         self._prefixes[id(staged)] = f"{name}, part "
         self.tensors += values
@@ -138,7 +133,7 @@ class StateWalk:
         return staged
 
     def _keep(self, value: Any, staged: Any) -> None:
-        """Notes what `value` has become, for those that refer to it as well."""
+        """Notes the staged `value`, for other places that refer to it."""
         self._memo[id(value)] = staged
         self._seen[id(value)] = value
 
@@ -152,7 +147,7 @@ class StateWalk:
 
 
 def _empty_like(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns a dict of the same class to fill; a plain one where the class looks things up."""
+    """Returns a dict of the same class to fill; a plain one where the class overrides look-ups."""
     cls = type(value)
     if cls is dict or any(getattr(cls, name) is not getattr(dict, name) for name in _DICT_METHODS):
         return OrderedDict() if isinstance(value, OrderedDict) else {}
@@ -174,17 +169,18 @@ def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def _is_in_memory(value: Any) -> bool:
-    """Returns whether a plain tensor says all of `value`. Of a Parameter's class nothing is saved,
-    and what hangs on it (hooks, loaders, gradients) is no part of the state."""
+    """Returns whether a plain tensor holds all of `value` that is saved: of a Parameter neither the
+    class nor its attributes (hooks, loaders, gradients) are.
+    """
     return type(value) in _COPIED_KINDS or (
         isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value)
     )
 
 
 def _sharded_like(value: ShardedTensor, local: list[torch.Tensor]) -> ShardedTensor:
-    """Returns `value` with other local shards, all of which it says to be on the host.
+    """Returns `value` with other local shards, all placed on the host.
 
-    Not by torch's own constructors: they refuse shards that are page-locked, as an arena's are.
+    Not by torch's own constructors: they refuse page-locked shards, such as an arena's.
     """
     placed = {id(one): _on_host(one) for one in value.metadata().shards_metadata}
     own = [placed.get(id(s.metadata)) or _on_host(s.metadata) for s in value.local_shards()]
@@ -214,10 +210,10 @@ def _on_host(metadata: ShardMetadata) -> ShardMetadata:
 
 
 class _CopiesOnHost(TorchFunctionMode):
-    """Lets `copy.deepcopy` put tensors of devices on the host, when it finds them in objects.
+    """Lets `copy.deepcopy` put tensors of devices, inside of objects, on the host.
 
-    A copy on the device would take its memory, and would be read by a thread that does not know
-    the stream on which it is made.
+    A copy on the device would take its memory, and the thread that saves does not know the stream
+    on which the copy is made.
     """
 
     def __torch_function__(
@@ -239,7 +235,7 @@ class _CopiesOnHost(TorchFunctionMode):
 
 
 def _with_chunks(staged: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns `staged` with what says of which tensor `value` holds chunks."""
+    """Returns `staged` with the attributes by which `value` names the tensor of its chunks."""
     for name in CHUNK_ATTRIBUTES:
         if name in value.__dict__:
             setattr(staged, name, copy.deepcopy(value.__dict__[name]))
@@ -247,7 +243,7 @@ def _with_chunks(staged: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(value: Any, name: str, memo: dict[int, Any]) -> Any:
-    """Returns a deep copy, of tensors as well that are of other classes.
+    """Returns a deep copy, also of tensors of other classes.
 
     Raises:
         UnsupportedError: it cannot be copied.
@@ -283,7 +279,7 @@ def note_state_written(state: object) -> None:
 
 
 class _Pickler(reduction.ForkingPickler):
-    """Writes the place of each tensor that lies in the arena; all else as torch sends it."""
+    """Writes the place of each tensor that lies in the arena; all else as torch does."""
 
     def __init__(self, file: io.BytesIO, arena: _C.Arena) -> None:
         super().__init__(file)
