@@ -100,11 +100,7 @@ def is_saved_dtype(dtype: torch.dtype) -> bool:
 @cache
 def storage_dtypes() -> dict[tuple[str, str], torch.dtype]:
     """Returns the dtype for each (storage name, dtype name) that a zip item may name."""
-    table: dict[tuple[str, str], torch.dtype] = {}
-    for dtype in DTYPES.values():
-        _, storage, name = framing_of(dtype)
-        table[storage, name] = dtype
-    return table
+    return {framing_of(dtype)[1:]: dtype for dtype in DTYPES.values()}
 
 
 @cache
@@ -123,7 +119,7 @@ def dlpack_dtypes() -> dict[torch.dtype, bool]:
     return found
 
 
-# Those of torch.utils.dlpack, without the questions in Python that cost as much as the rest.
+# Those of torch.utils.dlpack, without its checks in Python, which cost as much as the rest.
 to_dlpack: Callable[[torch.Tensor], object] = torch._C._to_dlpack
 from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 
@@ -221,12 +217,11 @@ CHUNK_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_si
 def with_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Returns a DTensor as `tensor` over another local tensor, which requires no gradient."""
     make: Any = DTensor
-    wrapped: DTensor = make(local, tensor._spec, requires_grad=False)
-    return wrapped
+    return make(local, tensor._spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
 def wanted_chunks(target: Any) -> list[ChunkStorageMetadata]:
-    """Returns the chunks of a state's tensor that stock's load planner asks for."""
+    """Returns the chunks that stock's load planner wants for a state's tensor."""
     if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
         return []  # this rank is no part of its mesh
     return _create_chunk_list(target)
@@ -245,7 +240,7 @@ def process_groups() -> list[Any]:
 
 
 def group_store(group: Any) -> Any:
-    """Returns the store of a process group: shared with all its users, so only to be cloned."""
+    """Returns the store of a process group. All its users share it: only clone it."""
     from torch.distributed.distributed_c10d import _world
 
     return _world.pg_map[group][1]
