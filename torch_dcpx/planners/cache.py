@@ -121,12 +121,7 @@ class Planning:
 
 
 def values_digest(digests: Mapping[str, bytes], names: Sequence[str]) -> bytes:
-    """Returns 16 bytes that are equal where the digests of these values are.
-
-    Args:
-        digests: of a state's Python values, by name; an unknown value has none.
-        names: of the values, in the same order on all ranks.
-    """
+    """Returns 16 bytes of the named values' digests; the names' order is the same on all ranks."""
     each = (digests.get(name, b"") for name in names)
     joined = b"".join(len(digest).to_bytes(1, "little") + digest for digest in each)
     return hashlib.blake2b(joined, digest_size=16).digest()
@@ -210,8 +205,7 @@ def fingerprint_of(
     """Returns the 32 bytes of a fingerprint; None for a state that has none.
 
     Args:
-        state: the planner's, by names.
-        paths: of all names; None: the planner tells none.
+        paths: of all names; None: the planner has none.
         about: what decides besides the state, by its repr.
     """
     if type(state) is not dict:

@@ -63,11 +63,7 @@ class KeptPlan(LoadPlan):
         return type(self)(**parts)
 
     def whole(self, kept: KeptPlan | None) -> LoadPlan:
-        """Returns the plan with its items, which `kept`, the plan that this rank made, has.
-
-        Raises:
-            PlanError: this is the plan of another rank.
-        """
+        """Returns the plan with the items of `kept`. PlanError: this is another rank's plan."""
         if not self.is_away:
             kept = self
         if kept is None or kept.token != self.token:
@@ -79,9 +75,7 @@ class KeptPlan(LoadPlan):
 
 
 def is_kept(planner: LoadPlanner, reader: object) -> bool:
-    """Returns whether there are other ranks, and neither the planner nor its reader, if it is
-    known, looks at their items.
-    """
+    """Returns whether there are other ranks, at whose items neither planner nor reader looks."""
     return (
         isinstance(reader, FileSystemReader)
         and dist.is_available()

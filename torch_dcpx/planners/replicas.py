@@ -83,11 +83,7 @@ def replicas_of(
 
 
 def doubtful_names(plans: Iterable[RankPlan]) -> set[str]:
-    """Returns the names that stand in plans of ranks which know of different copies.
-
-    Args:
-        plans: of all ranks that may be given rows.
-    """
+    """Returns names in plans, of ranks that may get rows, that know of different copies."""
     kinds = {plan.replicas: plan for plan in plans if plan.replicas}  # one has all large DTensors
     seen: set[str] = set()
     again: set[str] = set()
@@ -100,9 +96,7 @@ def doubtful_names(plans: Iterable[RankPlan]) -> set[str]:
 
 
 def _has_copies(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> bool:
-    """Returns whether several ranks have each part. Of Partial they have terms of a sum instead;
-    such a tensor is never cut.
-    """
+    """Returns whether several ranks have each part; of Partial they have terms of a sum."""
     each = zip(mesh_shape, placements, strict=True)
     return any(count > 1 and place.is_replicate() for count, place in each)
 
@@ -213,10 +207,8 @@ def cut_names(state: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _check_sizes(pieces: Mapping[str, RowPieces], items: Sequence[WriteItem]) -> None:
-    """Checks that each item of a tensor that is cut finds rows of its sizes.
-
-    Raises:
-        PlanError: two items begin at one row, or one asks for the whole tensor.
+    """Raises PlanError unless each item of a cut tensor finds rows of its sizes: two items begin at
+    one row, or one asks for the whole tensor.
     """
     for item in items:
         fqn, about = item.index.fqn, item.tensor_data

@@ -191,7 +191,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         return self._rank_plan(*self._local_items())
 
     def _local_items(self) -> tuple[list[Any], frozenset[str], Replicas | None, dict[str, Any]]:
-        """Returns (items, names that cannot be cut by rows, known copies, Python values).
+        """Returns (items, names of values without rows, known copies, Python values).
 
         Source: create_default_local_save_plan.
         """
