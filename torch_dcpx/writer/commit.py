@@ -41,9 +41,7 @@ Leftovers: TypeAlias = int | Literal["everybody", "nobody"]  # a rank's
 
 
 class WriteResults(list[WriteResult]):
-    """The results of `write_data`, one an item, and the table of the rank's files, which reaches
-    the coordinator in the same pickle.
-    """
+    """The results of `write_data`, one an item, which carry the table of the rank's files."""
 
     def __init__(
         self, results: Iterable[WriteResult] = (), files: Sequence[FileEntry] = ()

@@ -44,12 +44,7 @@ class Written(NamedTuple):
     payload_bytes: int
 
     def report(self, workers: int, total_s: float) -> WriteReport:
-        """Returns the report of a save that is written, and not committed.
-
-        Args:
-            workers: threads that wrote, over which `copy_ns`, `write_ns` and `fsync_ns` are summed.
-            total_s: time in the writer's hooks so far.
-        """
+        """Returns the report of a written, uncommitted save; `total_s` in its hooks so far."""
         counters, files = self.counters, self.files
         engine_s = counters["engine_ns"] / 1e9
         fsync_s = min(engine_s, counters["fsync_ns"] / 1e9 / max(1, min(workers, len(files))))

@@ -21,12 +21,7 @@ class SaveLocks:
         self._rank: int | None = None  # whose lock of its own is among them
 
     def take(self, directory: Directory, save: RunningSave, rank: int | None = None) -> None:
-        """Takes the directory's lock, or with `rank` both of a rank-local save.
-
-        Raises:
-            ConcurrentSaveError: another save is writing here.
-            StorageError: a lock file cannot be opened.
-        """
+        """Takes the directory's lock, or with `rank` both of that rank. Raises as `SaveLock`."""
         self._rank = rank
         self._locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=rank is not None))
         if rank is not None:

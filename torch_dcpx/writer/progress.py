@@ -39,9 +39,7 @@ class WriteProgress:
 
     @contextmanager
     def window(self, payload_bytes: Sequence[int]) -> Iterator[Callable[[int], None] | None]:
-        """Gives the function that `WriteJob.write` of the next items calls; None where nobody
-        listens.
-        """
+        """Gives the function for `WriteJob.write` of the next items; None where nobody listens."""
         begin, nbytes = self._count, sum(payload_bytes)
         self._count += len(payload_bytes)
         self._total_bytes += nbytes - sum(self._planned[begin : self._count])

@@ -112,13 +112,7 @@ def write_results(
     lengths: list[int],
     descriptors: list[str] | None,
 ) -> list[WriteResult]:
-    """Returns the result of each item.
-
-    Args:
-        paths: of each item's file, beneath the directory.
-        offsets, lengths: of each item in its file, bytes.
-        descriptors: of the stream extensions that were applied.
-    """
+    """Returns the result of each item, by its file, offset and bytes, and the stream extensions."""
     if HAS_KNOWN_ITEMS:
         return SAVE_ROWS.results(items, paths, offsets, lengths, descriptors)
     return [

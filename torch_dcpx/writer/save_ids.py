@@ -44,11 +44,8 @@ def with_save_id(plans: list[SavePlan], save: RunningSave | None) -> list[SavePl
 
 
 def written_id(save: RunningSave | None, storage_data: Any) -> bytes:
-    """Returns the id for the footers of this rank's files; b"" where the rank does not know it.
-
-    Args:
-        save: the one under way on this rank.
-        storage_data: of the rank's final plan.
+    """Returns the id for the footers of this rank's files: of the save under way, or of the rank's
+    final plan; b"" where the rank does not know it.
     """
     if save is not None and save.save_id:
         return id_bytes(save.save_id)
@@ -71,11 +68,7 @@ def _is_new(prefix: SavePrefix) -> bool:
 
 
 def save_of(files: Iterable[FileEntry], save: RunningSave | None) -> str:
-    """Returns the id of the save to commit.
-
-    Raises:
-        PlanError: some of its files were written for another save.
-    """
+    """Returns the id of the save to commit. PlanError: a file was written for another save."""
     noted = [file for file in files if file.save_id]
     save_id = save.save_id if save is not None else ""
     if not save_id:  # hooks called by hand

@@ -161,9 +161,7 @@ class WriteTable:
     def __init__(
         self, planner: SavePlanner, plan: SavePlan, transform: Transform | None = None
     ) -> None:
-        """Takes this rank's final plan. Its `planner_data` is flatten's mapping, fqn -> path, or
-        anything else for none.
-        """
+        """Takes this rank's final plan; its `planner_data` counts if it is a dict, fqn -> path."""
         paths = plan.planner_data
         cut_names = plan.cut_names if isinstance(plan, RankPlan) else frozenset()
         if cut_names is None and plan.can_split:  # type: ignore[attr-defined]

@@ -377,9 +377,10 @@ class DcpxWriter(FileSystemWriter):
 
 
 def abandon_save(writer: DcpxWriter, save: RunningSave, *, removes_files: bool) -> None:
-    """Ends `save`, not committed: frees its locks and the writer, unless that has begun another
-    one. `removes_files` removes this rank's that no metadata names; never while the coordinator may
-    still publish them.
+    """Ends `save`, not committed: frees its locks and the writer, unless that has begun another.
+
+    `removes_files`: removes this rank's unnamed by metadata; never while the coordinator may still
+    publish them.
     """
     own: Any = writer
     if own._DcpxWriter__save in (None, save):
