@@ -144,7 +144,7 @@ def test_threads_never_get_the_same_arena_at_once() -> None:
         for step in range(30):
             value = (number * 31 + step) % 251
             source = torch.full((70_000,), value, dtype=torch.uint8)
-            (tensor,) = stage_tensors([source], pool=pool, workers=2)
+            (tensor,) = stage_tensors([source], pool=pool)
             if not bool((tensor == value).all()):
                 wrong.append(f"{number} {step}")
 

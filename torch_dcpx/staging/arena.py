@@ -102,10 +102,7 @@ class ArenaPool:
         timeout_s: float = 1800.0,
         device: int = -1,
     ) -> None:
-        """Takes memory for a state of `nbytes` from the system now.
-
-        Arguments and errors as of `lease` and `make_ready`.
-        """
+        """Takes memory for a state of `nbytes` now; arguments as of `lease` and `make_ready`."""
         with self.lease(
             nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
         ) as arena:
@@ -240,8 +237,8 @@ _pool = ArenaPool()
 
 
 def _start_anew() -> None:
-    """In a forked child: it has none of the parent's mappings, and other memory may lie at their
-    addresses. A pool that the parent has never used is the child's own.
+    """In a forked child: it has no mapping of the parent's, and other memory may lie there. A pool
+    that the parent has never used is the child's own.
     """
     if not _pool._has_made_one:
         _pool._guard = threading.Condition()  # another thread of the parent may have held it
@@ -264,11 +261,7 @@ _attached: list[_C.Arena] = []
 
 
 def attach(fd: int, nbytes: int) -> _C.Arena:
-    """Maps the arena of another process; `fd` stays the caller's. Blocks nobody, copies nothing.
-
-    Raises:
-        StorageError: the system does not map it.
-    """
+    """Maps the arena of another process; `fd` stays the caller's. Raises StorageError."""
     _attached[:] = [arena for arena in _attached if arena.lent]
     arena = _C.Arena.attach(fd, nbytes)
     _attached.append(arena)
@@ -282,9 +275,7 @@ def has_arenas() -> bool:
 
 
 def note_written(address: int) -> None:
-    """Notes that a save has written the arena around `address`, if there is one; the process that
-    staged it sees the note, too.
-    """
+    """Notes, for all processes, that a save has written the arena around `address`, if any."""
     for arena in list(_arenas):
         if arena.address <= address < arena.address + arena.nbytes:
             arena.add_written()

@@ -26,9 +26,9 @@ from torch_dcpx.tensors.memory import PLAIN_CLASSES, check_storage, has_strides
 
 
 def staging_workers() -> int:
-    """Returns the threads that a snapshot starts: this rank's share of the usable cores, 2 to 8.
+    """Returns the threads of a snapshot: this rank's share of the usable cores, 2 to 8.
 
-    More than a few do not copy faster: they wait for memory.
+    More do not copy faster: they wait for memory.
     """
     return min(threads_of_rank(1), 8)
 
@@ -176,7 +176,6 @@ def stage_guarded(
     pool: ArenaPool | None = None,
     is_shared: bool = False,
     budget_bytes: int | None = None,
-    workers: int | None = None,
     timeout_s: float = 1800.0,
     overlap: bool = True,
     streams: Mapping[int, int] | None = None,
@@ -192,7 +191,6 @@ def stage_guarded(
         names: of the tensors, for errors; None: their numbers.
         pool: of the arenas; None: the process's.
         is_shared, budget_bytes, timeout_s: as of `ArenaPool.lease`.
-        workers: threads that copy; None: as `staging_workers`.
         overlap, streams: as of `StagePlan.copy_to`.
 
     Raises:
@@ -203,4 +201,4 @@ def stage_guarded(
     with (pool or process_pool()).lease(
         plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
     ) as arena:
-        return plan.copy_to(arena, workers or staging_workers(), overlap=overlap, streams=streams)
+        return plan.copy_to(arena, staging_workers(), overlap=overlap, streams=streams)

@@ -243,11 +243,7 @@ def _with_chunks(staged: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(value: Any, name: str, memo: dict[int, Any]) -> Any:
-    """Returns a deep copy, also of tensors of other classes.
-
-    Raises:
-        UnsupportedError: it cannot be copied.
-    """
+    """Returns a deep copy, also of tensors of other classes. UnsupportedError: there is none."""
     try:
         with torch.no_grad(), _CopiesOnHost():
             return copy.deepcopy(value, memo)

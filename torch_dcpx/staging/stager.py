@@ -141,8 +141,7 @@ class DcpxStager(AsyncStager):
         """Nothing to wait for: `stage` returns when all is copied, or a future."""
 
     def close(self) -> None:
-        """Gives the process's staging memory back to the system; what a save still uses, when it
-        ends. The stager stays usable."""
+        """Gives the process's staging memory back to the system, once no save uses it. Reusable."""
         process_pool().close()
 
 
