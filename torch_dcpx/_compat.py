@@ -75,7 +75,7 @@ def _storage_names() -> dict[torch.dtype, str]:
 
 @cache
 def framing_of(dtype: torch.dtype) -> tuple[str, str, str]:
-    """Returns how torch.save names a tensor of this dtype: storage module, storage, dtype name.
+    """Returns (storage module, storage, dtype name), as torch.save names a tensor of this dtype.
 
     Source: torch.Tensor._reduce_ex_internal.
     """
@@ -172,9 +172,7 @@ _SAVE_CODE = state_dict_saver._save_state_dict.__code__
 
 
 def planned_entries(frame: FrameType | None) -> int:
-    """Returns how many entries DCP's planner has when DCP's `frame` calls a writer; 0 for a planner
-    that does not say, and for a caller that is not DCP.
-    """
+    """Returns how many entries a planner has when DCP's `frame` calls a writer; 0 where unknown."""
     if frame is None or frame.f_globals.get("__name__") != state_dict_saver.__name__:
         return 0
     entries = getattr(frame.f_locals.get("planner"), "state_dict", None)

@@ -84,8 +84,8 @@ def _make_old(before: int) -> None:
 
 @contextmanager
 def paused_gc_of_many() -> Iterator[None]:
-    """As `paused_gc`; the many objects of the block are old when it ends. Else the first collection
-    after it would walk all of them, 0.3 us each, and free none.
+    """As `paused_gc`; afterwards the block's many objects are old. Else the first collection would
+    walk all of them, 0.3 us each, and free none.
     """
     with paused_gc():
         before = _made()

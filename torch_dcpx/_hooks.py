@@ -39,9 +39,7 @@ _LOOKUPS = ("get", "__getitem__", "__contains__")
 
 
 def _torchs_own() -> dict[str, Any]:
-    """Returns stock's hooks by name, without those that somebody replaced in torch's class before
-    this module was imported: they are called as any other's are.
-    """
+    """Returns stock's hooks by name, without those replaced before this module was imported."""
     source = create_default_local_load_plan.__code__.co_filename
     hooks = {name: getattr(DefaultLoadPlanner, name) for name in (*PLAN_HOOKS, *TAKING_HOOKS)}
     return {
@@ -57,9 +55,7 @@ _OURS: dict[str, Any] = {}  # those of our planner that come to the same, by the
 
 
 def is_hook(plugin: object, name: str, *known: object) -> bool:
-    """Returns whether a hook of a plugin is one of the known ones. Its class may have replaced it,
-    or the plugin itself.
-    """
+    """Returns whether neither the plugin nor its class has replaced one of the `known` hooks."""
     return getattr(type(plugin), name) in known and name not in vars(plugin)
 
 

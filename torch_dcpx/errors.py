@@ -136,7 +136,7 @@ class NotCommittedError(StorageError, FileNotFoundError):
 class ConcurrentSaveError(StorageError):
     """Another save is writing this checkpoint, or somebody reads what is to be deleted.
 
-    `owner` says host and pid of who has the lock, and a save's boot id.
+    `owner` is host and pid of the lock's holder, and a save's boot id.
     """
 
     owner: str | None
