@@ -61,18 +61,21 @@ class WriteReport:
 
     def summary(self) -> str:
         """Returns it as a line for people."""
-        return (
-            f"{_decimal(self.file_bytes)} in {self.total_s:.3g} s ({self.gb_per_s:.3g} GB/s): "
-            f"prepare {self.prepare_s:.3f}, copy {self.copy_s:.3f}, write {self.write_s:.3f}, "
-            f"fsync {self.fsync_s:.3f}, commit {self.commit_s:.3f} s; "
-            f"{_counted(self.items, 'item')}, {_counted(self.files, 'file')} on this rank"
-        )
+        phases = _phases(self, "prepare", "copy", "write", "fsync", "commit")
+        counts = f"{_counted(self.items, 'item')}, {_counted(self.files, 'file')} on this rank"
+        return f"{_decimal(self.file_bytes)} in {phases}; {counts}"
 
 
 def saved_line(report: WriteReport, path: str, ranks: int, file_bytes: int) -> str:
     """Returns the log's line of a save: the report, and the file bytes of all ranks if several."""
     all_ranks = f"{_decimal(file_bytes)} by {ranks} ranks; " if ranks > 1 else ""
     return f"saved '{path}': {all_ranks}{report.summary()}"
+
+
+def _phases(report: WriteReport | ReadReport, *phases: str) -> str:
+    """Returns the total, the speed and the time of each phase."""
+    each = ", ".join(f"{phase} {getattr(report, phase + '_s'):.3f}" for phase in phases)
+    return f"{report.total_s:.3g} s ({report.gb_per_s:.3g} GB/s): {each} s"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -138,13 +141,9 @@ class ReadReport:
 
     def summary(self) -> str:
         """Returns it as a line for people."""
-        return (
-            f"{_decimal(self.needed_bytes)} in {self.total_s:.3g} s ({self.gb_per_s:.3g} GB/s): "
-            f"metadata {self.metadata_s:.3f}, prepare {self.prepare_s:.3f}, "
-            f"read {self.read_s:.3f}, verify {self.verify_s:.3f}, copy {self.copy_s:.3f}, "
-            f"finish {self.finish_s:.3f} s; "
-            f"{_counted(self.items, 'item')}, {_decimal(self.read_bytes)} read on this rank"
-        )
+        phases = _phases(self, "metadata", "prepare", "read", "verify", "copy", "finish")
+        counts = f"{_counted(self.items, 'item')}, {_decimal(self.read_bytes)} read on this rank"
+        return f"{_decimal(self.needed_bytes)} in {phases}; {counts}"
 
 
 def loaded_line(report: ReadReport, path: str) -> str:
