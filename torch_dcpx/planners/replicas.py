@@ -201,11 +201,6 @@ def with_pieces(
     return {**state, **pieces} if pieces else None
 
 
-def cut_names(state: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the `RowPieces` of a state."""
-    return frozenset(fqn for fqn, value in state.items() if type(value) is RowPieces)
-
-
 def _check_sizes(pieces: Mapping[str, RowPieces], items: Sequence[WriteItem]) -> None:
     """Raises PlanError unless each item of a cut tensor finds rows of its sizes: two items begin at
     one row, or one asks for the whole tensor.

@@ -29,7 +29,7 @@ from torch_dcpx.errors import PlanError, must_be
 from torch_dcpx.planners.cache import KnownPlan, Planning, fingerprint_of, flattened
 from torch_dcpx.planners.replicas import (
     Replicas,
-    cut_names,
+    RowPieces,
     doubtful_names,
     replicas_of,
     with_pieces,
@@ -318,7 +318,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
             if state is not None:
                 self._cut, self.state_dict = (state, self.state_dict), state
             if isinstance(plan, RankPlan):
-                plan = dataclasses.replace(plan, cut_names=cut_names(state or {}))
+                cut = (name for name, value in (state or {}).items() if type(value) is RowPieces)
+                plan = dataclasses.replace(plan, cut_names=frozenset(cut))
         return plan
 
 

@@ -159,7 +159,7 @@ class ArenaPool:
     ) -> _C.Arena | None:
         """Returns an arena, or None where one must come back first. REQUIRES: in `_held`."""
         usable = [arena for arena in self._arenas if is_shared <= (arena.fd >= 0)]
-        free = [arena for arena in self._arenas if self._is_free(arena)]
+        free = [a for a in self._arenas if a.lent == 0 and id(a) not in self._taken]
         fitting = [arena for arena in usable if arena in free and arena.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda arena: arena.nbytes)
@@ -174,9 +174,6 @@ class ArenaPool:
                 return None
             wanted = min(wanted, left)
         return self._make(wanted, is_shared)
-
-    def _is_free(self, arena: _C.Arena) -> bool:
-        return arena.lent == 0 and id(arena) not in self._taken
 
     def _is_coming_back(self, arena: _C.Arena) -> bool:
         """Whether a save has written all that is staged there, and so no longer reads it."""

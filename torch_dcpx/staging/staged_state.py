@@ -162,10 +162,8 @@ def _empty_like(value: dict[Any, Any]) -> dict[Any, Any]:
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     if all(a is b for a, b in zip(value, items, strict=True)):
         return value
-    if hasattr(value, "_make"):
-        named: tuple[Any, ...] = value._make(items)
-        return named
-    return tuple(items)
+    make: Callable[[list[Any]], tuple[Any, ...]] = getattr(value, "_make", tuple)
+    return make(items)
 
 
 def _is_in_memory(value: Any) -> bool:
