@@ -55,7 +55,7 @@ _OURS: dict[str, Any] = {}  # those of our planner that come to the same, by the
 
 
 def is_hook(plugin: object, name: str, *known: object) -> bool:
-    """Returns whether neither the plugin nor its class has replaced one of the `known` hooks."""
+    """Returns whether a plugin's hook is one of the known ones, in its class and in itself."""
     return getattr(type(plugin), name) in known and name not in vars(plugin)
 
 

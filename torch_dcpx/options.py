@@ -80,7 +80,7 @@ class WriteOptions:
         durability: "full" (default): a save that returned survives a power cut. "none": no fsync at
             all; a crash of the machine, not of the process, may lose or tear a checkpoint.
         host_memory_bytes: bound, in bytes, on the host memory of a save besides the state: on all
-            slots together, and on all temporaries (serialised, or copied to the host) at one time.
+            slots together, and separately on what is serialised or copied to the host at one time.
             One larger item still passes, alone. A value bounds the snapshots of asynchronous saves
             as well. Default None: 64 MiB for slots and for temporaries; a snapshot takes as much as
             the state.
@@ -176,8 +176,8 @@ class ReadOptions:
         safe_globals: classes and functions that byte items, and tensors of other classes than
             torch's own, may name besides the documented plain ones. Default ().
         host_memory_bytes: bound, in bytes, on the host memory of a load besides its tensors: on all
-            slots together, and on all that is converted, decoded or copied to a device at one time.
-            One larger item still passes, alone. Default 64 MiB.
+            slots together, and separately on what is converted, decoded or copied to a device at
+            one time. One larger item still passes, alone. Default 64 MiB.
         workers: threads that read. Default None: as in `WriteOptions`.
         slot_bytes: memory of one worker and the most it reads at once, in bytes; a multiple of
             64 KiB, at least 256 KiB. Default 2 MiB.

@@ -206,7 +206,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         )
 
     def _use_names_before_2_4(self) -> None:
-        """As `DefaultLoadPlanner.create_local_plan`, which takes checkpoints with such names."""
+        """Takes names of torch before 2.4, as `DefaultLoadPlanner.create_local_plan` does."""
         stored = self.metadata.state_dict_metadata.keys()  # type: ignore[union-attr]
         if not self.dcpx_is_mapped and not stored <= self.state_dict.keys():
             state, mappings = flatten_before_2_4(self.original_state_dict)

@@ -83,8 +83,9 @@ def replicas_of(
 
 
 def doubtful_names(plans: Iterable[RankPlan]) -> set[str]:
-    """Returns names in plans, of ranks that may get rows, that know of different copies."""
-    kinds = {plan.replicas: plan for plan in plans if plan.replicas}  # one has all large DTensors
+    """Returns the names on ranks that know of different copies, of the ranks that may get rows."""
+    # One plan of each kind: all of a kind have the same large DTensors.
+    kinds = {plan.replicas: plan for plan in plans if plan.replicas}
     seen: set[str] = set()
     again: set[str] = set()
     if len(kinds) > 1:

@@ -237,11 +237,11 @@ def _start_anew() -> None:
     """In a forked child: it has no mapping of the parent's, and other memory may lie there. A pool
     that the parent has never used is the child's own.
     """
+    _arenas.clear()
     if not _pool._has_made_one:
         _pool._guard = threading.Condition()  # another thread of the parent may have held it
         _pool._taken.clear()
         _pool._pid = os.getpid()
-    _arenas.clear()
 
 
 os.register_at_fork(after_in_child=_start_anew)
@@ -272,7 +272,7 @@ def has_arenas() -> bool:
 
 
 def note_written(address: int) -> None:
-    """Notes, for all processes, that a save has written the arena around `address`, if any."""
+    """Notes that a save has written the arena around `address`, if any; its stager sees it, too."""
     for arena in list(_arenas):
         if arena.address <= address < arena.address + arena.nbytes:
             arena.add_written()

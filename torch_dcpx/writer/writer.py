@@ -91,7 +91,7 @@ class DcpxWriter(FileSystemWriter):
 
         Args:
             path: directory of the checkpoint; made with its parents where missing. A relative one
-                starts at the process' current directory when the save begins.
+                counts from the current directory of the call that saves.
             single_file_per_rank: False writes one file per item. Default True.
             sync_files: False is `durability="none"`; None (default) leaves it to `options`.
             thread_count: workers on the rank's file; None (default) chooses by cores.
@@ -379,8 +379,8 @@ class DcpxWriter(FileSystemWriter):
 def abandon_save(writer: DcpxWriter, save: RunningSave, *, removes_files: bool) -> None:
     """Ends `save`, not committed: frees its locks and the writer, unless that has begun another.
 
-    `removes_files`: removes this rank's unnamed by metadata; never while the coordinator may still
-    publish them.
+    `removes_files` removes this rank's files that no metadata names: never while the coordinator
+    may still publish them.
     """
     own: Any = writer
     if own._DcpxWriter__save in (None, save):
