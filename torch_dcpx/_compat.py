@@ -263,10 +263,8 @@ def flatten_before_2_4(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
     """Returns a nested state's entries by the names of torch before 2.4, and the path of each.
 
     Stock sets `_version._derived_version` for it: that is for all threads, and what another thread
-    saves meanwhile would get such names.
-
-    Raises:
-        ValueError: two values have one name (torch's text).
+    saves meanwhile would get such names. Raises ValueError: two values have one name (torch's
+    text).
 
     Source: DefaultLoadPlanner.create_local_plan, which loads such checkpoints.
     """

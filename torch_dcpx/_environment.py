@@ -26,7 +26,7 @@ def variable_of(option: str) -> str:
 
 
 def options_from_environment(cls: type[_Options]) -> type[_Options]:
-    """Makes a dataclass of options take from its variables what its caller does not give.
+    """Makes a dataclass of options take what its caller does not give from its variables.
 
     A copy (`dataclasses.replace`, pickle) has every value and asks no variable.
     """

@@ -181,11 +181,8 @@ def flattened(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a state as `DefaultSavePlanner.set_up_planner` keeps it, and the path of each name.
 
-    Args:
-        is_flat, has_flat_shards: the planner's `flatten_state_dict`, `flatten_sharded_tensors`.
-
-    Raises:
-        ValueError: two values have one name (torch's text).
+    `is_flat` and `has_flat_shards` are the planner's `flatten_` options. Raises ValueError: two
+    values have one name (torch's text).
 
     Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict, and its caller.
     """

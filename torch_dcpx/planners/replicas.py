@@ -48,10 +48,7 @@ def replicas_of(
 ) -> Replicas | None:
     """Returns what a rank knows; None where none of its DTensors has copies and is worth a cut.
 
-    Args:
-        state, items: of the planner and its plan.
-        chunks: it has found the parts of all DTensors.
-        whole: names of values without rows, to pass over.
+    `chunks` has found the parts of all DTensors; `whole` are names of values without rows.
     """
     parts = chunks.found()
     if not any(

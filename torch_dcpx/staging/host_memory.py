@@ -23,9 +23,7 @@ def available_memory(
     """Returns the least memory that the machine or a control group above this process has left.
 
     Memory that the kernel can drop at once (clean cache) counts as available, in a group as well.
-
-    Args:
-        proc, cgroups: mount points of procfs and of control groups, version 1 or 2.
+    `proc` and `cgroups` (version 1 or 2) are mount points.
     """
     kib = _named_number(Path(proc) / "meminfo", "MemAvailable:")
     bounds = [Available(None if kib is None else kib << 10, "MemAvailable")]

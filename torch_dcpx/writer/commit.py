@@ -275,9 +275,8 @@ def remove_replaced(
     Failures are logged: the save itself goes on, or is done.
 
     Args:
-        directory: of a checkpoint; the caller holds its lock if leftovers are to go as well.
         replaced: files of metadata that is gone.
-        leftovers: whose files of failed saves to remove as well.
+        leftovers: whose files of failed saves to remove as well; needs the directory's lock.
         published: files that the caller's metadata names, by its own name: it is not read again.
     """
     known = published or {}

@@ -52,12 +52,10 @@ def planned_bytes(item: WriteItem) -> int:
 
 
 def split_items(items: Sequence[WriteItem], files_per_rank: int | None) -> Split:
-    """Assigns every item of a plan to a file. Equal plans are split alike, and each file keeps the
-    plan's order.
+    """Assigns every item of a plan to one of at most `files_per_rank` files; None: to its own file.
 
-    Args:
-        files_per_rank: at most so many files, none of them empty; bytes items come first in each,
-            as with stock. None: one file per item.
+    No file is empty. Equal plans are split alike. Each file keeps the plan's order, bytes items
+    first, as with stock.
     """
     if files_per_rank is None:
         return Split(items, range(len(items)))

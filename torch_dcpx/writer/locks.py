@@ -53,11 +53,9 @@ class SaveLocks:
 
         Args:
             directory: of this save; it was there before.
-            name: of the save's metadata.
             is_durable: make the directory of a new checkpoint durable.
 
-        Raises:
-            StorageError: the directory cannot be read or synced; nothing was removed.
+        Raises StorageError: the directory cannot be read or synced; nothing was removed.
         """
         if not self._locks:
             return

@@ -66,11 +66,8 @@ class WriteProgress:
 def reporting(
     option: bool | ProgressFunction, path: str, *, is_coordinator: bool
 ) -> Iterator[ProgressFunction | None]:
-    """Gives the function of `WriteOptions.progress`: its own, or of a bar while the block runs.
-
-    Args:
-        option: a callable, or True for a bar on the coordinator's terminal.
-        path: of the checkpoint; its name stands before the bar.
+    """Gives the callable of `WriteOptions.progress`; for True, that of a bar on the coordinator's
+    terminal, which stands behind the name of `path` while the block runs.
     """
     if callable(option):
         yield option

@@ -101,7 +101,6 @@ def vetted(
     """Returns the tensor to write, waited for, and the plan's data of it.
 
     Args:
-        data: from the planner.
         gives_state: the planner has stock's hooks, so that only a tensor's own hooks may have
             changed its shape.
 
