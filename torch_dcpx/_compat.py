@@ -14,11 +14,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import (
-    default_planner,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import default_planner, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -79,7 +75,7 @@ def _storage_names() -> dict[torch.dtype, str]:
 
 @cache
 def framing_of(dtype: torch.dtype) -> tuple[str, str, str]:
-    """Returns how torch.save names a tensor of this dtype: storage module, storage, dtype name.
+    """Returns (storage module, storage, dtype name), as torch.save names a tensor of this dtype.
 
     Source: torch.Tensor._reduce_ex_internal.
     """
@@ -104,11 +100,7 @@ def is_saved_dtype(dtype: torch.dtype) -> bool:
 @cache
 def storage_dtypes() -> dict[tuple[str, str], torch.dtype]:
     """Returns the dtype for each (storage name, dtype name) that a zip item may name."""
-    table: dict[tuple[str, str], torch.dtype] = {}
-    for dtype in DTYPES.values():
-        _, storage, name = framing_of(dtype)
-        table[storage, name] = dtype
-    return table
+    return {framing_of(dtype)[1:]: dtype for dtype in DTYPES.values()}
 
 
 @cache
@@ -127,7 +119,7 @@ def dlpack_dtypes() -> dict[torch.dtype, bool]:
     return found
 
 
-# Those of torch.utils.dlpack, without the questions in Python that cost as much as the rest.
+# Those of torch.utils.dlpack, without its checks in Python, which cost as much as the rest.
 to_dlpack: Callable[[torch.Tensor], object] = torch._C._to_dlpack
 from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 
@@ -180,10 +172,7 @@ _SAVE_CODE = state_dict_saver._save_state_dict.__code__
 
 
 def planned_entries(frame: FrameType | None) -> int:
-    """Returns how many entries DCP's planner has before it when DCP's `frame` calls a writer.
-
-    0 for a planner that does not say, and for a caller that is not DCP.
-    """
+    """Returns how many entries a planner has when DCP's `frame` calls a writer; 0 where unknown."""
     if frame is None or frame.f_globals.get("__name__") != state_dict_saver.__name__:
         return 0
     entries = getattr(frame.f_locals.get("planner"), "state_dict", None)
@@ -226,12 +215,11 @@ CHUNK_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_si
 def with_local_tensor(tensor: DTensor, local: torch.Tensor) -> DTensor:
     """Returns a DTensor as `tensor` over another local tensor, which requires no gradient."""
     make: Any = DTensor
-    wrapped: DTensor = make(local, tensor._spec, requires_grad=False)
-    return wrapped
+    return make(local, tensor._spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
 def wanted_chunks(target: Any) -> list[ChunkStorageMetadata]:
-    """Returns the chunks of a state's tensor that stock's load planner asks for."""
+    """Returns the chunks that stock's load planner wants for a state's tensor."""
     if isinstance(target, DTensor) and target.device_mesh.get_coordinate() is None:
         return []  # this rank is no part of its mesh
     return _create_chunk_list(target)
@@ -250,7 +238,7 @@ def process_groups() -> list[Any]:
 
 
 def group_store(group: Any) -> Any:
-    """Returns the store of a process group: shared with all its users, so only to be cloned."""
+    """Returns the store of a process group. All its users share it: only clone it."""
     from torch.distributed.distributed_c10d import _world
 
     return _world.pg_map[group][1]
@@ -272,14 +260,11 @@ def wanted_sizes(target: Any) -> tuple[int, ...] | None:
 
 
 def flatten_before_2_4(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a nested state's entries by the names that torch before 2.4 gave them, and the path
-    of each.
+    """Returns a nested state's entries by the names of torch before 2.4, and the path of each.
 
-    Not by `flatten_state_dict` with `_version._derived_version` set, as stock does it: that is for
-    all threads, and what another one saves meanwhile would get such names.
-
-    Raises:
-        ValueError: two values have one name (torch's text).
+    Stock sets `_version._derived_version` for it: that is for all threads, and what another thread
+    saves meanwhile would get such names. Raises ValueError: two values have one name (torch's
+    text).
 
     Source: DefaultLoadPlanner.create_local_plan, which loads such checkpoints.
     """
@@ -301,44 +286,26 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
-def flattened_before_2_4(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `flatten_before_2_4`."""
-    return flatten_before_2_4(state)[0]
-
-
 # ---- Plan items: C++ makes them without their constructors ---------------------------------------
 
 # All fields that it sets, of each class.
-_ITEM_FIELDS: dict[Any, set[str]] = {
-    MetadataIndex: {"fqn", "offset", "index"},
-    ReadItem: {
-        "type", "dest_index", "dest_offsets", "storage_index", "storage_offsets", "lengths"
-    },
-    WriteItem: {"index", "type", "bytes_io_data", "tensor_data"},
-    TensorWriteData: {"chunk", "properties", "size"},
-    TensorProperties: {
-        "dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"
-    },
-    ChunkStorageMetadata: {"offsets", "sizes"},
-    TensorStorageMetadata: {"properties", "size", "chunks"},
-    BytesStorageMetadata: set(),
-    WriteResult: {"index", "size_in_bytes", "storage_data"},
-    _StorageInfo: {"relative_path", "offset", "length", "transform_descriptors"},
-}  # fmt: skip
+_ITEM_FIELDS: dict[Any, str] = {
+    MetadataIndex: "fqn offset index",
+    ReadItem: "type dest_index dest_offsets storage_index storage_offsets lengths",
+    WriteItem: "index type bytes_io_data tensor_data",
+    TensorWriteData: "chunk properties size",
+    TensorProperties: "dtype layout requires_grad memory_format pin_memory"
+    + (" strides" if HAS_STRIDES else ""),
+    ChunkStorageMetadata: "offsets sizes",
+    TensorStorageMetadata: "properties size chunks",
+    BytesStorageMetadata: "",
+    WriteResult: "index size_in_bytes storage_data",
+    _StorageInfo: "relative_path offset length transform_descriptors",
+}
 
-# Whether these are all fields of the classes of the torch that runs.
+# Whether the classes of the torch that runs have these fields and no others.
 HAS_KNOWN_ITEMS = all(
-    set(kind.__dataclass_fields__) - ({"strides"} if not HAS_STRIDES else set())
-    == fields - ({"strides"} if not HAS_STRIDES else set())
-    for kind, fields in _ITEM_FIELDS.items()
-)
-
-# The same of what a rank tells of its writes.
-HAS_KNOWN_RESULTS = (
-    set(WriteResult.__dataclass_fields__) == {"index", "size_in_bytes", "storage_data"}
-    and set(_StorageInfo.__dataclass_fields__)
-    == {"relative_path", "offset", "length", "transform_descriptors"}
-    and HAS_KNOWN_ITEMS
+    set(kind.__dataclass_fields__) == set(fields.split()) for kind, fields in _ITEM_FIELDS.items()
 )
 
 # Whether stock's load planner sweeps (2.13) or compares every pair (2.9): it decides on the order

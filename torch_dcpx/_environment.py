@@ -1,8 +1,8 @@
 """Environment variables of options: DCPX_<NAME> where the caller did not give the argument.
 
-Read when options are made, never later; an empty variable counts as not set. What a variable may
-not decide is refused by name: which pickles are executed (`trusted`, `safe_globals`) is said in
-code, where a reader of that code sees it, and not by a shell that a job happened to inherit.
+Read when options are made, never later; an empty variable counts as not set. Variables that decide
+which pickles are executed (`trusted`, `safe_globals`) are refused by name: that belongs in code,
+where its reader sees it, and not in a shell that a job happened to inherit.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from torch_dcpx.errors import OptionError
 
 _Options = TypeVar("_Options")
-_Parser = Callable[[str, str], Any]
 
 _BOOLS = {"1": True, "true": True, "0": False, "false": False}
 
@@ -28,25 +26,22 @@ def variable_of(option: str) -> str:
 
 
 def options_from_environment(cls: type[_Options]) -> type[_Options]:
-    """Makes a dataclass of options take from its variables what its caller does not give.
+    """Makes a dataclass of options take what its caller does not give from its variables.
 
     A copy (`dataclasses.replace`, pickle) has every value and asks no variable.
     """
     validated_init = cls.__init__
-    parsers: dict[str, _Parser] = {
-        field.name: _parser_of(field.name, str(field.type))
-        for field in fields(cls)  # type: ignore[arg-type]
-    }
+    annotations = {field.name: str(field.type) for field in fields(cls)}  # type: ignore[arg-type]
 
     @functools.wraps(validated_init)
     def init(self: _Options, *args: Any, **kwargs: Any) -> None:
-        given = {*list(parsers)[: len(args)], *kwargs}
+        given = {*list(annotations)[: len(args)], *kwargs}
         texts = {}
-        for name, parse in parsers.items():
+        for name, annotation in annotations.items():
             text = os.environ.get(variable_of(name), "")
             if text and name not in given:
                 texts[name] = text
-                kwargs[name] = parse(name, text)
+                kwargs[name] = _parse(name, annotation, text)
         try:
             validated_init(self, *args, **kwargs)
         except OptionError as error:
@@ -58,55 +53,26 @@ def options_from_environment(cls: type[_Options]) -> type[_Options]:
     return cls
 
 
-def _parser_of(name: str, annotation: str) -> _Parser:
-    if name == "trusted":
-        return _parse_trusted
-    for start, parse in (
-        ("bool", _parse_bool),
-        ("int", _parse_int),
-        ("float", _parse_seconds),
-        ("Literal", _parse_text),
-    ):
-        if annotation.startswith(start):
-            return parse
-    return _refuse
-
-
-def _parse_bool(name: str, text: str) -> bool:
-    value = _BOOLS.get(text.lower())
-    if value is None:
-        raise _bad(name, text, "must be 1, 0, true or false")
-    return value
-
-
-def _parse_trusted(name: str, text: str) -> bool:
-    if _parse_bool(name, text):
-        raise _bad(
-            name,
-            text,
-            "is refused: a variable cannot make loads execute what a checkpoint says; "
-            "pass ReadOptions(trusted=True)",
-        )
-    return False
-
-
-def _parse_int(name: str, text: str) -> int:
-    if not re.fullmatch("[0-9]{1,19}", text):
-        raise _bad(name, text, "must be a plain integer, without unit, sign or separator")
-    return int(text)
-
-
-def _parse_seconds(name: str, text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,19}(\.[0-9]*)?", text):
-        raise _bad(name, text, "must be seconds as a plain number, such as 90 or 0.5")
-    return float(text)
-
-
-def _parse_text(_name: str, text: str) -> str:
-    return text
-
-
-def _refuse(name: str, text: str) -> Any:
+def _parse(name: str, annotation: str, text: str) -> Any:
+    """Returns the value of a variable's text, by the annotation of its option."""
+    if annotation.startswith("Literal"):
+        return text
+    if annotation.startswith("bool"):
+        if text.lower() not in _BOOLS:
+            raise _bad(name, text, "must be 1, 0, true or false")
+        is_set = _BOOLS[text.lower()]
+        if name == "trusted" and is_set:
+            why = "is refused: a variable cannot make loads execute what a checkpoint says; "
+            raise _bad(name, text, why + "pass ReadOptions(trusted=True)")
+        return is_set
+    if annotation.startswith("int"):
+        if not re.fullmatch("[0-9]{1,19}", text):
+            raise _bad(name, text, "must be a plain integer, without unit, sign or separator")
+        return int(text)
+    if annotation.startswith("float"):
+        if not re.fullmatch(r"[0-9]{1,19}(\.[0-9]*)?", text):
+            raise _bad(name, text, "must be seconds as a plain number, such as 90 or 0.5")
+        return float(text)
     raise _bad(name, text, f"is refused: {name} is given in code only")
 
 
@@ -125,9 +91,15 @@ def _naming_variables(error: OptionError, texts: dict[str, str]) -> OptionError:
     return OptionError(message, option=option, value=value)
 
 
-def usable_cores() -> int:
-    """Returns how many cores this process may run on; of a container that does not say, all."""
+def threads_of_rank(threads_a_core: int) -> int:
+    """Returns this rank's share of so many threads for each core of the process, 2 at least.
+
+    LOCAL_WORLD_SIZE ranks share the cores. In a container that does not say which, all count.
+    """
     try:
-        return len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     except (OSError, OverflowError):  # EINVAL: CPython offers more and more room, until it gives up
-        return os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = int(local_ranks) if local_ranks.isdigit() else 1
+    return max(2, threads_a_core * cores // max(1, ranks))

@@ -1,11 +1,11 @@
-"""Building a million objects without the garbage collector looking at them again and again.
+"""Pauses of the garbage collector while a million objects are built.
 
-Objects that only come (and hold no cycles) make each collection walk all of them for nothing:
-decoding the metadata of 100,000 chunks takes a multiple of the time with the collector on.
+Each collection would walk all of them for nothing: decoding the metadata of 100,000 chunks takes a
+multiple of the time with the collector on.
 
-A pause is a threshold that no program sets, not `gc.disable`: what the program does to the
-collector meanwhile, on any thread, shows and stays. A thread that works in the background makes
-none: the program goes on beside it, and makes garbage.
+A pause is a threshold that no program sets, not `gc.disable`: changes that the program makes to the
+collector meanwhile, on any thread, show and stay. A thread that works in the background makes no
+pause: the program goes on beside it, and makes garbage.
 """
 
 from __future__ import annotations
@@ -68,13 +68,12 @@ def _made() -> int:
 
 
 def _make_old(before: int) -> None:
-    """Moves all objects to the oldest generation if many were made since `_made` gave `before`.
+    """Moves all objects to the oldest generation, without a walk, if many were made since `_made`
+    gave `before`. REQUIRES: a pause is on. Frozen objects of others would be unfrozen: then it does
+    nothing.
 
-    The collector walks none of them for it. REQUIRES: a pause is on. Does nothing where somebody
-    has frozen objects: unfreezing would free those as well.
-
-    Young garbage of others moves too, and waits for a full collection. So nothing is moved where
-    the program has switched the collector off: it collects when it likes, maybe the young alone (as
+    Young garbage of others moves too, and waits for a full collection. So nothing moves where the
+    program has switched the collector off: it collects when it likes, maybe the young alone (as
     `gc.collect(1)` does), and that garbage, device tensors included, would wait for ever.
     """
     is_paused = _before is not None and gc.isenabled() and not _is_in_background()
@@ -85,9 +84,8 @@ def _make_old(before: int) -> None:
 
 @contextmanager
 def paused_gc_of_many() -> Iterator[None]:
-    """As `paused_gc`, for a block that makes many objects which stay: they are old when it ends.
-
-    Else the first collection after the block would walk all of them, 0.3 us each, and free none.
+    """As `paused_gc`; afterwards the block's many objects are old. Else the first collection would
+    walk all of them, 0.3 us each, and free none.
     """
     with paused_gc():
         before = _made()
@@ -99,8 +97,7 @@ def paused_gc_of_many() -> Iterator[None]:
 def paused_gc() -> Iterator[None]:
     """Keeps cyclic garbage collection off inside the block; does nothing in the background.
 
-    The thresholds are the process's, so blocks are counted: the first one, whatever its thread,
-    remembers them, and the last one restores them.
+    The first block of any thread remembers the process's thresholds, the last one restores them.
     """
     if _is_in_background():
         yield
@@ -119,8 +116,8 @@ def paused_gc() -> Iterator[None]:
 class PlanningPause:
     """A pause for code that is not ours and may never come back: it ends by itself. Thread-safe.
 
-    DCP plans a save between two hooks of the writer. When that fails the second one is not called,
-    and neither is anything else of ours; and on the coordinator it waits for other ranks.
+    DCP plans a save between two hooks of the writer. When that fails it calls no more of our code;
+    on the coordinator it also waits for other ranks.
 
     The objects of a plan live until the save returns. A collection before that walks all of them
     and frees none, so on the coordinator the pause goes on until DCP drops the plan.
@@ -133,9 +130,8 @@ class PlanningPause:
         self._epoch = 0
 
     def begin(self, items: int) -> None:
-        """Begins for a plan of this many; ends with `end`, in time, or in a forked child at once.
-
-        Few items are planned before a timer is even started.
+        """Begins for a plan of many items; ends with `end`, in time, or in a forked child at once.
+        A plan of few is done before a timer would start.
         """
         if items < _MANY_ITEMS or _is_in_background():
             self.end()
@@ -176,11 +172,10 @@ class PlanningPause:
             before.cancel()
 
     def _end_with_made(self) -> None:
-        """Ends the pause while what was made in it is still there.
+        """Ends the pause while the objects that were made in it are still there.
 
-        The collection that comes with the next new object would walk all of it: 0.1 of 0.9 s where
+        The collection that comes with the next new object would walk them all: 0.1 of 0.9 s where
         the items of 20,000 tensors go with their plan, a quarter of a global plan of 256,000.
-        Freezing and thawing makes them old without a look at any; what others froze stays frozen.
         """
         with _lock.held():
             if self._timer is not None and self._epoch == _epoch:
@@ -199,8 +194,8 @@ class PlanningPause:
 
 @contextmanager
 def bounded_pause(items: int) -> Iterator[None]:
-    """A pause for this many items that ends with the block, and in time: a block that also reads
-    hundreds of gigabytes must not let other threads' garbage grow for so long.
+    """A pause for this many items, which ends with the block, and in time: other threads' garbage
+    must not grow while a block reads hundreds of gigabytes.
     """
     pause = PlanningPause()
     pause.begin(items)
@@ -211,7 +206,7 @@ def bounded_pause(items: int) -> Iterator[None]:
 
 
 def _forget_other_threads() -> None:
-    """In a forked child: what threads that are not there any more would end never ends."""
+    """In a forked child: ends the pauses of threads that the child does not have."""
     global _lock, _depth, _epoch
     _lock = Guard()
     _epoch += 1

@@ -39,16 +39,13 @@ _LOOKUPS = ("get", "__getitem__", "__contains__")
 
 
 def _torchs_own() -> dict[str, Any]:
-    """Returns stock's hooks by name, without those that somebody replaced in torch's class before
-    this module was imported: they are called as any other's are.
-    """
+    """Returns stock's hooks by name, without those replaced before this module was imported."""
     source = create_default_local_load_plan.__code__.co_filename
     hooks = {name: getattr(DefaultLoadPlanner, name) for name in (*PLAN_HOOKS, *TAKING_HOOKS)}
-    codes = {name: getattr(hook, "__code__", None) for name, hook in hooks.items()}
     return {
-        name: hooks[name]
-        for name, code in codes.items()
-        if code is not None and code.co_filename == source
+        name: hook
+        for name, hook in hooks.items()
+        if hasattr(hook, "__code__") and hook.__code__.co_filename == source
     }
 
 
@@ -58,9 +55,7 @@ _OURS: dict[str, Any] = {}  # those of our planner that come to the same, by the
 
 
 def is_hook(plugin: object, name: str, *known: object) -> bool:
-    """Returns whether a hook of a plugin is one of the known ones. Its class may have replaced it,
-    or the plugin itself.
-    """
+    """Returns whether a plugin's hook is one of the known ones, in its class and in itself."""
     return getattr(type(plugin), name) in known and name not in vars(plugin)
 
 
@@ -114,56 +109,45 @@ Plugin = FileSystemWriter | FileSystemReader
 
 _STOCK_MODULE = FileSystemWriter.__module__
 _HONOURED = {"_get_metadata_path", "_metadata_exists"}
+_TRANSFORMS = (_StorageWriterTransforms, _StorageReaderTransforms)
 
 
 def _bypassed(ours: type[Plugin]) -> Iterator[str]:
     """Yields the private methods of stock's class that `ours` never calls."""
     for stock in ours.__mro__:
-        if stock.__module__ == _STOCK_MODULE:
-            for name, value in vars(stock).items():
-                is_private = name.startswith("_") and not name.startswith("__")
-                if (
-                    is_private
-                    and name not in _HONOURED
-                    and (
-                        callable(value) or isinstance(value, (classmethod, staticmethod, property))
-                    )
-                ):
-                    yield name
+        if stock.__module__ != _STOCK_MODULE:
+            continue
+        for name, value in vars(stock).items():
+            is_private = name.startswith("_") and not name.startswith("__")
+            is_method = callable(value) or isinstance(value, (classmethod, staticmethod, property))
+            if is_private and is_method and name not in _HONOURED:
+                yield name
 
 
 def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
-    """Raises UnsupportedError for what a subclass or an instance has replaced in vain.
-
-    Args:
-        plugin: a writer or reader.
-        ours: the class of torch-dcpx that it is an instance of.
-    """
+    """Raises UnsupportedError for what a subclass of `ours`, or an instance, replaces in vain."""
     for name in _bypassed(ours):
         if not is_own(plugin, ours, name):
             raise UnsupportedError(
                 f"{type(plugin).__name__} overrides `{name}`, which the engine of {ours.__name__} "
                 f"does not call; use torch's own {ours.__bases__[0].__name__} for it"
             )
-    transforms = type(plugin.transforms)
-    replaced = {
-        "fs": (type(plugin.fs) is FileSystem and not vars(plugin.fs), plugin.fs),
-        "transforms": (
-            transforms in (_StorageWriterTransforms, _StorageReaderTransforms),
-            plugin.transforms,
-        ),
+    stock_parts = {
+        "fs": type(plugin.fs) is FileSystem and not vars(plugin.fs),
+        "transforms": type(plugin.transforms) in _TRANSFORMS,
     }
-    for name, (is_stock, value) in replaced.items():
+    for name, is_stock in stock_parts.items():
         if not is_stock:
+            kind = type(getattr(plugin, name))
             raise UnsupportedError(
                 f"{ours.__name__} goes through its own engine, which would bypass the replaced "
-                f"`{name}` ({type(value).__module__}.{type(value).__qualname__}); use torch's own "
+                f"`{name}` ({kind.__module__}.{kind.__qualname__}); use torch's own "
                 f"{ours.__bases__[0].__name__} for it"
             )
 
 
 def refuse_changed(writer: FileSystemWriter, options: WriteOptions) -> None:
-    """Raises for attributes of stock's, set now or later, that say what cannot be done.
+    """Refuses attributes of stock's, set now or later, that ask for what cannot be done.
 
     Raises:
         UnsupportedError: another serialization format.

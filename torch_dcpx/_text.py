@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def printable(value: object) -> str:
-    """Returns `str(value)` with what would move the cursor, colour the terminal, begin a new line
-    or turn the direction of writing shown escaped; names come from files.
+    """Returns `str(value)` with unprintable characters escaped: a name that a file has chosen could
+    move the cursor, colour the terminal, begin a line or turn the direction of writing.
     """
     text = str(value)
     if text.isprintable():

@@ -20,22 +20,13 @@ class Deadline:
     """A point in time at which every wait of one operation ends. Immutable."""
 
     def __init__(self, timeout_s: float, clock: Clock = time) -> None:
-        """Begins to run now.
-
-        Args:
-            timeout_s: seconds; infinity never passes, 0 has passed.
-            clock: by which it runs. Default: the process' monotonic clock.
-        """
+        """Begins to run now, by `clock`. Infinity never passes, 0 has passed."""
         self.timeout_s = timeout_s
         self._clock = clock
         self._begun = clock.monotonic()
 
     def anew(self, timeout_s: float | None = None) -> Deadline:
-        """Returns one that begins now, by the same clock.
-
-        Args:
-            timeout_s: its seconds. Default None: as many as this one had.
-        """
+        """Returns one that begins now, by the same clock; None: of as many seconds as this one."""
         return Deadline(self.timeout_s if timeout_s is None else timeout_s, self._clock)
 
     def sooner(self, seconds: float) -> Deadline:
@@ -63,7 +54,7 @@ class Deadline:
 
 
 class Guard:
-    """A re-entrant lock of threads, which is released at whatever line an exception comes.
+    """A re-entrant lock of threads, which an exception at any line releases.
 
     A signal handler may take it while its thread holds it. After the last line of a plain
     `with lock:` an exception may come before the release: from a signal (Python 3.10), for want of
@@ -75,8 +66,8 @@ class Guard:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Holds it in the block. If the end of the block is not reached, the generator is deleted
-        with the frame's stack, which releases the lock as well.
+        """Holds it in the block. Where the block does not reach its end, the generator goes with
+        the frame's stack, which releases the lock as well.
         """
         was_held = self._lock._is_owned()
         try:

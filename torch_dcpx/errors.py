@@ -25,7 +25,7 @@ message that begins with rank, host and phase. Through `dcp.*`, DCP wraps them i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 def _rebuild(cls: type[DcpxError], message: str, fields: dict[str, Any]) -> DcpxError:
@@ -40,7 +40,11 @@ class DcpxError(Exception):
         fields: values of the names in `FIELDS`; the others are None.
     """
 
-    FIELDS: tuple[str, ...] = ()
+    FIELDS: ClassVar[tuple[str, ...]] = ()  # names that a class and its bases annotate
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.FIELDS = (*cls.FIELDS, *cls.__annotations__)
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -62,7 +66,6 @@ class DcpxError(Exception):
 class OptionError(DcpxError, ValueError):
     """An option, argument or environment variable that cannot work; raised before any I/O."""
 
-    FIELDS: tuple[str, ...] = ("option", "value")
     option: str | None
     value: Any
 
@@ -75,7 +78,6 @@ def must_be(option: str, value: object, wanted: str) -> OptionError:
 class PlanError(DcpxError, ValueError):
     """Items, regions or results that contradict each other or the metadata."""
 
-    FIELDS: tuple[str, ...] = ("fqn",)
     fqn: str | None
 
 
@@ -90,9 +92,6 @@ class MismatchError(PlanError):
     `fqn` is the first name of all.
     """
 
-    FIELDS: tuple[str, ...] = (
-        *PlanError.FIELDS, "path", "missing", "shapes", "dtypes", "kinds", "nearest", "ranks"
-    )  # fmt: skip
     path: str | None
     missing: tuple[str, ...] | None
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] | None
@@ -109,7 +108,6 @@ class StagingError(DcpxError, RuntimeError):
     Of a load, `touched` lists the fully qualified names whose tensors may already hold new bytes.
     """
 
-    FIELDS: tuple[str, ...] = ("fqn", "touched")
     fqn: str | None
     touched: tuple[str, ...] | None
 
@@ -120,7 +118,6 @@ class StorageError(DcpxError, OSError):
     Of a load, `touched` lists the fully qualified names whose tensors may already hold new bytes.
     """
 
-    FIELDS: tuple[str, ...] = ("errno", "path", "offset", "nbytes", "touched")
     errno: int | None
     path: str | None
     offset: int | None
@@ -139,10 +136,9 @@ class NotCommittedError(StorageError, FileNotFoundError):
 class ConcurrentSaveError(StorageError):
     """Another save is writing this checkpoint, or somebody reads what is to be deleted.
 
-    `owner` says host and pid of who has the lock, and a save's boot id.
+    `owner` is host and pid of the lock's holder, and a save's boot id.
     """
 
-    FIELDS: tuple[str, ...] = (*StorageError.FIELDS, "owner")
     owner: str | None
 
 
@@ -152,7 +148,6 @@ class CorruptionError(DcpxError, ValueError):
     `touched` lists the fully qualified names whose tensors may already hold new bytes.
     """
 
-    FIELDS: tuple[str, ...] = ("fqn", "path", "offset", "nbytes", "expected", "found", "touched")
     fqn: str | None
     path: str | None
     offset: int | None
@@ -165,7 +160,6 @@ class CorruptionError(DcpxError, ValueError):
 class UnsafePickleError(CorruptionError):
     """A pickle asks for `global_name`, which is on no allow-list. Nothing of it was executed."""
 
-    FIELDS: tuple[str, ...] = (*CorruptionError.FIELDS, "global_name")
     global_name: str | None
 
 
@@ -176,7 +170,6 @@ class RankError(DcpxError, RuntimeError):
     be pickled; the message ends with where on that rank it was raised.
     """
 
-    FIELDS: tuple[str, ...] = ("rank", "host", "phase", "original")
     rank: int | None
     host: str | None
     phase: str | None
@@ -189,7 +182,6 @@ class RankLostError(DcpxError, TimeoutError):
     `ranks` are ranks of the process group, `phases` the last that each of them was seen in.
     """
 
-    FIELDS: tuple[str, ...] = ("ranks", "phases", "waited_s")
     ranks: tuple[int, ...] | None
     phases: tuple[str, ...] | None
     waited_s: float | None
@@ -198,7 +190,6 @@ class RankLostError(DcpxError, TimeoutError):
 class StoreLostError(DcpxError, ConnectionError):
     """The process group's store is gone, or did not answer within `waited_s` seconds."""
 
-    FIELDS: tuple[str, ...] = ("waited_s",)
     waited_s: float | None
 
 
@@ -217,7 +208,6 @@ class RepairError(DcpxError, ValueError):
     accepted, where that is all that is missing.
     """
 
-    FIELDS: tuple[str, ...] = ("path", "candidates", "assumptions")
     path: str | None
     candidates: tuple[str, ...] | None
     assumptions: tuple[str, ...] | None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from torch_dcpx._environment import options_from_environment, usable_cores
+from torch_dcpx._environment import options_from_environment, threads_of_rank
 from torch_dcpx.errors import OptionError, must_be
 
 ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
@@ -66,10 +65,7 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
     """Returns `workers`, or several for each of this rank's cores, within the budget."""
     if workers is not None:
         return workers
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    ranks = max(1, int(local_ranks) if local_ranks.isdigit() else 1)
-    share = _WORKERS_A_CORE * usable_cores() // ranks
-    return max(1, min(max(2, share), 16, host_memory_bytes // slot_bytes))
+    return max(1, min(threads_of_rank(_WORKERS_A_CORE), 16, host_memory_bytes // slot_bytes))
 
 
 @options_from_environment
@@ -77,50 +73,48 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
 class WriteOptions:
     """The options of a save.
 
-    What is not given is taken from the environment variable DCPX_<NAME>, such as
-    DCPX_SAVE_TIMEOUT_S, and else is the default.
+    An option that is not given comes from the environment variable DCPX_<NAME>, such as
+    DCPX_SAVE_TIMEOUT_S, or else has its default.
 
     Attributes:
         durability: "full" (default): a save that returned survives a power cut. "none": no fsync at
-            all; a checkpoint may be lost or torn by a crash of the machine, not of the process.
-        host_memory_bytes: bound, in bytes, on the host memory a save takes besides the state
-            itself: all slots together, and separately what is serialised or copied to the host at
-            one time. One item that is larger than the bound still passes, alone. A value bounds
-            the snapshots of asynchronous saves as well. Default None: 64 MiB for slots and for
-            temporaries, and no bound of its own on snapshots, which take what the state takes.
+            all; a crash of the machine, not of the process, may lose or tear a checkpoint.
+        host_memory_bytes: bound, in bytes, on the host memory of a save besides the state: on all
+            slots together, and separately on what is serialised or copied to the host at one time.
+            One larger item still passes, alone. A value bounds the snapshots of asynchronous saves
+            as well. Default None: 64 MiB for slots and for temporaries; a snapshot takes as much as
+            the state.
         workers: threads that write. Default None: four times this rank's share of the usable cores
             (LOCAL_WORLD_SIZE ranks share them), from 2 to 16, within `host_memory_bytes`.
         slot_bytes: memory of one worker and the most it writes at once from there, in bytes; a
             multiple of 64 KiB, at least 256 KiB. Default 2 MiB.
         direct_io: write with O_DIRECT where the file system takes it. Default True.
-        files_per_rank: files that a rank's items are spread over, by their bytes, for file systems
-            where one file serialises; 1 to 256. They are written at the same time. Default 1.
-        progress: a callable gets (done bytes, total bytes) of this rank's payload while it is
-            written, about ten times a second, on the thread that saves; what it raises fails the
-            save. True: a tqdm bar on the coordinator's stderr, if that is a terminal and tqdm is
-            installed. Default False.
+        files_per_rank: spread a rank's items over so many files, by their bytes, and write these at
+            the same time; for file systems where one file serialises. 1 to 256, default 1.
+        progress: a callable gets (done bytes, total bytes) of this rank's payload about ten times a
+            second, on the thread that saves; its errors fail the save. True: a tqdm bar on the
+            coordinator's stderr, if that is a terminal and tqdm is installed. Default False.
         in_place: which dense CPU tensors of 15/16 of a slot and more are written from their own
-            memory, up to 8 MiB at once, and not copied to a slot first. "auto" (default): those on
-            huge pages, which the system tells since Linux 6.7; all with `direct_io=False`.
-            "always", "never". The bytes of every item are the same, its place in the file is not.
+            memory, up to 8 MiB at once, without a copy to a slot. "auto" (default): those on huge
+            pages, which Linux names since 6.7; all with `direct_io=False`. "always", "never".
+            Items have the same bytes, in other places of the file.
         save_timeout_s: deadline, in seconds, of everything that one save waits for from other
-            ranks; for `dcpx.save`, `dcpx.async_save` and stagers. Through `dcp.*` it has no
-            meaning: there DCP's own collectives wait. Default 1800.
+            ranks; for `dcpx.save`, `dcpx.async_save` and stagers. Default 1800. Through `dcp.*`
+            DCP's own collectives wait, without it.
         max_in_flight: asynchronous saves of this process that may be under way at one time, each
             with a snapshot of its own; 1 to 16. For `dcpx.async_save` only. Default 1.
         on_busy: what `dcpx.async_save` does while `max_in_flight` saves are under way: "wait"
-            (default) for one of them to end, "skip" this save, or raise an "error". For
-            `dcpx.async_save` only.
-        overlap: `dcpx.async_save` returns once the copies from devices are queued there, and they
-            run beside what the caller queues next. What overwrites saved tensors must then come
-            after `handle.guard.wait()`; `guard_optimizer` does that for an optimizer's steps, but
-            not for those that a CUDA graph replays: wait before each `replay`. Default False: it
-            returns when all is copied. For `dcpx.async_save` only.
-        node_local: ranks may name different directories, each with files of its own: whoever loads
-            brings them together. All ranks say the same. Default False: one directory, under one
-            name or several; ranks that save elsewhere are refused. One path that is another
-            directory on each node needs no option. For `dcpx.*` and the manager; through `dcp.*`
-            nothing is compared.
+            (default) for one of them to end, "skip" this save, or raise an "error".
+        overlap: `dcpx.async_save` returns once the copies from devices are queued there; they run
+            beside the caller's next work. Whatever overwrites saved tensors must then come after
+            `handle.guard.wait()`; `guard_optimizer` does that for an optimizer's steps, but not for
+            those that a CUDA graph replays: wait before each `replay`. Default False: it returns
+            when all is copied. For `dcpx.async_save` only.
+        node_local: ranks may name different directories, each with files of its own; a load needs
+            them all together. The same on all ranks. Default False: one directory, under one name
+            or several; ranks that save elsewhere are refused. One path that is another directory on
+            each node needs no option. For `dcpx.*` and the manager; through `dcp.*` nothing is
+            compared.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -168,22 +162,22 @@ class WriteOptions:
 class ReadOptions:
     """The options of a load.
 
-    What is not given is taken from the environment variable DCPX_<NAME>, as in `WriteOptions`; but
-    for `trusted=True` and `safe_globals`, which no variable can set.
+    Environment variables count as in `WriteOptions`, but none can set `trusted=True` or
+    `safe_globals`.
 
     Attributes:
         verify: "blocks" (default): every byte that stays in a tensor was checked against the
-            file's checksums, in whole blocks of 64 KiB; "none": the ranges that are asked for are
-            read, and short gaps between neighbours: up to 8 KiB through the page cache, 64 KiB by
-            O_DIRECT, between runs of 4 KiB and more no more than half a run. Files of stock DCP
-            hold no checksums that could be checked.
-        trusted: hand pickles of the checkpoint to Python as stock does, which may execute anything
-            they say. Default False: nothing from a checkpoint is executed.
+            file's checksums, in whole blocks of 64 KiB; "none": reads only the wanted ranges and
+            short gaps between neighbours: up to 8 KiB through the page cache, 64 KiB by O_DIRECT,
+            between runs of 4 KiB and more no more than half a run. Files of stock DCP hold no
+            checksums.
+        trusted: hand pickles of the checkpoint to Python as stock does, which executes anything in
+            them. Default False: nothing from a checkpoint is executed.
         safe_globals: classes and functions that byte items, and tensors of other classes than
             torch's own, may name besides the documented plain ones. Default ().
-        host_memory_bytes: bound, in bytes, on the host memory a load takes besides the tensors it
-            fills: all slots together, and separately what is converted, decoded or copied to a
-            device at one time. One item that is larger still passes, alone. Default 64 MiB.
+        host_memory_bytes: bound, in bytes, on the host memory of a load besides its tensors: on all
+            slots together, and separately on what is converted, decoded or copied to a device at
+            one time. One larger item still passes, alone. Default 64 MiB.
         workers: threads that read. Default None: as in `WriteOptions`.
         slot_bytes: memory of one worker and the most it reads at once, in bytes; a multiple of
             64 KiB, at least 256 KiB. Default 2 MiB.
@@ -191,9 +185,8 @@ class ReadOptions:
             takes it. Default True.
         load_timeout_s: deadline, in seconds, of everything that one load waits for from other
             ranks; for `dcpx.load` only. Default 1800.
-        node_local: the last component of the path may differ over the ranks, as it may be where
-            each node has a directory of its own; the same on all ranks. For `dcpx.load` only.
-            Default False.
+        node_local: the path's last component may differ over the ranks, where each node has its own
+            directory; the same on all ranks. For `dcpx.load` only. Default False.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -219,11 +212,8 @@ class ReadOptions:
         object.__setattr__(self, "safe_globals", tuple(self.safe_globals))
         for item in self.safe_globals:
             if not callable(item) or not hasattr(item, "__qualname__"):
-                raise OptionError(
-                    f"safe_globals must hold classes and functions, got {item!r}",
-                    option="safe_globals",
-                    value=item,
-                )
+                text = f"safe_globals must hold classes and functions, got {item!r}"
+                raise OptionError(text, option="safe_globals", value=item)
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a load starts."""
@@ -235,34 +225,28 @@ def merge_write_options(
 ) -> WriteOptions:
     """Returns the options with `FileSystemWriter`'s arguments merged in.
 
-    Raises:
-        OptionError: two of them contradict each other.
+    Raises OptionError: two of them contradict each other.
     """
     if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
         raise must_be("thread_count", thread_count, "None or an int >= 1")
-    if options is None:
-        given: dict[str, Any] = {}
-        if sync_files is not None:
-            given["durability"] = "full" if sync_files else "none"
-        if thread_count is None:
-            return WriteOptions(**given)
-        own = WriteOptions(workers=None, **given)
-        memory_bytes, slots = own.host_memory_bytes, thread_count * own.slot_bytes
-        if memory_bytes is None and slots > own.resolved_memory_bytes():
-            memory_bytes = slots
-        return replace(own, workers=thread_count, host_memory_bytes=memory_bytes)
-    if sync_files is not None and sync_files != (options.durability == "full"):
-        raise OptionError(
-            f"sync_files={sync_files} contradicts options.durability={options.durability!r}; "
-            "give one of them",
-            option="sync_files",
-            value=sync_files,
-        )
-    if thread_count is not None and thread_count != options.workers:
-        raise OptionError(
-            f"thread_count={thread_count} contradicts options.workers={options.workers}; "
-            "give one of them",
-            option="thread_count",
-            value=thread_count,
-        )
-    return options
+    if options is not None:
+        if sync_files is not None and sync_files != (options.durability == "full"):
+            raise _contradiction("sync_files", sync_files, f"durability={options.durability!r}")
+        if thread_count is not None and thread_count != options.workers:
+            raise _contradiction("thread_count", thread_count, f"workers={options.workers}")
+        return options
+    given: dict[str, Any] = {}
+    if sync_files is not None:
+        given["durability"] = "full" if sync_files else "none"
+    if thread_count is None:
+        return WriteOptions(**given)
+    own = WriteOptions(workers=None, **given)
+    memory_bytes, slots = own.host_memory_bytes, thread_count * own.slot_bytes
+    if memory_bytes is None and slots > own.resolved_memory_bytes():
+        memory_bytes = slots
+    return replace(own, workers=thread_count, host_memory_bytes=memory_bytes)
+
+
+def _contradiction(name: str, value: object, option: str) -> OptionError:
+    text = f"{name}={value} contradicts options.{option}; give one of them"
+    return OptionError(text, option=name, value=value)

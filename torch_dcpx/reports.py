@@ -14,25 +14,24 @@ class WriteReport:
     """The report of one save on this rank.
 
     The five phases add up to `total_s`: the time inside this writer's `prepare_local_plan`,
-    `write_data` and `finish`. Neither the wait for other ranks nor DCP's own planning is in it.
+    `write_data` and `finish`, without waits for other ranks and without DCP's own planning.
 
     Attributes:
-        items: items written.
-        files: files written.
+        items, files: how many were written.
         file_bytes: size of all files, framing and checksums included.
         payload_bytes: of these, the items' own data.
-        direct_bytes: of the file bytes, written with O_DIRECT.
-        buffered_bytes: of the file bytes, written through the page cache.
+        direct_bytes, buffered_bytes: of the file bytes, written with O_DIRECT, or through the page
+            cache.
         in_place_bytes: of the file bytes, written from the tensors' own memory.
         slot_bytes: peak memory of the workers' slots.
         prepare_s: in Python: directory, lock and leftovers, the planner's `resolve_data`, copies of
             device tensors, the table, the results, and the fsync of the directory.
         copy_s, write_s: of the C++ engine's wall time without `fsync_s`, in the proportion of the
             time that all workers spent on filling slots and checksums, and on writing.
-        fsync_s: of the engine's wall time: the sum over files divided by how many of them are
-            synced at one time, which is the number of workers or of files, whichever is less.
-        commit_s: checks, `.metadata`, its fsync and rename, removal of what was replaced. 0.0 on
-            ranks that do not commit, and until `finish` has.
+        fsync_s: of the engine's wall time: the sum over files, divided by the number of workers or
+            of files, whichever is less, as so many are synced at one time.
+        commit_s: checks, `.metadata`, its fsync and rename, removal of replaced files. 0.0 on ranks
+            that do not commit, and before `finish`.
         total_s: all of these.
     """
 
@@ -52,7 +51,7 @@ class WriteReport:
     total_s: float
 
     def committed(self, total_s: float) -> WriteReport:
-        """Returns the report of the same save with its commit, `total_s` being the time by now."""
+        """Returns the report of the same save with its commit; `total_s` is the time by now."""
         return replace(self, commit_s=total_s - self.total_s, total_s=total_s)
 
     @property
@@ -62,25 +61,21 @@ class WriteReport:
 
     def summary(self) -> str:
         """Returns it as a line for people."""
-        return (
-            f"{_decimal(self.file_bytes)} in {self.total_s:.3g} s ({self.gb_per_s:.3g} GB/s): "
-            f"prepare {self.prepare_s:.3f}, copy {self.copy_s:.3f}, write {self.write_s:.3f}, "
-            f"fsync {self.fsync_s:.3f}, commit {self.commit_s:.3f} s; "
-            f"{_counted(self.items, 'item')}, {_counted(self.files, 'file')} on this rank"
-        )
+        phases = _phases(self, "prepare", "copy", "write", "fsync", "commit")
+        counts = f"{_counted(self.items, 'item')}, {_counted(self.files, 'file')} on this rank"
+        return f"{_decimal(self.file_bytes)} in {phases}; {counts}"
 
 
 def saved_line(report: WriteReport, path: str, ranks: int, file_bytes: int) -> str:
-    """Returns what the log says of a committed save.
-
-    Args:
-        report: of the rank that committed it.
-        path: of the checkpoint.
-        ranks: that wrote it; what they wrote together is said where there are several.
-        file_bytes: of all of them.
-    """
+    """Returns the log's line of a save: the report, and the file bytes of all ranks if several."""
     all_ranks = f"{_decimal(file_bytes)} by {ranks} ranks; " if ranks > 1 else ""
     return f"saved '{path}': {all_ranks}{report.summary()}"
+
+
+def _phases(report: WriteReport | ReadReport, *phases: str) -> str:
+    """Returns the total, the speed and the time of each phase."""
+    each = ", ".join(f"{phase} {getattr(report, phase + '_s'):.3f}" for phase in phases)
+    return f"{report.total_s:.3g} s ({report.gb_per_s:.3g} GB/s): {each} s"
 
 
 def _counted(number: int, noun: str) -> str:
@@ -100,8 +95,7 @@ class ReadReport:
     """The report of one load on this rank. Byte counts unless said otherwise.
 
     The six phases add up to `total_s`: the time inside this reader's `read_metadata`,
-    `prepare_local_plan` and `read_data`. Neither the wait for other ranks nor DCP's own planning is
-    in it.
+    `prepare_local_plan` and `read_data`, without waits for other ranks and without DCP's planning.
 
     Attributes:
         items: read items of the plan.
@@ -109,8 +103,8 @@ class ReadReport:
         needed_bytes: asked for.
         read_bytes: read from the files; more than needed by block edges and small gaps.
         verified_bytes: of these, checked against the files' checksums.
-        in_place_bytes: of the needed ones, read straight to where they belong.
-        through_slot_bytes: of the needed ones, the others: copied out of the workers' slots.
+        in_place_bytes, through_slot_bytes: of the needed ones, read straight to where they belong,
+            or copied out of the workers' slots.
         foreign_bytes: of the read ones, from files of stock DCP, which hold no checksums.
         direct_bytes: of the read ones, read with O_DIRECT.
         slot_bytes: peak memory of the workers' slots.
@@ -147,17 +141,13 @@ class ReadReport:
 
     def summary(self) -> str:
         """Returns it as a line for people."""
-        return (
-            f"{_decimal(self.needed_bytes)} in {self.total_s:.3g} s ({self.gb_per_s:.3g} GB/s): "
-            f"metadata {self.metadata_s:.3f}, prepare {self.prepare_s:.3f}, "
-            f"read {self.read_s:.3f}, verify {self.verify_s:.3f}, copy {self.copy_s:.3f}, "
-            f"finish {self.finish_s:.3f} s; "
-            f"{_counted(self.items, 'item')}, {_decimal(self.read_bytes)} read on this rank"
-        )
+        phases = _phases(self, "metadata", "prepare", "read", "verify", "copy", "finish")
+        counts = f"{_counted(self.items, 'item')}, {_decimal(self.read_bytes)} read on this rank"
+        return f"{_decimal(self.needed_bytes)} in {phases}; {counts}"
 
 
 def loaded_line(report: ReadReport, path: str) -> str:
-    """Returns what the log says of a load from `path`."""
+    """Returns the log's line of a load."""
     return f"loaded '{path}': {report.summary()}"
 
 
@@ -197,10 +187,10 @@ class LoadReport:
         nbytes: bytes of these that the state asked for.
         missing: names of the state that the checkpoint does not hold, left as they were: with
             `strict=False`, by `allow_missing`, or by a planner with `allow_partial_load`.
-        unexpected: names of the checkpoint that no rank asked for; with metadata of each rank's
-            own, those that this rank did not ask for.
-        casts: (name, stored dtype, dtype of the state) of what was converted, as `copy_` does;
-            dtypes by name, such as "float32". Empty for a planner that finds targets its own way.
+        unexpected: names of the checkpoint that no rank wanted; with metadata of each rank's own,
+            those that this rank did not want.
+        casts: (name, stored dtype, dtype of the state) of tensors converted as by `copy_`; dtypes
+            by name, such as "float32". Empty for a planner that finds targets its own way.
         plan_s: `state_dict()` of `Stateful` objects, metadata, checks and this rank's plan.
         read_s: reading, up to the last byte of this rank.
         apply_s: `load_state_dict()` of `Stateful` objects.

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from cuda_cases import Case
+from support.staged import stage_tensors
 from torch.distributed.checkpoint.staging import DefaultStager
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, WriteOptions
-from torch_dcpx.staging.snapshot import stage_tensors
 
 State = dict[str, torch.Tensor]
 Times = dict[str, list[float]]

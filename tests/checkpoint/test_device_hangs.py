@@ -15,13 +15,14 @@ from fake_cuda.fake import HUNG, FakeCuda
 from support.device_snapshots import assert_bits
 from support.device_states import device_0, moved, on_host, tensors
 from support.saves import assert_loads, save
+from support.staged import stage_tensors
 from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import _C, DcpxReader, ReadOptions, WriteOptions
 from torch_dcpx.errors import StagingError
 from torch_dcpx.staging.arena import process_pool
-from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
+from torch_dcpx.staging.snapshot import stage_guarded
 from torch_dcpx.tensors import copy_guard
 from torch_dcpx.tensors import device as device_memory
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_states import assert_same, busy, on_host, ordinals, state_on
+from support.staged import stage_tensors
 
 from torch_dcpx import _C, StagingError
 from torch_dcpx.staging.arena import process_pool
-from torch_dcpx.staging.snapshot import stage_tensors
 from torch_dcpx.tensors import device as device_memory
 
 pytestmark = pytest.mark.cuda

@@ -16,7 +16,7 @@ from pathlib import Path
 from fake_cuda import seam
 from fake_cuda.fake import HELD
 from torch_dcpx import _C, DcpxStager, StagingError, UnsupportedError, WriteOptions, async_save
-from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
+from torch_dcpx.staging.snapshot import stage_guarded
 fake = seam.install()
 source = torch.arange(500_000.0)
 state = {"w": fake.device_tensor(source)}
@@ -79,7 +79,7 @@ def test_forked_child_refuses_and_the_parent_goes_on(
 ) -> None:
     code = BEGIN + (
         "import os\n"
-        "stage_tensors(list(state.values()))\n"
+        "stage_guarded(list(state.values()), overlap=False)\n"
         "fake.set_pace(HELD)\n"
         "handle = async_save(state, sys.argv[1], no_dist=True, options=options)\n"
         "staged, guard = stage_guarded(list(state.values()))\n"

@@ -9,10 +9,11 @@ import pytest
 import torch
 from fake_cuda.fake import HELD, INVALID_VALUE, LAUNCH_FAILED, FakeCuda
 from support.device_snapshots import assert_bits, device_copy, has_grown, left
+from support.staged import stage_tensors
 
 from torch_dcpx import StagingError
 from torch_dcpx.staging.arena import process_pool
-from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
+from torch_dcpx.staging.snapshot import stage_guarded
 
 Stage = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import (
 )
 
 import torch_dcpx as dcpx
-from torch_dcpx._compat import flattened_before_2_4
+from torch_dcpx._compat import flatten_before_2_4
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_with_the_names_of_torch_2_3_is_loaded_as_by_stock(tmp_path
         "l": [[{"a": 1}]],
         "w": torch.ones(2),
     }
-    old = flattened_before_2_4(state)
+    old = flatten_before_2_4(state)[0]
     assert old.keys() != set(DefaultLoadPlanner().mappings)
     dcp.save(
         old,
@@ -153,7 +153,7 @@ def test_names_of_torch_2_3_are_made_without_a_word_to_other_threads() -> None:
             seen.append(_version._derived_version)
             return "name"
 
-    assert list(flattened_before_2_4({"a": [{Name(): torch.ones(2)}]})) == ["a.0.name"]
+    assert list(flatten_before_2_4({"a": [{Name(): torch.ones(2)}]})[0]) == ["a.0.name"]
     assert seen and set(seen) == {None}
 
 

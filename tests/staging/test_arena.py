@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.staged import stage_tensors
 
 from torch_dcpx import _C, StagingError
 from torch_dcpx.staging import arena as arena_module
 from torch_dcpx.staging.arena import ArenaPool, attach, note_written
 from torch_dcpx.staging.host_memory import Available, available_memory
-from torch_dcpx.staging.snapshot import stage_tensors
 
 MIB = 1 << 20
 
@@ -90,34 +90,39 @@ def test_more_than_the_available_memory_is_refused_before_anything_is_taken(
     assert stage(pool, 30 * MIB).numel() == 30 * MIB
 
 
-def test_waiting_save_gets_the_arena_that_comes_back() -> None:
-    pool = ArenaPool(budget_bytes=4 * MIB)
-    held = [stage(pool, 3 * MIB)]
-    address, calls = held[0].data_ptr(), []
+def drop_at_the_third_wait(
+    monkeypatch: pytest.MonkeyPatch, pool: ArenaPool, held: list[torch.Tensor]
+) -> list[float]:
+    """Lets the pool's third wait drop what is held; returns the list of the waits' seconds."""
+    waits: list[float] = []
 
-    def drop_at_the_third_look() -> None:
-        calls.append(1)
-        if len(calls) == 3:
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
             held.clear()
 
-    with pool.lease(3 * MIB, timeout_s=30, check=drop_at_the_third_look) as arena:
+    monkeypatch.setattr(pool._guard, "wait", wait)
+    return waits
+
+
+def test_waiting_save_gets_the_arena_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ArenaPool(budget_bytes=4 * MIB)
+    held = [stage(pool, 3 * MIB)]
+    address = held[0].data_ptr()
+    waits = drop_at_the_third_wait(monkeypatch, pool, held)
+    with pool.lease(3 * MIB, timeout_s=30) as arena:
         assert arena.address == address
-    assert len(calls) == 3
+    assert len(waits) == 3
 
 
-def test_written_arena_is_waited_for_rather_than_doubled() -> None:
+def test_written_arena_is_waited_for_rather_than_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ArenaPool()
     held = [stage(pool, 3 * MIB)]
     note_written(held[0].data_ptr() + 5)
-    looks = []
-
-    def drop_at_the_third_look() -> None:
-        looks.append(1)
-        if len(looks) == 3:
-            held.clear()
-
-    with pool.lease(3 * MIB, check=drop_at_the_third_look):
+    waits = drop_at_the_third_wait(monkeypatch, pool, held)
+    with pool.lease(3 * MIB):
         assert pool.count == 1
+    assert len(waits) == 3
 
 
 def test_arena_of_a_save_that_never_lets_go_is_left_for_another() -> None:
@@ -139,7 +144,7 @@ def test_threads_never_get_the_same_arena_at_once() -> None:
         for step in range(30):
             value = (number * 31 + step) % 251
             source = torch.full((70_000,), value, dtype=torch.uint8)
-            (tensor,) = stage_tensors([source], pool=pool, workers=2)
+            (tensor,) = stage_tensors([source], pool=pool)
             if not bool((tensor == value).all()):
                 wrong.append(f"{number} {step}")
 

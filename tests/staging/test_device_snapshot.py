@@ -10,10 +10,11 @@ import pytest
 import torch
 from fake_cuda.fake import HELD, FakeCuda
 from support.device_snapshots import assert_bits, device_copy, left
+from support.staged import stage_tensors
 
 from torch_dcpx import _C, DcpxStager, StagingError
 from torch_dcpx.staging.arena import process_pool
-from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
+from torch_dcpx.staging.snapshot import stage_guarded
 from torch_dcpx.tensors import device as device_memory
 
 KIB, MIB = 1 << 10, 1 << 20

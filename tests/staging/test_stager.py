@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.ranks import run_cases
+from support.staged import stage_tensors
 from support.states import assert_same, blank_like, mixed_state
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch_dcpx import DcpxStager, DcpxWriter, OptionError, StagingError, UnsupportedError, load
 from torch_dcpx._compat import HAS_STRIDES, dlpack_dtypes
 from torch_dcpx.staging.arena import ArenaPool, process_pool
-from torch_dcpx.staging.snapshot import stage_tensors
 
 MIB = 1 << 20
 Point = namedtuple("Point", ["x", "y"])

@@ -8,10 +8,11 @@ import pytest
 import torch
 from fake_cuda.fake import HELD, HUNG, INVALID_VALUE, FakeCuda
 from support.device_snapshots import assert_bits
+from support.staged import stage_tensors
 
 from torch_dcpx import StagingError
 from torch_dcpx.staging.arena import process_pool
-from torch_dcpx.staging.snapshot import stage_guarded, stage_tensors
+from torch_dcpx.staging.snapshot import stage_guarded
 from torch_dcpx.tensors.copy_guard import wait_for_copies
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from torch_dcpx._compat import flattened_before_2_4
+from torch_dcpx._compat import flatten_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
@@ -274,7 +274,7 @@ def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[s
     if getattr(planner, "dcpx_is_mapped", False):
         return state
     if getattr(planner, "flatten_state_dict", False) and not stored.keys() <= state.keys():
-        before = flattened_before_2_4(getattr(planner, "original_state_dict", {}))
+        before = flatten_before_2_4(getattr(planner, "original_state_dict", {}))[0]
         if any(name in stored and name not in state for name in before):
             return before
     return state

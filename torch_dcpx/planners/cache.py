@@ -1,13 +1,13 @@
 """Plans of earlier saves, by the fingerprint of the state that they were made of.
 
-A plan that is kept holds no tensor and no value, so it is as right for what the state holds next as
-it was before. Nothing is kept of a state without a fingerprint, of a planner with planning hooks of
-its own, or of planning that failed.
+A kept plan holds no tensor and no value, so it also suits the state's next values. Nothing is kept
+of a state without a fingerprint, of a planner with planning hooks of its own, or of planning that
+failed.
 
 A fingerprint holds all that decides on a plan, and nothing else: equal fingerprints, equal plans.
-C++ reads the attributes of a state's tensors, without torch's dispatcher; Python describes what is
-rare. A value that says itself how it is planned (a ShardedTensor, a tensor of another class, an
-object with `__create_write_items__`) leaves its state without a fingerprint.
+C++ reads the attributes of a state's tensors, without torch's dispatcher; Python describes rare
+values. A value that plans itself (a ShardedTensor, a tensor of another class, an object with
+`__create_write_items__`) leaves its state without a fingerprint.
 """
 
 from __future__ import annotations
@@ -40,20 +40,12 @@ MAX_ITEMS = 1_000_000  # of all plans, and chunks of their metadata: about 1 KiB
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """A plan on which the ranks of a group agreed, kept once planning had succeeded on this rank.
+    """A plan on which the ranks of a group agreed; kept once planning succeeded on this rank."""
 
-    Attributes:
-        name: drawn by the coordinator: ranks that know one name know parts of one plan.
-        plan: this rank's piece.
-        compared: names of Python values that were equal on all ranks, sorted. The agreement is
-            void where they are not.
-        metadata: the coordinator's; nobody else's.
-    """
-
-    name: str
-    plan: SavePlan
-    compared: tuple[str, ...]
-    metadata: Metadata | None
+    name: str  # drawn by the coordinator: ranks that know one name know parts of one plan
+    plan: SavePlan  # this rank's piece
+    compared: tuple[str, ...]  # names of Python values, sorted; void where ranks' values differ
+    metadata: Metadata | None  # the coordinator's; nobody else's
 
     @cached_property
     def weight(self) -> int:
@@ -64,25 +56,17 @@ class Agreement:
 
 @dataclasses.dataclass
 class KnownPlan:
-    """A local plan, and what became of it.
+    """A local plan, and what became of it."""
 
-    Attributes:
-        items: of the plan; never changed.
-        whole_names: of what has no rows.
-        replicas: what the rank knows of copies; None: nothing, or it is not asked.
-        objects: names of Python values, in the state's order.
-        agreement: None: there is none yet.
-    """
-
-    items: Sequence[Any]
-    whole_names: frozenset[str]
-    replicas: Replicas | None
-    objects: tuple[str, ...]
+    items: Sequence[Any]  # never changed
+    whole_names: frozenset[str]  # of values without rows
+    replicas: Replicas | None  # None: no known copies, or none are asked for
+    objects: tuple[str, ...]  # names of Python values, in the state's order
     agreement: Agreement | None = None
 
     @property
     def weight(self) -> int:
-        """Items, and what the agreement weighs."""
+        """Items, and the agreement's weight."""
         return len(self.items) + (self.agreement.weight if self.agreement is not None else 0)
 
 
@@ -93,7 +77,6 @@ class PlanCache:
         self._known: OrderedDict[bytes, KnownPlan] = OrderedDict()
 
     def get(self, fingerprint: bytes) -> KnownPlan | None:
-        """Returns the plan of a state with this fingerprint."""
         known = self._known.get(fingerprint)
         if known is not None:
             with contextlib.suppress(KeyError):  # another thread has dropped it since
@@ -101,13 +84,13 @@ class PlanCache:
         return known
 
     def keep(self, fingerprint: bytes, known: KnownPlan) -> None:
-        """Keeps a plan, and drops those that were not used for longest beyond the bounds."""
+        """Keeps a plan, and drops the least recently used ones beyond the bounds."""
         self._known.pop(fingerprint, None)
         self._known[fingerprint] = known
         self.trim()
 
     def trim(self) -> None:
-        """Drops what is beyond the bounds, but never the plan used last."""
+        """Drops plans beyond the bounds, but never the plan used last."""
         left = MAX_ITEMS
         for number, (fingerprint, known) in enumerate(reversed(list(self._known.items()))):
             left -= known.weight
@@ -115,7 +98,6 @@ class PlanCache:
                 self._known.pop(fingerprint, None)
 
     def clear(self) -> None:
-        """Drops all plans."""
         self._known.clear()
 
     def __len__(self) -> int:
@@ -123,39 +105,26 @@ class PlanCache:
 
 
 class Planning:
-    """The plans that a planner keeps from one save to the next. A copy or a pickle of it has none.
-
-    Attributes:
-        is_enabled: whether anything is to be kept.
-        plans: of earlier saves.
-        group: (rank, ranks, which group of this process) of those who agree; None: who does is
-            not known here.
-        known: of the local plan made last; None: it is not kept.
-        has_conflicts: whether Python values differed in the global plan made last.
-    """
+    """The plans that a planner keeps from one save to the next. A copy or a pickle has none."""
 
     def __init__(self, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
         self.plans = PlanCache()
+        # Those who agree: (rank, ranks, which group of this process); None: not known here.
         self.group: tuple[int, int, str] | None = None
-        self.known: KnownPlan | None = None
+        self.known: KnownPlan | None = None  # the local plan made last, if it is kept
         self.handed: Sequence[Any] = ()  # items, of the plan that was handed out last
-        self.has_conflicts = False
+        self.has_conflicts = False  # Python values differed in the global plan made last
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Planning, (self.is_enabled,))
 
 
 def values_digest(digests: Mapping[str, bytes], names: Sequence[str]) -> bytes:
-    """Returns 16 bytes that are equal where the digests of these values are.
-
-    Args:
-        digests: of a state's Python values, by name; a value of which nothing is known has none.
-        names: of the values, in an order that is the same on all ranks.
-    """
+    """Returns 16 bytes of the named values' digests; the names' order is the same on all ranks."""
     each = (digests.get(name, b"") for name in names)
-    told = b"".join(len(digest).to_bytes(1, "little") + digest for digest in each)
-    return hashlib.blake2b(told, digest_size=16).digest()
+    joined = b"".join(len(digest).to_bytes(1, "little") + digest for digest in each)
+    return hashlib.blake2b(joined, digest_size=16).digest()
 
 
 _PLACEMENTS = Placement.__module__
@@ -174,20 +143,18 @@ def _kind_of(value: Any) -> int:
 
 
 def _describe_mesh(mesh: Any) -> bytes:
-    """Returns what a mesh is, for this rank."""
-    told = (mesh.device_type, mesh.mesh_dim_names, mesh.get_coordinate(), mesh.mesh.tolist())
-    return repr(told).encode(errors="surrogatepass")
+    fields = (mesh.device_type, mesh.mesh_dim_names, mesh.get_coordinate(), mesh.mesh.tolist())
+    return repr(fields).encode(errors="surrogatepass")
 
 
 def _describe_placement(placement: Placement) -> bytes | None:
-    """Returns a placement of torch's that is neither Shard nor Replicate: its fields differ by
-    version, and a pickle has them all.
-    """
+    """Describes a placement that is neither Shard nor Replicate; None where it is not torch's."""
+    # Its fields differ by version, and a pickle has them all.
     return pickle.dumps(placement) if type(placement).__module__ == _PLACEMENTS else None
 
 
 def _describe_value(value: Any) -> bytes | None:
-    """Returns that a value is planned as bytes, whatever it is; None for what plans itself."""
+    """Returns b"" for any value that is planned as bytes, None for one that plans itself."""
     plans_itself = isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__")
     return None if plans_itself else b""
 
@@ -214,20 +181,15 @@ def flattened(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a state as `DefaultSavePlanner.set_up_planner` keeps it, and the path of each name.
 
-    Args:
-        state: nested or not.
-        is_flat: the planner's `flatten_state_dict`.
-        has_flat_shards: the planner's `flatten_sharded_tensors`.
-
-    Raises:
-        ValueError: two values have one name (torch's text).
+    `is_flat` and `has_flat_shards` are the planner's `flatten_` options. Raises ValueError: two
+    values have one name (torch's text).
 
     Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict, and its caller.
     """
     paths: dict[str, Any] = {}
     has_sharded = True
     if is_flat:
-        # Whatever names another thread's load of an old checkpoint makes torch give meanwhile.
+        # Not by torch, whose names another thread's load of an old checkpoint may change meanwhile.
         state, paths, has_sharded, _ = STATE_READER.flatten(state)
     if has_flat_shards and has_sharded:
         state = _flatten_sharded_tensors(state)
@@ -237,21 +199,20 @@ def flattened(
 def fingerprint_of(
     state: dict[str, Any], paths: dict[str, Any] | None, about: tuple[Any, ...]
 ) -> bytes | None:
-    """Returns 32 bytes that stand for what a plan is made of; None for a state that has none.
+    """Returns the 32 bytes of a fingerprint; None for a state that has none.
 
     Args:
-        state: the planner's, by names.
-        paths: of all names; None: the planner tells none.
+        paths: of all names; None: the planner has none.
         about: what decides besides the state, by its repr.
     """
     if type(state) is not dict:
         return None
     try:
-        said = STATE_READER.fingerprint(state, paths)
+        described = STATE_READER.fingerprint(state, paths)
     except Exception:  # noqa: BLE001  (a tensor without sizes: planning says what is wrong with it)
         return None
-    if said is None:
+    if described is None:
         return None
     header = repr((*about, torch.is_grad_enabled())).encode(errors="surrogatepass")
-    told = len(header).to_bytes(8, "little") + header + said
-    return hashlib.blake2b(told, digest_size=32).digest()
+    everything = len(header).to_bytes(8, "little") + header + described
+    return hashlib.blake2b(everything, digest_size=32).digest()

@@ -1,7 +1,7 @@
 """A load plan whose items stay on their rank.
 
-Stock's global load plan gives each rank what it has sent. So where nobody looks at the items of
-other ranks they are not sent: `dcp.load` pickles a token, and `finish_plan` puts the items back.
+Stock's global load plan gives each rank its own items back. So where nobody looks at other ranks'
+items they are not sent: `dcp.load` pickles a token, and `finish_plan` puts the items back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ _READER_HOOKS = ("prepare_local_plan", "prepare_global_plan")
 
 
 class _Away:
-    """Stands in for items that have stayed on their rank, and raises when somebody looks at them.
-
-    An empty list would silently plan nothing for the rank.
+    """Stands in for items that stay on their rank; raises when somebody looks at them. An empty
+    list would silently plan nothing for the rank.
     """
 
     def _refuse(self, *_: Any) -> Any:
@@ -64,14 +63,7 @@ class KeptPlan(LoadPlan):
         return type(self)(**parts)
 
     def whole(self, kept: KeptPlan | None) -> LoadPlan:
-        """Returns the plan with its items.
-
-        Args:
-            kept: the plan that this rank made.
-
-        Raises:
-            PlanError: this is the plan of another rank.
-        """
+        """Returns the plan with the items of `kept`. PlanError: this is another rank's plan."""
         if not self.is_away:
             kept = self
         if kept is None or kept.token != self.token:
@@ -83,12 +75,7 @@ class KeptPlan(LoadPlan):
 
 
 def is_kept(planner: LoadPlanner, reader: object) -> bool:
-    """Returns whether there are other ranks, and neither planner nor reader looks at their items.
-
-    Args:
-        planner: of this rank.
-        reader: for which it plans; None where that is not known.
-    """
+    """Returns whether there are other ranks, at whose items neither planner nor reader looks."""
     return (
         isinstance(reader, FileSystemReader)
         and dist.is_available()

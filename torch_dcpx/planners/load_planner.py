@@ -1,16 +1,16 @@
 """DcpxLoadPlanner: the drop-in for `torch.distributed.checkpoint.DefaultLoadPlanner`.
 
-C++ makes a rank's plan in one call: it finds the stored chunks that hold a part of each wanted one,
-by a sweep along the dimension that separates them best, and checks that each wanted chunk is filled
-exactly once. It compares whole plain tensors, which are nearly all of a state, with the columns of
-the metadata and needs no entry of them; any other value goes through Python.
+C++ makes a rank's plan in one call: it finds the stored chunks that overlap each wanted one, by a
+sweep along the dimension that separates them best, and checks that they fill it exactly once. Whole
+plain tensors, nearly all of a state, it compares with the metadata's columns, without an entry; any
+other value goes through Python.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import is_
 from typing import Any
 
@@ -60,14 +60,8 @@ def flattened_target(
     state: Mapping[str, Any], *, has_flat_shards: bool
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Returns a state as `DefaultLoadPlanner.set_up_planner` flattens it, and the path of each
-    name; None where torch itself has to.
-
-    It takes ShardedTensors apart first, which also makes every list anew: elements without a
-    value of their own become None then, and of two keys with one text the last one stays.
-
-    Args:
-        state: nested or not.
-        has_flat_shards: the planner's `flatten_sharded_tensors`.
+    name; None where torch itself has to, as its `flatten_sharded_tensors` makes every list anew:
+    elements without a value of their own become None, and of two keys with one text the last stays.
 
     Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict, and its caller.
     """
@@ -81,18 +75,15 @@ def flattened_target(
 def unlike_names(
     state: Mapping[str, Any], stored: Mapping[str, Any], *, has_dtypes: bool
 ) -> Iterable[str]:
-    """Returns the names of a flat state's values that are not seen to be as they are stored: whole
-    tensors of the same sizes and, with `has_dtypes`, the same dtype.
+    """Returns the names of a flat state's values, without whole tensors of the stored sizes and,
+    with `has_dtypes`, the stored dtype.
     """
-    if type(state) is not dict or not isinstance(stored, StoredEntries):
-        return state
-    columns = stored.columns  # once: another thread may fill the entries meanwhile
-    if columns is None:
-        return state
-    try:
-        return STATE_READER.unlike(state, stored, columns, has_dtypes)
-    except RuntimeError:  # of a tensor that torch knows no sizes of: who asks further names it
-        return state
+    if type(state) is dict and isinstance(stored, StoredEntries):
+        columns = stored.columns  # once: another thread may fill the entries meanwhile
+        if columns is not None:
+            with suppress(RuntimeError):  # torch knows no sizes of a tensor: later checks name it
+                return STATE_READER.unlike(state, stored, columns, has_dtypes)
+    return state
 
 
 def whole_rows(
@@ -101,21 +92,21 @@ def whole_rows(
     """Returns a row (name, sizes, number in the columns, sizes) for each whole plain tensor of the
     stored sizes in a flat state, None for all else; the place and the name of these others.
     """
-    columns = stored.columns if isinstance(stored, StoredEntries) else None
-    if type(state) is not dict or columns is None:
-        return [None] * len(state), enumerate(state)
-    entries: Any = stored
-    return STATE_READER.whole_rows(state, entries, columns)
+    if type(state) is dict and isinstance(stored, StoredEntries):
+        columns = stored.columns
+        if columns is not None:
+            return STATE_READER.whole_rows(state, stored, columns)
+    return [None] * len(state), enumerate(state)
 
 
 @plans_as_stock
 class DcpxLoadPlanner(DefaultLoadPlanner):
     """Plans a load as `DefaultLoadPlanner` does, with the same items in the same order.
 
-    Arguments, hooks and errors are those of `DefaultLoadPlanner`; a subclass may override any of
-    them. Works with any storage reader, and `DcpxReader` takes it for stock's: it reads straight
-    into the state's tensors. It also refuses, before a byte is read, checkpoints whose chunks leave
-    a hole in what is wanted or hold an element twice, of which stock says nothing.
+    Arguments, hooks and errors are those of `DefaultLoadPlanner`; a subclass may override any hook.
+    Works with any storage reader; `DcpxReader` reads straight into the state's tensors. Before a
+    byte is read, it also refuses checkpoints whose chunks leave a hole in a wanted tensor or hold
+    an element twice; stock does not notice these.
 
     Args:
         flatten_state_dict: plan nested dicts and lists by names joined with dots. Default True.
@@ -124,10 +115,10 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             False: they are an error.
     """
 
-    _kept: KeptPlan | None = None  # the plan at hand, where the other ranks do not see its items
-    # The state that was planned, and its items; they were asked whether they cover it.
+    _kept: KeptPlan | None = None  # the plan at hand, if other ranks do not see its items
+    # The planned state, and its items, which fill it once.
     _covered: tuple[Any, tuple[ReadItem, ...]] | None = None
-    dcpx_is_mapped = False  # whether the state goes by stored names, which a KeyMap has found
+    dcpx_is_mapped = False  # the state goes by stored names, which a KeyMap has found
 
     def set_up_planner(
         self,
@@ -135,10 +126,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes the state and the checkpoint's metadata.
-
-        Source: DefaultLoadPlanner.set_up_planner.
-        """
+        """Takes the state and the metadata. Source: DefaultLoadPlanner.set_up_planner."""
         if self.flatten_state_dict:
             with _unflattened(self):
                 super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -165,8 +153,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         Raises:
             RuntimeError: a name is not in the checkpoint (stock's text), without
                 `allow_partial_load`.
-            ValueError: a tensor's size is not the stored one's (stock's texts), or a tensor is
-                stored where something else is wanted.
+            ValueError: a tensor's size is not the stored one (stock's texts), or a tensor is stored
+                where something else is wanted.
             PlanError: a DTensor's shard has another shape than its placement says.
             CorruptionError: the stored chunks do not hold each wanted element exactly once; `fqn`
                 is the first such tensor. `DefaultLoadPlanner` with torch's reader loads what
@@ -181,7 +169,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
                 self.state_dict, self.metadata, not self.allow_partial_load
             )
         self._covered = None
-        uneven: list[_Row] = []  # tensors that were not asked
+        uneven: list[_Row] = []  # tensors whose coverage nobody checks
 
         def fallback(row: _Row) -> list[ReadItem]:
             uneven.append(row)
@@ -202,17 +190,13 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         return self._kept or LoadPlan(items)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Takes this rank's plan.
-
-        Raises:
-            PlanError: the coordinator gave this rank the plan of another.
-        """
+        """Takes this rank's plan. PlanError: the coordinator gave this rank that of another."""
         new_plan = super().finish_plan(new_plan)
         kept, self._kept = self._kept, None
         return new_plan.whole(kept) if isinstance(new_plan, KeptPlan) else new_plan
 
     def _take_covered(self, items: Sequence[ReadItem]) -> bool:
-        """Returns whether these are the items that fill the state once, by the last plan; once."""
+        """Returns, once a plan, whether these are its items, which fill the state once."""
         covered, self._covered = self._covered, None
         return (
             covered is not None
@@ -222,10 +206,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         )
 
     def _use_names_before_2_4(self) -> None:
-        """Plans by the names of torch before 2.4 where the checkpoint has such.
-
-        Source: DefaultLoadPlanner.create_local_plan.
-        """
+        """Takes names of torch before 2.4, as `DefaultLoadPlanner.create_local_plan` does."""
         stored = self.metadata.state_dict_metadata.keys()  # type: ignore[union-attr]
         if not self.dcpx_is_mapped and not stored <= self.state_dict.keys():
             state, mappings = flatten_before_2_4(self.original_state_dict)
@@ -233,16 +214,14 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
                 self.state_dict, self.mappings = state, mappings
 
     def _rows(self) -> list[Any]:
-        """Returns what C++ makes items of: a row a tensor, the name of an object (in a tuple
-        where it is no str), or items.
-
-        Source: create_default_local_load_plan.
+        """Returns what C++ makes items of: a row for a tensor, the name of an object (in a tuple
+        where it is no str), or items. Source: create_default_local_load_plan.
         """
         stored = self.metadata.state_dict_metadata  # type: ignore[union-attr]
         outline, chunks_of = outline_of(stored), chunks_in(stored)
         rows, others = whole_rows(self.state_dict, stored)
         chunks = ChunkFinder()
-        fills_state = has_stock_hooks(self)  # else what is filled may be another tensor
+        fills_state = has_stock_hooks(self)  # else hooks may fill another tensor
         for at, fqn in others:
             target, entry = self.state_dict[fqn], outline(fqn)
             row: Any = []  # nothing to read
@@ -287,7 +266,7 @@ def _unflattened(planner: DefaultLoadPlanner) -> Iterator[None]:
 
 
 def _other_row(fqn: str, entry: Any, target: Any, chunks_of: Callable[[str], Any]) -> Any:
-    """Returns the row of what is neither a plain tensor nor stored as one."""
+    """Returns the row of a value that is no plain tensor, or is not stored as one."""
     if isinstance(entry, TensorStorageMetadata):
         sizes = wanted_sizes(target)
         if sizes is not None:

@@ -1,13 +1,13 @@
-"""Of which tensors the placement says that several ranks hold equal copies.
+"""Equal copies of tensors that several ranks hold by their placement, and rows of them.
 
 A DTensor that is replicated along a dimension of its mesh is equal along it; of a plain tensor that
-ranks have under one name nobody knows. So a rank tells the coordinator, in 16 bytes, which large
-DTensors it has, where: ranks that say the same hold copies wherever they hold the same chunk. Names
-that ranks have which say something else (two meshes, as of two stages of a pipeline) are doubtful.
+ranks have under one name nobody knows. So a rank sends the coordinator 16 bytes that stand for its
+large DTensors and their placements: ranks with the same bytes hold copies wherever they hold the
+same chunk. Names on ranks with different bytes (two meshes, as of two stages of a pipeline) are
+doubtful.
 
-Where ranks share a tensor out by rows, the planner's state gets an object in its place that gives
-the rows that it is asked for, through the protocol by which DCP finds shards. So the planner's
-hooks stay stock's.
+Where ranks share a tensor out by rows, the planner's state gets an object in its place, which gives
+rows through the protocol by which DCP finds shards. So the planner's hooks stay stock's.
 """
 
 from __future__ import annotations
@@ -46,13 +46,9 @@ def replicas_of(
     chunks: ChunkFinder,
     whole: Collection[str],
 ) -> Replicas | None:
-    """Returns what a rank knows; None where no DTensor of it is worth a cut and has copies.
+    """Returns what a rank knows; None where none of its DTensors has copies and is worth a cut.
 
-    Args:
-        state: of the planner.
-        items: of its plan.
-        chunks: which has found the parts of all of its DTensors.
-        whole: names of what has no rows, at which nobody need look.
+    `chunks` has found the parts of all DTensors; `whole` are names of values without rows.
     """
     parts = chunks.found()
     if not any(
@@ -61,13 +57,13 @@ def replicas_of(
     ):
         return None
     places: dict[tuple[int, Any], str] = {}
-    told: list[str] = []
+    placed: list[str] = []
     unknown: list[str] = []
     for fqn, value in state.items():
         if fqn in whole:
             continue
         if is_plain_dtensor(value):
-            # By the bytes of all of it: the ranks of a mesh then tell the same.
+            # By the bytes of the whole tensor, which are the same on all ranks of a mesh.
             if not _is_large(value):
                 continue
             spec = value._spec
@@ -75,22 +71,17 @@ def replicas_of(
             if place is None:
                 place = places[id(spec.mesh), spec.placements] = _describe(value)
             if place:
-                told.append(f"{fqn!r} {place}")
+                placed.append(f"{fqn!r} {place}")
         elif is_plain_tensor(value) and _is_large(value):
             unknown.append(fqn)
-    whole_text = "\n".join(sorted(told)).encode(errors="surrogatepass")
-    key = hashlib.blake2b(whole_text, digest_size=16).digest()
+    text = "\n".join(sorted(placed)).encode(errors="surrogatepass")
+    key = hashlib.blake2b(text, digest_size=16).digest()
     return Replicas(key, frozenset(unknown), names_hash(items))
 
 
 def doubtful_names(plans: Iterable[RankPlan]) -> set[str]:
-    """Returns the names that ranks have which know of different copies.
-
-    One plan of each kind is looked at: all of a kind have the same large DTensors.
-
-    Args:
-        plans: of all ranks that may be given rows.
-    """
+    """Returns the names on ranks that know of different copies, of the ranks that may get rows."""
+    # One plan of each kind: all of a kind have the same large DTensors.
     kinds = {plan.replicas: plan for plan in plans if plan.replicas}
     seen: set[str] = set()
     again: set[str] = set()
@@ -103,9 +94,7 @@ def doubtful_names(plans: Iterable[RankPlan]) -> set[str]:
 
 
 def _has_copies(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> bool:
-    """Returns whether a placement has each part on several ranks. One of Partial has terms of a
-    sum instead; its tensor is never cut.
-    """
+    """Returns whether several ranks have each part; of Partial they have terms of a sum."""
     each = zip(mesh_shape, placements, strict=True)
     return any(count > 1 and place.is_replicate() for count, place in each)
 
@@ -115,7 +104,7 @@ def _is_large(tensor: Any) -> bool:
 
 
 def _describe(tensor: DTensor) -> str:
-    """Returns what the ranks say of their parts of one tensor, "" on a rank that has none."""
+    """Returns a text of a tensor's mesh and placements, "" on a rank that has no part of it."""
     mesh = tensor._spec.mesh
     if mesh.get_coordinate() is None:
         return ""
@@ -127,7 +116,7 @@ class RowPieces(torch.Tensor):
     """Stands for a tensor in a planner's state, and gives the rows of it that a save asks for."""
 
     rows: dict[tuple[int, ...], torch.Tensor]  # by where they begin in the whole tensor
-    # What is computed of it is a plain tensor.
+    # Functions of it return plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -166,11 +155,10 @@ def with_pieces(
     Args:
         state: of the planner.
         items: of the final plan of this rank.
-        is_rare: few items ask for rows, if any: only those are looked at whose sizes are not those
-            of what the state has, which C++ finds.
+        is_rare: few items ask for rows, if any: C++ finds those of other sizes than the state's.
 
     Raises:
-        PlanError: an item asks for what this rank does not have.
+        PlanError: an item asks for rows that this rank does not have.
     """
     pieces: dict[str, RowPieces] = {}
     chunks, asking = ChunkFinder(), items
@@ -211,16 +199,9 @@ def with_pieces(
     return {**state, **pieces} if pieces else None
 
 
-def cut_names(state: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the `RowPieces` of a state."""
-    return frozenset(fqn for fqn, value in state.items() if type(value) is RowPieces)
-
-
 def _check_sizes(pieces: Mapping[str, RowPieces], items: Sequence[WriteItem]) -> None:
-    """Checks that each item of a tensor that is cut finds rows of its sizes.
-
-    Raises:
-        PlanError: two items begin at one row, or one asks for the whole tensor.
+    """Raises PlanError unless each item of a cut tensor finds rows of its sizes: two items begin at
+    one row, or one asks for the whole tensor.
     """
     for item in items:
         fqn, about = item.index.fqn, item.tensor_data

@@ -1,7 +1,7 @@
 """DcpxSavePlanner: the drop-in for `torch.distributed.checkpoint.DefaultSavePlanner`.
 
-create_local_plan     what this rank has, as items that C++ makes; digests of its Python values
-create_global_plan    each chunk written once, by whom it balances; metadata, checked
+create_local_plan     this rank's items, made by C++; digests of its Python values
+create_global_plan    gives each chunk to one rank, balanced; makes and checks the metadata
 finish_plan           rows of a tensor, where several ranks share it out
 """
 
@@ -29,7 +29,7 @@ from torch_dcpx.errors import PlanError, must_be
 from torch_dcpx.planners.cache import KnownPlan, Planning, fingerprint_of, flattened
 from torch_dcpx.planners.replicas import (
     Replicas,
-    cut_names,
+    RowPieces,
     doubtful_names,
     replicas_of,
     with_pieces,
@@ -49,48 +49,45 @@ _DATA_HOOKS = (*_LOOKUP_HOOKS, "finish_plan")
 class DcpxSavePlanner(DefaultSavePlanner):
     """Plans a save as `DefaultSavePlanner` does, in a fraction of the time, and balanced.
 
-    Arguments, hooks and errors are those of `DefaultSavePlanner`; a subclass may override any of
-    them. Works with any storage writer; what it plans is read by stock's readers and planners.
+    Arguments, hooks and errors are those of `DefaultSavePlanner`; a subclass may override any hook.
+    Works with any storage writer; stock's readers and planners read what it plans.
 
-    What several ranks hold is written once; ranks share it by real bytes, what is large by rows
-    where its copies are known to be equal. The same plans are always shared in the same way.
+    What several ranks hold is written once: ranks share it by real bytes, and large tensors by rows
+    where their copies are known to be equal. Equal plans are always shared alike.
 
     Args:
         flatten_state_dict: plan nested dicts and lists by names joined with dots. Default True.
         flatten_sharded_tensors: take a ShardedTensor of ShardedTensors for one. Default True.
         dedup_replicated_tensors: no effect, as with stock. Default None.
         dedup_save_to_lowest_rank: the lowest rank writes all that several hold. Default False.
-        enable_plan_caching: keep the plans of up to four states and use them again where a state
-            has the same names, shapes, dtypes, strides, placements and meshes. Default True. They
-            are this planner's own, and hold no tensors. With `torch_dcpx.save` and `async_save`
-            the ranks' agreement is kept, too, and renewed by all where anything has changed on
-            one. Through `dcp.save` it is this rank's part alone: the global plan is made anew, as
-            it is each time by a subclass that overrides a hook that plans.
-        on_conflict: what is said of Python values (no tensors) that differ over the ranks under
-            one name, of which a checkpoint can keep the lowest rank's only: "warn" (default) logs
-            them, once a planner and name, "error" raises.
-        split_replicas: cut tensors of 64 KiB or more that would unbalance the ranks by rows, and
-            let several ranks write one. Default None: where its ranks hold a DTensor by one mesh
-            and placement, which replicates it, and the writer is a DcpxWriter. Whatever else
-            several ranks have under one name is written whole. False: so is everything. True: cut
-            plain tensors, and for any writer, which is right only where both of these hold, of
-            which neither is checked:
+        enable_plan_caching: keep the plans of up to four states and use them again for a state of
+            the same names, shapes, dtypes, strides, placements and meshes. Default True. They
+            belong to this planner and hold no tensors. `torch_dcpx.save` and `async_save` also keep
+            the ranks' agreement; all ranks renew it when anything has changed on one. `dcp.save`,
+            and a subclass that overrides a planning hook, make the global plan anew each time.
+        on_conflict: for Python values (no tensors) that differ over the ranks under one name; a
+            checkpoint keeps the lowest rank's only. "warn" (default) logs them, once a planner and
+            name, "error" raises.
+        split_replicas: cut tensors of 64 KiB or more that would unbalance the ranks by rows, so
+            that several ranks write one. Default None: cut DTensors that one mesh and placement
+            replicates over the ranks, for a DcpxWriter. False: cut nothing. True: cut plain tensors
+            too, for any writer; this is right only where both of these hold, which nobody checks:
             - The writer keeps several chunks of a name, as DcpxWriter and FileSystemWriter do.
               HuggingFaceStorageWriter with `fqn_to_index_mapping` does not: a file of one rank
               replaces that of another, and rows are lost.
-            - What ranks hold under one name is equal; else the checkpoint mixes rows of several
-              ranks. Buffers that ranks do not synchronise differ.
-            A row is the smallest piece, so a tensor of few large rows is not shared out evenly.
-            What a rank holds is cut only where its planner may, too. Tensors of unequal dtypes or
-            sizes are not cut, nor are those of a rank that overrides a hook that sees the data
-            (`lookup_object`, `transform_object`, `resolve_data`, `finish_plan`) when it plans.
+            - Ranks hold equal tensors under one name; else the checkpoint mixes their rows. Buffers
+              that ranks do not synchronise differ.
+            A row is the smallest piece, so a tensor of few large rows is not shared evenly. Never
+            cut are tensors of unequal dtypes or sizes, and those of a rank whose planner may not
+            cut or overrides a hook that sees the data (`lookup_object`, `transform_object`,
+            `resolve_data`, `finish_plan`) when it plans.
 
     Raises:
         OptionError: an unknown `on_conflict`.
     """
 
-    _can_split = False  # whether this rank may be given rows
-    _cut: tuple[dict[str, Any], Any] | None = None  # the state with pieces, and as it was before
+    _can_split = False  # whether this rank may get rows
+    _cut: tuple[dict[str, Any], Any] | None = None  # the state with pieces, and the one before
 
     def __init__(
         self,
@@ -115,7 +112,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         self.on_conflict = on_conflict
         self.split_replicas = split_replicas
         self.dcpx_planning = Planning(enable_plan_caching)
-        self.dcpx_logged: set[str] = set()  # conflicts that were logged
+        self.dcpx_logged: set[str] = set()  # names of logged conflicts
 
     def __getstate__(self) -> dict[str, Any]:  # of copies, too, which have no plans
         return {**vars(self), "dcpx_planning": Planning(self.dcpx_planning.is_enabled)}
@@ -126,9 +123,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes the state.
-
-        Source: DefaultSavePlanner.set_up_planner.
+        """Takes the state. Source: DefaultSavePlanner.set_up_planner.
 
         Raises:
             ValueError: two values have one name (torch's text).
@@ -144,7 +139,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Plans what this rank has: an item a tensor, shard or object.
+        """Plans an item for each tensor, shard or object of this rank.
 
         Raises:
             ValueError: a DTensor with a Partial placement (torch's text).
@@ -190,25 +185,22 @@ class DcpxSavePlanner(DefaultSavePlanner):
         self._cut = None
 
     def _local_plan(self) -> RankPlan:
-        """Source: create_default_local_save_plan."""
         if not HAS_KNOWN_ITEMS:
             stock = create_default_local_save_plan(self.state_dict, self.is_coordinator)
             return RankPlan(stock.items)
         return self._rank_plan(*self._local_items())
 
     def _local_items(self) -> tuple[list[Any], frozenset[str], Replicas | None, dict[str, Any]]:
-        """Returns (items, names that cannot be cut by rows, known copies, Python values).
+        """Returns (items, names of values without rows, known copies, Python values).
 
-        Raises:
-            PlanError: a DTensor's shard has another shape than its placement says.
+        Source: create_default_local_save_plan.
         """
         rows: list[Any] = []
         whole: set[str] = set()
         chunks = ChunkFinder()
         uses_grad = torch.is_grad_enabled()
         objects: dict[str, Any] = {}
-        # Else they may give what is planned.
-        gives_state = is_own(self, DcpxSavePlanner, *_LOOKUP_HOOKS)
+        gives_state = is_own(self, DcpxSavePlanner, *_LOOKUP_HOOKS)  # else hooks may give the shape
         with bounded_pause(len(self.state_dict)):
             for fqn, value in self.state_dict.items():
                 if is_plain_tensor(value):
@@ -222,12 +214,9 @@ class DcpxSavePlanner(DefaultSavePlanner):
                     is_odd = local.shape != part.sizes
                     if is_odd and gives_state:
                         check_shape(fqn, local.shape, part)
-                    if (
-                        is_odd
-                        or not _has_rows(local)
-                        # Terms of a sum, which differ by intent: where torch plans them at all.
-                        or any(place.is_partial() for place in value._spec.placements)
-                    ):
+                    # Terms of a sum, which differ by intent: where torch plans them at all.
+                    is_sum = any(place.is_partial() for place in value._spec.placements)
+                    if is_odd or is_sum or not _has_rows(local):
                         whole.add(fqn)
                     # Of what `to_local` returns, a view that follows the DTensor.
                     needs_grad = value.requires_grad if uses_grad else local.requires_grad
@@ -267,7 +256,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """Returns the plans with each chunk in one of them only, or rows of it in several.
 
         Raises:
-            PlanError: a name is of other kinds, or with `on_conflict="error"` values, on some rank.
+            PlanError: under a name ranks have other kinds, or with `on_conflict="error"` values.
         """
         unlike: list[tuple[str, int, int]] = []
         cut = [plan for plan in all_plans if isinstance(plan, RankPlan) and plan.can_split]
@@ -286,9 +275,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         return [_with_items(plan, its) for plan, its in zip(all_plans, items, strict=True)]
 
     def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Returns the plan of each rank, and the metadata.
-
-        Source: DefaultSavePlanner._create_global_plan.
+        """Returns all plans and the metadata. Source: DefaultSavePlanner._create_global_plan.
 
         Raises:
             PlanError: chunks reach out of their tensor, overlap, or do not fill it.
@@ -319,7 +306,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """Takes this rank's piece of the global plan.
 
         Raises:
-            PlanError: it asks for what this rank does not have.
+            PlanError: it asks for rows that this rank does not have.
         """
         if isinstance(new_plan, RankPlan) and new_plan.has_paths and new_plan.planner_data is None:
             new_plan = dataclasses.replace(new_plan, planner_data=self.mappings)  # not sent back
@@ -331,14 +318,14 @@ class DcpxSavePlanner(DefaultSavePlanner):
             if state is not None:
                 self._cut, self.state_dict = (state, self.state_dict), state
             if isinstance(plan, RankPlan):
-                plan = dataclasses.replace(plan, cut_names=cut_names(state or {}))
+                cut = (name for name, value in (state or {}).items() if type(value) is RowPieces)
+                plan = dataclasses.replace(plan, cut_names=frozenset(cut))
         return plan
 
 
 def keeps_plans(planner: SavePlanner) -> TypeGuard[DcpxSavePlanner]:
-    """Returns whether a planner plans with earlier plans again: it may, and all that plans is ours.
-
-    Hooks that only see the data (`lookup_object`, ...) may be anybody's.
+    """Returns whether a planner uses earlier plans again: it may, and all its planning hooks are
+    ours. Hooks that only see the data (`lookup_object`, ...) may be anybody's.
     """
     return (
         isinstance(planner, DcpxSavePlanner)
@@ -363,7 +350,7 @@ def _has_rows(tensor: torch.Tensor) -> bool:
 
 
 def _with_items(plan: SavePlan, items: list[Any]) -> SavePlan:
-    """Returns the plan with other items, and without what only the coordinator is told."""
+    """Returns the plan with other items, and without the fields that only the coordinator needs."""
     if isinstance(plan, RankPlan):
         return plan.planned(items)
     return dataclasses.replace(plan, items=items)

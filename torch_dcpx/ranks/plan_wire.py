@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torch_dcpx._compat import HAS_KNOWN_ITEMS, HAS_KNOWN_RESULTS
+from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import PlanError
@@ -171,7 +171,7 @@ def _unpacked(
 def pack_results(results: Iterable[WriteResult]) -> tuple[Any, ...]:
     """Returns what `unpack_results` takes."""
     listed = list(results)
-    if not HAS_KNOWN_RESULTS:
+    if not HAS_KNOWN_ITEMS:
         return b"", -1, listed
     with paused_gc():
         message, others = MAKER.pack_results(listed)

@@ -1,8 +1,8 @@
-"""Memory that snapshots are staged in: arenas of the process, used for one save after another.
+"""Memory for snapshots: arenas of the process, used for one save after another.
 
 An arena is lent to the tensors over it, and free when the last of their storages is gone. A save
-that finds none free takes another one within its budget, or waits; what is read is never
-overwritten.
+that finds none free takes another one within its budget, or waits; an arena that a save still reads
+is never overwritten.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch_dcpx._native import _C
@@ -31,11 +31,10 @@ _arenas: weakref.WeakSet[_C.Arena] = weakref.WeakSet()
 
 
 class ArenaPool:
-    """Arenas that are used again. Thread-safe; a child forked from a process that has had one is
-    refused.
+    """Arenas that are used again. Thread-safe; refuses a child of a process that has had one.
 
-    The smallest free arena that fits is taken. Where none fits, free ones are given back to the
-    system before a larger one is made, so that a growing state never holds both.
+    The smallest free arena that fits is taken. If none fits, the pool gives free ones back to the
+    system before it makes a larger one, so that a growing state never holds both.
 
     Attributes:
         budget_bytes: bound on the bytes of all arenas together; None (default): available memory.
@@ -58,7 +57,7 @@ class ArenaPool:
 
     @property
     def count(self) -> int:
-        """Returns the number of arenas."""
+        """Number of arenas."""
         with self._held():
             return len(self._arenas)
 
@@ -70,24 +69,21 @@ class ArenaPool:
         is_shared: bool = False,
         budget_bytes: int | None = None,
         timeout_s: float = 1800.0,
-        check: Callable[[], object] = lambda: None,
     ) -> Iterator[_C.Arena]:
         """Gives an arena of at least `nbytes` to fill; nobody else has it until the block ends.
 
         After the block it stays lent as long as there are tensors over it.
 
         Args:
-            nbytes: needed bytes.
-            is_shared: in a memfd, for another process. Default False.
-            budget_bytes: bound on the pool's bytes while this is lent; None (default): the pool's.
-            timeout_s: seconds to wait for an arena to come back. Default 1800.
-            check: called while it waits; what it raises ends the wait.
+            is_shared: in a memfd, for another process.
+            budget_bytes: bound on the pool's bytes while this is lent; None: the pool's.
+            timeout_s: seconds to wait for an arena to come back.
 
         Raises:
             StagingError: a forked child; more than the budget or than the available memory; no
                 arena came back in time.
         """
-        arena = self._acquire(nbytes, is_shared, budget_bytes, timeout_s, check)
+        arena = self._acquire(nbytes, is_shared, budget_bytes, timeout_s)
         try:
             yield arena
         finally:
@@ -106,25 +102,14 @@ class ArenaPool:
         timeout_s: float = 1800.0,
         device: int = -1,
     ) -> None:
-        """Takes memory for a state of `nbytes` from the system now. Arguments as of `lease`.
-
-        Args:
-            workers: threads that take it. Default 2.
-            device: CUDA ordinal that will copy to it: as `make_ready`. Default -1: none.
-
-        Raises:
-            StagingError: as `lease`, or the system has less memory than it said.
-        """
+        """Takes memory for a state of `nbytes` now; arguments as of `lease` and `make_ready`."""
         with self.lease(
             nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
         ) as arena:
-            if device >= 0:
-                make_ready(arena, device, workers)
-            else:
-                _prefault(arena, workers)
+            make_ready(arena, device, workers)
 
     def close(self) -> None:
-        """Gives all memory back to the system; of arenas in use, when they are free. Reusable."""
+        """Gives all memory back to the system, arenas in use once they are free. Reusable."""
         with self._held():
             for arena in list(self._arenas):
                 if id(arena) not in self._taken:
@@ -141,12 +126,7 @@ class ArenaPool:
             yield
 
     def _acquire(
-        self,
-        nbytes: int,
-        is_shared: bool,
-        budget_bytes: int | None,
-        timeout_s: float,
-        check: Callable[[], object],
+        self, nbytes: int, is_shared: bool, budget_bytes: int | None, timeout_s: float
     ) -> _C.Arena:
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         if budget is not None and nbytes > budget:
@@ -164,14 +144,13 @@ class ArenaPool:
                 if arena is not None:
                     self._taken.add(id(arena))
                     return arena
-                held = sum(arena.nbytes for arena in self._arenas)
+                held = self.nbytes
             if waited_s > timeout_s:
                 raise StagingError(
                     f"no staging memory for {nbytes} B after {timeout_s:g} s: {held} B of the "
                     f"budget of {budget} B are held by saves under way, or by whoever keeps a "
                     "staged state (a planner, an exception, a variable)"
                 )
-            check()
             with self._guard:
                 self._guard.wait(min(_MAX_POLL_S, _POLL_S + waited_s / 10))
 
@@ -180,7 +159,7 @@ class ArenaPool:
     ) -> _C.Arena | None:
         """Returns an arena, or None where one must come back first. REQUIRES: in `_held`."""
         usable = [arena for arena in self._arenas if is_shared <= (arena.fd >= 0)]
-        free = [arena for arena in self._arenas if self._is_free(arena)]
+        free = [a for a in self._arenas if a.lent == 0 and id(a) not in self._taken]
         fitting = [arena for arena in usable if arena in free and arena.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda arena: arena.nbytes)
@@ -190,17 +169,14 @@ class ArenaPool:
             self._drop(arena)
         wanted = -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES
         if budget is not None:
-            left = budget - sum(arena.nbytes for arena in self._arenas)
+            left = budget - self.nbytes
             if nbytes > left:
                 return None
             wanted = min(wanted, left)
         return self._make(wanted, is_shared)
 
-    def _is_free(self, arena: _C.Arena) -> bool:
-        return arena.lent == 0 and id(arena) not in self._taken
-
     def _is_coming_back(self, arena: _C.Arena) -> bool:
-        """Whether a save has written all that is staged there, so that nobody reads it any more."""
+        """Whether a save has written all that is staged there, and so no longer reads it."""
         return id(arena) not in self._taken and arena.written > self._seen_written[id(arena)]
 
     def _make(self, nbytes: int, is_shared: bool) -> _C.Arena:
@@ -227,45 +203,48 @@ class ArenaPool:
         arena.release()
 
 
-def _start_anew(pool: ArenaPool) -> None:
-    """In a forked child: a pool that the parent has never used is the child's own."""
-    if not pool._has_made_one:
-        pool._guard = threading.Condition()  # another thread of the parent may have held it
-        pool._taken.clear()
-        pool._pid = os.getpid()
-
-
-def _prefault(arena: _C.Arena, workers: int) -> None:
-    try:
-        arena.prefault(workers)
-    except StorageError as error:
-        raise StagingError(f"cannot take {arena.nbytes} B of memory: {error}") from error
-
-
 def make_ready(arena: _C.Arena, device: int, workers: int) -> None:
-    """Begins to register an arena with the driver, so that devices copy to it at full rate.
+    """Takes an arena's memory from the system, and begins to register it with the driver, so that
+    devices copy to it at full rate.
 
-    That goes on in the background; a copy waits for it. Nothing for an arena that was registered
-    before, or that the driver has refused, which a warning says once a process.
+    Registering goes on in the background; a copy waits for it. Does nothing for an arena that was
+    registered before, or that the driver has refused: a warning says so once a process.
 
     Args:
-        arena: that nobody else fills.
-        device: CUDA ordinal near which its memory is to lie, where nobody has touched it yet.
-        workers: threads that take the memory from the system.
+        arena: nobody else fills it.
+        device: CUDA ordinal; untouched memory will lie near it. -1: the arena is not registered.
+        workers: threads that take the memory.
 
     Raises:
         StagingError: the system has less memory than it said.
     """
-    if not arena.is_pin_begun:
+    if arena.is_pin_begun:
+        return
+    if device >= 0:
         arena.place_near(device)
-        _prefault(arena, workers)  # by many threads: the driver takes it by one
+    try:
+        arena.prefault(workers)  # by many threads: the driver takes memory by one
+    except StorageError as error:
+        raise StagingError(f"cannot take {arena.nbytes} B of memory: {error}") from error
+    if device >= 0:
         arena.pin(device)
 
 
 _pool = ArenaPool()
 
 
-os.register_at_fork(after_in_child=lambda: _start_anew(_pool))
+def _start_anew() -> None:
+    """In a forked child: it has no mapping of the parent's, and other memory may lie there. A pool
+    that the parent has never used is the child's own.
+    """
+    _arenas.clear()
+    if not _pool._has_made_one:
+        _pool._guard = threading.Condition()  # another thread of the parent may have held it
+        _pool._taken.clear()
+        _pool._pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def process_pool() -> ArenaPool:
@@ -279,11 +258,7 @@ _attached: list[_C.Arena] = []
 
 
 def attach(fd: int, nbytes: int) -> _C.Arena:
-    """Maps the arena of another process; `fd` stays the caller's. Blocks nobody, copies nothing.
-
-    Raises:
-        StorageError: the system does not map it.
-    """
+    """Maps the arena of another process; `fd` stays the caller's. Raises StorageError."""
     _attached[:] = [arena for arena in _attached if arena.lent]
     arena = _C.Arena.attach(fd, nbytes)
     _attached.append(arena)
@@ -297,14 +272,7 @@ def has_arenas() -> bool:
 
 
 def note_written(address: int) -> None:
-    """Says that a save has written all that is staged around `address`, if that is in an arena.
-
-    The process that staged it hears of it, too.
-    """
+    """Notes that a save has written the arena around `address`, if any; its stager sees it, too."""
     for arena in list(_arenas):
         if arena.address <= address < arena.address + arena.nbytes:
             arena.add_written()
-
-
-# A child has none of these mappings, and other memory may lie at their addresses.
-os.register_at_fork(after_in_child=_arenas.clear)

@@ -1,4 +1,4 @@
-"""Tells how much more host memory this process can get: the machine's and its control groups'."""
+"""How much more host memory this process can get, of the machine and its control groups."""
 
 from __future__ import annotations
 
@@ -11,36 +11,26 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 class Available(NamedTuple):
-    """Bytes that can still be had, and where the bound was found; bytes are None where none was."""
+    """Host memory that this process can still get."""
 
-    nbytes: int | None
-    source: str
+    nbytes: int | None  # None: nothing is known to bound it
+    source: str  # of the bound
 
 
 def available_memory(
     proc: str | Path = "/proc", cgroups: str | Path = "/sys/fs/cgroup"
 ) -> Available:
-    """Returns the least of what the machine and each control group above this process have left.
+    """Returns the least memory that the machine or a control group above this process has left.
 
-    What the kernel can drop at once (clean cache) counts as available, in a group as well.
-
-    Args:
-        proc: where procfs is mounted.
-        cgroups: where the hierarchies of control groups are mounted, version 1 or 2.
+    Memory that the kernel can drop at once (clean cache) counts as available, in a group as well.
+    `proc` and `cgroups` (version 1 or 2) are mount points.
     """
-    found = [Available(_machine(Path(proc)), "MemAvailable")]
+    kib = _named_number(Path(proc) / "meminfo", "MemAvailable:")
+    bounds = [Available(None if kib is None else kib << 10, "MemAvailable")]
     for folder, names in _groups(Path(proc), Path(cgroups)):
-        found.append(Available(_left(folder, names), str(folder / names[0])))
-    known = [bound for bound in found if bound.nbytes is not None]
+        bounds.append(Available(_left(folder, names), str(folder / names[0])))
+    known = [bound for bound in bounds if bound.nbytes is not None]
     return min(known, key=lambda bound: bound.nbytes or 0) if known else Available(None, "")
-
-
-def _machine(proc: Path) -> int | None:
-    for line in _text(proc / "meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return None
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -65,12 +55,16 @@ def _left(folder: Path, names: tuple[str, str, str]) -> int | None:
     limit, used = _number(folder / names[0]), _number(folder / names[1])
     if limit is None or used is None or limit >= 1 << 62:
         return None
-    cached = 0
-    for line in _text(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == names[2]:
-            cached = int(value)
+    cached = _named_number(folder / "memory.stat", names[2]) or 0
     return max(0, limit - used + min(cached, used))
+
+
+def _named_number(path: Path, name: str) -> int | None:
+    """Returns the number that stands behind a name, in a file of such lines."""
+    for line in _text(path).splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    return None
 
 
 def _number(path: Path) -> int | None:
@@ -81,5 +75,5 @@ def _number(path: Path) -> int | None:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # not there, or not ours to read: it bounds nothing that we know of
+    except OSError:  # missing, or not ours to read: then no bound is known
         return ""

@@ -1,14 +1,13 @@
 """The bytes of many tensors at one moment: copied into an arena, and tensors over the copies.
 
-What costs per tensor is kept small, as a state may have 100,000: a capsule of DLPack says all of a
-tensor in one call, and makes one in another; everything between is C++. Memory of CUDA devices goes
-the same way, by copies that C++ queues there; the arena is then registered with the driver.
+A state may have 100,000 tensors, so each costs two calls: one makes a DLPack capsule of it, one
+makes a tensor of a capsule; everything between is C++. Memory of CUDA devices goes the same way, by
+copies that C++ queues there; the arena is then registered with the driver.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from torch_dcpx._compat import dlpack_dtypes, from_dlpack, to_dlpack
-from torch_dcpx._environment import usable_cores
+from torch_dcpx._environment import threads_of_rank
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx._native import _C
 from torch_dcpx.errors import UnsupportedError
@@ -27,13 +26,11 @@ from torch_dcpx.tensors.memory import PLAIN_CLASSES, check_storage, has_strides
 
 
 def staging_workers() -> int:
-    """Returns the threads that a snapshot starts: this rank's share of the usable cores, 2 to 8.
+    """Returns the threads of a snapshot: this rank's share of the usable cores, 2 to 8.
 
-    More than a few do not copy faster: memory is what they wait for.
+    More do not copy faster: they wait for memory.
     """
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = usable_cores() // max(1, int(local_ranks) if local_ranks.isdigit() else 1)
-    return min(max(2, share), 8)
+    return min(threads_of_rank(1), 8)
 
 
 class StagePlan:
@@ -41,11 +38,11 @@ class StagePlan:
 
     Args:
         tensors: of any device, dtype, layout and class, without DTensors and ShardedTensors.
-        name_of: gives the name of a tensor by its number, for errors; None (default): the number.
+        name_of: gives the name of a tensor by its number, for errors; None: the number.
 
     Attributes:
-        nbytes: bytes of an arena that holds the snapshot. Tensors that no address and strides
-            describe (sparse, quantized, of other classes) are cloned outside of it.
+        nbytes: the snapshot's bytes in an arena. Tensors that no address and strides describe
+            (sparse, quantized, of other classes) are cloned outside of it.
         devices: ordinals of the CUDA devices that C++ copies from.
 
     Raises:
@@ -105,8 +102,8 @@ class StagePlan:
         Args:
             arena: of `nbytes` at least, which nobody else fills; lent until the tensors are gone.
             workers: threads that copy.
-            overlap: copies from devices are queued and go on; the guard says how far they are, and
-                keeps what they read. Default False: the guard has nothing to say.
+            overlap: copies from devices are queued and go on; the guard knows how far they are, and
+                keeps the memory that they read. Default False: the guard is done.
             streams: by ordinal, to wait for besides this thread's current ones. Default None.
 
         Raises:
@@ -143,18 +140,11 @@ class StagePlan:
                     f"'{self._name_of(index)}' cannot be copied for a snapshot: {error}"
                 ) from error
 
-    def places(self) -> list[tuple[int, int] | None]:
-        """Returns (offset in the arena, bytes) of each tensor; None of those outside of it."""
-        places: list[tuple[int, int] | None] = list(self._table.places())
-        for index in self._cloned:
-            places[index] = None
-        return places
-
     def __len__(self) -> int:
         return len(self._table)
 
     def _entry(self, index: int, tensor: torch.Tensor) -> Any:
-        """Returns the table's entry of a tensor that takes longer, and notes what else it needs."""
+        """Returns the table's entry of a rarer tensor, and notes what else that needs."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
         tensor = tensor.detach()
@@ -170,16 +160,13 @@ class StagePlan:
             check_storage(tensor, self._name_of(index))
         if is_copied_here and tensor.dtype in dlpack_dtypes():
             return to_dlpack(tensor) if is_host else (to_dlpack(tensor), device)
-        address = 0
         self._raw.append((index, tensor.dtype))
-        if is_copied_here:
-            address = tensor.data_ptr() if tensor.numel() else 0
-        else:
+        if not is_copied_here:
             self._elsewhere.append((index, tensor))
-        # With the tensor, whose memory the address is of.
-        return (
-            address, tensor.element_size(), tuple(tensor.shape), tensor.stride(), device, tensor
-        )  # fmt: skip
+        address = tensor.data_ptr() if is_copied_here and tensor.numel() else 0
+        sizes, strides = tuple(tensor.shape), tensor.stride()
+        # The tensor keeps the memory of the address.
+        return address, tensor.element_size(), sizes, strides, device, tensor
 
 
 def stage_guarded(
@@ -189,65 +176,29 @@ def stage_guarded(
     pool: ArenaPool | None = None,
     is_shared: bool = False,
     budget_bytes: int | None = None,
-    workers: int | None = None,
     timeout_s: float = 1800.0,
     overlap: bool = True,
     streams: Mapping[int, int] | None = None,
 ) -> tuple[list[torch.Tensor], CopyGuard]:
-    """Returns host tensors that will hold what `tensors` hold at this moment, and when they do.
-
-    Args:
-        tensors, names, pool, is_shared, budget_bytes, workers, timeout_s: as `stage_tensors`.
-        overlap: copies from devices go on, guarded; False waits for them. Default True.
-        streams: by ordinal, to wait for besides this thread's current ones. Default None.
-
-    Raises:
-        As `stage_tensors`.
-    """
-    plan = StagePlan(tensors, names.__getitem__ if names else None)
-    with (pool or process_pool()).lease(
-        plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
-    ) as arena:
-        return plan.copy_to(arena, workers or staging_workers(), overlap=overlap, streams=streams)
-
-
-def stage_tensors(
-    tensors: Sequence[torch.Tensor],
-    *,
-    names: Sequence[str] | None = None,
-    pool: ArenaPool | None = None,
-    is_shared: bool = False,
-    budget_bytes: int | None = None,
-    workers: int | None = None,
-    timeout_s: float = 1800.0,
-) -> list[torch.Tensor]:
-    """Returns host tensors that hold what `tensors` hold at this moment; blocks until copied.
+    """Returns host tensors that get the bytes of `tensors` at this moment, and their guard.
 
     Each has a storage of its own, of exactly its size, over an arena that is free for the next
     snapshot when the last of them is gone. Dense tensors keep their strides, others become
     contiguous. None requires a gradient.
 
     Args:
-        tensors: of any device, dtype, layout and class, without DTensors and ShardedTensors.
-        names: of the tensors, for errors; None (default): their numbers.
-        pool: whose arenas to use; None (default): the process's.
-        is_shared: stage where another process can map it. Default False.
-        budget_bytes: bound on the bytes of the pool's arenas; None (default): the pool's own.
-        workers: threads that copy; None (default): this rank's share of the cores, 2 to 8.
-        timeout_s: seconds to wait for an arena that a save still uses. Default 1800.
+        tensors: as of `StagePlan`.
+        names: of the tensors, for errors; None: their numbers.
+        pool: of the arenas; None: the process's.
+        is_shared, budget_bytes, timeout_s: as of `ArenaPool.lease`.
+        overlap, streams: as of `StagePlan.copy_to`.
 
     Raises:
-        StagingError: no memory within the budget, the machine or the time; a forked child; a copy
-            from a device failed, or a current stream is capturing a graph.
-        UnsupportedError: a tensor's memory was freed or resized under it.
+        StagingError: as `ArenaPool.lease` and `StagePlan.copy_to`.
+        UnsupportedError: as `StagePlan`.
     """
-    return stage_guarded(
-        tensors,
-        names=names,
-        pool=pool,
-        is_shared=is_shared,
-        budget_bytes=budget_bytes,
-        workers=workers,
-        timeout_s=timeout_s,
-        overlap=False,
-    )[0]
+    plan = StagePlan(tensors, names.__getitem__ if names else None)
+    with (pool or process_pool()).lease(
+        plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
+    ) as arena:
+        return plan.copy_to(arena, staging_workers(), overlap=overlap, streams=streams)

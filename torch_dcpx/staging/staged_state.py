@@ -1,8 +1,8 @@
-"""A state dict with its tensors replaced by staged ones: what DCP saves in their place.
+"""A state dict with its tensors replaced by staged ones, for DCP to save.
 
-Containers keep their kind, DTensors and ShardedTensors their wrapper, and everything that is no
-tensor is deep-copied, as stock's stagers do. To another process the whole goes as one descriptor
-and a table: torch's own way sends a descriptor, or a file, for each tensor.
+Containers keep their kind, DTensors and ShardedTensors their wrapper; other values are deep-copied,
+as by stock's stagers. The whole goes to another process as one descriptor and a table: torch itself
+sends a descriptor, or a file, for each tensor.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, from_dlpack, with_local_tensor
 from torch_dcpx._native import _C
-from torch_dcpx.errors import StagingError, UnsupportedError
-from torch_dcpx.staging.arena import ArenaPool, attach, has_arenas, note_written
-from torch_dcpx.staging.snapshot import StagePlan
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.staging.arena import attach, has_arenas, note_written
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.copy_guard import CopyGuard
 from torch_dcpx.tensors.memory import PLAIN_CLASSES, is_plain
 
 _COPIED_KINDS = frozenset((*PLAIN_CLASSES, AsyncCollectiveTensor))
@@ -48,20 +46,15 @@ class StagedState(dict[str, Any]):
 
 
 class StateWalk:
-    """Takes a state apart into its tensors and builds the same of others.
-
-    Attributes:
-        tensors: what holds values in memory: plain tensors, and the local ones of DTensors and
-            ShardedTensors.
-    """
+    """Takes a state apart into its tensors and builds the same of others."""
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []  # plain ones, and local ones of wrappers
         self._prefixes: dict[int, str] = {}  # by the id of a container
         self._slots: list[tuple[Any, Any]] = []  # (container, key) of each tensor
-        self._late: list[Callable[[], None]] = []  # what waits for the tensors in it
-        self._memo: dict[int, Any] = {}  # by id, what an object has become
-        self._seen: dict[int, Any] = {}  # by id, the objects that have become something, or will
+        self._late: list[Callable[[], None]] = []  # they build objects of staged tensors
+        self._memo: dict[int, Any] = {}  # the staged object, by the id of the original
+        self._seen: dict[int, Any] = {}  # originals by id, staged now or late
         self._state = StagedState()
         self._fill(self._state, state_dict, "")
 
@@ -73,17 +66,11 @@ class StateWalk:
             self._memo.update(zip(map(id, self.tensors), staged, strict=True))
         for finish in self._late:
             finish()
-        state = self._state
-        self._forget()
+        # Else a cycle would hold the memory until the garbage collector comes.
+        for held in (self._late, self._slots, self._memo, self._seen):
+            held.clear()
+        state, self._state = self._state, StagedState()
         return state
-
-    def _forget(self) -> None:
-        """Drops all that would hold memory in a cycle until the garbage collector comes."""
-        self._late.clear()
-        self._slots.clear()
-        self._memo.clear()
-        self._seen.clear()
-        self._state = StagedState()
 
     def name_of(self, index: int) -> str:
         """Returns the name of a tensor, for errors."""
@@ -102,7 +89,7 @@ class StateWalk:
                 self._put(out, key, value, f"{prefix}{key}")
 
     def _put(self, out: Any, key: Any, value: Any, name: str) -> None:
-        """Puts what `value` becomes into `out[key]`, now or once the tensors are there."""
+        """Puts the staged `value` into `out[key]`, now or once the tensors are there."""
         if type(value) in _ATOMIC_CLASSES:
             out[key] = value
         elif id(value) in self._seen:
@@ -114,7 +101,8 @@ class StateWalk:
             local = self._tensors([value._local_tensor], name)
             self._finish(out, key, value, lambda: with_local_tensor(value, local[0]))
         elif isinstance(value, ShardedTensor):
-            self._sharded(out, key, value, name)
+            local = self._tensors([shard.tensor for shard in value.local_shards()], name)
+            self._finish(out, key, value, lambda: _sharded_like(value, local))
         elif isinstance(value, dict):
             staged = _empty_like(value)
             self._keep(value, staged)
@@ -137,19 +125,15 @@ class StateWalk:
             self._put(out, i, value, f"{name}.{i}")
 
     def _tensors(self, values: list[torch.Tensor], name: str) -> list[Any]:
-        """Returns the list where the tensors staged for `values` will be."""
+        """Returns a list that will hold the tensors staged for `values`."""
         staged: list[Any] = [None] * len(values)
         self._prefixes[id(staged)] = f"{name}, part "
         self.tensors += values
         self._slots += [(staged, i) for i in range(len(values))]
         return staged
 
-    def _sharded(self, out: Any, key: Any, value: ShardedTensor, name: str) -> None:
-        local = self._tensors([shard.tensor for shard in value.local_shards()], name)
-        self._finish(out, key, value, lambda: _sharded_like(value, local))
-
     def _keep(self, value: Any, staged: Any) -> None:
-        """Notes what `value` has become, for those that refer to it as well."""
+        """Notes the staged `value`, for other places that refer to it."""
         self._memo[id(value)] = staged
         self._seen[id(value)] = value
 
@@ -163,7 +147,7 @@ class StateWalk:
 
 
 def _empty_like(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns a dict of the same class to fill; a plain one where the class looks things up."""
+    """Returns a dict of the same class to fill; a plain one where the class overrides look-ups."""
     cls = type(value)
     if cls is dict or any(getattr(cls, name) is not getattr(dict, name) for name in _DICT_METHODS):
         return OrderedDict() if isinstance(value, OrderedDict) else {}
@@ -178,24 +162,23 @@ def _empty_like(value: dict[Any, Any]) -> dict[Any, Any]:
 def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     if all(a is b for a, b in zip(value, items, strict=True)):
         return value
-    if hasattr(value, "_make"):
-        named: tuple[Any, ...] = value._make(items)
-        return named
-    return tuple(items)
+    make: Callable[[list[Any]], tuple[Any, ...]] = getattr(value, "_make", tuple)
+    return make(items)
 
 
 def _is_in_memory(value: Any) -> bool:
-    """Returns whether a plain tensor says all of `value`. Of a Parameter's class nothing is saved,
-    and what hangs on it (hooks, loaders, gradients) is no part of the state."""
+    """Returns whether a plain tensor holds all of `value` that is saved: of a Parameter neither the
+    class nor its attributes (hooks, loaders, gradients) are.
+    """
     return type(value) in _COPIED_KINDS or (
         isinstance(value, torch.nn.Parameter) and not torch.nn.parameter.is_lazy(value)
     )
 
 
 def _sharded_like(value: ShardedTensor, local: list[torch.Tensor]) -> ShardedTensor:
-    """Returns `value` with other local shards, all of which it says to be on the host.
+    """Returns `value` with other local shards, all placed on the host.
 
-    Not by torch's own constructors: they refuse shards that are page-locked, as an arena's are.
+    Not by torch's own constructors: they refuse page-locked shards, such as an arena's.
     """
     placed = {id(one): _on_host(one) for one in value.metadata().shards_metadata}
     own = [placed.get(id(s.metadata)) or _on_host(s.metadata) for s in value.local_shards()]
@@ -225,10 +208,10 @@ def _on_host(metadata: ShardMetadata) -> ShardMetadata:
 
 
 class _CopiesOnHost(TorchFunctionMode):
-    """Lets `copy.deepcopy` put tensors of devices on the host, when it finds them in objects.
+    """Lets `copy.deepcopy` put tensors of devices, inside of objects, on the host.
 
-    A copy on the device would take its memory, and would be read by a thread that does not know
-    the stream on which it is made.
+    A copy on the device would take its memory, and the thread that saves does not know the stream
+    on which the copy is made.
     """
 
     def __torch_function__(
@@ -250,7 +233,7 @@ class _CopiesOnHost(TorchFunctionMode):
 
 
 def _with_chunks(staged: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns `staged` with what says of which tensor `value` holds chunks."""
+    """Returns `staged` with the attributes by which `value` names the tensor of its chunks."""
     for name in CHUNK_ATTRIBUTES:
         if name in value.__dict__:
             setattr(staged, name, copy.deepcopy(value.__dict__[name]))
@@ -258,11 +241,7 @@ def _with_chunks(staged: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(value: Any, name: str, memo: dict[int, Any]) -> Any:
-    """Returns a deep copy, of tensors as well that are of other classes.
-
-    Raises:
-        UnsupportedError: it cannot be copied.
-    """
+    """Returns a deep copy, also of tensors of other classes. UnsupportedError: there is none."""
     try:
         with torch.no_grad(), _CopiesOnHost():
             return copy.deepcopy(value, memo)
@@ -277,36 +256,6 @@ def _copied(value: Any, name: str, memo: dict[int, Any]) -> Any:
             f"'{name}' cannot be staged: a copy of its {type(value).__name__} raised "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def stage_state(
-    state_dict: dict[str, Any],
-    pool: ArenaPool,
-    *,
-    is_shared: bool,
-    budget_bytes: int | None,
-    workers: int,
-    timeout_s: float,
-    overlap: bool = False,
-) -> tuple[StagedState, CopyGuard]:
-    """Returns the state as it is now, on the host, and with `overlap` when it is there.
-
-    Arguments and errors as of `stage_guarded`.
-    """
-    walk = StateWalk(state_dict)
-    plan = StagePlan(walk.tensors, walk.name_of)
-    with pool.lease(
-        plan.nbytes, is_shared=is_shared, budget_bytes=budget_bytes, timeout_s=timeout_s
-    ) as arena:
-        staged, guard = plan.copy_to(arena, workers, overlap=overlap)
-        try:
-            state = walk.rebuild(staged)
-        except BaseException:
-            with contextlib.suppress(StagingError):
-                guard.finish()  # the state may change from here on
-            raise
-        state.arena = arena
-    return state, guard
 
 
 def note_state_written(state: object) -> None:
@@ -324,7 +273,7 @@ def note_state_written(state: object) -> None:
 
 
 class _Pickler(reduction.ForkingPickler):
-    """Writes the place of each tensor that lies in the arena; all else as torch sends it."""
+    """Writes the place of each tensor that lies in the arena; all else as torch does."""
 
     def __init__(self, file: io.BytesIO, arena: _C.Arena) -> None:
         super().__init__(file)

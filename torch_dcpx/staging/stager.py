@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 from torch_dcpx.errors import OptionError, StagingError, UnsupportedError
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, staging_workers
-from torch_dcpx.staging.staged_state import StagedState, StateWalk, stage_state
+from torch_dcpx.staging.staged_state import StagedState, StateWalk
 from torch_dcpx.tensors.copy_guard import CopyGuard
 
 # Fields of torch's StagingOptions.
@@ -98,15 +99,25 @@ class DcpxStager(AsyncStager):
         return _when_copied(state, guard)
 
     def _staged(self, state_dict: dict[str, Any]) -> tuple[StagedState, CopyGuard]:
-        return stage_state(
-            state_dict,
-            process_pool(),
+        """Returns the state as it is now, on the host, and with `overlap` when it is there."""
+        walk = StateWalk(state_dict)
+        plan = StagePlan(walk.tensors, walk.name_of)
+        with process_pool().lease(
+            plan.nbytes,
             is_shared=self.is_shared,
             budget_bytes=self.host_memory_bytes,
-            workers=self.workers or staging_workers(),
             timeout_s=self.timeout_s,
-            overlap=self.overlap,
-        )
+        ) as arena:
+            workers = self.workers or staging_workers()
+            staged, guard = plan.copy_to(arena, workers, overlap=self.overlap)
+            try:
+                state = walk.rebuild(staged)
+            except BaseException:
+                with contextlib.suppress(StagingError):
+                    guard.finish()  # the state may change from here on
+                raise
+            state.arena = arena
+        return state, guard
 
     def prewarm(self, state_dict: dict[str, Any]) -> None:
         """Takes the memory that staging `state_dict` needs from the system now, so that the first
@@ -130,8 +141,7 @@ class DcpxStager(AsyncStager):
         """Nothing to wait for: `stage` returns when all is copied, or a future."""
 
     def close(self) -> None:
-        """Gives the process's staging memory back to the system; what a save still uses, when it
-        ends. The stager stays usable."""
+        """Gives the process's staging memory back to the system, once no save uses it. Reusable."""
         process_pool().close()
 
 

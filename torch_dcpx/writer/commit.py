@@ -1,12 +1,12 @@
 """The coordinator's part of a save: check, publish, remove what was replaced.
 
-1. Every chunk and every bytes entry of the metadata has exactly one result, inside its file by the
-   file table's size. Else nothing is published.
-2. `.metadata` is written under a name of its own, fsynced, and renamed over the old one; the
-   directory is fsynced. The rename is the commit.
-3. Data files that the replaced metadata named, rank-local metadata that a global checkpoint
-   replaces, and leftovers that no metadata names, are removed. The new checkpoint is durable by
-   then: what fails here is logged and left to the next save, which removes leftovers first.
+1. Check that every chunk and every bytes entry of the metadata has exactly one result, inside its
+   file by the file table's size. Else nothing is published.
+2. Write `.metadata` under a name of its own, fsync it, rename it over the old one, and fsync the
+   directory. The rename is the commit.
+3. Remove data files that the replaced metadata named, rank-local metadata that a global checkpoint
+   replaces, and leftovers that no metadata names. The new checkpoint is durable by then: a failure
+   is logged, and the next save, which removes leftovers first, tries again.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ Leftovers: TypeAlias = int | Literal["everybody", "nobody"]  # a rank's
 
 
 class WriteResults(list[WriteResult]):
-    """The results of `write_data`: one an item, and the table of the rank's files.
-
-    Picklable with the table, which is how it reaches the coordinator.
-    """
+    """The results of `write_data`, one an item, which carry the table of the rank's files."""
 
     def __init__(
         self, results: Iterable[WriteResult] = (), files: Sequence[FileEntry] = ()
@@ -70,8 +67,8 @@ def verify_results(
         The storage data, index to `_StorageInfo`, and the table of all files.
 
     Raises:
-        PlanError: a chunk without a result, with two, a result without a chunk, or one that lies
-            outside of its file; nothing may be published then.
+        PlanError: a chunk has no result or two, or a result has no chunk or lies outside of its
+            file; nothing may be published then.
     """
     files: dict[str, FileEntry] = {}
     for rank, rank_results in enumerate(results):
@@ -94,18 +91,17 @@ def verify_results(
 
 
 def _chunks(metadata: Metadata) -> list[tuple[str, Any]]:
-    """Returns the (fqn, offset) that every result must have one of; None is a bytes entry's."""
-    found: list[tuple[str, Any]] = []
+    """Returns (fqn, offset) of each chunk; of a bytes entry (fqn, None)."""
+    chunks: list[tuple[str, Any]] = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            found += [(fqn, tuple(chunk.offsets)) for chunk in entry.chunks]
+            chunks += [(fqn, tuple(chunk.offsets)) for chunk in entry.chunks]
         else:
-            found.append((fqn, None))
-    return found
+            chunks.append((fqn, None))
+    return chunks
 
 
 def _are_inside(places: Sequence[Any], files: Mapping[str, FileEntry]) -> bool:
-    """Returns whether all places lie within files of the table."""
     paths = [place.relative_path for place in places]
     if not files.keys() >= set(paths):
         return False
@@ -120,7 +116,7 @@ def _are_inside(places: Sequence[Any], files: Mapping[str, FileEntry]) -> bool:
 def _refuse(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]], files: Mapping[str, FileEntry]
 ) -> NoReturn:
-    """Raises PlanError for the first thing that is wrong with the results."""
+    """Raises PlanError for the first result that is wrong, or the first chunk without one."""
     written: set[tuple[str, Any]] = set()
     for rank, rank_results in enumerate(results):
         for result in rank_results:
@@ -155,8 +151,7 @@ def _refuse(
 
 
 def refuse_beside_global(directory: Directory) -> None:
-    """Raises UnsupportedError where a rank-local save would lie beside a checkpoint of all ranks,
-    which every load prefers."""
+    """Raises UnsupportedError for a rank-local save beside a checkpoint of all ranks."""
     if METADATA_NAME in directory.names():
         raise UnsupportedError(
             f"'{directory.path}' holds a checkpoint of all ranks ('{METADATA_NAME}'), which "
@@ -166,7 +161,7 @@ def refuse_beside_global(directory: Directory) -> None:
 
 
 def check_present(directory: Directory, own_files: Iterable[str]) -> None:
-    """Raises StorageError when a file that this rank wrote is not there any more."""
+    """Raises StorageError where a file that this rank wrote is gone."""
     for path in own_files:
         if not directory.is_regular(path):
             raise StorageError(
@@ -186,12 +181,12 @@ def publish(
     *,
     is_durable: bool,
 ) -> None:
-    """Commits `metadata` under `name`: after this returns the checkpoint is there, whole.
+    """Commits `metadata` under `name`.
 
     Raises:
         PlanError: it cannot be represented; nothing was published.
-        StorageError: it could not be written; the previous metadata is still in place, unless
-            only the last fsync failed: then either may be found after a power cut.
+        StorageError: it could not be written, and the previous metadata is still in place; or the
+            last fsync failed, and a power cut may leave the one or the other.
     """
     pieces = encode_pieces(metadata, files, save_id)
     temporary = temporary_name(name)
@@ -206,7 +201,7 @@ def publish(
 
 
 def remove_leftover(directory: Directory, name: str) -> None:
-    """Removes a file of a save that fails by its own error: one in here is only logged."""
+    """Removes a file of a save whose own error is on its way: an error in here is only logged."""
     try:
         directory.unlink(name)
     except StorageError as error:
@@ -224,14 +219,13 @@ def commit(
     takes_over_rank_local: bool,
     leftovers: Leftovers,
 ) -> None:
-    """Publishes `metadata` under `name`, and removes what it replaces.
+    """Publishes `metadata` under `name`, and removes the files that it replaces.
 
     Args:
-        takes_over_rank_local: rank-local metadata goes as well.
-        leftovers: whose files of failed saves go as well.
+        takes_over_rank_local: remove rank-local metadata as well.
+        leftovers: whose files of failed saves to remove as well.
 
-    Raises:
-        PlanError, StorageError: as `publish`.
+    Raises as `publish`.
     """
     replaced = (directory.is_regular(name) and referenced_files(directory, name)) or set()
     publish(directory, name, metadata, files, save_id, is_durable=is_durable)
@@ -241,10 +235,10 @@ def commit(
 
 
 def referenced_files(directory: Directory, name: str) -> set[str] | None:
-    """Returns the data files that a metadata file names, vetted; None when it cannot be read.
+    """Returns the data files that a metadata file names; None where it cannot be read.
 
-    Only plain names beneath the directory come back, so that metadata from elsewhere cannot make
-    a removal reach outside.
+    Leaves out all but plain names beneath the directory, so that metadata from elsewhere cannot
+    make a removal reach outside.
     """
     try:
         with directory.open_small(name) as file:
@@ -256,10 +250,8 @@ def referenced_files(directory: Directory, name: str) -> set[str] | None:
 
 
 def take_over_rank_local(directory: Directory) -> set[str]:
-    """Removes `__{rank}.metadata` of saves that a global checkpoint has just replaced.
-
-    Returns:
-        The data files that they named. One that cannot be read stays, as does all it may name.
+    """Removes `__{rank}.metadata` of saves that a global checkpoint has replaced, and returns the
+    data files that they named. One that cannot be read stays, and so do its data files.
     """
     replaced: set[str] = set()
     try:
@@ -283,10 +275,9 @@ def remove_replaced(
     Failures are logged: the save itself goes on, or is done.
 
     Args:
-        directory: of a checkpoint, under its lock if leftovers are to go as well.
-        replaced: files of metadata that is not there any more.
-        leftovers: whose files of failed saves go with them: a rank's, everybody's or nobody's.
-        published: what metadata of the caller names, by its own name, so that it is not read again.
+        replaced: files of metadata that is gone.
+        leftovers: whose files of failed saves to remove as well; needs the directory's lock.
+        published: files that the caller's metadata names, by its own name: it is not read again.
     """
     known = published or {}
     try:
@@ -304,7 +295,7 @@ def remove_replaced(
         for name in filter(is_metadata_name, names):
             files = set() if name in known else referenced_files(directory, name)
             if files is None:
-                return  # who knows what it names: nothing is removed
+                return  # it may name any of them
             candidates -= files
         for name in sorted(candidates):
             if directory.is_regular(name):
@@ -316,8 +307,8 @@ def remove_replaced(
 def remove_unpublished(directory: Directory, name: str, own_files: Iterable[str]) -> None:
     """Removes this rank's files of a save that was not committed under `name`.
 
-    Whether it was is read from the directory, not guessed from the error: a rename that reports
-    a failure may have happened. Failures are logged; the save's own error is on its way.
+    The directory says whether it was, not the error: a rename that reports a failure may have
+    happened. Failures are logged; the save's own error is on its way.
     """
     try:
         named = referenced_files(directory, name) if name in directory.names() else set()

@@ -1,9 +1,9 @@
 """One rank's files: windows of rows through one WriteJob.
 
-Where nothing is made for the save alone (tensors on the host or on a CUDA device, with stock's
-planner hooks) there is one window, and one call to C++. Bytes items, what torch must copy from
-other devices, and what a user's planner makes on the fly count against a budget: when it is used
-up, the window is written and its temporaries are dropped.
+A save without temporaries (tensors on the host or on a CUDA device, with stock's planner hooks) is
+one window, and one call to C++. Bytes items, copies that torch makes from other devices, and data
+that a user's planner makes on the fly count against a budget: when it is used up, the window is
+written and its temporaries are dropped.
 """
 
 from __future__ import annotations
@@ -40,19 +40,11 @@ class Written(NamedTuple):
 
     results: list[WriteResult]  # one per item, in their order
     files: list[FileEntry]
-    counters: dict[str, int]
+    counters: dict[str, int]  # of `WriteJob.report`
     payload_bytes: int
 
     def report(self, workers: int, total_s: float) -> WriteReport:
-        """Returns the report of a save that is written, and not committed.
-
-        `counters` are those of `WriteJob.report`: bytes; `copy_ns`, `write_ns` and `fsync_ns`,
-        summed over the workers; `engine_ns` of wall time.
-
-        Args:
-            workers: threads that wrote.
-            total_s: time in the writer's hooks so far.
-        """
+        """Returns the report of a written, uncommitted save; `total_s` in its hooks so far."""
         counters, files = self.counters, self.files
         engine_s = counters["engine_ns"] / 1e9
         fsync_s = min(engine_s, counters["fsync_ns"] / 1e9 / max(1, min(workers, len(files))))
@@ -90,13 +82,13 @@ def write_files(
 
     Args:
         prefix: DCP's storage prefix of the rank, `__{rank}_`.
-        rank, save_id: noted in the footers.
-        is_fresh: the directory holds no metadata, so stock's file names may be used.
+        rank, save_id: for the footers.
+        is_fresh: the directory holds no metadata, so the files may have stock's names.
         window_bytes: bound on temporaries alive at one time.
 
     Raises:
-        StorageError: a write failed; the files made here are removed.
-        StagingError: so for a copy from a device.
+        StorageError: a write failed; the new files are removed.
+        StagingError: likewise for a copy from a device.
     """
     job = _C.WriteJob(
         dir_fd=directory.fd,
@@ -137,7 +129,7 @@ Placed: TypeAlias = tuple[list[int], list[int]]  # offset and bytes of every ite
 
 
 class _Window:
-    """Rows that are written in one call, with the tensors and bytes they point to."""
+    """Rows of one call to C++, with the tensors and bytes they point to."""
 
     def __init__(
         self, job: _C.WriteJob, table: WriteTable, progress: WriteProgress, budget_bytes: int
@@ -154,18 +146,18 @@ class _Window:
         self._used_bytes = 0
 
     def add_row(self, row: WriteRow) -> None:
-        """Takes a row of an item that needs no memory of its own."""
+        """Adds a row of an item that needs no memory of its own."""
         if len(self._rows) >= _MAX_ROWS:
             self.flush(is_final=False)
         self._rows.append(row)
 
     def add(self, item: WriteItem, file: int) -> None:
-        """Asks for the item's data; writes what is there already when both exceed the budget."""
+        """Adds an item; writes the rows so far first where both exceed the budget."""
         makes_temporaries = not self._table.gives_state_as_it_is
         announced_bytes = planned_bytes(item) if makes_temporaries else 0
         self._make_room(math.ceil(announced_bytes * self._made_ratio))
         resolved = self._table.resolve(item, file)
-        # A user's planner may make its tensors on the fly: each counts as if it did.
+        # A user's planner may make any tensor on the fly: each counts as if it did.
         cost = resolved.row.payload_bytes if makes_temporaries else resolved.temporary_bytes
         if announced_bytes:
             self._made_ratio = max(self._made_ratio, cost / announced_bytes)
@@ -180,7 +172,7 @@ class _Window:
 
     def flush(self, *, is_final: bool) -> None:
         """Writes the rows and drops what they point to."""
-        # Marked at each call: what a planner has just made, a device may still be computing.
+        # At each call: a device may still compute what a planner has just made.
         devices = {row.device for row in self._rows if row.device >= 0}
         after = device_memory.source_events(devices)
         with self._progress.window(list(map(stored_bytes, self._rows))) as tell:
@@ -205,8 +197,8 @@ def _write_windows(
     window = _Window(job, table, progress, window_bytes)
     rows: Iterable[WriteRow | None] = repeat(None, len(split.items))
     if table.gives_state_as_it_is:
-        # All that needs no memory comes first: what cannot be kept is refused before the first
-        # byte. The rows point into the state; their tensors live as long as `in_place` does.
+        # First all that needs no memory: it is refused, if at all, before the first byte is
+        # written. The rows point into the state; their tensors live as long as `in_place` does.
         with paused_gc():
             rows, window.in_place = table.resolve_in_place(*split)
     for item, file, row in zip(*split, rows, strict=True):

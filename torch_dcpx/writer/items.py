@@ -1,8 +1,8 @@
 """The items of a save plan: their data in memory of their own, and the file that each goes to.
 
-`split_items` weighs an item by the bytes of its own chunk: the tensor's global size, by which DCP
-splits, says nothing of what this rank holds. The heaviest item goes first, to the file that has the
-least so far: no file exceeds 4/3 of what the best split would give the fullest one.
+`split_items` weighs an item by the bytes of its chunk; the tensor's global size, by which DCP
+splits, says nothing of this rank's part. The heaviest item goes first, to the file that has the
+least so far: no file exceeds 4/3 of the fullest one of the best split.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 
 class StagedItems:
-    """The data of a plan's items. `state_dict` has those of whole entries by their names."""
+    """The data of a plan's items: of whole entries by name, of others by index."""
 
     def __init__(self) -> None:
         self.state_dict: dict[str, Any] = {}
         self.by_index: dict[MetadataIndex, Any] = {}
 
     def keep(self, item: WriteItem, data: Any) -> None:
-        """Keeps the data of an item."""
         if any(item.index.offset or ()):
             self.by_index[item.index] = data
         else:
             self.state_dict[item.index.fqn] = data
 
     def resolve_data(self, item: WriteItem) -> Any:
-        """As a planner's: gives the item's data."""
+        """As a planner's."""
         return self.by_index.get(item.index, self.state_dict.get(item.index.fqn))
 
 
@@ -46,19 +45,17 @@ class Split(NamedTuple):
 
 
 def planned_bytes(item: WriteItem) -> int:
-    """Returns the payload bytes that the plan announces: 0 for a bytes item."""
+    """Returns the payload bytes that the plan announces; 0 for a bytes item."""
     if item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def split_items(items: Sequence[WriteItem], files_per_rank: int | None) -> Split:
-    """Assigns every item of a plan to a file; the same plan is always split in the same way.
+    """Assigns every item of a plan to one of at most `files_per_rank` files; None: to its own file.
 
-    Args:
-        items: of the plan, in its order, which is kept within each file.
-        files_per_rank: at most so many files, none of them empty; bytes items come first in each,
-            as with stock. None: one file per item, in the plan's order.
+    No file is empty. Equal plans are split alike. Each file keeps the plan's order, bytes items
+    first, as with stock.
     """
     if files_per_rank is None:
         return Split(items, range(len(items)))

@@ -1,7 +1,7 @@
-"""The locks that one save holds, and whose leftovers they allow it to remove.
+"""The locks of one save, and whose leftovers they allow it to remove.
 
-The coordinator of all ranks holds the directory's lock. Without collectives every rank holds that
-one shared, and one of its own. Followers hold none.
+The coordinator of all ranks holds the directory's lock. Without collectives every rank shares that
+lock and holds one of its own. Followers hold none.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ class SaveLocks:
         self._rank: int | None = None  # whose lock of its own is among them
 
     def take(self, directory: Directory, save: RunningSave, rank: int | None = None) -> None:
-        """Takes the directory's lock, or with `rank` those of a rank-local save.
-
-        Raises:
-            ConcurrentSaveError: another save is writing here.
-            StorageError: a lock file cannot be opened.
-        """
+        """Takes the directory's lock, or with `rank` both of that rank. Raises as `SaveLock`."""
         self._rank = rank
         self._locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=rank is not None))
         if rank is not None:
             self._locks.append(SaveLock(directory, rank_lock_name(rank), save))
 
     def release(self, *, has_ended_well: bool) -> None:
-        """Gives all of them back; safe to call twice."""
+        """Gives all back; safe to call twice."""
         while self._locks:
             self._locks.pop().release(has_ended_well=has_ended_well)
 
@@ -48,28 +43,26 @@ class SaveLocks:
         return any(lock.left_by != "nobody" for lock in self._locks)
 
     def leftovers_of(self) -> Leftovers:
-        """Says whose leftovers may go: of no rank while another save may be running."""
+        """Returns whose leftovers may go: nobody's while another save may be running."""
         if not self.are_held or any(lock.left_by == "another machine" for lock in self._locks):
             return "nobody"
         return "everybody" if self._rank is None else self._rank
 
     def tidy(self, directory: Directory, name: str, *, is_durable: bool) -> None:
-        """Makes room after a save that did not end well: the next one may fail for want of it.
+        """Removes leftovers of a save that did not end well: this one may need the room.
 
         Args:
-            directory: of the save, which was there before it.
-            name: of the save's metadata.
-            is_durable: whether a new checkpoint's directory is to be so.
+            directory: of this save; it was there before.
+            is_durable: make the directory of a new checkpoint durable.
 
-        Raises:
-            StorageError: the directory cannot be read or synced; nothing was removed.
+        Raises StorageError: the directory cannot be read or synced; nothing was removed.
         """
         if not self._locks:
             return
         if name in directory.names():
             if any(lock.left_by == "this machine" for lock in self._locks):
-                # Metadata says what is left over, and a killed save may have renamed it without an
-                # fsync: what it replaced must not go while a power cut could bring that back.
+                # A killed save may have renamed the metadata without an fsync: the files that it
+                # replaced must not go while a power cut could bring the old metadata back.
                 if is_durable:
                     directory.sync()
                 remove_replaced(directory, set(), self.leftovers_of())

@@ -19,17 +19,13 @@ class WriteProgress:
     """Counts the payload bytes of one rank's save, window by window. Not thread-safe.
 
     `report` gets (0, total) before the first byte, then ascending counts below the total, and
-    (total, total) once, when all is durable. The total is what the plan announces; what a window's
-    items really take (bytes items, tensors that torch serialises, a planner that changes them)
-    corrects it when the window is written. An exception of `report` fails the save.
+    (total, total) once, when all is durable. The total is the sum of the bytes `planned` for each
+    item, in their order. Each window corrects it by the items' real bytes (bytes items, tensors
+    that torch serialises, a planner that changes them). An exception of `report` fails the save.
     """
 
     def __init__(self, report: ProgressFunction | None, planned: Sequence[int]) -> None:
-        """Args:
-        report: told about it; None for nobody.
-        planned: bytes that each item announces, in the order of the items.
-        """
-        self.done_bytes = 0  # payload of all windows that are written
+        self.done_bytes = 0  # payload of all written windows
         self._report = report
         self._planned = planned
         self._total_bytes = sum(planned)
@@ -37,22 +33,18 @@ class WriteProgress:
         self._told_bytes = 0
 
     def start(self) -> None:
-        """Says that nothing is written yet."""
+        """Reports that nothing is written yet."""
         if self._report is not None:
             self._report(0, self._total_bytes)
 
     @contextmanager
     def window(self, payload_bytes: Sequence[int]) -> Iterator[Callable[[int], None] | None]:
-        """Gives what `WriteJob.write` of the next items is to tell, or None for nothing.
-
-        Args:
-            payload_bytes: of each of them.
-        """
+        """Gives the function for `WriteJob.write` of the next items; None where nobody listens."""
         begin, nbytes = self._count, sum(payload_bytes)
         self._count += len(payload_bytes)
         self._total_bytes += nbytes - sum(self._planned[begin : self._count])
 
-        def tell(done_bytes: int) -> None:  # of all calls
+        def tell(done_bytes: int) -> None:  # bytes of all calls
             self._tell(min(done_bytes, self.done_bytes + nbytes))
 
         yield tell if self._report is not None else None
@@ -60,7 +52,7 @@ class WriteProgress:
         self._tell(self.done_bytes)
 
     def finish(self) -> None:
-        """Says that everything is written."""
+        """Reports that everything is written."""
         if self._report is not None:
             self._report(self._total_bytes, self._total_bytes)
 
@@ -74,11 +66,8 @@ class WriteProgress:
 def reporting(
     option: bool | ProgressFunction, path: str, *, is_coordinator: bool
 ) -> Iterator[ProgressFunction | None]:
-    """Gives whom `WriteOptions.progress` wants to be told; a bar is there while the block runs.
-
-    Args:
-        option: a callable for itself; True for a bar, on the coordinator's terminal alone.
-        path: of the checkpoint; its name stands before the bar.
+    """Gives the callable of `WriteOptions.progress`; for True, that of a bar on the coordinator's
+    terminal, which stands behind the name of `path` while the block runs.
     """
     if callable(option):
         yield option
@@ -104,7 +93,7 @@ def reporting(
 
 
 class _Terminal:
-    """A stream whose errors are logged once: that nobody looks any more fails no save."""
+    """A stream whose first error is logged and ends it: a closed terminal fails no save."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -129,13 +118,13 @@ class _Terminal:
 
 
 def _is_terminal() -> bool:
-    """Whether stderr is one; what others put in its place may be closed, or know nothing of it."""
+    """Whether stderr is one; a stand-in of it may be closed, or have no `isatty`."""
     isatty = getattr(sys.stderr, "isatty", None)
     return isatty is not None and not getattr(sys.stderr, "closed", False) and bool(isatty())
 
 
 def _bar_type() -> Any:
-    """Returns tqdm's bar without its thread, which would outlive the save; None without tqdm."""
+    """Returns tqdm's class without its thread, which would outlive the save; None without tqdm."""
     try:
         tqdm = importlib.import_module("tqdm").tqdm
     except ImportError:

@@ -26,7 +26,7 @@ _MEMORY_FORMATS = {torch.contiguous_format: 0, torch.channels_last: 1, torch.pre
 
 
 class ItemType(NamedTuple):
-    """The fields that many items share, as `WriteJob.write` takes them."""
+    """Fields that many items share, as `WriteJob.write` takes them."""
 
     storage_module: str  # `_compat.framing_of` of the dtype; empty for what is no plain tensor
     storage_name: str
@@ -66,7 +66,7 @@ class Resolved(NamedTuple):
 
 
 def stored_bytes(row: WriteRow) -> int:
-    """Returns what a row is in its file: C++ puts an archive around a pickle."""
+    """Returns the bytes of a row in its file: C++ puts an archive around a pickle."""
     return row.payload_bytes + (_C.OBJECT_ZIP_OVERHEAD if row.kind == PICKLE else 0)
 
 
@@ -74,11 +74,9 @@ BYTES_TYPE = ItemType("", "", "", 1, 0, 0, "", "", "")  # index 0, of byte items
 
 
 def item_type(dtype: torch.dtype, properties: TensorProperties, *, is_plain: bool) -> ItemType:
-    """Returns the type of items whose payload is of `dtype`, described by the plan's properties.
+    """Returns the type of items of these properties of the metadata, whose payload is of `dtype`.
 
     Args:
-        dtype: of the data.
-        properties: as the metadata will say.
         is_plain: addresses and strides say it all; else the item is in torch's serialisation.
     """
     return ItemType(
@@ -114,13 +112,7 @@ def write_results(
     lengths: list[int],
     descriptors: list[str] | None,
 ) -> list[WriteResult]:
-    """Returns the result of each item.
-
-    Args:
-        paths: of the item's file, beneath the directory.
-        offsets, lengths: where it lies there, bytes.
-        descriptors: of the stream extensions that were applied to it.
-    """
+    """Returns the result of each item, by its file, offset and bytes, and the stream extensions."""
     if HAS_KNOWN_ITEMS:
         return SAVE_ROWS.results(items, paths, offsets, lengths, descriptors)
     return [

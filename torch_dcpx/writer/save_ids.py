@@ -1,8 +1,8 @@
-"""Ties a data file to its save: its footer holds the id that was agreed when the save was planned.
+"""Ties a data file to its save: its footer holds the id on which the ranks agreed.
 
-The coordinator draws it, and `.metadata` names it. `dcpx.save` tells it to every rank with its
-answer; under `dcp.save` it travels with what names the rank's files, the `storage_data` of its
-plan. A rank that does not learn it writes none: then its files do not say which save they are of.
+The coordinator draws the id, and `.metadata` names it. `dcpx.save` sends it to every rank with its
+answer; under `dcp.save` it travels in the `storage_data` of a rank's plan, which also names the
+rank's files. Files of a rank that does not learn the id do not say which save they are of.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ _taken: dict[tuple[str, str], None] = {}  # (prefix, save id) of plans written h
 
 @dataclasses.dataclass
 class SavePrefix(_StoragePrefix):
-    """The prefix of a rank's files in its plan, as stock's, with the id of their save."""
+    """Stock's prefix of a rank's files in its plan, with the id of their save."""
 
     save_id: str = ""
 
 
 def with_save_id(plans: list[SavePlan], save: RunningSave | None) -> list[SavePlan]:
-    """Returns the plans of all ranks as the coordinator sends them: they say which save it is.
-
-    Of a driven save its driver tells all ranks.
-    """
+    """Returns the plans of all ranks with the save's id; as they are where a driver sends it."""
     if save is None or save.is_driven or not save.save_id or len(plans) < 2:
         return plans
     return [
@@ -47,11 +44,8 @@ def with_save_id(plans: list[SavePlan], save: RunningSave | None) -> list[SavePl
 
 
 def written_id(save: RunningSave | None, storage_data: Any) -> bytes:
-    """Returns the id for the footers of this rank's files; b"" where it does not know.
-
-    Args:
-        save: the one under way on this rank.
-        storage_data: of the rank's final plan.
+    """Returns the id for the footers of this rank's files: of the save under way, or of the rank's
+    final plan; b"" where the rank does not know it.
     """
     if save is not None and save.save_id:
         return id_bytes(save.save_id)
@@ -60,12 +54,11 @@ def written_id(save: RunningSave | None, storage_data: Any) -> bytes:
     return id_bytes(storage_data.save_id) if _is_new(storage_data) else b""
 
 
-def _is_new(told: SavePrefix) -> bool:
-    """Returns whether this process has written nothing yet by what the coordinator has told.
-
-    A planner that keeps finished plans (`enable_plan_caching`) gives one of an earlier save again.
+def _is_new(prefix: SavePrefix) -> bool:
+    """Returns whether this process has written nothing by this prefix yet: a planner that keeps
+    finished plans (`enable_plan_caching`) gives that of an earlier save again.
     """
-    key = told.prefix, told.save_id
+    key = prefix.prefix, prefix.save_id
     is_new = key not in _taken
     _taken.pop(key, None)  # without a lock, which a fork may find held: ranks have own keys
     _taken[key] = None
@@ -75,11 +68,7 @@ def _is_new(told: SavePrefix) -> bool:
 
 
 def save_of(files: Iterable[FileEntry], save: RunningSave | None) -> str:
-    """Returns the id of the save that is to be committed.
-
-    Raises:
-        PlanError: some of its files were written for another save.
-    """
+    """Returns the id of the save to commit. PlanError: a file was written for another save."""
     noted = [file for file in files if file.save_id]
     save_id = save.save_id if save is not None else ""
     if not save_id:  # hooks called by hand

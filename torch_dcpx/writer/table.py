@@ -1,8 +1,7 @@
 """From a SavePlan to the rows that the C++ side writes.
 
-What `resolve_data` gives is turned into one row per item: an address and strides for plain tensors
-on the host or on a device that C++ copies from, bytes for everything else. Nothing is copied here
-that lies in such memory.
+A row of an item holds an address and strides for plain tensors on the host or on a device that C++
+copies from, without a copy, and bytes for everything else.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ from torch_dcpx.writer.rows import (
 
 
 class Transform(NamedTuple):
-    """The writer's stream extensions: applied to an item's bytes, and what readers must undo."""
+    """The writer's stream extensions."""
 
-    apply: Callable[[WriteItem, memoryview], io.BytesIO]
-    descriptors: list[str]
+    apply: Callable[[WriteItem, memoryview], io.BytesIO]  # to an item's bytes
+    descriptors: list[str]  # for readers, which undo them
 
 
 def transform_by(transforms: Any) -> Transform:
@@ -99,12 +98,11 @@ def gives_state_as_it_is(planner: SavePlanner | StagedItems) -> bool:
 def vetted(
     item: WriteItem, data: Any, *, gives_state: bool = False
 ) -> tuple[torch.Tensor, TensorWriteData]:
-    """Returns the tensor to write, waited for, and what the plan says of it.
+    """Returns the tensor to write, waited for, and the plan's data of it.
 
     Args:
-        item, data: of the plan, and what the planner gave for it.
-        gives_state: the planner has stock's hooks, so that only a tensor's own may have changed its
-            shape. Default False.
+        gives_state: the planner has stock's hooks, so that only a tensor's own hooks may have
+            changed its shape.
 
     Raises:
         AssertionError: it is no tensor (stock's texts).
@@ -133,7 +131,7 @@ def vetted(
 
 
 def _saved(tensor: torch.Tensor) -> io.BytesIO:
-    """Returns what torch.save writes, of no more than the tensor's own elements."""
+    """Returns what torch.save writes of the tensor's own elements alone."""
     if tensor.layout == torch.strided and not tensor.is_nested:
         try:
             storage_bytes = tensor.untyped_storage().nbytes()
@@ -147,12 +145,8 @@ def _saved(tensor: torch.Tensor) -> io.BytesIO:
 
 
 def check_shapes(items: Sequence[WriteItem], planner: SavePlanner | StagedItems) -> None:
-    """Checks that a planner with stock's hooks has tensors of the shapes that `items` say: plain
-    ones and DTensors. Only those are asked for that C++ finds to differ.
-
-    Raises:
-        PlanError: one has another shape.
-        As `vetted`.
+    """Checks that a planner with stock's hooks has plain tensors and DTensors of the shapes of
+    `items`; resolves only those that C++ finds to differ. Raises as `vetted`.
     """
     if gives_state_as_it_is(planner):
         for number in SAVE_ROWS.strangers(items, planner.state_dict):  # type: ignore[union-attr]
@@ -166,16 +160,11 @@ class WriteTable:
     def __init__(
         self, planner: SavePlanner, plan: SavePlan, transform: Transform | None = None
     ) -> None:
-        """Args:
-        planner: gives the data.
-        plan: this rank's final one. Its `planner_data` is flatten's mapping, fqn -> path, or
-            anything else for none.
-        transform: the writer's stream extensions, or None.
-        """
+        """Takes this rank's final plan; its `planner_data` counts if it is a dict, fqn -> path."""
         paths = plan.planner_data
         cut_names = plan.cut_names if isinstance(plan, RankPlan) else frozenset()
         if cut_names is None and plan.can_split:  # type: ignore[attr-defined]
-            # The planner that made it would give the rows, and was not told of them: any may be.
+            # Nobody called `finish_plan` of the planner that would give the rows: any may be cut.
             cut_names = frozenset(item.index.fqn for item in plan.items)
         self._cut_names = cut_names or frozenset()
         self.types: list[ItemType] = [BYTES_TYPE]
@@ -186,10 +175,10 @@ class WriteTable:
         self._state = planner.state_dict if self.gives_state_as_it_is else {}  # type: ignore[attr-defined]
         self._paths = paths if isinstance(paths, dict) else {}
         self._transform = transform
-        self._known: dict[tuple[Any, ...], int] = {}  # what makes a type -> its index
+        self._known: dict[tuple[Any, ...], int] = {}  # index of a type by the fields that make it
 
     def resolve(self, item: WriteItem, file: int) -> Resolved:
-        """Asks the planner for an item's data and describes it.
+        """Asks the planner for an item's data and makes its row.
 
         Raises:
             AssertionError: the planner gave a wrong type (stock's texts).
@@ -216,13 +205,8 @@ class WriteTable:
         """Returns the rows of the items that lie in memory, of the host or a device, as they are
         written, None for all others; and these rows' tensors.
 
-        Makes no temporary, so that all items can be asked before the first byte is written.
-        REQUIRES: gives_state_as_it_is.
-
-        Raises:
-            AssertionError: the planner gave a wrong type (stock's texts).
-            UnsupportedError: data that cannot be kept, by name.
-            PlanError: it gave a tensor of another shape than planned.
+        Makes no temporary, so that all items are checked before the first byte is written.
+        REQUIRES: gives_state_as_it_is. Raises as `resolve`.
         """
         items, files = list(items), list(files)
         if self._transform is None:
@@ -255,7 +239,7 @@ class WriteTable:
             ) from error
 
     def _lookup(self, item: WriteItem) -> Any:
-        """Returns what `resolve_data` does; of a whole plain tensor without stock's five calls."""
+        """As the planner's `resolve_data`; for a whole plain tensor without stock's five calls."""
         data = self._state.get(item.index.fqn)
         is_plain_whole = is_plain_tensor(data) and not any(item.index.offset or ())
         return data if is_plain_whole else self._planner.resolve_data(item)
@@ -285,15 +269,14 @@ class WriteTable:
     def _row_in_place(
         self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
     ) -> WriteRow | None:
-        """Returns the row of a tensor, None where address and strides do not say it all."""
+        """Returns the row of a tensor; None where address and strides do not say it all."""
         fqn, shape, offsets = item.index.fqn, tensor.shape, about.chunk.offsets
         if self._transform is not None or not is_plain(tensor) or len(offsets) != len(shape):
             return None
-        device = -1
-        if not device_memory.is_host(tensor):
-            device = device_memory.ordinal_of(tensor)
-            if device < 0:
-                return None
+        is_host = device_memory.is_host(tensor)
+        device = -1 if is_host else device_memory.ordinal_of(tensor)
+        if not is_host and device < 0:
+            return None
         nbytes = tensor.nbytes
         address = tensor.data_ptr() if nbytes else 0
         if nbytes and not address:  # torch.func's wrappers and zero tensors look plain
@@ -326,7 +309,7 @@ class WriteTable:
         data: bytes | memoryview,
         about: TensorWriteData | None = None,
     ) -> Resolved:
-        """Returns the row of bytes that are the item; of a tensor its footer names the chunk."""
+        """Returns the row of an item that is these bytes; `about` names a tensor's chunk."""
         fqn = item.index.fqn
         sizes = offsets = shape = torch.Size()
         if about is not None and len(about.size) == len(about.chunk.sizes):
@@ -343,8 +326,8 @@ class WriteTable:
     ) -> int:
         """Returns the index of the type of items of this dtype and these properties."""
         own = properties
-        said = own.dtype, own.layout, own.requires_grad, own.memory_format, own.pin_memory
-        key = dtype, *said, is_plain
+        fields = own.dtype, own.layout, own.requires_grad, own.memory_format, own.pin_memory
+        key = dtype, *fields, is_plain
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = len(self.types)

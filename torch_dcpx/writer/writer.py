@@ -30,7 +30,7 @@ from torch.futures import Future
 from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
 from torch_dcpx._hooks import refuse_bypassed, refuse_changed
-from torch_dcpx.errors import DcpxError, UnsupportedError
+from torch_dcpx.errors import DcpxError
 from torch_dcpx.options import WriteOptions, merge_write_options
 from torch_dcpx.ranks.plan_wire import offered
 from torch_dcpx.reports import WriteReport, saved_line
@@ -64,14 +64,14 @@ _WAY_OUT = "DcpxWriter writes to mounted file systems, torch's FsspecWriter to o
 class DcpxWriter(FileSystemWriter):
     """Writes checkpoints that stock `dcp.load` reads, at the speed of the storage.
 
-    Every save is all or nothing: until the last step the previous checkpoint of the directory stays
-    as it was. One save at a time, from any thread: a second one meanwhile is refused. Reusable for
-    many. Picklable; a copy has no part in the save under way.
+    Every save is all or nothing: until the last step the directory's previous checkpoint stays as
+    it was. Saves one at a time, from any thread, and refuses a second one meanwhile. Reusable.
+    Picklable; a copy has no part in the save under way.
 
     Its own names begin with two underscores, so that no attribute of a subclass meets them.
     """
 
-    __opened: type[Directory] = Directory  # how the checkpoint's directory is
+    __opened: type[Directory] = Directory  # opens the checkpoint's directory
 
     def __init__(
         self,
@@ -91,13 +91,13 @@ class DcpxWriter(FileSystemWriter):
 
         Args:
             path: directory of the checkpoint; made with its parents where missing. A relative one
-                is meant from where the process is when a save is asked for.
+                counts from the current directory of the call that saves.
             single_file_per_rank: False writes one file per item. Default True.
             sync_files: False is `durability="none"`; None (default) leaves it to `options`.
             thread_count: workers on the rank's file; None (default) chooses by cores.
             per_thread_copy_ahead: bytes per worker of device tensors that are copied to the host
                 before they are written. Default 10,000,000.
-            cache_staged_state_dict: no difference: staging memory is always used again.
+            cache_staged_state_dict: no effect: staging memory is always used again.
             overwrite: False refuses a directory that holds a checkpoint. Default True.
             _extensions: stream extensions, applied item by item as stock does.
             serialization_format: only TORCH_SAVE.
@@ -105,15 +105,10 @@ class DcpxWriter(FileSystemWriter):
 
         Raises:
             OptionError: a value that cannot work, or two that contradict each other.
-            UnsupportedError: SAFETENSORS, a URL as path, or a subclass that overrides what would
-                not be called (docs/options.md).
+            UnsupportedError: SAFETENSORS, a URL as path, or a subclass that overrides a method that
+                nobody would call (docs/options.md).
         """
         self.options = merge_write_options(options, thread_count, sync_files)
-        if serialization_format != SerializationFormat.TORCH_SAVE:
-            raise UnsupportedError(
-                f"serialization_format={serialization_format} is not written by DcpxWriter; use "
-                "torch's HuggingFaceStorageWriter for safetensors"
-            )
         super().__init__(
             checked_path(path, _WAY_OUT),
             single_file_per_rank,
@@ -177,7 +172,7 @@ class DcpxWriter(FileSystemWriter):
         return DcpxStager(host_memory_bytes=memory, timeout_s=timeout_s)._staged(state_dict)[0]
 
     def close(self) -> None:
-        """Gives the memory that `stage` uses back to the system; what a save still uses, later."""
+        """Gives the memory of `stage` back to the system, once no save uses it."""
         DcpxStager().close()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +194,7 @@ class DcpxWriter(FileSystemWriter):
             self.__pause.begin(planned_entries(sys._getframe(1)))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the directory, takes the lock, and removes what failed saves left behind.
+        """Makes the directory, takes the lock, and removes leftovers of failed saves.
 
         Raises:
             RuntimeError: it holds a checkpoint and `overwrite` is False (stock's text).
@@ -241,7 +236,7 @@ class DcpxWriter(FileSystemWriter):
             A finished future of `WriteResults`, which also carry the rank's file table.
 
         Raises:
-            StorageError: nothing of this rank stays behind, the previous checkpoint is untouched.
+            StorageError: no file of this rank stays, the previous checkpoint is untouched.
             UnsupportedError, AssertionError: data that cannot be kept; no byte was written for it.
         """
         self.__pause.end_with(plan)
@@ -254,14 +249,14 @@ class DcpxWriter(FileSystemWriter):
         note_state_written(getattr(planner, "state_dict", None))
         self.last_report = written.report(self.options.resolved_workers(), self.__hooks_s)
         if not self.__is_coordinator and self.use_collectives:
-            self.__release()  # a follower hears nothing more of this save
+            self.__release()  # a follower gets no further call of this save
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the checkpoint: after this it is there, whole and durable. `metadata.dcpx_report`
-        is then the coordinator's `WriteReport`; no file holds it.
+        """Commits the checkpoint, whole and durable. `metadata.dcpx_report` is then the
+        coordinator's `WriteReport`; no file holds it.
 
         Raises:
             PlanError: results and metadata contradict each other; nothing was published.
@@ -287,14 +282,13 @@ class DcpxWriter(FileSystemWriter):
         table = WriteTable(planner, plan, transform)
         files_per_rank = self.options.files_per_rank if self.single_file_per_rank else None
         split = split_items(plan.items, files_per_rank)
+        option, path = self.options.progress, str(self.path)
         with (
             self.__opened(self.__directory_path()) as directory,
-            reporting(
-                self.options.progress, str(self.path), is_coordinator=self.__is_coordinator
-            ) as told,
+            reporting(option, path, is_coordinator=self.__is_coordinator) as shown,
         ):
-            report = self.__save.watched(told) if self.__save else told
-            planned = list(map(planned_bytes, split.items)) if told is not None else ()
+            report = self.__save.watched(shown) if self.__save else shown
+            planned = list(map(planned_bytes, split.items)) if shown is not None else ()
             written = write_files(
                 directory,
                 split,
@@ -383,9 +377,10 @@ class DcpxWriter(FileSystemWriter):
 
 
 def abandon_save(writer: DcpxWriter, save: RunningSave, *, removes_files: bool) -> None:
-    """Ends `save`, not committed: its locks are free, and so is the writer, unless it has begun
-    another one. With `removes_files` this rank's go that no metadata names: not to be said where
-    the coordinator may still publish them.
+    """Ends `save`, not committed: frees its locks and the writer, unless that has begun another.
+
+    `removes_files` removes this rank's files that no metadata names: never while the coordinator
+    may still publish them.
     """
     own: Any = writer
     if own._DcpxWriter__save in (None, save):
