@@ -23,13 +23,7 @@ RangeRow to_row(const py::handle& row, PinnedBuffers& buffers) {
   RangeRow out;
   out.file = to_u32(field(row, 0));
   out.offset = to_u64(field(row, 1));
-  out.region.elem_bytes = to_u64(field(row, 2));
-  out.region.lengths = unsigned_tuple(field(row, 3));
-  out.region.src_strides = unsigned_tuple(field(row, 4));
-  out.region.dst_strides = unsigned_tuple(field(row, 5));
-  const std::size_t dims = out.region.dims();
-  DCPX_CHECK(out.region.src_strides.size() == dims && out.region.dst_strides.size() == dims,
-             "lengths and strides of a region differ in number");
+  out.region = row_region(row);
   DCPX_CHECK(out.region.elem_bytes > 0 &&
                  std::count(out.region.lengths.begin(), out.region.lengths.end(), 0) == 0,
              "a region without bytes");

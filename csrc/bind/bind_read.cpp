@@ -94,13 +94,7 @@ ReadRegion to_region(const py::handle& row, PinnedBuffers& buffers) {
   ReadRegion region;
   region.file = to_u32(field(row, 0));
   region.src_offset = to_u64(field(row, 1));
-  region.region.elem_bytes = to_u64(field(row, 2));
-  region.region.lengths = unsigned_tuple(field(row, 3));
-  region.region.src_strides = unsigned_tuple(field(row, 4));
-  region.region.dst_strides = unsigned_tuple(field(row, 5));
-  const std::size_t dims = region.region.dims();
-  DCPX_CHECK(region.region.src_strides.size() == dims && region.region.dst_strides.size() == dims,
-             "lengths and strides of a region differ in number");
+  region.region = row_region(row);
   // The last line of defence: where the destination is a buffer, its size is known here.
   const std::uint64_t dest_bytes = to_u64(field(row, 7));
   std::uint64_t available = dest_bytes;

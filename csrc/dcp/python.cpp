@@ -1,6 +1,7 @@
 #include "dcp/python.h"
 
 #include "common/error.h"
+#include "dcp/fields.h"
 
 namespace dcpx {
 
@@ -45,6 +46,15 @@ std::vector<std::uint64_t> unsigned_tuple(const pybind11::handle& values) {
     out.push_back(static_cast<std::uint64_t>(value));
   }
   return out;
+}
+
+plan::Region row_region(const pybind11::handle& row) {
+  plan::Region region{to_u64(field(row, 2)), unsigned_tuple(field(row, 3)),
+                      unsigned_tuple(field(row, 4)), unsigned_tuple(field(row, 5))};
+  DCPX_CHECK(
+      region.src_strides.size() == region.dims() && region.dst_strides.size() == region.dims(),
+      "lengths and strides of a region differ in number");
+  return region;
 }
 
 pybind11::tuple to_tuple(const std::vector<std::int64_t>& values) {

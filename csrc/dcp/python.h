@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "plan/region_copy.h"
+
 namespace dcpx {
 
 // UTF-8 of a str; lone surrogates, which a key may hold, pass as they do in a pickle.
@@ -20,6 +22,9 @@ std::size_t append_ints(const pybind11::handle& values, std::vector<std::int64_t
 std::vector<std::int64_t> int_tuple(const pybind11::handle& values);
 // The same, of lengths or strides. Throws Error(kPlan) for a negative one.
 std::vector<std::uint64_t> unsigned_tuple(const pybind11::handle& values);
+// The region in fields 2 to 5 of a row: bytes of an element, lengths, strides of source and
+// destination. Throws where these differ in number.
+plan::Region row_region(const pybind11::handle& row);
 pybind11::tuple to_tuple(const std::vector<std::int64_t>& values);
 
 // Buffers that must stay exported while workers use their memory. Give it back with the GIL held.
