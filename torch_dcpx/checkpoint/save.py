@@ -90,7 +90,7 @@ def save(
         run.exchange.restart()
         plan = run.plan(pending_saves.raise_uncollected)
         committed = run.write_and_settle(lambda: (plan, run.planner))
-    return report_of(run, committed, begin, time.monotonic() - begin)
+    return report_of(run, committed, begin)
 
 
 def async_save(
