@@ -53,7 +53,7 @@ class CopyGuard:
 
     @property
     def is_finished(self) -> bool:
-        """Whether `finish` has nothing to do."""
+        """Whether `finish` has nothing to do: nothing goes on, or it has ended."""
         return self._copies is None and self._error is None
 
     def wait(self) -> None:

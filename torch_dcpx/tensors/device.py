@@ -44,14 +44,9 @@ def ordinal_of(tensor: torch.Tensor) -> int:
 def source_events(
     ordinals: Iterable[int], others: Mapping[int, int] | None = None
 ) -> _C.SourceEvents | None:
-    """Marks the work that this thread's current streams have queued: copies wait for it.
-
-    Args:
-        ordinals: of the devices whose memory is copied from or to; -1 is passed over.
-        others: streams by ordinal to wait for as well, as of another thread. Default None.
-
-    Returns:
-        The events; None without a device.
+    """Returns events that copies from or to these devices wait for: of the work that is queued in
+    this thread's current streams, and in `others` by ordinal, as of another thread. Passes over
+    the ordinal -1. None without a device.
 
     Raises:
         StagingError: one of the streams is capturing a graph, or the driver failed.
@@ -91,10 +86,8 @@ def empty(sizes: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch
 
 
 def keep_while_copied(owners: object) -> None:
-    """Keeps owners of memory as long as copies that took too long may still use it.
-
-    Call it after a failed save or load. It does nothing without such copies. After their end the
-    next use of devices lets the owners go.
+    """Keeps owners of memory as long as late copies of a failed save or load may still use it.
+    The next use of devices after the end of those copies lets the owners go.
     """
     _C.keep_while_copied(owners)
 

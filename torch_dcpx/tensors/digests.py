@@ -219,10 +219,8 @@ def shared_digests(objects: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def conflicting_names(digests: Iterable[Mapping[str, bytes]]) -> dict[str, list[int]]:
-    """Returns the names whose values differ, and the first rank of each of their values.
-
-    Args:
-        digests: of each rank, by the names of its values.
+    """Returns the names whose values differ, and the first rank of each of their values. The
+    digests are those of each rank, by the names of its values.
     """
     ranks_of: dict[str, dict[bytes, int]] = {}
     before: Mapping[str, bytes] | None = None
@@ -231,37 +229,31 @@ def conflicting_names(digests: Iterable[Mapping[str, bytes]]) -> dict[str, list[
             continue
         before = own
         for name, digest in own.items():
-            if digest:
-                ranks_of.setdefault(name, {}).setdefault(digest, rank)
+            ranks_of.setdefault(name, {}).setdefault(digest, rank)
     return {name: sorted(own.values()) for name, own in ranks_of.items() if len(own) > 1}
-
-
-def _conflict_text(found: Mapping[str, list[int]]) -> str:
-    """Returns the message about the values of `conflicting_names`."""
-    shown = ", ".join(
-        f"'{name}' (ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} of the group)"
-        for name, ranks in list(found.items())[:_MAX_SHOWN]
-    )
-    more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
-    return (
-        f"{len(found)} Python values differ over the ranks under one name, of which a "
-        f"checkpoint keeps one: {shown}{more}; give each rank a name of its own, or the "
-        "same value"
-    )
 
 
 def report_conflicts(
     digests: Iterable[Mapping[str, bytes]], on_conflict: str, logged: set[str]
 ) -> set[str]:
     """Returns the names of `conflicting_names`; logs them if some are not `logged` yet.
-
-    Raises:
-        PlanError: some differ, with `on_conflict="error"`; else it is "warn".
+    Raises PlanError: some differ, with `on_conflict="error"`; else it is "warn".
     """
     found = conflicting_names(digests)
-    if found and on_conflict == "error":
-        raise PlanError(_conflict_text(found), fqn=next(iter(found)))
-    if not logged.issuperset(found):
-        logger.warning("%s; the lowest rank's is kept", _conflict_text(found))
-        logged.update(found)
+    is_error = on_conflict == "error"
+    if not found or (logged.issuperset(found) and not is_error):
+        return set(found)
+    shown = ", ".join(
+        f"'{name}' (ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} of the group)"
+        for name, ranks in list(found.items())[:_MAX_SHOWN]
+    )
+    more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    text = (
+        f"{len(found)} Python values differ over the ranks under one name, of which a checkpoint "
+        f"keeps one: {shown}{more}; give each rank a name of its own, or the same value"
+    )
+    if is_error:
+        raise PlanError(text, fqn=next(iter(found)))
+    logger.warning("%s; the lowest rank's is kept", text)
+    logged.update(found)
     return set(found)

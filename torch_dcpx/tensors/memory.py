@@ -1,4 +1,4 @@
-"""Tells how a tensor lies in memory, and finds this rank's part of a tensor.
+"""Describes how a tensor lies in memory, and finds this rank's part of a tensor.
 
 Torch makes an index of every row of a shard to find where it begins: 60 us a DTensor. For plain
 shards `ChunkFinder` needs one division a mesh dimension, and keeps the answer for tensors of one
@@ -27,31 +27,23 @@ SHARD_SIZES = (
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Returns whether the elements fill one run of memory, in any order, without overlap."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in _dims_by_stride(tensor):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return tensor.is_contiguous() or _span(tensor) == tensor.numel()
 
 
 def is_disjoint(tensor: torch.Tensor) -> bool:
     """Returns whether strides show at once that no two elements share memory."""
-    if tensor.is_contiguous():
-        return True
+    return tensor.is_contiguous() or _span(tensor) > 0
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Returns how many elements lie from the first to the last; 0 if two may share memory."""
     span = 1
-    for stride, size in _dims_by_stride(tensor):
-        if stride < span:
-            return False
-        span += (size - 1) * stride
-    return True
-
-
-def _dims_by_stride(tensor: torch.Tensor) -> list[tuple[int, int]]:
     dims = zip(tensor.stride(), tensor.shape, strict=True)
-    return sorted((stride, size) for stride, size in dims if size != 1)
+    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
+        if stride < span:
+            return 0
+        span += (size - 1) * stride
+    return span
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
@@ -74,7 +66,7 @@ def refuse_nested(fqn: str, value: Any) -> None:
 
 
 def refuse_expanded(fqn: str, target: torch.Tensor) -> None:
-    """Raises UnsupportedError if strides of 0 give several elements one memory, as torch does."""
+    """Raises UnsupportedError for a target with strides of 0, into which torch copies nothing."""
     dims = zip(target.shape, target.stride(), strict=True) if has_strides(target) else ()
     if target.numel() and any(size > 1 and stride == 0 for size, stride in dims):
         raise UnsupportedError(
@@ -178,16 +170,15 @@ class ChunkFinder:
         self._known: dict[Any, Part] = {}
 
     def part_of(self, tensor: DTensor) -> Part | None:
-        """Returns this rank's part of a plain DTensor; None where it is not in the mesh.
-
-        Raises:
-            ValueError: a Partial placement, where torch refuses such (torch's text).
+        """Returns this rank's part of a plain DTensor; None if it is not in the mesh.
+        Raises ValueError: a Partial placement, if torch refuses it (torch's text).
         """
         spec = tensor._spec
         mesh = spec.mesh
-        if id(mesh) not in self._coordinates:
-            self._coordinates[id(mesh)] = mesh, mesh.get_coordinate()
-        _, coordinate = self._coordinates[id(mesh)]
+        known = self._coordinates.get(id(mesh))
+        if known is None:
+            known = self._coordinates[id(mesh)] = (mesh, mesh.get_coordinate())
+        coordinate = known[1]
         if coordinate is None:
             return None
         key = (id(mesh), spec.placements, tensor.shape)

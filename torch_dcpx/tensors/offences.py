@@ -18,11 +18,8 @@ _MAX_SHOWN = 5
 
 
 def check_plan(items: Sequence[WriteItem]) -> None:
-    """Checks a plan before any rank writes.
-
-    Raises:
-        PlanError: it writes one chunk twice.
-        UnsupportedError: an item's dtype or layout cannot be kept.
+    """Raises PlanError if a plan writes one chunk twice, UnsupportedError if an item's dtype or
+    layout cannot be kept.
     """
     # Plain tuples: a MetadataIndex is hashed and compared in Python.
     seen: set[tuple[str, Any]] = set()
@@ -39,7 +36,7 @@ def check_plan(items: Sequence[WriteItem]) -> None:
             continue
         kind = about.properties.dtype, about.properties.layout
         if kind not in kept:
-            _check_kind(index.fqn, *kind)
+            _refuse_kind(index.fqn, *kind)
             kept.add(kind)
 
 
@@ -56,11 +53,8 @@ def check_shape(fqn: str, shape: torch.Size, chunk: ChunkStorageMetadata | Part)
 
 
 def refuse_unlike(plans: Sequence[SavePlan], unlike: Sequence[tuple[str, int, int]]) -> None:
-    """Raises PlanError where a name is not one tensor, or one object, on all ranks.
-
-    Args:
-        plans: of all ranks.
-        unlike: (fqn, rank, other rank), from `ItemMaker.unlike_items`.
+    """Raises PlanError if a name is not one tensor, or one object, on all ranks: if there are any
+    `unlike` (fqn, rank, other rank) of `ItemMaker.unlike_items`.
     """
     if not unlike:
         return
@@ -95,7 +89,7 @@ def is_folded(item: WriteItem, tensor: torch.Tensor) -> bool:
     )
 
 
-def _check_kind(fqn: str, dtype: torch.dtype, layout: torch.layout) -> None:
+def _refuse_kind(fqn: str, dtype: torch.dtype, layout: torch.layout) -> None:
     if layout == torch.sparse_coo:
         raise UnsupportedError(
             f"'{fqn}' is a sparse COO tensor, into which stock's load puts nothing and says so "

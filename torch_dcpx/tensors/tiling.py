@@ -12,12 +12,8 @@ _Box = tuple[Sequence[int], Sequence[int]]  # offsets and lengths in elements
 
 
 def way_out(offence: str, reader: str, *, is_ours: bool = True) -> str:
-    """Returns the end of an error: the reader, a likely cause, and what loads such metadata.
-
-    Args:
-        offence: "hole" or "overlap".
-        reader: class of the storage reader; "" if unknown.
-        is_ours: whether that reader refuses such metadata, too, with any planner. Default True.
+    """Returns the end of an error of a hole or overlap: the reader's class, if it is known, a
+    likely cause, and what loads such metadata. `is_ours`: that reader refuses it with any planner.
     """
     used = f"read by {reader}: " if reader else ""
     cause = "the directory may hold two saves; " if offence == "overlap" else ""
