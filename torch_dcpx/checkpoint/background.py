@@ -35,7 +35,7 @@ class BackgroundSave:
         """Prepares the thread of a planned `run`; `begin` is the call's time, monotonic."""
         self._waves = items if isinstance(items, ItemsInWaves) else None
         self._run = run
-        self._work: list[tuple[SavePlan, Any]] = [(plan, items)]  # the save is its popper's
+        self._work: list[tuple[SavePlan, Any]] = [(plan, items)]  # pop() decides who ends the save
         self._handle = handle
         self._begin = begin
         self._blocked_s: float | None = None  # until the caller goes on

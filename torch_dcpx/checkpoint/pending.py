@@ -62,7 +62,7 @@ def count() -> int:
 
 
 def wait_for_room(max_in_flight: int) -> float:
-    """Waits until fewer than `max_in_flight` saves are under way; each has its own deadline.
+    """Waits until fewer than `max_in_flight` saves are under way, each up to its own deadline.
     Returns the seconds that it waited.
     """
     begin = time.monotonic()
@@ -116,11 +116,7 @@ def _drain(timeout_s: float | None) -> list[SaveHandle]:
 
 
 def exit_timeout_s() -> float:
-    """Returns how many seconds the end of the interpreter waits for pending saves.
-
-    Raises:
-        OptionError: DCPX_EXIT_TIMEOUT_S is no number of seconds.
-    """
+    """Returns how many seconds the end of the interpreter waits. Raises OptionError: no number."""
     value = os.environ.get(_EXIT_VARIABLE, _EXIT_TIMEOUT_S)
     try:
         seconds = float(value)
