@@ -22,7 +22,7 @@ logger = logging.getLogger("torch_dcpx")
 
 
 class BackgroundSave:
-    """One save's thread."""
+    """The thread of one save."""
 
     def __init__(
         self,
@@ -32,28 +32,18 @@ class BackgroundSave:
         handle: SaveHandle,
         begin: float,
     ) -> None:
-        """Args:
-        run: planned.
-        plan: of this rank.
-        items: give the data.
-        handle: learns how the save ends.
-        begin: of the call, by the monotonic clock.
-        """
+        """Prepares the thread of a planned `run`; `begin` is the call's time, monotonic."""
         self._waves = items if isinstance(items, ItemsInWaves) else None
         self._run = run
-        self._work: list[tuple[SavePlan, Any]] = [(plan, items)]  # whoever pops it has the save
+        self._work: list[tuple[SavePlan, Any]] = [(plan, items)]  # pop() decides who ends the save
         self._handle = handle
         self._begin = begin
         self._blocked_s: float | None = None  # until the caller goes on
         self._is_overlapped = not handle.guard.is_finished
 
     def start(self) -> None:
-        """Starts the thread, and notes that the save is under way.
-
-        Raises:
-            StagingError: the system has no thread left.
-        """
-        # A daemon: the end of the interpreter waits for it as long as DCPX_EXIT_TIMEOUT_S says.
+        """Starts the thread. Raises StagingError: the system has no thread left."""
+        # A daemon: the end of the interpreter waits for it up to DCPX_EXIT_TIMEOUT_S.
         thread = threading.Thread(target=self._make, name="dcpx-save", daemon=True)
         try:
             thread.start()
@@ -62,7 +52,7 @@ class BackgroundSave:
         pending_saves.add(self._handle)
 
     def withdraw(self) -> bool:
-        """Takes the save from the thread; False if the thread has it already, and will end it."""
+        """Takes the save from the thread. Returns False if the thread has it, and will end it."""
         try:
             self._work.pop()
         except IndexError:
@@ -71,7 +61,7 @@ class BackgroundSave:
         return True
 
     def wait_until_staged(self) -> None:
-        """Waits until the caller's state may change, at least behind the guard."""
+        """Waits until the caller's state may change, perhaps only behind the guard."""
         if self._waves is not None:
             self._waves.wait()
         self._blocked_s = time.monotonic() - self._begin
@@ -82,7 +72,7 @@ class BackgroundSave:
         """Runs in the thread. The handle gets every error."""
         try:
             self._finish()
-        except BaseException as error:  # noqa: BLE001  (raised by whoever asks the handle)
+        except BaseException as error:  # noqa: BLE001  (the handle raises it)
             self._fail(error)
 
     def _finish(self) -> None:
@@ -96,11 +86,8 @@ class BackgroundSave:
         try:
             run.end()
         finally:
-            # Not waited for: where a signal handler drains, the caller does not go on before this.
-            blocked_s = self._blocked_s
-            if blocked_s is None:
-                blocked_s = time.monotonic() - self._begin
-            handle.durable.set_result(report_of(run, committed, self._begin, blocked_s))
+            # Waits for no `_blocked_s`: a caller whose signal handler drains waits for this result.
+            handle.durable.set_result(report_of(run, committed, self._begin, self._blocked_s))
 
     def _fail(self, error: BaseException) -> None:
         handle = self._handle
@@ -129,17 +116,17 @@ class BackgroundSave:
         return work
 
 
-def report_of(run: SaveRun, committed: Committed, begin: float, blocked_s: float) -> SaveReport:
-    """Returns the report of a save that has just ended."""
+def report_of(
+    run: SaveRun, committed: Committed, begin: float, blocked_s: float | None = None
+) -> SaveReport:
+    """Returns the report of a save that ends now; with None its caller was blocked until now."""
     total_s = time.monotonic() - begin
+    blocked_s = total_s if blocked_s is None else blocked_s
     return SaveReport(str(run.writer.path), *committed, blocked_s, total_s, run.writer.last_report)
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Drops the locals of an error's frames: somebody may keep it for long, and memory is short.
-
-    Tracebacks keep their lines.
-    """
+    """Drops the locals of an error's frames, since a kept error would keep their memory."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

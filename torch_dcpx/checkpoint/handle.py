@@ -1,6 +1,6 @@
 """The handle of an `async_save`: may the state change, is the checkpoint there, what failed.
 
-An error that nobody has looked at is not lost: `pending` knows which futures somebody has asked.
+No error is lost: `pending` raises or logs those that nobody has read from the handle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class WatchedFuture(Future[T]):
-    """A future that knows whether somebody has looked at its end. Belongs to one process."""
+    """A future that knows whether somebody has read its result. Belongs to one process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,21 +34,26 @@ class WatchedFuture(Future[T]):
                 raise error
             return super().result(0)
         finally:
-            del error  # whose traceback holds this frame
+            del error  # its traceback holds this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `Future.exception`; UnsupportedError in a forked child."""
         self.check_process()
         error = super().exception(timeout)
-        self.is_collected = True  # not where the wait ended otherwise, as the save ended just then
+        self.is_collected = True  # not if the wait was interrupted, though the save may have ended
         return error
 
+    @property
+    def has_uncollected_error(self) -> bool:
+        """Whether it has failed, and nobody has read the error."""
+        return self.done() and not self.is_collected and super().exception() is not None
+
     def cancel(self) -> bool:
-        """Returns False: `SaveHandle.cancel` ends a save, with all ranks; its future does not."""
+        """Returns False: only `SaveHandle.cancel` ends a save, on all ranks."""
         return False
 
     def check_process(self) -> None:
-        """Raises UnsupportedError if the save belongs to the parent of this forked process."""
+        """Raises UnsupportedError in a forked child of the process that saves."""
         if os.getpid() != self._pid:
             raise UnsupportedError(
                 f"this save belongs to process {self._pid}, which process {os.getpid()} was forked "
@@ -59,14 +64,14 @@ class WatchedFuture(Future[T]):
 class SaveHandle:
     """A save that goes on in the background.
 
-    As a context manager, the end of the block waits for the save and raises its error, unless the
-    block raised already.
+    As a context manager it waits for the save at the end of the block, and raises its error unless
+    the block has raised one.
 
     Attributes:
         checkpoint_id: its directory.
         staged: done when the state may change in any way: when `async_save` has returned, with
-            `overlap=True` later, when the last copy is done. Or the error that came before.
-        guard: lets streams go on behind the copies that `overlap=True` leaves under way.
+            `overlap=True` later, when the last copy is done. Or an earlier error.
+        guard: makes streams wait for the copies that `overlap=True` leaves under way.
         durable: the SaveReport, once the checkpoint is committed and durable on every rank; None
             for a save that was skipped (`on_busy="skip"`). Or the error of any rank.
     """
@@ -83,20 +88,20 @@ class SaveHandle:
         self._cancel = cancel
 
     def result(self, timeout: float | None = None) -> SaveReport | None:
-        """Waits until the checkpoint is there.
+        """Waits until the checkpoint is there, and returns its report as `durable` does.
 
         Args:
             timeout: seconds; None (default) waits for the save's own deadlines.
 
         Raises:
-            TimeoutError: it is still under way.
-            DcpxError: it failed, on this rank or another; the previous checkpoint is as it was.
-            OutcomeUnknownError: the coordinator was lost, and nobody can say.
+            TimeoutError: the save is still under way.
+            DcpxError: it failed on any rank; the previous checkpoint is as it was.
+            OutcomeUnknownError: the coordinator was lost while it committed.
         """
         return self.durable.result(timeout)
 
     def report(self) -> SaveReport | None:
-        """Returns the report of a save that ended well; None if it goes on, or failed."""
+        """Returns the report of a save that has ended well, else None."""
         self.durable.check_process()
         if not self.durable.done() or Future.exception(self.durable) is not None:
             return None
@@ -110,7 +115,7 @@ class SaveHandle:
         """Stops the save on every rank, unless the coordinator has begun to commit it.
 
         Returns:
-            True: it will not be committed, and `durable` raises on every rank. False: too late.
+            True: `durable` raises on every rank, and nothing is committed. False: too late.
         """
         self.durable.check_process()
         return not self.durable.done() and self._cancel()

@@ -6,15 +6,16 @@
 4. Each rank hands the values to `Stateful` objects and to the caller's dict.
 
 Ranks agree through the process group's store (`ranks/exchange`), never by a collective: a group
-with NCCL alone will do, and at the deadline the error names a lost rank.
+with NCCL alone suffices, and at the deadline the error names a lost rank.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -33,8 +34,6 @@ from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.reports import LoadReport
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.reader_lock import being_read
-
-_T = TypeVar("_T")
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -55,30 +54,30 @@ def load(
 ) -> LoadReport:
     """Loads a checkpoint into `state_dict`, in place, as `dcp.load` does, and returns a report.
 
-    Every rank of the group calls it, with the same arguments but for the state. It compares the
-    whole state with the checkpoint before it reads. Names that the checkpoint holds and no state
-    asks for are no error: `LoadReport.unexpected`.
+    Every rank of the group calls it, with equal arguments but for the state. It compares the whole
+    state with the checkpoint before it reads. Stored names that no state asks for are no error:
+    `LoadReport.unexpected`.
 
     Args:
         state_dict: tensors, shards, objects, nested dicts and lists of them, and `Stateful`
             objects (modules, optimizers), whose `load_state_dict` is called at the end.
         checkpoint_id: directory of the checkpoint. With a reader: resets it to this directory.
         storage_reader: a `DcpxReader` with options of its own. Default: one of `checkpoint_id`.
-        planner: plans the load, as with `dcp.load`. Default `DcpxLoadPlanner()`. One with
-            `allow_partial_load` forgives all missing names. One with a `create_local_plan` of its
-            own plans by that, and shapes and kinds are not compared.
+        planner: plans the load, as with `dcp.load`. Default `DcpxLoadPlanner()`. With
+            `allow_partial_load` missing names are no error. With a `create_local_plan` of its own
+            shapes and kinds are not compared.
         process_group: ranks that load together. Default None: all of them.
         no_dist: loads in this process alone, as without torch.distributed. Default False.
         options: see `ReadOptions`. Default: those of the reader, else `ReadOptions()`.
         strict: whether names that the checkpoint does not hold are an error. Default True. With
             False their values stay as they are (`LoadReport.missing`).
-        allow_missing: globs (`fnmatch`, case matters) of names that may be missing all the same,
-            such as "head.*"; names as in the error, flattened by dots. Default ().
-        cast: "error" (default): stored and wanted dtypes must be equal. "allow": differences are
+        allow_missing: globs (`fnmatch`, case matters) of names that may be missing even so, such
+            as "head.*"; names as in the error, flattened by dots. Default ().
+        cast: "error" (default): stored and wanted dtypes must be equal. "allow": values are
             converted as `Tensor.copy_` does, and reported.
-        key_map: stored names and shapes to the state's (`KeyMap`), with a `DcpxLoadPlanner`. If
-            it renames a name, an error shows the stored one. Default None: names are equal, letter
-            by letter; `KeyMap()` leaves wrappers out.
+        key_map: stored names and shapes to the state's (`KeyMap`), with a `DcpxLoadPlanner`. An
+            error shows the stored name. Default None: names are equal, letter by letter;
+            `KeyMap()` leaves wrappers out.
 
     Returns:
         The report of this rank's load.
@@ -86,12 +85,12 @@ def load(
     Raises:
         MismatchError: names are missing, or shapes, dtypes or kinds (tensor or object) differ.
             Every rank raises all differences before anything is read.
-        PlanError: ranks made different calls; or `key_map` does not fit what is stored: a rule
+        PlanError: ranks made different calls; or `key_map` does not fit the checkpoint: a rule
             without a match, two entries under one name.
         OptionError: an argument that cannot work.
         UnsupportedError: a reader that is no DcpxReader.
         NotCommittedError, CorruptionError, StorageError, UnsafePickleError: as `DcpxReader`; of any
-            rank, on all of them. `touched` names the values that may hold new bytes.
+            rank, on all ranks. `touched` names the values that may hold new bytes.
         RankError, RankLostError, StoreLostError: another rank failed, or did not come within
             `ReadOptions.load_timeout_s`.
     """
@@ -120,21 +119,16 @@ def load(
 class LoadRun:
     """One rank's part in one load."""
 
+    own: RankLoad  # once `plan` has made it
+
     def __init__(self, exchange: Exchange, target: dict[str, Any], began: float) -> None:
         """Loads into `target` with the ranks of an exchange; `began` is a `perf_counter()`."""
         self._began = began
         self._exchange = exchange
         self._target = target
-        self._own: RankLoad | None = None
         self._answer = LoadAnswer(None)
         self._items = 0
         self._seconds = {"plan": 0.0, "read": 0.0, "apply": 0.0}
-
-    @property
-    def own(self) -> RankLoad:
-        """This rank's plan. REQUIRES: `plan` made it."""
-        assert self._own is not None  # noqa: S101 - for the type checker
-        return self._own
 
     def run(self, make_own: Callable[[], RankLoad]) -> MismatchError | None:
         """Plans, reads and applies. Returns the error of all ranks, if the state does not fit."""
@@ -149,34 +143,54 @@ class LoadRun:
             raise
 
     def ended(self, error: MismatchError | None) -> LoadReport:
-        """Returns the report, or raises the error of all ranks.
+        """Returns the report, and logs the names that were left out; or raises the error of `run`.
 
-        REQUIRES: the exchange is over, or the ranks would hear of the error once more.
+        REQUIRES: the exchange is closed, else it would send the error to the other ranks again.
         """
         if error is not None:
             self.release()
             raise error
-        return self.report(time.perf_counter() - self._began)
+        total_s = time.perf_counter() - self._began
+        reader, differences = self.own.reader, self.own.differences
+        read = reader.last_report
+        if differences.missing:
+            text = "loaded '%s' without %d names that it does not hold, which are as they were: %s"
+            shown = ", ".join(differences.missing[:5])
+            logger.warning(text, reader.path, len(differences.missing), shown)
+        return LoadReport(
+            path=str(reader.path),
+            items=self._items,
+            nbytes=read.needed_bytes if read is not None else 0,
+            missing=differences.missing,
+            unexpected=self.own.unexpected(self._answer.unasked),
+            casts=differences.dtypes,
+            plan_s=self._seconds["plan"],
+            read_s=self._seconds["read"],
+            apply_s=self._seconds["apply"],
+            wait_s=total_s - sum(self._seconds.values()),
+            total_s=total_s,
+            read=read,
+        )
 
     def plan(self, make_own: Callable[[], RankLoad]) -> MismatchError | None:
-        """Agrees on the plan. Returns the error of all ranks, if there is one."""
+        """Agrees on the plan. Returns the error of all ranks, if any."""
         exchange = self._exchange
 
+        @self._timing("plan")
         def prepare() -> LoadOffer:
-            # Here the other ranks learn of an error in this rank's arguments.
-            self._own = make_own()
-            return self._own.prepare(self._target, exchange.rank, exchange.is_coordinator)
+            # Here, so that the other ranks learn of an error in this rank's arguments.
+            self.own = make_own()
+            return self.own.prepare(self._target, exchange.rank, exchange.is_coordinator)
 
+        @self._timing("plan")
         def reduce(offers: list[LoadOffer]) -> list[LoadAnswer]:
             return agree(self.own, offers)
 
-        self._answer = exchange.reduce_scatter(
-            "plan", self._timed("plan", prepare), self._timed("plan", reduce)
-        )
+        self._answer = exchange.reduce_scatter("plan", prepare, reduce)
         return self._answer.error
 
     def read(self) -> None:
-        """Reads. Returns when all ranks have."""
+        """Reads. Returns when all ranks have read."""
         own = self.own
 
         def read_own() -> None:
@@ -199,7 +213,8 @@ class LoadRun:
             for part in self._apply_parts():
                 self._on_all("apply", part)
         else:
-            self._timed("apply", self._apply_own)()
+            with self._timing("apply"):
+                self._apply_own()
 
     def _apply_parts(self) -> Sequence[Callable[[], None]]:
         """Returns the steps, in order; each ends on all ranks or on none."""
@@ -216,52 +231,28 @@ class LoadRun:
 
     def release(self) -> None:
         """Closes the files that were opened for a read that does not come."""
-        if self._own is not None:
-            DcpxReader.reset(self._own.reader)  # not a subclass's, which may do more than that
-
-    def report(self, total_s: float) -> LoadReport:
-        """Returns the report, and logs the names that were left out."""
-        reader, differences = self.own.reader, self.own.differences
-        read = reader.last_report
-        if differences.missing:
-            text = "loaded '%s' without %d names that it does not hold, which are as they were: %s"
-            shown = ", ".join(differences.missing[:5])
-            logger.warning(text, reader.path, len(differences.missing), shown)
-        return LoadReport(
-            path=str(reader.path),
-            items=self._items,
-            nbytes=read.needed_bytes if read is not None else 0,
-            missing=differences.missing,
-            unexpected=self.own.unexpected(self._answer.unasked),
-            casts=differences.dtypes,
-            plan_s=self._seconds["plan"],
-            read_s=self._seconds["read"],
-            apply_s=self._seconds["apply"],
-            wait_s=total_s - sum(self._seconds.values()),
-            total_s=total_s,
-            read=read,
-        )
+        if hasattr(self, "own"):
+            DcpxReader.reset(self.own.reader)  # a subclass's may do more than that
 
     def _on_all(self, step: str, local: Callable[[], None]) -> None:
-        """Does this rank's part of a step, and waits for all other ranks'."""
+        """Makes this rank's step, and waits for those of all other ranks."""
 
         def part() -> None:
             try:
-                self._timed(step, local)()
-            finally:  # from here on it waits for others so long, however long its own part took
+                with self._timing(step):
+                    local()
+            finally:  # the wait for the others has its full time, however long this part took
                 self._exchange.restart()
 
         self._exchange.all_reduce(step, part, lambda _: None)
 
-    def _timed(self, phase: str, do: Callable[..., _T]) -> Callable[..., _T]:
-        def timed(*args: Any) -> _T:
-            began = time.perf_counter()
-            try:
-                return do(*args)
-            finally:
-                self._seconds[phase] += time.perf_counter() - began
-
-        return timed
+    @contextmanager
+    def _timing(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - began
 
 
 def _is_last(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """Does a state fit a checkpoint? All differences at once, before a byte is read.
 
-Stock raises at the first name, converts dtypes without a word, puts objects where tensors were, and
-does not tell the other ranks. Here one error names all differences of all ranks, and stored names
-that are near to missing ones.
+Stock raises at the first name, converts dtypes silently, puts objects where tensors were, and does
+not tell the other ranks. Here one error names all differences of all ranks, and stored names that
+are near to missing ones.
 """
 
 from __future__ import annotations
@@ -29,27 +29,21 @@ _T = TypeVar("_T")
 
 _MAX_SHOWN = 10  # of each list, in the message
 _MAX_NAME = 160  # characters of a name, in the message
-
-# Of near names.
-_MAX_LENGTH = 300  # of names that are compared letter by letter
-_MAX_COMPARED = 1000  # names, for one that is missing
-_MAX_NEAREST = 3
+_MAX_LENGTH = 300  # characters of names that are compared letter by letter
+_MAX_COMPARED = 1000  # stored names, with each missing one
+_MAX_NEAREST = 3  # stored names for a missing one
 
 
 class LoadRules(NamedTuple):
     """The differences that are no error."""
 
     is_strict: bool  # whether a name that is not stored is an error
-    may_miss: Callable[[str], object]  # true for names that may be missing all the same
+    may_miss: Callable[[str], object]  # true for names that may be missing even so
     is_cast_allowed: bool
 
     @classmethod
     def of(cls, strict: Any, allow_missing: Any, cast: Any) -> LoadRules:
-        """Returns the rules that the arguments of `load` state.
-
-        Raises:
-            OptionError: one of them cannot work.
-        """
+        """Returns the rules of `load`'s arguments. Raises OptionError: one of them cannot work."""
         if type(strict) is not bool:
             raise must_be("strict", strict, "True or False")
         if cast not in ("error", "allow"):
@@ -66,12 +60,12 @@ class Differences(NamedTuple):
     """The differences between the state of one rank and the checkpoint."""
 
     missing: tuple[str, ...] = ()  # not stored, forgiven or not
-    refused: tuple[str, ...] = ()  # of these, not forgiven
+    refused: tuple[str, ...] = ()  # those of them that are not forgiven
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()  # name, stored, wanted
     dtypes: tuple[tuple[str, str, str], ...] = ()  # name, stored, wanted; forgiven or not
     kinds: tuple[tuple[str, str, str], ...] = ()  # name, stored, wanted
     nearest: Mapping[str, tuple[str, ...]] = {}  # stored names for the first refused ones
-    wrapped: int = 0  # refused ones that differ from a stored name by wrappers only
+    wrapped: int = 0  # number of refused ones that differ from a stored name by wrappers only
 
     def is_refused(self, rules: LoadRules) -> bool:
         """Returns whether the load cannot go on."""
@@ -88,16 +82,13 @@ def compare(
     is_dtype_known: bool = True,
     mapped: MappedState | None = None,
 ) -> Differences:
-    """Compares a flat state with a checkpoint.
+    """Compares a flat state with the entries of a checkpoint's metadata.
 
     Args:
-        state: tensors and objects by name.
-        stored: entries of the metadata by name.
-        rules: the differences that are no error.
-        sources: of a planner that plans its own way: the stored names that fill each entry of the
-            state; then shapes and kinds are not compared. None: each entry has its own name.
+        sources: if a user's planner has planned, the stored names that fill each value: shapes and
+            kinds are not compared. None: each value has the entry of its own name.
         is_dtype_known: whether the read fills the state's own tensors.
-        mapped: if `state` goes by stored names, the differences found on the way to them.
+        mapped: if `state` has stored names, the differences that the map has noted.
 
     Raises:
         UnsupportedError: a nested tensor without sizes.
@@ -107,9 +98,7 @@ def compare(
     asked = unlike_names(state, stored, has_dtypes=is_dtype_known) if sources is None else state
     for fqn in asked:
         target, entry = state[fqn], outline(fqn)
-        names: Collection[str] = (fqn,) if entry is not None else ()
-        if sources is not None:
-            names = sources.get(fqn, names)
+        names = (sources or {}).get(fqn, () if entry is None else (fqn,))
         is_tensor = isinstance(target, torch.Tensor) or hasattr(target, "__create_chunk_list__")
         if not names:
             missing.append(fqn)
@@ -118,19 +107,11 @@ def compare(
             kinds.append((fqn, "object" if is_tensor else "tensor", kind))
         elif is_tensor:
             refuse_nested(fqn, target)
-            sizes = wanted_sizes(target) if sources is None else None
             entries = [one for one in map(outline, names) if isinstance(one, TensorStorageMetadata)]
-            shapes += [
-                (fqn, tuple(one.size), sizes)
-                for one in entries
-                if sizes is not None and tuple(one.size) != sizes
-            ]
-            dtypes += [
-                (fqn, dtype_name(one.properties.dtype), dtype_name(dtype))
-                for one in entries
-                for dtype in (_dtypes(target) if is_dtype_known else ())
-                if dtype != one.properties.dtype
-            ]
+            if sources is None:
+                shapes += _shape_rows(fqn, target, entries)
+            if is_dtype_known:
+                dtypes += _dtype_rows(fqn, target, entries)
     if mapped is not None:
         missing += mapped.missing
         shapes += mapped.shapes
@@ -148,22 +129,17 @@ def compare(
 def mismatch_error(
     path: str, all_differences: Sequence[Differences], rules: LoadRules
 ) -> MismatchError | None:
-    """Returns the one error of all ranks, the same whichever rank asks, or None.
-
-    Args:
-        path: of the checkpoint.
-        all_differences: of all ranks, in the order of the ranks.
-        rules: of the load.
-    """
+    """Returns one error of the differences of all ranks, by rank; None if the load can go on."""
     ranks = [rank for rank, own in enumerate(all_differences) if own.is_refused(rules)]
     if not ranks:
         return None
     missing = _union(own.refused for own in all_differences)
-    shapes = _union(own.shapes for own in all_differences)
-    dtypes = () if rules.is_cast_allowed else _union(own.dtypes for own in all_differences)
-    kinds = _union(own.kinds for own in all_differences)
+    tables: dict[str, Sequence[Any]] = {
+        "shapes": _union(own.shapes for own in all_differences),
+        "dtypes": () if rules.is_cast_allowed else _union(own.dtypes for own in all_differences),
+        "kinds": _union(own.kinds for own in all_differences),
+    }
     nearest = {fqn: near for own in all_differences for fqn, near in own.nearest.items() if near}
-    tables: dict[str, Sequence[Any]] = {"shapes": shapes, "dtypes": dtypes, "kinds": kinds}
     counts = {"missing names": missing, **tables}
     differing = ", ".join(f"{len(rows)} {what}" for what, rows in counts.items() if rows)
     where = ""
@@ -178,9 +154,8 @@ def mismatch_error(
         lines.append(f"missing: {_listed(missing, lambda fqn: _missing_text(fqn, nearest))}")
         if len(missing) > _MAX_SHOWN:
             groups = Counter(fqn.partition(".")[0] for fqn in missing).most_common(5)
-            lines.append(
-                "  of these " + ", ".join(f"{n} in {_short(group)}" for group, n in groups)
-            )
+            shown = ", ".join(f"{n} in {_short(group)}" for group, n in groups)
+            lines.append(f"  of these {shown}")
         wrapped = max(own.wrapped for own in all_differences)
         if wrapped:
             lines.append(
@@ -192,17 +167,15 @@ def mismatch_error(
         if rows:
             way = "; cast='allow' converts them" if what == "dtypes" else ""
             lines.append(f"{what}: {_listed(rows, _difference_text)}{way}")
-    names = (*missing, *(row[0] for row in (*shapes, *dtypes, *kinds)))
+    names = (*missing, *(row[0] for rows in tables.values() for row in rows))
     return MismatchError(
         "\n".join(lines),
         fqn=names[0],
         path=path,
         missing=missing,
-        shapes=shapes,
-        dtypes=dtypes,
-        kinds=kinds,
         nearest=nearest,
         ranks=tuple(ranks),
+        **tables,
     )
 
 
@@ -214,21 +187,21 @@ def _unwrapped(name: str) -> str:
 
 
 class NearNames:
-    """Finds stored names that are near to a missing one: other wrappers around it, a typing error.
+    """Finds stored names that are near to a missing one.
 
     Wrappers put a component into a name (`_orig_mod.` of torch.compile, `module.` of DDP) where the
-    save had none, or the other way round. States are nested one level deeper or shallower.
+    save had none, or the other way round. States are nested one level deeper or shallower. Names
+    are mistyped.
     """
 
     def __init__(self, stored: Iterable[str]) -> None:
-        """Searches `stored`, the names that nobody asks for."""
         self._stored = list(stored)
         self._by_unwrapped: dict[str, list[str]] = {}
         for name in self._stored:
             self._by_unwrapped.setdefault(_unwrapped(name), []).append(name)
 
     def is_wrapped(self, name: str) -> bool:
-        """Returns whether a stored name differs from this one by wrappers only."""
+        """Returns whether a stored name differs from `name` by wrappers only."""
         return _unwrapped(name) in self._by_unwrapped
 
     def nearest(self, name: str) -> tuple[str, ...]:
@@ -247,16 +220,32 @@ class NearNames:
             return []
         last = name.rpartition(".")[2]
         short = [one for one in self._stored if len(one) <= _MAX_LENGTH]
-        # Among many, those of the same parameter are more likely than any others.
+        # Of too many, those of the same parameter are the most likely.
         short.sort(key=lambda one: one.rpartition(".")[2] != last)
         return difflib.get_close_matches(name, short[:_MAX_COMPARED], _MAX_NEAREST, cutoff=0.75)
 
 
-def _dtypes(target: Any) -> Iterable[torch.dtype]:
+def _shape_rows(
+    fqn: str, target: Any, entries: Iterable[TensorStorageMetadata]
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    sizes = wanted_sizes(target)
+    if sizes is None:
+        return []
+    return [(fqn, tuple(one.size), sizes) for one in entries if tuple(one.size) != sizes]
+
+
+def _dtype_rows(
+    fqn: str, target: Any, entries: Iterable[TensorStorageMetadata]
+) -> list[tuple[str, str, str]]:
+    wanted: Iterable[Any] = (getattr(target, "dtype", None),)
     if isinstance(target, MappedTarget):
-        return target.dtypes()
-    dtype = getattr(target, "dtype", None)
-    return (dtype,) if isinstance(dtype, torch.dtype) else ()
+        wanted = target.dtypes()
+    return [
+        (fqn, dtype_name(one.properties.dtype), dtype_name(dtype))
+        for one in entries
+        for dtype in wanted
+        if isinstance(dtype, torch.dtype) and dtype != one.properties.dtype
+    ]
 
 
 def _union(lists: Iterable[Sequence[_T]]) -> tuple[_T, ...]:

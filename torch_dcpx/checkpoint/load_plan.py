@@ -11,8 +11,7 @@ import dataclasses
 import inspect
 import itertools
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,12 +35,12 @@ from torch_dcpx.reader.reader import DcpxReader
 class LoadOffer(NamedTuple):
     """A rank's part in the plan."""
 
-    differences: Differences | None  # where the load cannot go on
-    plan: LoadPlan | None  # without items if nobody looks at them
-    is_light: bool  # whether it has no items for that reason
-    stored_id: tuple[int, int]  # number and checksum of all stored names
-    unasked: bytes  # for each stored name 1 where this rank does not ask for it; compressed
-    has_stateful: bool
+    differences: Differences | None  # if the load cannot go on
+    plan: LoadPlan | None = None
+    is_light: bool = False  # whether the plan has no items, since no hook looks at them
+    stored_id: tuple[int, int] = (0, 0)  # number and checksum of all stored names
+    unasked: bytes = b""  # for each stored name 1 if this rank does not ask for it; compressed
+    has_stateful: bool = False
 
 
 class LoadAnswer(NamedTuple):
@@ -49,8 +48,8 @@ class LoadAnswer(NamedTuple):
 
     error: MismatchError | None
     plan: LoadPlan | None = None  # None: its own
-    unasked: bytes | None = None  # as in the offer, by no rank; None: ranks see different names
-    has_stateful: bool = False  # any rank
+    unasked: bytes | None = None  # 1 if no rank asks for it; None: ranks see different names
+    has_stateful: bool = False  # on any rank
 
 
 class RankLoad:
@@ -67,19 +66,16 @@ class RankLoad:
         twins: Mapping[str, Collection[str]] | None = None,
         is_handed: Callable[[Collection[str]], bool] | None = None,
     ) -> None:
-        """Plans a load through `reader`.
+        """Begins a load through `reader`.
 
         Args:
-            reader: of the checkpoint.
-            planner: plans the load.
-            rules: the differences that are no error.
             key_map: from stored names to the state's.
             is_model: whether to load the model's part of a checkpoint that has parts.
-            twins: with a map: by name of the state, other names of the same tensor. It is enough
-                that the checkpoint holds one of them.
+            twins: with a map: by name of the state, other names of the same tensor. The checkpoint
+                need hold only one of them.
             is_handed: takes the missing names, and returns whether the caller hands the loaded
-                state over after the read, as to a `Stateful` object. It may refuse what cannot be
-                filled. Default: to those alone.
+                state over after the read, as to a `Stateful` object. It may raise for tensors that
+                cannot be filled. Default: only `Stateful` objects are handed theirs.
         """
         is_mapper = isinstance(planner, DcpxLoadPlanner) and planner.flatten_state_dict
         if key_map is not None and not is_mapper:
@@ -103,10 +99,7 @@ class RankLoad:
         self._stored: Mapping[str, Any] = {}
 
     def prepare(self, target: Mapping[str, Any], rank: int, is_coordinator: bool) -> LoadOffer:
-        """Compares and plans; opens files only where the state fits.
-
-        Source: state_dict_loader.load and _load_state_dict.
-        """
+        """Compares and plans as state_dict_loader's `_load_state_dict`; opens no file in vain."""
         planner, reader = self.planner, self.reader
         has_stateful = False
         for key in sorted(target, key=str):  # `state_dict` may be collective: in one order
@@ -119,7 +112,7 @@ class RankLoad:
         reader_args = {"rank": rank, "use_collectives": is_of_all}
         if "kwargs" not in inspect.signature(reader.set_up_storage_reader).parameters:
             reader_args = {}
-        if not metadata.state_dict_metadata:  # a reader that has kept an error says so here
+        if not metadata.state_dict_metadata:  # a reader that has kept an error raises it here
             reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
         for key, value in target.items():
             if isinstance(value, LoadPart):
@@ -129,7 +122,7 @@ class RankLoad:
         self._stored = metadata.state_dict_metadata
         self._map_state(model_part(metadata) if self._is_model else "")
         if not self._make_plan():
-            return LoadOffer(self.differences, None, False, (0, 0), b"", has_stateful)
+            return LoadOffer(self.differences)
         self.plan = reader.prepare_local_plan(self.plan)
         names = "\0".join(map(str, self._stored)).encode(errors="surrogatepass")
         # Whether neither planner nor reader looks at the items of other ranks.
@@ -160,16 +153,15 @@ class RankLoad:
         return self.state
 
     def unexpected(self, unasked: bytes | None) -> tuple[str, ...]:
-        """Returns the stored names that no rank asks for; with None, those not of this rank."""
+        """Returns the stored names that no rank asks for; with None, that this one does not."""
         mask = zlib.decompress(self._unasked() if unasked is None else unasked)
         return tuple(itertools.compress(self._stored, mask))
 
     def _map_state(self, part: str) -> None:
         """Gives the planner the state by stored names, unless it has that already."""
-        self._mapped = None
         planner: Any = self.planner
         if isinstance(planner, DcpxLoadPlanner):
-            planner.dcpx_is_mapped = False  # of a load before
+            planner.dcpx_is_mapped = False  # it was for an earlier load
         if self._key_map is None:
             return
         wanted = planner.state_dict.keys()
@@ -180,17 +172,18 @@ class RankLoad:
         mapped.missing[:] = [
             name for name in mapped.missing if missing.issuperset(self._twins.get(name, ()))
         ]
-        is_same = len(mapped.state) == len(planner.state_dict) and all(
+        is_same = len(planner.state_dict) == len(mapped.state) <= len(mapped.names) and all(
             name == stored for stored, name in mapped.names.items()
         )
-        if not is_same or len(mapped.names) < len(mapped.state):
+        if not is_same:
             self._mapped = mapped
             planner.dcpx_use_mapped(mapped)
 
     def _make_plan(self) -> bool:
         """Has the planner plan. Returns whether `differences` allow the load."""
         planner, stored, rules = self.planner, self._stored, self.rules
-        if getattr(planner, "allow_partial_load", False):
+        is_partial = getattr(planner, "allow_partial_load", False)
+        if is_partial:
             rules = rules._replace(is_strict=False)
         compared = partial(compare, is_dtype_known=has_stock_hooks(planner), mapped=self._mapped)
         is_stock = has_stock_hooks(planner, ("create_local_plan",))
@@ -198,10 +191,15 @@ class RankLoad:
             self.differences = compared(_planned_state(planner, stored), stored, rules)
             if self.differences.is_refused(rules):
                 return False
-        with _partial_load_allowed(planner):
+        if isinstance(planner, DefaultLoadPlanner):
+            planner.allow_partial_load = True  # `compare` finds the missing names
+        try:
             self.plan = planner.create_local_plan()
+        finally:
+            if isinstance(planner, DefaultLoadPlanner):
+                planner.allow_partial_load = is_partial
         if has_stock_hooks(planner, PLAN_HOOKS) and not isinstance(planner, DcpxLoadPlanner):
-            check_shards(_state_of(planner), stored)  # ours has looked
+            check_shards(_state_of(planner), stored)  # ours has checked
         if not is_stock:
             sources: dict[str, dict[str, None]] = {}
             for item in self.plan.items:
@@ -216,14 +214,8 @@ class RankLoad:
 
 
 def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
-    """The coordinator's part: one error for all ranks, or a plan for each.
-
-    Args:
-        own: the coordinator's.
-        offers: of all ranks, in the order of the ranks.
-
-    Raises:
-        PlanError: ranks gave arguments that contradict each other.
+    """Returns the coordinator's answers to the offers, by rank: one error, or a plan for each.
+    Raises PlanError: ranks gave arguments that contradict each other.
     """
     differences = [offer.differences or Differences() for offer in offers]
     error = mismatch_error(str(own.reader.path), differences, own.rules)
@@ -238,7 +230,7 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
 
 
 def _by_all(offers: Sequence[LoadOffer]) -> bytes | None:
-    """Returns which stored names no rank asks for; None if ranks see different names."""
+    """Returns `LoadAnswer.unasked`."""
     if len({offer.stored_id for offer in offers}) > 1:
         return None
     by_all = -1
@@ -248,10 +240,7 @@ def _by_all(offers: Sequence[LoadOffer]) -> bytes | None:
 
 
 def _read_metadata(reader: DcpxReader, rank: int) -> tuple[Metadata, bool]:
-    """Returns the metadata of all ranks, or that of this rank; and whether it is of all.
-
-    Source: state_dict_loader._load_state_dict.
-    """
+    """Returns the metadata of all ranks, or of this rank as stock does; whether it is of all."""
     try:
         return reader.read_metadata(), True
     except Exception:
@@ -266,9 +255,8 @@ def _state_of(planner: LoadPlanner) -> Mapping[str, Any]:
 
 
 def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state as `DefaultLoadPlanner.create_local_plan` will see it.
-
-    Stock goes back to the names of torch before 2.4 if the checkpoint has such.
+    """Returns the state as `DefaultLoadPlanner.create_local_plan` will see it: by the names of
+    torch before 2.4 if the checkpoint has such.
     """
     state = _state_of(planner)
     if getattr(planner, "dcpx_is_mapped", False):
@@ -278,17 +266,3 @@ def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[s
         if any(name in stored and name not in state for name in before):
             return before
     return state
-
-
-@contextmanager
-def _partial_load_allowed(planner: LoadPlanner) -> Iterator[None]:
-    """Lets the planner pass over missing names: `compare` has found all of them."""
-    if not isinstance(planner, DefaultLoadPlanner):
-        yield
-        return
-    before = planner.allow_partial_load
-    planner.allow_partial_load = True
-    try:
-        yield
-    finally:
-        planner.allow_partial_load = before

@@ -1,4 +1,4 @@
-"""The saves of this process in the background, and errors that nobody has looked at.
+"""The saves of this process in the background, and errors that nobody has read.
 
 Process-wide, because memory and disk are. A forked child starts with none.
 """
@@ -27,7 +27,7 @@ _EXIT_VARIABLE = "DCPX_EXIT_TIMEOUT_S"
 _EXIT_TIMEOUT_S = 600.0
 
 _guard = Guard()  # a signal handler may wait while its thread holds it
-_handles: list[SaveHandle] = []  # under way, or failed and nobody has looked
+_handles: list[SaveHandle] = []  # under way, or with an uncollected error
 _followers: list[Callable[[Deadline], None]] = []
 _own = threading.local()  # .handle: the save that the current thread makes
 
@@ -40,22 +40,13 @@ def add(handle: SaveHandle) -> None:
 
 
 def set_own(handle: SaveHandle) -> None:
-    """Notes which save this thread makes: a user's hook in it waits for all other saves."""
+    """Notes the save of this thread: a user's hook in it waits for all other saves."""
     _own.handle = handle
 
 
 def _sweep() -> None:
-    """Forgets saves that ended well, and errors that somebody has seen. REQUIRES: _guard."""
-    _handles[:] = [h for h in _handles if not h.done() or _is_uncollected(h)]
-
-
-def _is_uncollected(handle: SaveHandle) -> bool:
-    future = handle.durable
-    return (
-        future.done()
-        and not future.is_collected
-        and concurrent.futures.Future.exception(future) is not None
-    )
+    """Forgets saves that ended well, and collected errors. REQUIRES: _guard."""
+    _handles[:] = [h for h in _handles if not h.done() or h.durable.has_uncollected_error]
 
 
 def _under_way() -> list[SaveHandle]:
@@ -71,10 +62,8 @@ def count() -> int:
 
 
 def wait_for_room(max_in_flight: int) -> float:
-    """Waits until fewer than `max_in_flight` saves are under way; each has a deadline of its own.
-
-    Returns:
-        Seconds waited.
+    """Waits until fewer than `max_in_flight` saves are under way, each up to its own deadline.
+    Returns the seconds that it waited.
     """
     begin = time.monotonic()
     while len(under_way := _under_way()) >= max_in_flight:
@@ -84,20 +73,22 @@ def wait_for_room(max_in_flight: int) -> float:
 
 
 def raise_uncollected() -> None:
-    """Raises the oldest error that nobody has looked at, and logs the others."""
+    """Raises the oldest error that nobody has read, and logs the others."""
     with _guard.held():
-        failed = [handle for handle in _handles if _is_uncollected(handle)]
-        errors = [handle.durable.exception() for handle in failed]  # collects it
+        failed = [handle for handle in _handles if handle.durable.has_uncollected_error]
+        for handle in failed:
+            handle.durable.is_collected = True
         _sweep()
-    for handle, error in zip(failed[1:], errors[1:], strict=True):
-        _log_failure(handle, error)
-    if failed and errors[0] is not None:
+    for handle in failed[1:]:
+        _log_failure(handle)
+    if failed:
         logger.error("an earlier save, to '%s', had failed", failed[0].checkpoint_id)
-        raise errors[0]
+        failed[0].durable.result()
 
 
-def _log_failure(handle: SaveHandle, error: BaseException | None) -> None:
-    logger.error("the save to '%s' failed: %s", handle.checkpoint_id, str(error))
+def _log_failure(handle: SaveHandle) -> None:
+    error = str(handle.durable.exception())
+    logger.error("the save to '%s' failed: %s", handle.checkpoint_id, error)
 
 
 def wait(timeout_s: float | None = None) -> None:
@@ -108,48 +99,41 @@ def wait(timeout_s: float | None = None) -> None:
 
     Raises:
         TimeoutError: some are still under way.
-        DcpxError: of a save that failed, if nobody has looked at its handle.
+        DcpxError: of a save that failed, if nobody has read it from the handle.
     """
     late = _drain(timeout_s)
     if late:
-        raise TimeoutError(f"after {timeout_s} s still saving to {', '.join(map(_place, late))}")
+        places = ", ".join(f"'{handle.checkpoint_id}'" for handle in late)
+        raise TimeoutError(f"after {timeout_s} s still saving to {places}")
     raise_uncollected()
 
 
 def _drain(timeout_s: float | None) -> list[SaveHandle]:
-    """Waits for all; returns the late ones."""
+    """Waits for all saves. Returns the late ones."""
     handles = _under_way()
     late = concurrent.futures.wait([handle.durable for handle in handles], timeout_s).not_done
     return [handle for handle in handles if handle.durable in late]
 
 
-def _place(handle: SaveHandle) -> str:
-    return f"'{handle.checkpoint_id}'"
-
-
 def exit_timeout_s() -> float:
-    """Returns how many seconds the end of the interpreter waits for pending saves.
-
-    Raises:
-        OptionError: DCPX_EXIT_TIMEOUT_S is no number of seconds.
-    """
-    text = os.environ.get(_EXIT_VARIABLE)
+    """Returns how many seconds the end of the interpreter waits. Raises OptionError: no number."""
+    value = os.environ.get(_EXIT_VARIABLE, _EXIT_TIMEOUT_S)
     try:
-        seconds = _EXIT_TIMEOUT_S if text is None else float(text)
+        seconds = float(value)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < threading.TIMEOUT_MAX:
-        raise must_be(_EXIT_VARIABLE, text, "a number of seconds")
+        raise must_be(_EXIT_VARIABLE, value, "a number of seconds")
     return seconds
 
 
 def call_behind(follower: Callable[[Deadline], None]) -> None:
-    """Makes the interpreter's end call `follower`, which waits for work that saves have left."""
+    """Makes the end of the interpreter call `follower`, which waits for work behind the saves."""
     _followers.append(follower)
 
 
 def _at_exit() -> None:
-    """Waits for saves under way as the interpreter ends, and logs errors that nobody has seen."""
+    """Waits for saves under way as the interpreter ends, and logs uncollected errors."""
     try:
         timeout_s = exit_timeout_s()
     except OptionError as error:
@@ -161,17 +145,17 @@ def _at_exit() -> None:
     late = _drain(timeout_s)
     for handle in late:
         logger.error(
-            "the process ends after %s s (%s) while it still saves to %s: the previous checkpoint "
-            "stays, unless the new one was just being committed",
+            "the process ends after %s s (%s) while it still saves to '%s': the previous "
+            "checkpoint stays, unless the new one was just being committed",
             timeout_s,
             _EXIT_VARIABLE,
-            _place(handle),
+            handle.checkpoint_id,
         )
     for follower in _followers:
         follower(deadline)
     deadline = Deadline(last_jobs.LAST_WAIT_S)
     for handle in late:  # stopped, it removes its files, unless it hangs in a system call
-        handle.durable.is_collected = True  # it was said
+        handle.durable.is_collected = True  # logged above
         handle.leave(deadline)
     concurrent.futures.wait([handle.durable for handle in late], deadline.remaining_s)
     _log_uncollected()
@@ -180,8 +164,9 @@ def _at_exit() -> None:
 
 def _log_uncollected() -> None:
     with _guard.held():
-        for handle in filter(_is_uncollected, _handles):
-            _log_failure(handle, handle.durable.exception())
+        for handle in _handles:
+            if handle.durable.has_uncollected_error:
+                _log_failure(handle)
 
 
 atexit.register(_at_exit)
@@ -190,7 +175,7 @@ atexit.register(_at_exit)
 def drain_on_sigterm() -> Callable[[], None]:
     """Makes SIGTERM wait for pending saves, up to DCPX_EXIT_TIMEOUT_S, before it takes effect.
 
-    Then it calls the earlier handler, if Python knows it; without one the process ends by the
+    Then it calls the earlier handler, if it is Python's; without one the process ends by the
     signal. Call this on the main thread.
 
     Returns:
@@ -202,13 +187,13 @@ def drain_on_sigterm() -> Callable[[], None]:
     """
     timeout_s = exit_timeout_s()
     before: Any = signal.getsignal(signal.SIGTERM)
-    if before is None:  # of C, which Python can neither call nor put back
+    if before is None:  # a handler of C: Python can neither call nor restore it
         before = signal.SIG_DFL
 
     def handle(number: int, frame: FrameType | None) -> None:
         logger.warning("SIGTERM: waiting up to %s s for saves under way", timeout_s)
         for late in _drain(timeout_s):
-            logger.error("SIGTERM: after %s s still saving to %s", timeout_s, _place(late))
+            logger.error("SIGTERM: after %s s still saving to '%s'", timeout_s, late.checkpoint_id)
         if callable(before):
             before(number, frame)
         elif before != signal.SIG_IGN:
@@ -224,7 +209,7 @@ def drain_on_sigterm() -> Callable[[], None]:
 
 
 def _forget_parents_saves() -> None:
-    """In a forked child: they go on in the parent."""
+    """Makes a forked child start with no saves: they go on in the parent."""
     global _guard
     _guard = Guard()  # another thread of the parent may have held it
     _handles.clear()

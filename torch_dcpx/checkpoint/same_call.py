@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? They compare it before they write or read anything."""
+"""Do all ranks make the same call? They compare it before they write or read."""
 
 from __future__ import annotations
 
@@ -18,35 +18,24 @@ logger = logging.getLogger("torch_dcpx")
 
 _MAX_SHOWN = 5
 _MAX_TEXT = 80  # characters shown of one value
-_MAX_TOLD = 1000  # characters of globs that ranks tell each other; of more, a digest
+_MAX_SENT = 1000  # characters of globs that ranks send each other; of more, a digest
 
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call, as the coordinator gets it; small, and pickled between ranks.
-
-    Attributes:
-        name: of the method.
-        arguments: that must be equal on all ranks, by name: texts, numbers, kinds of parts.
-        digests: of values of which a checkpoint keeps one; differences are logged, no error.
-        note: anything else for the coordinator.
-    """
+    """One rank's call of the method `name`, which the coordinator gets pickled; small."""
 
     name: str
-    arguments: dict[str, Any]
-    digests: dict[str, bytes] = field(default_factory=dict)
-    note: Any = None
+    arguments: dict[str, Any]  # by name, equal on all ranks: texts, numbers, kinds of parts
+    digests: dict[str, bytes] = field(default_factory=dict)  # of values; differences are logged
+    note: Any = None  # anything else for the coordinator
 
 
 def check_same_call(calls: Sequence[Call], of: str = "CheckpointManager") -> Call:
-    """Returns the coordinator's call, to which all others are equal.
-
-    Args:
-        calls: by rank.
-        of: the class of the method, for the message.
+    """Returns the coordinator's call if all calls, by rank, are equal to it.
 
     Raises:
-        PlanError: ranks differ; it names them, and how.
+        PlanError: ranks differ; it names them, the method of the class `of`, and the differences.
     """
     first = calls[0]
     differing: list[str] = []
@@ -54,10 +43,9 @@ def check_same_call(calls: Sequence[Call], of: str = "CheckpointManager") -> Cal
         if call.name != first.name:
             differing.append(f"rank {rank} called {call.name}, rank 0 {first.name}")
             continue
-        names = dict.fromkeys((*first.arguments, *call.arguments))
         wrong = [
             f"{name}={_shown(call, first, name)} where rank 0 has {_shown(first, call, name)}"
-            for name in names
+            for name in {**first.arguments, **call.arguments}
             if call.arguments.get(name) != first.arguments.get(name)
         ]
         if wrong:
@@ -81,18 +69,18 @@ def check_same_call(calls: Sequence[Call], of: str = "CheckpointManager") -> Cal
 
 
 def told_globs(globs: Collection[str] | None) -> list[str] | str | None:
-    """Returns globs as ranks compare them: sorted, each once; many as a digest."""
+    """Returns globs as ranks compare them: sorted, each once; of many a digest."""
     if globs is None:
         return None
     each = sorted(set(globs))
     text = repr(each)
-    if len(text) <= _MAX_TOLD:
+    if len(text) <= _MAX_SENT:
         return each
-    return f"{text[:_MAX_TOLD]}... {len(each)} globs ({_digest(text)})"
+    return f"{text[:_MAX_SENT]}... {len(each)} globs ({_digest(text)})"
 
 
 def told_rules(key_map: KeyMap | None) -> str | None:
-    """Returns what ranks compare of rules: all of them but what functions do."""
+    """Returns rules as ranks compare them: all but the code of functions."""
     if key_map is None:
         return None
     text = repr([_told(rule) for rule in key_map.rules])
@@ -100,7 +88,7 @@ def told_rules(key_map: KeyMap | None) -> str | None:
 
 
 def has_functions(key_map: KeyMap) -> bool:
-    """Returns whether `told_rules` cannot tell all that the rules do."""
+    """Returns whether the rules hold code, which `told_rules` leaves out."""
     is_own = type(key_map).resolve is not KeyMap.resolve
     return is_own or any(not isinstance(rule, (Mapping, tuple)) for rule in key_map.rules)
 

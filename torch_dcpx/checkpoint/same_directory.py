@@ -8,7 +8,7 @@
 3. A rank that does not see it would write elsewhere. Then each rank removes the directories that
    this save has made, and all ranks refuse the save.
 
-With `WriteOptions(node_local=True)` on all ranks nobody looks.
+With `WriteOptions(node_local=True)` on all ranks none looks.
 """
 
 from __future__ import annotations
@@ -34,21 +34,15 @@ _Made = tuple[str, int]  # last component and inode of a directory: devices diff
 
 
 class Place(NamedTuple):
-    """The directory that a rank saves to.
+    """The directory that a rank saves to."""
 
-    Attributes:
-        directory: absolute, unless nothing tells where it is.
-        is_node_local: of `WriteOptions`.
-        made: directories that this save has made here, the outermost first.
-    """
-
-    directory: Path
-    is_node_local: bool
-    made: Sequence[Path] = ()
+    directory: Path  # absolute, unless its place is unknown
+    is_node_local: bool  # of `WriteOptions`
+    made: Sequence[Path] = ()  # directories that this save has made here, the outermost first
 
     @property
     def digest(self) -> bytes:
-        """17 bytes that are equal on two ranks if path and option are."""
+        """17 bytes, equal on two ranks if path and option are; the first byte is the option."""
         path = hashlib.blake2b(os.fsencode(self.directory), digest_size=16).digest()
         return bytes([self.is_node_local]) + path
 
@@ -63,27 +57,20 @@ class _Look(NamedTuple):
     made: tuple[_Made, ...]
 
 
-class _Verdict(NamedTuple):
-    refusal: str  # "": one directory under several names
-    made: frozenset[_Made]  # by any rank
-
-
 class SameDirectory:
-    """The comparison on this rank. At the end of its block the coordinator's file is gone."""
+    """The comparison on this rank. The end of its block removes the coordinator's file."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._probe: tuple[Path, str] | None = None  # of the coordinator
 
     def probe_for(self, place: Place, digests: Sequence[bytes]) -> str:
-        """Returns the name of a file to look for, "" if nobody need look. On the coordinator.
-
-        Raises:
-            StorageError: the coordinator cannot leave it in its directory.
+        """Leaves a file in the coordinator's directory, and returns its name; "" if no rank need
+        look. Raises StorageError: it cannot be left there.
         """
         if len(set(digests)) == 1 or all(digest[0] for digest in digests):
             return ""
-        # Of the sort that the next save removes, should this process be killed before it does.
+        # If this process is killed, the next save removes a file of such a name.
         name = temporary_name(METADATA_NAME)
         self._probe = place.directory, name
         with Directory(place.directory) as directory:
@@ -91,11 +78,8 @@ class SameDirectory:
         return name
 
     def check(self, place: Place, probe: str) -> None:
-        """Looks with all ranks whether their directories are one.
-
-        Raises:
-            PlanError: they are not, or `node_local` differs. All ranks raise it, and have removed
-                the directories that this save has made.
+        """Looks with all ranks for the probe. All raise PlanError if directories or `node_local`
+        differ, and have then removed the directories that this save has made.
         """
         exchange = self._exchange
 
@@ -106,25 +90,24 @@ class SameDirectory:
             path = os.fspath(place.directory)
             return _Look(path, exchange.host, place.is_node_local, is_found, made)
 
-        def judge(looks: list[_Look]) -> _Verdict:
+        def judge(looks: list[_Look]) -> tuple[str, frozenset[_Made]]:
             made = frozenset(one for rank in looks for one in rank.made)
-            return _Verdict(_refusal(exchange.what, looks), made)
+            return _refusal(exchange.what, looks), made
 
         def refuse(_: list[None]) -> None:
-            raise PlanError(verdict.refusal)
+            raise PlanError(refusal)
 
         try:
-            verdict = exchange.all_reduce(_STEP, look, judge)
+            refusal, made = exchange.all_reduce(_STEP, look, judge)
         finally:
             self._remove_probe()
-        if verdict.refusal:
-            # Nobody returns before all have cleaned up: the next save may want these directories.
-            exchange.all_reduce(_STEP, lambda: self._remove_made(place, verdict.made), refuse)
+        if refusal:
+            # No rank returns before all have cleaned up: the next save may use these directories.
+            exchange.all_reduce(_STEP, lambda: self._remove_made(place, made), refuse)
 
     def _remove_made(self, place: Place, made: frozenset[_Made]) -> None:
-        """Removes empty directories that ranks have made on the way to this rank's directory.
-
-        Several ranks may have made parts of one way: the last rank finds it empty.
+        """Removes empty directories that ranks have made on the path of this rank's directory. A
+        part that several ranks share is empty for the last one.
         """
         directory = place.directory
         if self._exchange.is_coordinator:  # which holds the lock
@@ -155,7 +138,7 @@ class SameDirectory:
 
 
 def _remove_lock(path: Path, *, is_made: bool) -> None:
-    """Removes the lock file if this save has made it: beside a checkpoint it was there before."""
+    """Removes the lock file if this save has made it; a checkpoint's was there before."""
     try:
         with Directory(path) as directory:
             if is_made or directory.names() == [LOCK_NAME]:
@@ -165,7 +148,7 @@ def _remove_lock(path: Path, *, is_made: bool) -> None:
 
 
 def _identity(path: Path) -> _Made | None:
-    """Returns how all ranks know a directory; None if it is gone."""
+    """Returns what identifies a directory on all ranks; None if it is gone."""
     try:
         return path.name, path.stat().st_ino
     except OSError:
@@ -173,7 +156,7 @@ def _identity(path: Path) -> _Made | None:
 
 
 def _refusal(what: str, looks: Sequence[_Look]) -> str:
-    """Returns why these ranks cannot save together; "" if they can."""
+    """Returns why these ranks cannot save together; "" if all see one directory."""
     local = [rank for rank, look in enumerate(looks) if look.is_node_local]
     other = [rank for rank, look in enumerate(looks) if not look.is_node_local]
     if local and other:

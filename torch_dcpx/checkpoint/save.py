@@ -2,7 +2,7 @@
 
 All ranks agree through the store of their process group, with a deadline, and never by a
 collective: a stopped rank holds the others no longer than that, and a save does not disturb the
-collectives of the training that goes on meanwhile.
+collectives of a training that goes on.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def save(
         checkpoint_id: directory of the checkpoint. Not needed with a `storage_writer`, which has
             a directory of its own.
         storage_writer: a DcpxWriter, of a subclass for example. Default None: a new one.
-        planner: default None, a `DcpxSavePlanner`, which keeps its plans: it does not plan a state
-            of the same names, shapes and placements again.
+        planner: default None, a `DcpxSavePlanner`, which keeps its plans for states of the same
+            names, shapes and placements.
         process_group: the ranks that save, of any backend. Default None: all ranks.
         no_dist: this process saves by itself. Default False.
         options: of the new writer. Default None: `WriteOptions()`.
@@ -80,17 +80,18 @@ def save(
         OutcomeUnknownError: the coordinator was lost while it committed.
         UnsupportedError: a `storage_writer` that is no DcpxWriter.
         OptionError: arguments that contradict each other.
-        DcpxError of an earlier `async_save`, if nobody has looked at its handle.
+        DcpxError of an earlier `async_save`, if nobody has read it from the handle.
     """
     begin = time.monotonic()
+    call = _call("save", checkpoint_id, storage_writer)
     with _begin(
-        "save", state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
+        call, state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
     ) as run:
         pending_saves.wait_for_room(1)
         run.exchange.restart()
         plan = run.plan(pending_saves.raise_uncollected)
         committed = run.write_and_settle(lambda: (plan, run.planner))
-    return report_of(run, committed, begin, time.monotonic() - begin)
+    return report_of(run, committed, begin)
 
 
 def async_save(
@@ -106,19 +107,19 @@ def async_save(
     """Saves a checkpoint in the background: returns as soon as `state_dict` may change.
 
     The ranks agree on the plan and copy their parts of the state before this returns; they write,
-    vote and commit after it. The checkpoint holds the copies, whatever happens to the state. With
-    `WriteOptions(overlap=True)` copies from devices go on after it, and `handle.guard` makes later
-    work wait for them.
+    vote and commit afterwards. The checkpoint holds the copies, whatever happens to the state. With
+    `WriteOptions(overlap=True)` copies from devices go on afterwards, and `handle.guard` makes
+    later work wait for them.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist: as `save`. A
             writer is in use until its save has ended.
-        options: also `max_in_flight`, the saves of this process at one time, and `on_busy`, for
-            when there are as many. `host_memory_bytes`, if given, bounds the copy: a larger state
-            is copied in waves while it is written, and the call returns later.
+        options: also `max_in_flight`, the most saves of this process at one time, and `on_busy`,
+            which decides about one more. `host_memory_bytes`, if given, bounds the copy: a larger
+            state is copied in waves while it is written, and the call returns later.
 
     Returns:
-        The save. If nobody looks at its error, the next save or `torch_dcpx.wait` raises it, or the
+        The save. If nobody reads its error, the next save or `torch_dcpx.wait` raises it, or the
         end of the interpreter logs it.
 
     Raises:
@@ -128,10 +129,10 @@ def async_save(
         As `save`: an error while the ranks plan, and an earlier save's error.
     """
     begin = time.monotonic()
+    call = _call("async_save", checkpoint_id, storage_writer)
     run = _begin(
-        "async_save", state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist,
-        options,
-    )  # fmt: skip
+        call, state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
+    )
     handle = SaveHandle(run.path, run.cancel, run.leave)
     background: BackgroundSave | None = None
     try:
@@ -141,9 +142,9 @@ def async_save(
             handle.durable.set_result(None)
             return handle
         plan = run.plan(pending_saves.raise_uncollected)
-        run.note_phase("staging")
+        run.exchange.note_phase("staging")
         items = _items(run, plan, handle)
-        run.planner = None  # and with it the state, of a planner that nobody else has
+        run.planner = None  # lets go of the state that it holds
         background = BackgroundSave(run, plan, items, handle, begin)
         background.start()
         background.wait_until_staged()
@@ -165,7 +166,7 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
 
     Args:
         state_dict: the state to save. Takes memory for this rank's part of it, and copies nothing.
-        options: `host_memory_bytes` bounds the memory, as it does in `async_save`.
+        options: `host_memory_bytes` bounds the memory, as in `async_save`. Default None: no bound.
 
     Raises:
         StagingError: there is not so much memory.
@@ -176,7 +177,7 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
     plan = planner.create_local_plan()
     window_bytes = _window_bytes(options)
     if window_bytes is not None and _staged_bytes(plan) > window_bytes:
-        return  # goes in waves, which take no arena
+        return  # waves take no arena
     tensors: list[Any] = [
         planner.resolve_data(item) for item in plan.items if item.type is not WriteItemType.BYTE_IO
     ]
@@ -190,11 +191,11 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
 
 
 def close() -> None:
-    """Waits for saves under way, as `wait`, gives back the memory that they copied to, and drops
-    the plans that saves without a planner have kept.
+    """Waits for saves under way, gives back the memory that they copied to, and drops the plans
+    that saves without a planner have kept.
 
     Raises:
-        DcpxError: of a save that failed, if nobody has looked at its handle.
+        DcpxError: of a save that failed, if nobody has read it from the handle.
     """
     try:
         pending_saves.wait()
@@ -203,8 +204,13 @@ def close() -> None:
         process_pool().close()
 
 
+def _call(name: str, checkpoint_id: AnyPath | None, writer: StorageWriter | None) -> CallId:
+    target = last_component(checkpoint_id) or path_name(writer)
+    return CallId(name, target, is_target_compared=False, is_write=True)
+
+
 def _begin(
-    name: str,
+    call: CallId,
     state_dict: dict[str, Any],
     checkpoint_id: AnyPath | None,
     storage_writer: StorageWriter | None,
@@ -214,15 +220,13 @@ def _begin(
     options: WriteOptions | None,
 ) -> SaveRun:
     """Begins a save with all ranks. From here on every rank learns of an error of any rank."""
-    target = last_component(checkpoint_id) or path_name(storage_writer)
-    call = CallId(name, target, is_target_compared=False, is_write=True)
     exchange = exchange_for(process_group, no_dist, WriteOptions.save_timeout_s, call=call)
     try:
         writer = _writer(storage_writer, checkpoint_id, options)
         exchange.restart(writer.options.save_timeout_s)
         if writer.options.node_local:
             exchange.leave_out_target()
-        if name == "async_save":
+        if call.name == "async_save":
             exchange.agree_on(on_busy=writer.options.on_busy)
         exchange.note_phase("planning")
         path = os.fsdecode(checkpoint_id or writer.path)
@@ -234,10 +238,8 @@ def _begin(
 
 
 def _is_admitted(run: SaveRun) -> bool:
-    """Waits, or decides with all ranks, whether one more save may begin.
-
-    Raises:
-        ConcurrentSaveError: no, and `on_busy` is "error".
+    """Waits for room, or decides with all ranks whether one more save may begin.
+    Raises ConcurrentSaveError: it may not, and `on_busy` is "error".
     """
     options = run.writer.options
     limit = options.max_in_flight
@@ -282,8 +284,7 @@ def _writer(
 
 def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | ItemsInWaves:
     """Returns the data of the plan's items: copied now, or in waves if they exceed the budget.
-
-    With `overlap` they are there when the handle's guard is done.
+    With `overlap` the copies have ended when the handle's guard is done.
     """
     options = run.writer.options
     window_bytes = _window_bytes(options)
@@ -309,8 +310,8 @@ def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | It
         )
         return staged
 
+    has_extensions = bool(run.writer.transforms.extensions)
     with paused_gc_of_many():
-        has_extensions = bool(run.writer.transforms.extensions)
         return stage_items(plan, run.planner, stage, is_transformed=has_extensions)
 
 
@@ -320,7 +321,7 @@ def _staged_bytes(plan: SavePlan) -> int:
 
 
 def _window_bytes(options: WriteOptions) -> int | None:
-    """Returns how many bytes of copies may exist at one time: the budget without the slots."""
+    """Returns how many bytes of copies may exist at one time: the budget less the slots."""
     if options.host_memory_bytes is None:
         return None
     slots_bytes = options.resolved_workers() * options.slot_bytes

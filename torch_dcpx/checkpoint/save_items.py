@@ -1,10 +1,10 @@
 """The data of a plan's items at one moment, for a save that goes on in the background.
 
-`stage_items` copies tensors into an arena, all at once, and serialises bytes items. Its result
-gives these data as a planner does, so that `write_data` sees no difference.
+`stage_items` copies tensors into an arena, all at once, and serialises byte items. Its result gives
+these data as a planner does, so that `write_data` sees no difference.
 
-A state larger than its budget is staged in waves, by `ItemsInWaves`: the writer asks for an item
-when it has room, and the caller waits until the writer has asked for the last one.
+`ItemsInWaves` stages a state that is larger than its budget: the writer takes an item when it has
+room, and the caller waits until it has taken the last one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch_dcpx.tensors.memory import is_plain_tensor
 from torch_dcpx.writer.items import StagedItems, planned_bytes
 from torch_dcpx.writer.table import check_shapes, gives_state_as_it_is, is_kept_as_it_is, vetted
 
-_ARENA_BYTES = 2 << 20  # the least of an arena
+_ARENA_BYTES = 2 << 20  # the smallest arena
 _MAX_GROUP_BYTES = 32 << 20  # of small tensors that leave a device together
-_MAX_LOOKED_AT = 8192  # items, to find them
+_MAX_LOOKED_AT = 8192  # items, to find those
 
 StageFunction = Callable[[Sequence[torch.Tensor], Sequence[str]], list[torch.Tensor]]
 
@@ -36,13 +36,11 @@ StageFunction = Callable[[Sequence[torch.Tensor], Sequence[str]], list[torch.Ten
 def stage_items(
     plan: SavePlan, planner: SavePlanner, stage: StageFunction, *, is_transformed: bool = False
 ) -> StagedItems:
-    """Returns the data of the plan's items as they are now.
+    """Returns the data of the items of this rank's final plan as they are now.
 
     Args:
-        plan: this rank's final one.
-        planner: gives the data.
         stage: copies tensors, with their names, to the host.
-        is_transformed: the writer's extensions will ask for bytes of every bytes item.
+        is_transformed: whether the writer's extensions read the bytes of every byte item.
 
     Raises:
         AssertionError: the planner gave a wrong type (stock's texts).
@@ -64,8 +62,7 @@ def stage_items(
             if is_transformed or not is_kept_as_it_is(value):
                 value = _own_bytes(planner.resolve_data(item))
             staged.keep(item, value)
-        # Nearly all are like this: each question is asked once, and not those that whoever copies
-        # them asks.
+        # Nearly all are like this. No check is made twice: `stage` makes the others.
         elif (
             is_plain_tensor(value)
             and item.tensor_data is not None
@@ -86,65 +83,56 @@ def stage_items(
 
 
 def staged_bytes(nbytes: int) -> int:
-    """Returns how many bytes of an arena a tensor of `nbytes` takes at most: large ones begin on
-    a page.
-    """
+    """Returns the most bytes of an arena that a tensor takes: a large one begins on a page."""
     return nbytes + (4096 if nbytes >= 64 << 10 else 64) if nbytes else 0
 
 
 def _own_bytes(data: Any) -> io.BytesIO:
-    """Returns a stream of its own."""
     if not isinstance(data, io.BytesIO):
         raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")
     return io.BytesIO(data.getvalue())
 
 
 class ItemsInWaves:
-    """A planner's data, copied when the writer asks for them, `dcpx_window_bytes` at one time.
+    """A planner's data, copied when the writer takes them, `dcpx_window_bytes` at one time.
 
-    The caller's thread makes it, and then waits in `wait` while the thread that writes asks. A copy
-    waits for work that the caller has queued on devices. Small tensors of devices come with the
-    next ones in one snapshot, so that each snapshot costs a stream and its events, not each item.
+    The caller's thread makes it, and then waits in `wait` while the thread that writes takes items.
+    A copy waits for work that the caller has queued on devices. Small tensors of devices come with
+    the next ones in one snapshot: a snapshot costs a stream and its events.
     """
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner, window_bytes: int) -> None:
-        """Args:
-        items: of the plan, in the order in which the writer will ask for them.
-        planner: gives the data.
-        window_bytes: bound on the copies alive at one time.
+        """Prepares to give `items` in this order, at most `window_bytes` of copies at one time.
 
         Raises:
             PlanError: a plain tensor or DTensor of a stock planner has another shape than planned:
-                others would be written before it is asked for.
+                others would be written before the writer takes it.
         """
         check_shapes(items, planner)
         self.dcpx_gives_state = gives_state_as_it_is(planner)
         self._streams = device_memory.streams_in_use()
         self._pool = ArenaPool()
-        # Small ones pass through an arena that is none of the window's copies.
+        # Small ones pass through an arena, which is not part of the window.
         most = min(max(_ARENA_BYTES, window_bytes // 8), _MAX_GROUP_BYTES, window_bytes // 2)
         self._group_bytes = most if self._streams else 0
         self.dcpx_window_bytes = window_bytes - self._group_bytes
         self._planner: Any = planner
         self._items = items
-        self._next = 0  # of the items: the first that nobody has asked for
-        self._ahead: dict[MetadataIndex, torch.Tensor] = {}  # in the arena, to be asked for
-        self._left = len(items)
+        self._next = 0  # number of the first item that the writer has not taken
+        self._ahead: dict[MetadataIndex, torch.Tensor] = {}  # in the arena, not taken yet
         self._ended = threading.Event()
 
     def resolve_data(self, item: WriteItem) -> Any:
-        """As a planner's: gives a copy of the item's data."""
+        """As a planner's: returns a copy of the item's data."""
         self._next += 1
-        data: Any
         if item.type is WriteItemType.BYTE_IO:
-            data = _own_bytes(self._planner.resolve_data(item))
+            data: Any = _own_bytes(self._planner.resolve_data(item))
         elif item.index in self._ahead:
             data = self._ahead.pop(item.index).clone()
         else:
             data = self._copy(item, self._tensor_of(item))
-        self._left -= 1
-        if self._left == 0:
-            self._planner = None  # and with it the caller's state
+        if self._next == len(self._items):
+            self._planner = None  # lets go of the caller's state
             self._ended.set()
         return data
 
@@ -159,7 +147,7 @@ class ItemsInWaves:
             return tensor.cpu()
         if not self._group_bytes or tensor.nbytes >= self._group_bytes:
             return self._staged([tensor])[0]
-        # The arena serves again when the last of these was asked for, and is none of the window's.
+        # The arena is free for the next group once the writer has taken all of this one.
         others = self._small_ones_behind(item, self._group_bytes - staged_bytes(tensor.nbytes))
         first, *rest = self._staged([tensor, *others.values()])
         self._ahead.update(zip(others, rest, strict=True))
@@ -171,10 +159,10 @@ class ItemsInWaves:
     def _small_ones_behind(
         self, item: WriteItem, room_bytes: int
     ) -> dict[MetadataIndex, torch.Tensor]:
-        """Returns the tensors of devices that will be asked for next, as far as there is room."""
+        """Returns the tensors of devices that the writer takes next, as far as there is room."""
         found: dict[MetadataIndex, torch.Tensor] = {}
         is_next = self._items[self._next - 1].index == item.index
-        # Else they would be asked for before their time.
+        # Else a user's hook would be called early.
         if self._ahead or not is_next or not gives_state_as_it_is(self._planner):
             return found
         for other in itertools.islice(self._items, self._next, self._next + _MAX_LOOKED_AT):
@@ -191,12 +179,12 @@ class ItemsInWaves:
         return found
 
     def end(self) -> None:
-        """Ends the waiting: nobody will ask any more."""
+        """Ends the waiting: the writer takes no more."""
         self._planner = None
         self._ahead.clear()
         self._pool.close()
         self._ended.set()
 
     def wait(self) -> None:
-        """Waits until the last item was copied, or `end`."""
+        """Waits until the last item is copied, or `end` is called."""
         self._ended.wait()

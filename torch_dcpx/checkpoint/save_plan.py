@@ -1,14 +1,14 @@
 """The ranks of a save agree on a plan, in a few bytes if nothing has changed.
 
-1. Each rank offers its local plan. If its state has the fingerprint of a plan that it knows, it
-   offers instead the name of that plan's agreement, and a digest of its Python values.
-2. If all offers are agreements of one name and one digest, the coordinator confirms it, and each
-   rank takes the plan that it has kept. If none is, the coordinator plans, and draws a name.
+1. Each rank offers its local plan. If it knows a plan for the fingerprint of its state, it offers
+   the name of that plan's agreement instead, and a digest of its Python values.
+2. If all offers have one name and one digest, the coordinator confirms it, and each rank takes the
+   plan that it has kept. If all are plans, the coordinator plans, and draws a name.
 3. Else the coordinator answers "again", and each rank offers its plan.
 
-So a plan of one agreement never meets one of another: names are random, and a rank that has lost
-its plan, or has kept an older one, makes all ranks plan again. Each rank keeps its plan once all of
-planning has succeeded there.
+So plans of two agreements never meet: names are random, and a rank that has lost its plan, or has
+kept an older one, makes all ranks plan again. Each rank keeps its plan once all of planning has
+succeeded there.
 """
 
 from __future__ import annotations
@@ -43,36 +43,31 @@ from torch_dcpx.writer.writer import DcpxWriter
 class SaveOffer(NamedTuple):
     """A rank's part in the plan."""
 
-    plan: SavePlan | None  # None: `agreement` holds
+    plan: SavePlan | None  # None: that of `agreement`
     objects: tuple[str, ...] | None = None  # names of Python values; None: keep nothing
     agreement: str = ""
-    values: bytes = b""  # beside an agreement one digest, beside a plan without digests all of them
+    values: bytes = b""  # with an agreement one digest, with a plan that has none all digests
 
 
 class SaveAnswer(NamedTuple):
     """The coordinator's answer to one rank."""
 
     save_id: str  # the coordinator's, for its `.metadata`
-    plan: SavePlan | None = None  # of this rank; None: that of the agreement that it named
+    plan: SavePlan | None = None  # of this rank; None: that of the agreement
     is_again: bool = False  # all ranks must offer plans
     agreement: str = ""  # its name; "": keep nothing
     compared: tuple[str, ...] = ()
+    probe: str = ""  # a file to look for first, if paths differ
 
 
 class PlanRound:
-    """One save's agreement on this rank.
-
-    Attributes:
-        metadata: of the coordinator, to finish the save with.
-    """
+    """One save's agreement on this rank."""
 
     def __init__(
         self, planner: SavePlanner, writer: DcpxWriter, rank: int, ranks: int, group: str = ""
     ) -> None:
-        """Args:
-        planner, writer: of this rank's save.
-        rank, ranks: of those who agree.
-        group: which of this process' groups they are; "" for this process by itself.
+        """Begins an agreement of `ranks` ranks; `group` is their name in this process, "" for one
+        process by itself.
         """
         self._planner: Any = planner
         self._writer = writer
@@ -81,17 +76,13 @@ class PlanRound:
         self._known: KnownPlan | None = None
         self._offered: Agreement | None = None
         self._planning: Planning | None = None  # if plans are kept
-        # Whether no user's code sees the metadata, so that it can be kept without a copy.
-        self._is_private = False
+        self._is_private = False  # whether no user's code sees the metadata: no copy is needed
         self._full: SavePlan | None = None  # this rank's local plan
-        self.metadata: Metadata | None = None
+        self.metadata: Metadata | None = None  # the coordinator's, for the end of the save
 
     def offer(self) -> SaveOffer:
         """Makes this rank's offer. REQUIRES: planner and writer are set up.
-
-        Raises:
-            PlanError: a tensor has another shape than planned.
-            Errors of the planner's and the writer's hooks.
+        Raises PlanError: a tensor has another shape than planned; and errors of hooks.
         """
         if keeps_plans(self._planner) and has_hooks(self._writer, _PLAN_HOOKS):
             self._planning = self._planner.dcpx_planning
@@ -100,7 +91,7 @@ class PlanRound:
             self._is_private = is_default and has_hooks(self._writer, _FINISH)
         plan = self._planner.create_local_plan()
         values = b""
-        if not isinstance(self._planner, DcpxSavePlanner):  # which has looked
+        if not isinstance(self._planner, DcpxSavePlanner):  # ours has checked
             check_shapes(plan.items, self._planner)
             values = self._digests(plan)
         known = self._known = None if self._planning is None else self._planning.known
@@ -109,16 +100,16 @@ class PlanRound:
             self._full = self._writer.prepare_local_plan(plan)
             objects = known.objects if known is not None else None
             return SaveOffer(self._full, objects, values=values)
-        # Its items were looked at when they were new.
+        # Its items were checked when they were new.
         prepared = self._writer.prepare_local_plan(dataclasses.replace(plan, items=[]))
         self._full = dataclasses.replace(prepared, items=plan.items)
-        has_others = self._group[1] > 1
-        values = values_digest(plan.digests, agreement.compared) if has_others else b""
+        if self._group[1] > 1:
+            values = values_digest(plan.digests, agreement.compared)
         return SaveOffer(None, None, agreement.name, values)
 
     def _digests(self, plan: SavePlan) -> bytes:
-        """Returns the digests of the Python values that a planner of stock's hooks plans, pickled;
-        b"" if there are none, or no other ranks.
+        """Returns the digests of the Python values that a planner with stock's hooks plans,
+        pickled; b"" without digests or other ranks.
         """
         if self._group[1] == 1 or not gives_state_as_it_is(self._planner):
             return b""
@@ -131,14 +122,14 @@ class PlanRound:
         """Makes this rank's second offer, which is its plan."""
         known = self._known
         if known is not None and known.agreement is self._offered:
-            known.agreement = None  # some rank does not know it: next time it costs no round
+            known.agreement = None  # some rank does not know it: saves the next save a round
         if self._offered is not None and self._full is not None:
             self._full = offered(self._full)  # the writer has seen none of its items
         self._offered = None
         return SaveOffer(self._full, known.objects if known is not None else None)
 
     def answer(self, save_id: str, offers: Sequence[SaveOffer]) -> list[SaveAnswer]:
-        """Returns the answer for each rank: on the coordinator."""
+        """Returns the coordinator's answers, by rank."""
         if all(offer.plan is None for offer in offers) and len(set(offers)) == 1:
             kept = self._agreement().metadata
             self.metadata = kept and self._handed(kept)
@@ -148,7 +139,7 @@ class PlanRound:
         plans = [offer.plan for offer in offers if offer.plan is not None]
         if len(plans) < len(offers):
             return [SaveAnswer(save_id, is_again=True)] * len(offers)
-        if not isinstance(self._planner, DcpxSavePlanner) and HAS_KNOWN_ITEMS:  # ours looks
+        if not isinstance(self._planner, DcpxSavePlanner) and HAS_KNOWN_ITEMS:  # ours checks
             refuse_unlike(plans, MAKER.unlike_items([list(plan.items) for plan in plans]))
             digests = (from_rank(offer.values) if offer.values else {} for offer in offers)
             report_conflicts(digests, "warn", _DEFAULT.dcpx_logged)
@@ -159,17 +150,12 @@ class PlanRound:
         return [SaveAnswer(save_id, plan, False, name, compared or ()) for plan in plans]
 
     def finish(self, answer: SaveAnswer) -> SavePlan:
-        """Returns this rank's final plan.
-
-        Raises:
-            PlanError: a kept plan does not fit the state.
-            Errors of the planner's hook.
-        """
+        """Returns this rank's final plan. Raises PlanError: a kept plan does not fit the state."""
         piece = answer.plan if answer.plan is not None else self._agreement().plan
         if self._planning is None:
             plan: SavePlan = self._planner.finish_plan(piece)
             return plan
-        # Ours change no item; other code gets a copy of a plan that is kept.
+        # Our planner and writer change no item. Other code gets a copy of the kept plan.
         is_ours = type(self._planner) is DcpxSavePlanner and type(self._writer) is DcpxWriter
         items = list(piece.items) if is_ours else _copied(piece.items)
         plan = self._planner.finish_plan(dataclasses.replace(piece, items=items))
@@ -178,7 +164,7 @@ class PlanRound:
             self._check_piece(plan)
         elif answer.agreement and known is not None:
             if isinstance(piece, RankPlan) and isinstance(plan, RankPlan):
-                # Else each save looks for its rows.
+                # Else each save would search for rows.
                 piece = dataclasses.replace(piece, can_split=bool(plan.cut_names))
             agreement = Agreement(answer.agreement, piece, answer.compared, self.metadata)
             if len(known.items) + agreement.weight <= plan_cache.MAX_ITEMS:
@@ -188,19 +174,14 @@ class PlanRound:
         return plan
 
     def _agreement(self) -> Agreement:
-        """Returns the agreement that this rank has offered.
-
-        Raises:
-            PlanError: it has offered none.
-        """
+        """Returns the agreement that this rank has offered. Raises PlanError: there is none."""
         if self._offered is None:
             raise PlanError("the coordinator names an agreement that this rank does not know")
         return self._offered
 
     def _check_piece(self, plan: SavePlan) -> None:
-        """Raises PlanError if a kept plan does not fit the state.
-
-        Else a tensor would be written under another's sizes, silently.
+        """Raises PlanError if a kept plan does not fit the state: a tensor would silently be
+        written under another's sizes.
         """
         state = self._planner.state_dict
         for number in SAVE_ROWS.strangers(plan.items, state):
@@ -210,7 +191,7 @@ class PlanRound:
             has, wants = "nothing", "a value"
             if isinstance(value, torch.Tensor):
                 local = getattr(value, "_local_tensor", value)
-                # A value that is planned whole knows its own part.
+                # A tensor that is planned whole knows its own part.
                 if self._known is not None and fqn in self._known.whole_names:
                     continue
                 has = f"{local.dtype} of {list(local.shape)}"
@@ -221,9 +202,7 @@ class PlanRound:
             )
 
     def _compared(self, offers: Sequence[SaveOffer]) -> tuple[str, ...] | None:
-        """Returns the names of values that several ranks have, all equal; None if no rank is to
-        keep the plan.
-        """
+        """Returns the names of Python values that ranks compare; None: no rank keeps the plan."""
         names = [frozenset(offer.objects) for offer in offers if offer.objects is not None]
         if self._planning is None or self._planning.has_conflicts or len(names) < len(offers):
             return None
@@ -231,7 +210,7 @@ class PlanRound:
             return tuple(sorted(names[0]))
         counts = Counter(name for own in names for name in own)
         shared = frozenset(name for name, count in counts.items() if count > 1)
-        # Else a digest of them all could not be equal on all ranks.
+        # One digest of them must be equal on all ranks.
         return tuple(sorted(shared)) if all(shared <= own for own in names) else None
 
     def _handed(self, metadata: Metadata) -> Metadata:
@@ -243,13 +222,12 @@ class PlanRound:
         )
 
 
-def _copied(items: Sequence[Any]) -> list[Any]:
-    """Returns copies of items, which share nothing mutable with them."""
-    copied: list[Any] = pickle.loads(pickle.dumps(WirePlan(list(items)))).items  # noqa: S301  (our own)
-    return copied
+def _copied(items: Sequence[Any]) -> Any:
+    """Returns copies of items that share nothing mutable with them."""
+    return pickle.loads(pickle.dumps(WirePlan(list(items)))).items  # noqa: S301  (our own)
 
 
-# Our writer's hooks that see a plan before it is final, and the one that sees the metadata.
+# Our writer's hooks that see a plan before it is final, and its hook that sees the metadata.
 _PLAN_HOOKS = {
     "prepare_local_plan": DcpxWriter.prepare_local_plan,
     "prepare_global_plan": DcpxWriter.prepare_global_plan,
@@ -261,9 +239,7 @@ _DEFAULT_PLANS = _DEFAULT.dcpx_planning.plans
 
 
 def default_save_planner() -> DcpxSavePlanner:
-    """Returns a planner for one save. All such planners of this process share the plans that they
-    keep, and log a conflict once.
-    """
+    """Returns a planner for one save. All of them share kept plans, and log a conflict once."""
     planner = DcpxSavePlanner()
     planner.dcpx_planning.plans = _DEFAULT_PLANS
     planner.dcpx_logged = _DEFAULT.dcpx_logged
@@ -271,5 +247,5 @@ def default_save_planner() -> DcpxSavePlanner:
 
 
 def forget_default_plans() -> None:
-    """Drops the plans of all such planners."""
+    """Drops the plans that default planners have kept."""
     _DEFAULT_PLANS.clear()

@@ -3,8 +3,7 @@
 plan                on the caller's thread, agreed with all ranks through the store
 write_and_settle    on any thread, no collective: this rank's files, the vote, the commit
 
-The hooks and their order are those of `torch.distributed.checkpoint.save`, so that planners and
-writers need not know who calls them.
+Planners and writers see the hooks of `torch.distributed.checkpoint.save`, in its order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from torch_dcpx.writer.writer import DcpxWriter, abandon_save
 
 
 class Committed(NamedTuple):
-    """A checkpoint that is there, as the coordinator tells all ranks."""
+    """A committed checkpoint, as the coordinator describes it to all ranks."""
 
     save_id: str
     ranks: int
@@ -41,15 +40,8 @@ class Committed(NamedTuple):
     file_bytes: int  # of all ranks, framing and checksums included
 
 
-class _LookFirst(NamedTuple):
-    """The answer where paths differ: each rank looks at its directory before it goes on."""
-
-    probe: str
-    answer: SaveAnswer
-
-
 class SaveRun:
-    """One save, until `end`. As a context manager, the end of the block is its end."""
+    """One save, until `end`. As a context manager it ends with the block."""
 
     def __init__(
         self,
@@ -61,39 +53,29 @@ class SaveRun:
     ) -> None:
         self.path = os.fsdecode(path)
         self.writer = writer
-        self.planner: Any = planner  # until nobody needs the state any more
+        self.planner: Any = planner  # as long as its state is needed
         self.exchange = exchange
         self.save_id = ""
-        self._phase = "planning"
         self._state_dict = state_dict
         self._begun: list[RunningSave] = []  # one, once the writer knows of it
         self._metadata: Any = None  # the coordinator's
         self._ballot: Ballot | None = None  # once all ranks have a plan
 
-    def note_phase(self, phase: str) -> None:
-        """Notes what this rank does from now on: the others name it if this rank is lost."""
-        self._phase = phase
-        self.exchange.note_phase(phase)
-
     def plan(self, check: Callable[[], None]) -> SavePlan:
-        """Plans with all ranks, which raise an error of any of them.
+        """Returns this rank's final plan, agreed with all ranks. All raise an error of any rank.
 
         Args:
             check: called before anything else on this rank.
-
-        Returns:
-            This rank's final plan.
         """
         exchange = self.exchange
         planning = PlanRound(
             self.planner, self.writer, exchange.rank, exchange.world_size, exchange.group
         )
-
         same_directory = SameDirectory(exchange)
 
         def offer() -> tuple[SaveOffer, bytes]:
             check()
-            # Not before: if the others do not learn of an error, they wait for this rank, and the
+            # Here, so that the others learn of an error. Else they wait for this rank, and the
             # numbers of later operations are out of step.
             self._state_dict = with_state_dicts(self._state_dict)
             self._set_up()
@@ -102,25 +84,23 @@ class SaveRun:
         def answer(offers: list[SaveOffer]) -> list[SaveAnswer]:
             return planning.answer(self._begun[0].save_id, offers)
 
-        def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer | _LookFirst]:
-            answers: list[Any] = answer([offer for offer, _ in brought])
+        def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer]:
+            answers = answer([offer for offer, _ in brought])
             probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
-            return [_LookFirst(probe, each) for each in answers] if probe else answers
+            return [each._replace(probe=probe) for each in answers] if probe else answers
 
-        self._phase = "planning"  # as the exchange says already
         with paused_gc_of_many(), same_directory:
-            told = exchange.reduce_scatter("plan", offer, first_answer)
-            if isinstance(told, _LookFirst):
-                same_directory.check(self._place(), told.probe)
-                told = told.answer
-            if told.is_again:
-                told = exchange.reduce_scatter("plan", planning.offer_again, answer)
+            own = exchange.reduce_scatter("plan", offer, first_answer)
+            if own.probe:
+                same_directory.check(self._place(), own.probe)
+            if own.is_again:
+                own = exchange.reduce_scatter("plan", planning.offer_again, answer)
             self._ballot = self._new_ballot()
             self._begun[0].check = self._ballot.check
-            self.save_id = self._begun[0].save_id = told.save_id
-            plan = planning.finish(told)
+            self.save_id = self._begun[0].save_id = own.save_id
+            plan = planning.finish(own)
             self._metadata = planning.metadata
-        self._state_dict = {}  # the planner has it for as long as it needs it
+        self._state_dict = {}  # the planner has it as long as it needs it
         return plan
 
     def _place(self) -> Place:
@@ -142,30 +122,28 @@ class SaveRun:
                 stacklevel=2,
             )
             planner.set_up_planner(state, is_coordinator)
-        more: dict[str, Any] = {}  # as DCP asks: subclasses may have the signature of before
+        more: dict[str, Any] = {}  # as in DCP: subclasses may have the signature of before
         if "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters:
             more = {"rank": self.exchange.rank, "use_collectives": True}
         with driven() as self._begun:
             writer.set_up_storage_writer(is_coordinator, **more)
 
     def write_and_settle(self, take: Callable[[], tuple[SavePlan, Any]]) -> Committed:
-        """Writes this rank's items, votes, and returns what the coordinator has committed.
+        """Writes this rank's items, votes, and returns the checkpoint that the coordinator has
+        committed. Raises the first error of any rank, or OutcomeUnknownError.
 
         Args:
             take: gives the plan of `plan`, and a planner, or the like, that gives its items' data.
-                Called once, so that nobody else need hold them until they are written.
-
-        Raises:
-            The first error of any rank, or OutcomeUnknownError.
+                Called once, so that no other frame holds them while they are written.
         """
         ballot = self._ballot or self._new_ballot()
         try:
-            self.note_phase("writing")
+            self.exchange.note_phase("writing")
             future = self.writer.write_data(*take())
             future.wait()
             results = future.value()
-        except Exception as error:  # noqa: BLE001  (settle raises it, or what failed before it)
-            ballot.fail(error, "writing")
+        except Exception as error:  # noqa: BLE001  (settle raises it, or an earlier one)
+            ballot.fail(error)
         else:
             ballot.vote(results)
         committed = ballot.settle(self._commit, self._was_committed)
@@ -175,7 +153,6 @@ class SaveRun:
         return Ballot(self.exchange, self.exchange.deadline.anew())
 
     def _commit(self, results: list[list[WriteResult]]) -> Committed:
-        self.note_phase("committing")
         self.writer.finish(self._metadata, results)
         sizes = [entry.nbytes for rank in results for entry in getattr(rank, "files", ())]
         return Committed(self.save_id, len(results), len(sizes), sum(sizes))
@@ -184,7 +161,7 @@ class SaveRun:
         return stored_save_id(self._begun[0].directory or self.path) == self.save_id
 
     def cancel(self) -> bool:
-        """Stops the save on all ranks, from any thread; False once it is decided to commit it."""
+        """Stops the save on all ranks, from any thread. Returns False once a commit is decided."""
         if self._ballot is None or not self._ballot.cancel():
             return False
         for save in self._begun:
@@ -193,9 +170,7 @@ class SaveRun:
 
     def leave(self, deadline: Deadline) -> None:
         """Stops the save as this process ends: on all ranks, unless they can do without this one.
-
-        Args:
-            deadline: until when the other ranks are told.
+        Informs them until `deadline`.
         """
         for save in self._begun:
             save.stop()
@@ -203,17 +178,11 @@ class SaveRun:
             self._ballot.leave(deadline)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the save on this rank.
-
-        Args:
-            error: that ended it. The other ranks learn of it. This rank removes its files, unless
-                the coordinator may yet publish them.
+        """Ends the save on this rank. The others learn of an `error`, and this rank removes its
+        files, unless the coordinator may yet publish them.
         """
         if error is not None:
-            if self._ballot is not None:
-                self._ballot.fail(error, self._phase)
-            else:
-                self.exchange.fail(error)
+            (self._ballot or self.exchange).fail(error)
             may_be_published = self._ballot is not None and self._ballot.may_be_committed
             for save in self._begun:
                 abandon_save(self.writer, save, removes_files=not may_be_published)

@@ -3,11 +3,11 @@
 A load calls a `LoadPart` more often than DCP calls a `Stateful` object:
 
 1. `state_dict` while the ranks plan: on every rank, in one order; it may run collectives.
-2. `fitted` next, when the metadata is known: it chooses what to read of the checkpoint.
-3. `check` when everything was read: it raises whatever can be wrong, and changes nothing yet.
+2. `fitted` once the metadata is known: it chooses what to read, and runs no collective.
+3. `check` after the read: it raises all that can be wrong, and changes nothing.
 4. `load_state_dict` when `check` has passed on every rank. The load ends when all ranks are done.
 
-All ranks raise an error in any of them, and none makes the next step.
+An error in one of them is raised on all ranks, and none goes on to the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 
 def is_stateful(value: Any) -> TypeGuard[Stateful]:
-    """Returns what `isinstance(value, Stateful)` does, which takes 8 us for most values."""
+    """As `isinstance(value, Stateful)`, which takes 8 us for most values."""
     return hasattr(value, "load_state_dict") and isinstance(value, Stateful)
 
 
@@ -32,33 +32,22 @@ def with_state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LoadPart:
-    """A part that a load calls four times. It belongs to one save or load; not thread-safe.
+    """A part that a load calls four times. It belongs to one save or load; not thread-safe."""
 
-    Attributes:
-        is_applied: whether `load_state_dict` changes anything: then ranks wait for its end.
-        is_last: whether its `load_state_dict` comes after those of all parts that are not last.
-    """
-
-    is_applied = True
-    is_last = False
+    is_applied = True  # whether `load_state_dict` changes anything: then ranks wait for its end
+    is_last = False  # whether `load_state_dict` comes after that of all parts that are not last
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the part holds."""
         raise NotImplementedError
 
     def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
-        """Returns what the load fills; runs no collective.
-
-        Args:
-            state: what `state_dict` returned.
-            metadata: of the checkpoint.
-            key: of this part in the state that is loaded.
-        """
+        """Returns the state to fill, made of that of `state_dict`; `key` names the part."""
         return state
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raises what is wrong with what was read; changes nothing."""
+        """Raises what is wrong with the state that was read."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what was read. REQUIRES: in a load, `check` has passed."""
+        """Takes the state that was read. REQUIRES: in a load, `check` has passed."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""When what a save copies may be overwritten: copies of device memory that go on after the call.
+"""Orders changes of a state behind the copies of device memory that go on after `async_save`.
 
 With `overlap=True` a save returns once its copies are queued on the devices. A guard lets the
-caller's streams go on only behind them, without stopping the host; what an optimizer's step
-overwrites is guarded by a hook.
+caller's streams go on only behind them, without stopping the host. A hook guards the memory that
+an optimizer's step overwrites.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch_dcpx.tensors import device as device_memory
 _TIMEOUT_S = 1800.0
 _MAX_PAUSE_S = 0.001
 
-# Whatever changes or reads it is one step of the interpreter's: a lock would be held by a thread
-# whose signal handler waits for another one that needs it.
+# Each access is one step of the interpreter. A lock could deadlock: its holder may run a signal
+# handler that waits for another thread, which needs the lock.
 _pending: dict[int, weakref.ref[CopyGuard]] = {}
 _numbers = itertools.count()
 
@@ -32,15 +32,12 @@ os.register_at_fork(after_in_child=_pending.clear)  # they go on in the parent
 class CopyGuard:
     """The copies of one save that may go on after its call. Thread-safe.
 
-    The tensors that are copied are kept until then. Of a save without `overlap=True`, and of a
-    state in host memory, nothing goes on.
+    It keeps the tensors until they are copied. Nothing goes on without `overlap=True`, nor of a
+    state in host memory.
     """
 
     def __init__(self, copies: _C.StagedCopies | None = None, devices: Sequence[int] = ()) -> None:
-        """Args:
-        copies: what goes on. Default None: nothing.
-        devices: that it copies from, by ordinal.
-        """
+        """Guards `copies` from the devices of these ordinals. Default: nothing goes on."""
         self._copies = copies
         self._devices = tuple(devices)
         self._error: StagingError | None = None
@@ -50,20 +47,20 @@ class CopyGuard:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is copied any more, so that the state may change in any way."""
+        """Whether the copies have ended, so that the state may change in any way."""
         copies = self._copies
         return copies is None or copies.is_done
 
     @property
     def is_finished(self) -> bool:
-        """Whether `finish` has nothing to do, as nothing was left to it or it was called."""
+        """Whether `finish` has nothing to do: nothing goes on, or it has ended."""
         return self._copies is None and self._error is None
 
     def wait(self) -> None:
-        """Lets what this thread queues from now on, on its current streams, run after the copies.
+        """Makes this thread's current streams run all later work after the copies.
 
-        The host does not wait: memory of devices may be overwritten by these streams from here on,
-        and by others that wait for them. To resize or free it by hand, wait until `is_done`. A CUDA
+        The host does not wait. From here on these streams, and others that wait for them, may
+        overwrite the devices' memory. To resize or free it by hand, wait until `is_done`. A CUDA
         graph that overwrites it runs no hook: call this before each `replay`.
 
         Raises:
@@ -76,7 +73,7 @@ class CopyGuard:
     def finish(self) -> None:
         """Waits on the host until all is copied, and lets go of the tensors.
 
-        Whoever reads the copies calls it first.
+        A reader of the copies calls it first.
 
         Raises:
             StagingError: a copy failed, so that there is nothing to save; a forked child.
@@ -97,20 +94,16 @@ class CopyGuard:
 
 
 def _wait(copies: _C.StagedCopies) -> None:
-    """Waits in Python: where the interpreter ends, a thread of its own may end there."""
+    """Waits in Python, where the end of the interpreter can end a daemon thread."""
     end, pause_s = time.monotonic() + _TIMEOUT_S, 0.00002
     while not copies.is_done and time.monotonic() < end:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-    copies.wait(0.0)  # says what failed
+    copies.wait(0.0)  # raises the failure
 
 
 def wait_for_copies() -> None:
-    """Lets this thread's current streams go on behind the copies of all saves: `CopyGuard.wait`.
-
-    Raises:
-        StagingError: as `CopyGuard.wait`.
-    """
+    """Calls `CopyGuard.wait` of every save under way."""
     for ref in list(_pending.values()):
         guard = ref()
         if guard is not None:
@@ -120,9 +113,9 @@ def wait_for_copies() -> None:
 def guard_optimizer(optimizer: Any) -> Any:
     """Makes each step of an optimizer run after the copies of saves with `overlap=True`.
 
-    Once for an optimizer: the hook looks for saves under way, and costs nothing without one. What
-    else writes to saved tensors must come after `handle.guard.wait()`: buffers that a forward pass
-    updates, averages of weights, and each `replay` of a CUDA graph, which runs no hook.
+    Call it once for an optimizer: its hook looks for saves under way, and costs nothing without
+    one. All other writes to saved tensors must come after `handle.guard.wait()`: buffers that a
+    forward pass updates, averages of weights, each `replay` of a CUDA graph, which runs no hook.
 
     Args:
         optimizer: a `torch.optim.Optimizer`.
@@ -139,8 +132,4 @@ def guard_optimizer(optimizer: Any) -> Any:
             f"{type(optimizer).__name__} has no register_step_pre_hook; call `handle.guard.wait()` "
             "of a save before each step that follows it"
         )
-
-    def wait_before_step(_optimizer: object, _args: object, _kwargs: object) -> None:
-        wait_for_copies()
-
-    return register(wait_before_step)
+    return register(lambda *_: wait_for_copies())

@@ -1,11 +1,11 @@
 """Hands device memory to C++: as CUDA addresses, with the work that its streams had queued.
 
-The one module that asks torch about CUDA. C++ copies by the driver and on streams of its own, so
-it must know two things: which tensors lie in memory that the driver serves, and where the caller's
-streams stand. Whatever is not served (ROCm, whose tensors say `is_cuda` too, MPS, XPU, CUDA without
-a driver library) is copied by torch.
+No other module asks torch about CUDA. C++ copies by the driver and on streams of its own, so it
+must know which tensors lie in memory that the driver serves, and where the caller's streams stand.
+Torch copies from all other devices: ROCm, whose tensors have `is_cuda` too, MPS, XPU, CUDA without
+a driver library.
 
-Callers ask `is_host` first, which costs a tensor of the host 30 ns, and reach all of this as
+Callers ask `is_host` first, which costs a tensor of the host 30 ns. They write
 `device_memory.<name>`, so that tests can put a driver without a GPU in its place.
 """
 
@@ -35,39 +35,33 @@ def _is_served() -> bool:
 
 
 def ordinal_of(tensor: torch.Tensor) -> int:
-    """Returns the CUDA device whose memory holds the tensor; -1 where C++ cannot copy from it.
-
-    -1 stands for host memory as well as for devices that torch must copy from.
+    """Returns the CUDA device whose memory holds the tensor; -1 for host memory, and for devices
+    from which torch must copy.
     """
-    if not tensor.is_cuda or not _is_served():
-        return -1
-    return tensor.get_device()
+    return tensor.get_device() if tensor.is_cuda and _is_served() else -1
 
 
 def source_events(
     ordinals: Iterable[int], others: Mapping[int, int] | None = None
 ) -> _C.SourceEvents | None:
-    """Marks what this thread's current streams have queued, for copies to wait for; None for none.
-
-    Args:
-        ordinals: of the devices whose memory is copied from or to; -1 is passed over.
-        others: streams by ordinal to wait for as well, as of another thread. Default None.
+    """Returns events that copies from or to these devices wait for: of the work that is queued in
+    this thread's current streams, and in `others` by ordinal, as of another thread. Passes over
+    the ordinal -1. None without a device.
 
     Raises:
         StagingError: one of the streams is capturing a graph, or the driver failed.
     """
-    devices = sorted({ordinal for ordinal in ordinals if ordinal >= 0})
-    if not devices:
-        return None
+    devices = {ordinal for ordinal in ordinals if ordinal >= 0}
     streams = {(device, current_stream(device)) for device in devices}
-    streams |= {(device, others[device]) for device in devices if others and device in others}
-    return _C.SourceEvents(sorted(streams))
+    streams |= {(device, stream) for device, stream in (others or {}).items() if device in devices}
+    return _C.SourceEvents(sorted(streams)) if streams else None
 
 
 def streams_in_use() -> dict[int, int]:
     """Returns the handle of this thread's current stream on each device, for another thread to wait
-    for; none where nobody has used CUDA. Of a stream that another thread cannot name, the default
-    one of this thread, the host waits for what is queued."""
+    for; none before the first use of CUDA. Another thread cannot name the per-thread default
+    stream: the host waits for its work.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     streams = {device: current_stream(device) for device in range(torch.cuda.device_count())}
@@ -85,17 +79,15 @@ def current_stream(ordinal: int) -> int:
 def empty(sizes: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """Returns uninitialised memory on the device of `like`, in C order.
 
-    It is ordered after what the current stream has queued, as all memory of torch's allocator is:
-    an event that is to cover it must be recorded later.
+    As all memory of torch's allocator it is ordered after the work that the current stream has
+    queued: record an event that is to cover it later.
     """
     return torch.empty(tuple(sizes), dtype=dtype, device=like.device)
 
 
 def keep_while_copied(owners: object) -> None:
-    """Keeps owners of memory as long as copies that took too long may still use it.
-
-    Called where a save or load has failed. Without such copies it does nothing; what it keeps goes
-    when devices are next asked for after their end.
+    """Keeps owners of memory as long as late copies of a failed save or load may still use it.
+    The next use of devices after the end of those copies lets the owners go.
     """
     _C.keep_while_copied(owners)
 

@@ -1,12 +1,11 @@
-"""Are Python values of several ranks equal? By a hash of what they are, not of how they are kept.
+"""Are Python values of several ranks equal? Compares hashes of the values.
 
 Pickles of equal values differ: by the order of a set, by which strings are one object. So this
-module walks the values. It walks exact types that it knows: looking at those runs no code of a user
-and changes nothing. Any other value, and any that holds one, has no digest, and no rank is told
-that it differs: a tensor, an object of a user's class (unless it is a dataclass that leaves
-pickling as it is), a string, bytes or an array above 1 MiB (they are neither read nor copied), a
-value that is too deep or holds itself, and all after the first 100,000 values of a state (each KiB
-counts as one).
+module walks the values, of exact types that it knows: that runs no code of a user and changes
+nothing. Any other value, and any that holds one, has no digest and is not compared: a tensor, an
+object of a user's class (unless it is a dataclass that leaves pickling as it is), a string, bytes
+or an array above 1 MiB (which would take long), a value that is too deep or holds itself, and all
+after the first 100,000 values of a state (each KiB counts as one).
 """
 
 from __future__ import annotations
@@ -41,10 +40,12 @@ _SEQUENCES = frozenset((list, tuple, collections.deque, torch.Size))
 _SETS = frozenset((set, frozenset))
 _MAPPINGS = frozenset((dict, collections.OrderedDict, collections.defaultdict, collections.Counter))
 _FUNCTIONS = frozenset((type, types.FunctionType, types.BuiltinFunctionType))
-# Of classes that decide themselves what is stored of their objects.
+# A class with one of these decides itself what is stored of its objects.
 _PICKLING = frozenset(("__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs_ex__"))
-_MAX_SHOWN = 5
+_TORCH_NAMES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
 _ARRAY_KINDS = "biufcSUmM"  # all but objects and structures
+_MAX_SHOWN = 5
 
 
 class _UnknownError(Exception):
@@ -77,7 +78,7 @@ def _text(value: Any) -> bytes:
     return str(value).encode("utf-8", "surrogatepass")
 
 
-# What is hashed of a value without parts.
+# The bytes to hash of a value without parts.
 _LEAVES: dict[type, Callable[[Any], bytes | bytearray]] = {
     type(None): lambda _: b"",
     type(...): lambda _: b"",
@@ -85,7 +86,7 @@ _LEAVES: dict[type, Callable[[Any], bytes | bytearray]] = {
     int: lambda value: hex(value).encode(),
     float: _float,
     complex: lambda value: _float(value.real) + b" " + _float(value.imag),
-    str: _text,
+    **dict.fromkeys((str, *_TORCH_NAMES, *_PATHS), _text),
     bytes: lambda value: value,
     bytearray: lambda value: value,
     decimal.Decimal: _decimal,
@@ -93,19 +94,6 @@ _LEAVES: dict[type, Callable[[Any], bytes | bytearray]] = {
     datetime.timedelta: lambda value: repr(value).encode(),
     datetime.timezone: lambda value: repr(value.utcoffset(None)).encode(),
     uuid.UUID: lambda value: hex(value.int).encode(),
-    torch.dtype: _text,
-    torch.device: _text,
-    torch.layout: _text,
-    torch.memory_format: _text,
-    **dict.fromkeys(
-        (
-            pathlib.PurePosixPath,
-            pathlib.PureWindowsPath,
-            pathlib.PosixPath,
-            pathlib.WindowsPath,
-        ),
-        _text,
-    ),
 }
 
 
@@ -114,12 +102,10 @@ class _Walk:
 
     def __init__(self) -> None:
         self._left = _MAX_VALUES
-        self._path: set[int] = set()  # of what holds the value at hand
+        self._path: set[int] = set()  # ids of the values that hold the one at hand
 
     def digest_of(self, value: Any) -> bytes:
-        """Returns 8 bytes that are the same for equal values of equal types, on any rank; b""
-        where nothing is known.
-        """
+        """Returns the digest of a value; b"" if it has none."""
         self._path.clear()
         try:
             return self._digest(value)
@@ -144,7 +130,7 @@ class _Walk:
             self._path.discard(id(value))
 
     def _whole(self, kind: type, value: Any) -> bytes:
-        """Returns the digest of what has parts."""
+        """Returns the digest of a value with parts."""
         if kind in _SEQUENCES:
             return _hashed(kind.__name__, map(self._digest, value))
         if kind in _SETS:
@@ -157,8 +143,7 @@ class _Walk:
         if kind is argparse.Namespace:
             return _hashed(name, self._pairs(vars(value)))
         if issubclass(kind, enum.Enum):
-            member = object.__getattribute__(value, "_name_")
-            return _hashed(name, [member.encode()])
+            return _hashed(name, [object.__getattribute__(value, "_name_").encode()])
         if kind.__module__ == "numpy":
             return _hashed(name, self._array(kind, value))
         if _leaves_pickling(kind):
@@ -169,24 +154,23 @@ class _Walk:
         raise _UnknownError
 
     def _pairs(self, mapping: Mapping[Any, Any]) -> list[bytes]:
-        """Of a mapping, in no order."""
         return sorted(self._digest(key) + self._digest(value) for key, value in mapping.items())
 
     def _array(self, kind: type, value: Any) -> list[bytes]:
-        """Of an array of numpy's, or of one of its scalars."""
+        """Returns the bytes to hash of a numpy array or scalar."""
         numpy: Any = sys.modules["numpy"]
         if kind is not numpy.ndarray and kind not in numpy.sctypeDict.values():
             raise _UnknownError
         dtype = value.dtype
         real_size = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
-        # A long double has bytes that are nobody's.
+        # Some bytes of a long double belong to no number.
         if dtype.kind not in _ARRAY_KINDS or (dtype.kind in "fc" and real_size > 8):
             raise _UnknownError
         self._count(value.nbytes)
         array = numpy.array(value, order="C")
         if dtype.kind in "fc":
             parts = array.reshape(-1).view(f"{dtype.byteorder}f{real_size}")
-            parts += 0  # of one sign
+            parts += 0  # makes -0 0
             parts[parts != parts] = numpy.nan
         return [dtype.str.encode(), repr(array.shape).encode(), array.tobytes()]
 
@@ -199,16 +183,16 @@ class _Walk:
 
 
 def _size_of(value: Any) -> int:
-    """Returns the bytes that are hashed of a value without parts, about."""
+    """Returns about how many bytes of a value without parts are hashed."""
     if isinstance(value, (str, bytes, bytearray)):
         return len(value)
     return value.bit_length() // 4 if isinstance(value, int) else 0
 
 
 def _leaves_pickling(kind: type) -> bool:
-    """Returns whether a class leaves it to Python what is stored of its objects."""
-    own = [base for base in kind.__mro__ if base not in (object, tuple)]
-    return not any(_PICKLING & vars(base).keys() for base in own)
+    """Returns whether a class leaves the pickling of its objects to Python."""
+    bases = (base for base in kind.__mro__ if base not in (object, tuple))
+    return all(_PICKLING.isdisjoint(vars(base)) for base in bases)
 
 
 def _hashed(kind: str, parts: Iterable[bytes | bytearray]) -> bytes:
@@ -220,71 +204,56 @@ def _hashed(kind: str, parts: Iterable[bytes | bytearray]) -> bytes:
 
 
 def digests_of(objects: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the digests of a state's Python values by their names: 8 bytes that are the same for
-    equal values of equal types, on any rank. A value of which nothing is known has none.
+    """Returns the digests of a state's Python values by name, as far as they have any: 8 bytes,
+    the same for equal values of equal types on any rank.
     """
     walk = _Walk()
     return {name: digest for name, value in objects.items() if (digest := walk.digest_of(value))}
 
 
 def shared_digests(objects: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns `digests_of` these values where there are other ranks to compare them with."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return {}
-    if torch.distributed.get_world_size() == 1:
-        return {}
-    return digests_of(objects)
+    """Returns `digests_of` these values if other ranks can compare them, else none."""
+    dist = torch.distributed
+    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return digests_of(objects) if has_others else {}
 
 
 def conflicting_names(digests: Iterable[Mapping[str, bytes]]) -> dict[str, list[int]]:
-    """Returns the names whose values differ, and the first rank of each of their values.
-
-    Args:
-        digests: of all ranks, by name; a rank says nothing of names that it has no value of.
+    """Returns the names whose values differ, and the first rank of each of their values. The
+    digests are those of each rank, by the names of its values.
     """
     ranks_of: dict[str, dict[bytes, int]] = {}
-    seen: list[Mapping[str, bytes]] = []
+    before: Mapping[str, bytes] | None = None
     for rank, own in enumerate(digests):
-        if any(own == other for other in seen[:1]):
-            continue  # nearly always: all ranks have the same values
-        seen.append(own)
+        if own == before:  # nearly always: all ranks have the same values
+            continue
+        before = own
         for name, digest in own.items():
-            if digest:
-                ranks_of.setdefault(name, {}).setdefault(digest, rank)
+            ranks_of.setdefault(name, {}).setdefault(digest, rank)
     return {name: sorted(own.values()) for name, own in ranks_of.items() if len(own) > 1}
 
 
-def _conflict_text(found: Mapping[str, list[int]]) -> str:
-    """Returns what is said of values that differ, by `conflicting_names`."""
+def report_conflicts(
+    digests: Iterable[Mapping[str, bytes]], on_conflict: str, logged: set[str]
+) -> set[str]:
+    """Returns the names of `conflicting_names`; logs them if some are not `logged` yet.
+    Raises PlanError: some differ, with `on_conflict="error"`; else it is "warn".
+    """
+    found = conflicting_names(digests)
+    is_error = on_conflict == "error"
+    if not found or (logged.issuperset(found) and not is_error):
+        return set(found)
     shown = ", ".join(
         f"'{name}' (ranks {', '.join(map(str, ranks[:_MAX_SHOWN]))} of the group)"
         for name, ranks in list(found.items())[:_MAX_SHOWN]
     )
     more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
-    return (
-        f"{len(found)} Python values differ over the ranks under one name, of which a "
-        f"checkpoint keeps one: {shown}{more}; give each rank a name of its own, or the "
-        "same value"
+    text = (
+        f"{len(found)} Python values differ over the ranks under one name, of which a checkpoint "
+        f"keeps one: {shown}{more}; give each rank a name of its own, or the same value"
     )
-
-
-def report_conflicts(
-    digests: Iterable[Mapping[str, bytes]], on_conflict: str, told: set[str]
-) -> set[str]:
-    """Returns the names of `conflicting_names`, and says so: each once.
-
-    Args:
-        digests: of all ranks, by name.
-        on_conflict: "warn" or "error".
-        told: names that were logged; those that are now are added.
-
-    Raises:
-        PlanError: some differ, with `on_conflict="error"`.
-    """
-    found = conflicting_names(digests)
-    if found and on_conflict == "error":
-        raise PlanError(_conflict_text(found), fqn=next(iter(found)))
-    if not told.issuperset(found):
-        logger.warning("%s; the lowest rank's is kept", _conflict_text(found))
-        told.update(found)
+    if is_error:
+        raise PlanError(text, fqn=next(iter(found)))
+    logger.warning("%s; the lowest rank's is kept", text)
+    logged.update(found)
     return set(found)

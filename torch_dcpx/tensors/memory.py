@@ -1,4 +1,4 @@
-"""Reads a tensor's memory from addresses and strides, and finds this rank's part of a tensor.
+"""Describes how a tensor lies in memory, and finds this rank's part of a tensor.
 
 Torch makes an index of every row of a shard to find where it begins: 60 us a DTensor. For plain
 shards `ChunkFinder` needs one division a mesh dimension, and keeps the answer for tensors of one
@@ -19,35 +19,35 @@ from torch_dcpx.errors import PlanError, UnsupportedError
 
 PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)  # exact types; others may keep more than values
 
+SHARD_SIZES = (
+    "A DTensor's shards must have the sizes that torch cuts its shape into, as those of "
+    "`distribute_tensor` have"
+)
+
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Returns whether the elements fill one run of memory, in any order, without overlap."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return tensor.is_contiguous() or _span(tensor) == tensor.numel()
 
 
 def is_disjoint(tensor: torch.Tensor) -> bool:
     """Returns whether strides show at once that no two elements share memory."""
-    if tensor.is_contiguous():
-        return True
+    return tensor.is_contiguous() or _span(tensor) > 0
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Returns how many elements lie from the first to the last; 0 if two may share memory."""
     span = 1
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
         if stride < span:
-            return False
+            return 0
         span += (size - 1) * stride
-    return True
+    return span
 
 
 def has_strides(tensor: torch.Tensor) -> bool:
-    """Returns whether the elements lie in a storage as strides say, in one way or another."""
+    """Returns whether strides place the elements in a storage."""
     return (
         type(tensor) in PLAIN_CLASSES
         and tensor.layout == torch.strided
@@ -57,7 +57,7 @@ def has_strides(tensor: torch.Tensor) -> bool:
 
 
 def refuse_nested(fqn: str, value: Any) -> None:
-    """Raises UnsupportedError for a nested tensor of strided layout: torch knows no sizes of it."""
+    """Raises UnsupportedError for a nested tensor of strided layout, which has no sizes."""
     if type(value) in PLAIN_CLASSES and value.is_nested and value.layout == torch.strided:
         raise UnsupportedError(
             f"'{fqn}' is a nested tensor, which has no sizes; give its parts (unbind()) names of "
@@ -66,9 +66,7 @@ def refuse_nested(fqn: str, value: Any) -> None:
 
 
 def refuse_expanded(fqn: str, target: torch.Tensor) -> None:
-    """Raises UnsupportedError where strides of 0 give several elements one memory: torch, too,
-    copies nothing into such a tensor.
-    """
+    """Raises UnsupportedError for a target with strides of 0, into which torch copies nothing."""
     dims = zip(target.shape, target.stride(), strict=True) if has_strides(target) else ()
     if target.numel() and any(size > 1 and stride == 0 for size, stride in dims):
         raise UnsupportedError(
@@ -78,14 +76,14 @@ def refuse_expanded(fqn: str, target: torch.Tensor) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether addresses and strides say all about the tensor's values."""
+    """Returns whether memory and strides alone give the tensor's values."""
     return has_strides(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def byte_strides(
     lengths: Sequence[int], strides: Sequence[int], elem_bytes: int
 ) -> tuple[int, ...]:
-    """Returns strides in bytes; 0 where one element has none, whatever torch keeps there."""
+    """Returns strides in bytes; 0, whatever torch keeps there, in dimensions of one element."""
     return tuple(
         stride * elem_bytes if length > 1 else 0
         for length, stride in zip(lengths, strides, strict=True)
@@ -93,7 +91,7 @@ def byte_strides(
 
 
 def check_storage(tensor: torch.Tensor, fqn: str) -> None:
-    """Raises UnsupportedError when a tensor's view reaches behind its storage.
+    """Raises UnsupportedError if the tensor reaches beyond its storage.
 
     FSDP and others free a parameter's memory by resizing its storage under it.
     """
@@ -111,19 +109,19 @@ def check_storage(tensor: torch.Tensor, fqn: str) -> None:
         )
 
 
-# What DCP looks for on a tensor before it takes it for a whole one.
+# DCP takes a tensor without these attributes for a whole one.
 HOOKS = frozenset(
     ("__create_chunk_list__", "__create_write_items__", "__get_tensor_shard__", *CHUNK_ATTRIBUTES)
 )
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Returns whether a value is a whole tensor and says nothing else of itself."""
+    """Returns whether a value is a whole tensor, without hooks of DCP."""
     return type(value) in PLAIN_CLASSES and HOOKS.isdisjoint(value.__dict__)
 
 
 def is_plain_dtensor(value: Any) -> bool:
-    """Returns whether a value is a DTensor over a plain tensor, and says nothing else of itself."""
+    """Returns whether a value is a DTensor over a plain tensor, without hooks of DCP."""
     return (
         type(value) is DTensor
         and HOOKS.isdisjoint(value.__dict__)
@@ -144,8 +142,7 @@ def plain_part(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Part | None:
-    """Returns the part at `coordinate` of a mesh; None where a placement is neither Shard nor
-    Replicate.
+    """Returns the part at `coordinate` of a mesh; None if a placement is not Shard or Replicate.
 
     Source: torch.distributed.tensor._utils._compute_local_shape_and_global_offset.
     """
@@ -173,10 +170,8 @@ class ChunkFinder:
         self._known: dict[Any, Part] = {}
 
     def part_of(self, tensor: DTensor) -> Part | None:
-        """Returns this rank's part of a plain DTensor; None where it is not in the mesh.
-
-        Raises:
-            ValueError: a Partial placement, where torch refuses such (torch's text).
+        """Returns this rank's part of a plain DTensor; None if it is not in the mesh.
+        Raises ValueError: a Partial placement, if torch refuses it (torch's text).
         """
         spec = tensor._spec
         mesh = spec.mesh
@@ -200,8 +195,7 @@ class ChunkFinder:
         """Returns `part_of` a DTensor that a load is to fill.
 
         Raises:
-            PlanError: its shard has another shape, so that a part of it would keep what it holds,
-                or there is no room for what is read.
+            PlanError: its shard has another shape: the load would not fill it, or has no room.
             ValueError: as `part_of`.
         """
         part = self.part_of(tensor)
@@ -210,13 +204,12 @@ class ChunkFinder:
             raise PlanError(
                 f"'{fqn}': the load reads a chunk of shape {list(part.sizes)} at offsets "
                 f"{list(part.offsets)} into this rank's shard, which has shape {list(local)}; "
-                "nothing was read. A DTensor's shards must have the sizes that torch cuts its "
-                "shape into, as those of `distribute_tensor` have",
+                f"nothing was read. {SHARD_SIZES}",
                 fqn=fqn,
             )
         return part
 
     def found(self) -> Iterator[tuple[Any, Sequence[Placement], Part]]:
-        """Yields (mesh, placements, part) of all that was asked for, each once."""
+        """Yields (mesh, placements, part) of all parts so far, each once."""
         for (mesh, placements, _), part in self._known.items():
             yield self._coordinates[mesh][0], placements, part

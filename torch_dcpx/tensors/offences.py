@@ -12,19 +12,16 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from torch_dcpx._compat import is_saved_dtype
 from torch_dcpx.errors import PlanError, UnsupportedError
-from torch_dcpx.tensors.memory import Part
+from torch_dcpx.tensors.memory import SHARD_SIZES, Part
 
 _MAX_SHOWN = 5
 
 
 def check_plan(items: Sequence[WriteItem]) -> None:
-    """Vets what a plan says of its items, before any rank writes.
-
-    Raises:
-        PlanError: it names one chunk twice: two writers of one thing.
-        UnsupportedError: an item's dtype or layout cannot be kept.
+    """Raises PlanError if a plan writes one chunk twice, UnsupportedError if an item's dtype or
+    layout cannot be kept.
     """
-    # As plain tuples: a MetadataIndex is hashed and compared in Python.
+    # Plain tuples: a MetadataIndex is hashed and compared in Python.
     seen: set[tuple[str, Any]] = set()
     kept: set[tuple[torch.dtype, torch.layout]] = set()
     for item in items:
@@ -39,45 +36,36 @@ def check_plan(items: Sequence[WriteItem]) -> None:
             continue
         kind = about.properties.dtype, about.properties.layout
         if kind not in kept:
-            _check_kind(index.fqn, *kind)
+            _refuse_kind(index.fqn, *kind)
             kept.add(kind)
 
 
 def check_shape(fqn: str, shape: torch.Size, chunk: ChunkStorageMetadata | Part) -> None:
-    """Checks that what is written of a chunk has its shape: every load takes it to have that.
-
-    Raises:
-        PlanError: it has another one.
-    """
-    # A Size is equal to no list, which a hook of somebody's own may give.
+    """Raises PlanError if a tensor to write has not the shape of its chunk, which loads rely on."""
+    # A user's hook may give a list, which no Size equals.
     if tuple(shape) != tuple(chunk.sizes):
         raise PlanError(
             f"'{fqn}': the plan writes a chunk of shape {list(chunk.sizes)} at offsets "
-            f"{list(chunk.offsets)}, but the tensor to write has shape {list(shape)}. A DTensor's "
-            "shards must have the sizes that torch cuts its shape into, as those of "
-            "`distribute_tensor` have, and a planner's hooks must keep the shape",
+            f"{list(chunk.offsets)}, but the tensor to write has shape {list(shape)}. "
+            f"{SHARD_SIZES}, and a planner's hooks must keep the shape",
             fqn=fqn,
         )
 
 
 def refuse_unlike(plans: Sequence[SavePlan], unlike: Sequence[tuple[str, int, int]]) -> None:
-    """Raises PlanError where a name is not one tensor, or one object, on all ranks.
-
-    Args:
-        plans: of all ranks.
-        unlike: (fqn, rank, other rank), as `ItemMaker.unlike_items` finds them.
+    """Raises PlanError if a name is not one tensor, or one object, on all ranks: if there are any
+    `unlike` (fqn, rank, other rank) of `ItemMaker.unlike_items`.
     """
     if not unlike:
         return
 
-    def told(fqn: str, rank: int) -> str:
-        own = next(item for item in plans[rank].items if item.index.fqn == fqn)
-        about = own.tensor_data
+    def text(fqn: str, rank: int) -> str:
+        about = next(one.tensor_data for one in plans[rank].items if one.index.fqn == fqn)
         if about is None:
             return f"a Python value on rank {rank}"
         return f"{about.properties.dtype} of shape {list(about.size)} on rank {rank}"
 
-    texts = [f"'{fqn}' is {told(fqn, a)} and {told(fqn, b)}" for fqn, a, b in unlike[:_MAX_SHOWN]]
+    texts = [f"'{fqn}' is {text(fqn, a)} and {text(fqn, b)}" for fqn, a, b in unlike[:_MAX_SHOWN]]
     more = f"; and {len(unlike) - len(texts)} more names" if len(unlike) > len(texts) else ""
     raise PlanError(
         f"ranks of the group have different things under one name: {'; '.join(texts)}{more}. A "
@@ -87,8 +75,8 @@ def refuse_unlike(plans: Sequence[SavePlan], unlike: Sequence[tuple[str, int, in
 
 
 def is_folded(item: WriteItem, tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor was planned, by a hook of its own, as a whole one of fewer
-    dimensions: a matrix as a vector. Loads then narrow nothing, and take all of it.
+    """Returns whether a hook of the tensor planned it whole in fewer dimensions, a matrix as a
+    vector. Loads then take all of it, and narrow nothing.
     """
     about = item.tensor_data
     return (
@@ -101,8 +89,7 @@ def is_folded(item: WriteItem, tensor: torch.Tensor) -> bool:
     )
 
 
-def _check_kind(fqn: str, dtype: torch.dtype, layout: torch.layout) -> None:
-    """Raises UnsupportedError where tensors of this dtype and layout cannot be kept."""
+def _refuse_kind(fqn: str, dtype: torch.dtype, layout: torch.layout) -> None:
     if layout == torch.sparse_coo:
         raise UnsupportedError(
             f"'{fqn}' is a sparse COO tensor, into which stock's load puts nothing and says so "

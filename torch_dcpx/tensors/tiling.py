@@ -1,4 +1,4 @@
-"""Do boxes hold each element of a tensor exactly once? C++ finds where not; words are here."""
+"""Do boxes hold each element of a tensor exactly once? C++ checks; the texts are here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ _Box = tuple[Sequence[int], Sequence[int]]  # offsets and lengths in elements
 
 
 def way_out(offence: str, reader: str, *, is_ours: bool = True) -> str:
-    """Returns the end of an error: who read, what may have happened, and what loads such metadata.
-
-    Args:
-        offence: "hole" or "overlap".
-        reader: class of the storage reader that was used; "" if it is not known.
-        is_ours: whether that reader refuses such metadata, too, with any planner. Default True.
+    """Returns the end of an error of a hole or overlap: the reader's class, if it is known, a
+    likely cause, and what loads such metadata. `is_ours`: that reader refuses it with any planner.
     """
     used = f"read by {reader}: " if reader else ""
     cause = "the directory may hold two saves; " if offence == "overlap" else ""
@@ -35,7 +31,7 @@ def untiled(
 
     Returns:
         (number of the tensor, "hole", "overlap", "outside" or "too large", number of a box, number
-        of the box that it meets, an element in the hole).
+        of the box that it overlaps, an element in the hole).
     """
     columns = [array("q") for _ in range(5)]
     ndims, sizes, counts, offsets, lengths = columns
@@ -43,9 +39,9 @@ def untiled(
         ndims.append(len(whole))
         sizes.extend(whole)
         counts.append(len(boxes))
-        for box in boxes:
-            offsets.extend(box[0])
-            lengths.extend(box[1])
+        for box_offsets, box_lengths in boxes:
+            offsets.extend(box_offsets)
+            lengths.extend(box_lengths)
     return _C.check_coverage(*columns)
 
 
@@ -55,27 +51,19 @@ def box_text(offsets: Iterable[int], lengths: Iterable[int]) -> str:
 
 
 def offence_text(
-    entries: Mapping[str, Any],
-    fqn: str,
-    offence: str,
-    chunk: int,
-    other: int,
-    point: tuple[int, ...],
+    entries: Mapping[str, Any], fqn: str, offence: str, chunk: int, other: int, point: Sequence[int]
 ) -> str:
     """Returns the error of one entry in the form of stock's planner; arguments as in `untiled`."""
     entry = entries[fqn]
+    size = f"tensor-size:{entry.size}"
     if offence == "outside":
-        return (
-            f"key:{fqn} has out of bounds chunk: tensor-size:{entry.size} chunk: "
-            f"{entry.chunks[chunk]}"
-        )
-    if offence == "overlap":
-        return f"key:{fqn} has overlapping chunks: {entry.chunks[other]} {entry.chunks[chunk]}"
-    if offence == "hole":
-        return (
-            f"key:{fqn} invalid fill tensor-volume: no chunk holds element {list(point)} of "
-            f"tensor-size:{entry.size}"
-        )
-    if offence == "too large":
-        return f"key:{fqn} has 2**63 elements or more: tensor-size:{entry.size}"
-    return f"key:{fqn} has chunks of other dimensions than tensor-size:{entry.size}"
+        text = f"has out of bounds chunk: {size} chunk: {entry.chunks[chunk]}"
+    elif offence == "overlap":
+        text = f"has overlapping chunks: {entry.chunks[other]} {entry.chunks[chunk]}"
+    elif offence == "hole":
+        text = f"invalid fill tensor-volume: no chunk holds element {list(point)} of {size}"
+    elif offence == "too large":
+        text = f"has 2**63 elements or more: {size}"
+    else:
+        text = f"has chunks of other dimensions than {size}"
+    return f"key:{fqn} {text}"
