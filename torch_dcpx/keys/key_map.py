@@ -73,9 +73,10 @@ class KeyMap:
         }
         if self.wrappers:
             entries = _without_wrappers(entries)
-        objects = frozenset(name for name, sizes in stored.items() if sizes is None)
+        known = () if tensors_only else stored.items()
+        objects = frozenset(name for name, sizes in known if sizes is None)
         for number, rule in enumerate(self.rules):
-            entries = applied(rule, entries, number, frozenset() if tensors_only else objects)
+            entries = applied(rule, entries, number, objects)
         return entries
 
     def dry_run(

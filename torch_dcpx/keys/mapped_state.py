@@ -78,7 +78,6 @@ def map_state(
     """Returns a flat state by stored names.
 
     Args:
-        state: tensors and objects by their own names.
         stored: entries of the metadata.
         key_map: from stored names to the state's.
         part: prefix of the stored names to map, which rules do not see. Default "": all.

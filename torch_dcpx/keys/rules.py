@@ -145,8 +145,7 @@ def applied(rule: Rule, entries: Entries, number: int, objects: frozenset[str]) 
         number: of the rule, for messages.
         objects: stored names that are no tensors.
 
-    Raises:
-        PlanError: two entries get one name, the rule matches nothing, or shapes do not allow it.
+    Raises: PlanError: as `KeyMap.resolve`.
     """
     if isinstance(rule, Merge):
         return _merge(entries, rule, number, objects)
@@ -170,11 +169,13 @@ def _made(
     rule: Rule, name: str, entry: MappedTensor, objects: frozenset[str]
 ) -> list[tuple[str, MappedTensor]] | None:
     """Returns the entries that a rule makes of one; None where its pattern does not match."""
-    if isinstance(rule, Split):
-        return _split(rule, name, entry, objects)
-    if isinstance(rule, Transpose):
-        if re.fullmatch(rule.pattern, name) is None:
+    if isinstance(rule, (Split, Transpose)):
+        found = re.fullmatch(rule.pattern, name)
+        if found is None:
             return None
+        if isinstance(rule, Split):
+            _check_tensor(name, entry, objects, "split")
+            return _split(rule, found, entry)
         _check_tensor(name, entry, objects, "transpose")
         return [(name, entry.transposed(*rule.dims))]
     renamed: object
@@ -182,8 +183,8 @@ def _made(
         renamed = rule.get(name, name)
     elif isinstance(rule, tuple):
         pattern, replacement = cast("tuple[str, str]", rule)
-        renamed, found = re.subn(pattern, replacement, name)
-        if not found:
+        renamed, count = re.subn(pattern, replacement, name)
+        if not count:
             return None
     else:
         renamed = rule(name)
@@ -215,14 +216,10 @@ def _check_tensor(name: str, entry: MappedTensor, objects: frozenset[str], what:
 
 
 def _split(
-    rule: Split, name: str, entry: MappedTensor, objects: frozenset[str]
-) -> list[tuple[str, MappedTensor]] | None:
-    found = re.fullmatch(rule.pattern, name)
-    if found is None:
-        return None
-    _check_tensor(name, entry, objects, "split")
+    rule: Split, found: re.Match[str], entry: MappedTensor
+) -> list[tuple[str, MappedTensor]]:
     parts, begin = [], 0
-    for into, length in zip(rule.into, _part_lengths(name, entry, rule), strict=True):
+    for into, length in zip(rule.into, _part_lengths(found.string, entry, rule), strict=True):
         if rule.squeeze:
             part = entry.selected(rule.dim, begin)
         else:
@@ -304,7 +301,7 @@ def _check_numbers(into: str, pattern: str, matches: Sequence[_Matched]) -> None
 
 
 def _left_out(pattern: str, found: re.Match[str], group: int, numbers: range) -> int | None:
-    """Returns the first of `numbers` with which the name, in the group's place, matches too."""
+    """Returns the first of `numbers` that, put in the group's place, makes a name that matches."""
     begin, end = found.span(group)
     name = found.string
     for number in numbers[:_MAX_TRIED]:
