@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -72,9 +73,8 @@ class KeyMap:
         }
         if self.wrappers:
             entries = _without_wrappers(entries)
-        objects: frozenset[str] = frozenset()
-        if not tensors_only:
-            objects = frozenset(name for name, sizes in stored.items() if sizes is None)
+        known = () if tensors_only else stored.items()
+        objects = frozenset(name for name, sizes in known if sizes is None)
         for number, rule in enumerate(self.rules):
             entries = applied(rule, entries, number, objects)
         return entries
@@ -92,15 +92,10 @@ class KeyMap:
             PlanError: as a load with this map would.
             NotCommittedError, CorruptionError, StorageError: the path cannot be read.
         """
-        stored: Mapping[str, Sizes | None]
-        is_names = False
         if isinstance(source, (str, os.PathLike)):
-            stored = stored_sizes(source)
-        elif isinstance(source, Mapping):
-            stored = source
-        else:
-            stored, is_names = dict.fromkeys(source), True
-        entries = self.resolve(stored, tensors_only=is_names)
+            source = stored_sizes(source)
+        stored = source if isinstance(source, Mapping) else dict.fromkeys(source)
+        entries = self.resolve(stored, tensors_only=stored is not source)
         rows = tuple((entry.sources, name) for name, entry in entries.items())
         used = {name for sources, _ in rows for name in sources}
         return DryRun(rows, tuple(name for name in stored if name not in used))
@@ -134,11 +129,9 @@ def unwrapped(name: str) -> str:
 
 def _without_wrappers(entries: Entries) -> Entries:
     """Returns entries by names without wrappers; those that would then meet keep theirs."""
-    counts: dict[str, int] = {}
-    for name in entries:
-        bare = unwrapped(name)
-        counts[bare] = counts.get(bare, 0) + 1
+    bare = {name: unwrapped(name) for name in entries}
+    counts = Counter(bare.values())
     return {
-        (unwrapped(name) if counts[unwrapped(name)] == 1 and unwrapped(name) else name): entry
+        (bare[name] if bare[name] and counts[bare[name]] == 1 else name): entry
         for name, entry in entries.items()
     }

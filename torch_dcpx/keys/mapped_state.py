@@ -1,20 +1,16 @@
-"""A state renamed to what is stored: each of its tensors as views under the stored names.
+"""A state by stored names: its tensors become views under the names of the checkpoint.
 
-A planner that gets it plans as if the state had been made like the checkpoint, and what is read
-goes straight to where it belongs: rules of a KeyMap cost no pass over the data.
+The planner then plans as if the state had been made like the checkpoint, and reads go straight to
+where the bytes belong: the rules of a KeyMap cost no pass over the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
@@ -29,13 +25,8 @@ class MappedTarget:
     """Views of the state's memory that make up what is wanted of one stored tensor."""
 
     def __init__(self, sizes: torch.Size) -> None:
-        """Wants nothing yet of a stored tensor of `sizes`."""
-        self._sizes = sizes
-        self._parts: list[StoredPart] = []
-
-    def add(self, part: StoredPart) -> None:
-        """Wants one more part."""
-        self._parts.append(part)
+        self._sizes = sizes  # of the stored tensor
+        self.parts: list[StoredPart] = []
 
     def size(self) -> torch.Size:
         """Returns the stored tensor's sizes."""
@@ -43,11 +34,11 @@ class MappedTarget:
 
     def dtypes(self) -> set[torch.dtype]:
         """Returns the views' dtypes."""
-        return {part.view.dtype for part in self._parts}
+        return {part.view.dtype for part in self.parts}
 
     def view(self, index: MetadataIndex) -> torch.Tensor:
         """Returns the memory of the part that a read item names."""
-        for part in self._parts:
+        for part in self.parts:
             if index.offset is not None and tuple(index.offset) == part.offsets:
                 return part.view
         raise PlanError(
@@ -57,7 +48,7 @@ class MappedTarget:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.lengths))
-            for part in self._parts
+            for part in self.parts
         ]
 
 
@@ -73,14 +64,9 @@ class MappedState(NamedTuple):
 
 
 def model_part(metadata: Metadata) -> str:
-    """Returns the prefix of the model's names, "model." in a checkpoint that has parts, else "".
-
-    Parts are keys of the saved dict, as its planner noted them.
-    """
-    paths = metadata.planner_data
-    if not isinstance(paths, dict):
-        return ""
-    is_part = any(
+    """Returns the prefix of the model's names: "model." if the saved dict had that part, or ""."""
+    paths = metadata.planner_data  # of the saved dict, as its planner noted them
+    is_part = isinstance(paths, dict) and any(
         isinstance(path, tuple) and len(path) > 1 and path[0] == "model" for path in paths.values()
     )
     return "model." if is_part else ""
@@ -92,10 +78,9 @@ def map_state(
     """Returns a flat state by stored names.
 
     Args:
-        state: tensors and objects by their own names.
         stored: entries of the metadata.
         key_map: from stored names to the state's.
-        part: what begins the stored names that are meant, and is left out. Default: all.
+        part: prefix of the stored names to map, which rules do not see. Default "": all.
 
     Raises:
         PlanError: the map does not fit what is stored, or two names mean the same entry.
@@ -115,24 +100,24 @@ def map_state(
 def _matches(
     state: Mapping[str, Any], entries: Mapping[str, MappedTensor], key_map: KeyMap
 ) -> dict[str, str | None]:
-    """Returns for each name of the state the entry that it means."""
-    matches: dict[str, str | None] = {name: name if name in entries else None for name in state}
-    if not key_map.wrappers:
-        return matches
-    owners = {entry: name for name, entry in matches.items() if entry is not None}
-    exact = frozenset(owners)
+    """Returns the entry that each name of the state means."""
+    matches: dict[str, str | None] = {}
+    owners: dict[str, str] = {}  # names of the state by the entries that they mean without wrappers
     for name in state:
-        bare = unwrapped(name)
-        if matches[name] is not None or bare not in entries or bare in exact:
-            continue
-        if bare in owners:
+        bare = unwrapped(name) if key_map.wrappers else name
+        if name in entries:
+            matches[name] = name
+        elif bare not in entries or bare in state:
+            matches[name] = None
+        elif bare in owners:
             raise PlanError(
                 f"'{owners[bare]}' and '{name}' of the state both mean '{bare}' of the checkpoint: "
                 "KeyMap(wrappers=False) compares whole names",
                 fqn=name,
             )
-        owners[bare] = name
-        matches[name] = bare
+        else:
+            owners[bare] = name
+            matches[name] = bare
     return matches
 
 
@@ -146,7 +131,7 @@ def _add(
 ) -> None:
     """Puts one tensor or object of the state under the stored names that fill it."""
     source = entry.pieces[0].fqn
-    # Several names may be all of one stored tensor where it has no elements.
+    # Several names may each be the whole of one stored tensor that has no elements.
     if source not in found.state and entry.is_whole(sizes[source]):
         found.state[source] = target
         found.names[source] = name
@@ -161,29 +146,16 @@ def _add(
         found.shapes.append((name, entry.sizes, wanted))
         return
     if 0 in entry.sizes:
-        stored = dict.fromkeys(outline(one).properties.dtype for one in entry.sources)
-        found.dtypes.extend(_differing(name, stored, getattr(target, "dtype", None)))
+        dtype = getattr(target, "dtype", None)
+        for stored in dict.fromkeys(outline(one).properties.dtype for one in entry.sources):
+            if dtype not in (None, stored):
+                found.dtypes.append((name, dtype_name(stored), dtype_name(dtype)))
         return
     for number, chunk in enumerate(wanted_chunks(target)):
-        local = _local(name, target, chunk.offsets, number)
+        index = MetadataIndex(name, chunk.offsets, number)
+        local = find_state_dict_object({name: target}, index)
         for part in entry.parts_of(chunk.offsets, local):
             mapped = found.state.get(part.fqn)
             if not isinstance(mapped, MappedTarget):
                 mapped = found.state[part.fqn] = MappedTarget(torch.Size(sizes[part.fqn] or ()))
-            mapped.add(part)
-
-
-def _differing(
-    name: str, stored: Iterable[torch.dtype], wanted: torch.dtype | None
-) -> list[tuple[str, str, str]]:
-    """Returns (name, stored dtype, wanted one) for each stored dtype that is another one."""
-    if wanted is None:
-        return []
-    return [(name, dtype_name(one), dtype_name(wanted)) for one in stored if one != wanted]
-
-
-def _local(name: str, target: Any, offsets: Sequence[int], number: int) -> torch.Tensor:
-    """Returns this rank's memory of one chunk."""
-    index = MetadataIndex(name, torch.Size(offsets), number)
-    local: torch.Tensor = find_state_dict_object({name: target}, index)
-    return local
+            mapped.parts.append(part)

@@ -1,13 +1,14 @@
 """A tensor put together from boxes of stored ones: split, merged, transposed, never copied.
 
-A `MappedTensor` says which box of which stored tensor lies where in it. Reading or writing a part
-of one is an intersection of boxes and a view of the caller's memory with its dimensions in another
+A `MappedTensor` lists its boxes, each with its place here and in a stored tensor. To read or write
+a part, boxes are intersected and the caller's memory is viewed with its dimensions in another
 order: readers and writers see plain regions of plain tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import sub
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,6 @@ class MappedTensor(NamedTuple):
         order = list(range(len(self.sizes)))
         a, b = self._dim(first), self._dim(second)
         order[a], order[b] = b, a
-
         return self._reshaped(lambda values, _: tuple(values[d] for d in order), order.index)
 
     def narrowed(self, dim: int, begin: int, length: int) -> MappedTensor:
@@ -74,7 +74,7 @@ class MappedTensor(NamedTuple):
         if self.sizes is None:
             return self
         at = self._dim(dim)
-        box_begin = tuple(begin if d == at else 0 for d in range(len(self.sizes)))
+        begins = tuple(begin if d == at else 0 for d in range(len(self.sizes)))
         box = tuple(length if d == at else size for d, size in enumerate(self.sizes))
         if 0 in box:
             # Nothing is read of it, but its dtype is that of the stored tensors.
@@ -85,19 +85,17 @@ class MappedTensor(NamedTuple):
             return MappedTensor(box, empty)
         pieces = []
         for piece in self.pieces:
-            cut = _cut(piece, box_begin, box)
+            cut = _cut(piece, begins, box)
             if cut is not None:
-                shifted = tuple(o - b for o, b in zip(cut.offsets, box_begin, strict=True))
-                pieces.append(cut._replace(offsets=shifted))
+                pieces.append(cut._replace(offsets=tuple(map(sub, cut.offsets, begins))))
         return MappedTensor(box, tuple(pieces))
 
     def selected(self, dim: int, index: int) -> MappedTensor:
         """Returns the slice at `index` along a dimension, which goes."""
         if self.sizes is None:
             return self
-        at, cut = self._dim(dim), self.narrowed(dim, index, 1)
-
-        return cut._reshaped(
+        at = self._dim(dim)
+        return self.narrowed(dim, index, 1)._reshaped(
             lambda values, _: values[:at] + values[at + 1 :],
             lambda axis: None if axis == at else axis - (axis > at),
         )
@@ -121,8 +119,9 @@ class MappedTensor(NamedTuple):
         """Returns it with other dimensions.
 
         Args:
-            change: values by dimension, and that of a new dimension, to values by new dimension.
-            moved: a dimension to its new number; None: it goes.
+            change: takes one value a dimension, and the value of a new dimension; returns one value
+                a dimension of the result.
+            moved: takes the number of a dimension, returns its new number, or None if it goes.
         """
         pieces = tuple(
             piece._replace(
@@ -136,10 +135,9 @@ class MappedTensor(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[MappedTensor], dim: int, fqn: str) -> MappedTensor:
-        """Returns parts one after the other along a dimension.
+        """Returns parts, one after the other along a dimension, as the tensor `fqn`.
 
-        Raises:
-            PlanError: their other dimensions differ; `fqn` names the result.
+        Raises: PlanError: their other dimensions differ.
         """
         if any(part.sizes is None for part in parts):
             return MappedTensor(None, tuple(piece for part in parts for piece in part.pieces))
@@ -161,14 +159,9 @@ class MappedTensor(NamedTuple):
         return MappedTensor((*shapes[0][:at], begin, *shapes[0][at + 1 :]), tuple(pieces))
 
     def parts_of(self, offsets: Sequence[int], target: torch.Tensor) -> Iterator[StoredPart]:
-        """Yields where the bytes of a wanted box lie in stored tensors.
-
-        Args:
-            offsets: of the box in the mapped tensor.
-            target: the box's memory.
-        """
+        """Yields the stored parts of the box at `offsets`, whose memory is `target`."""
         for piece in self.pieces:
-            cut = _cut(piece, tuple(offsets), tuple(target.shape))
+            cut = _cut(piece, offsets, target.shape)
             if cut is None:
                 continue
             view = target.detach()
@@ -180,31 +173,24 @@ class MappedTensor(NamedTuple):
     def boxes_of(
         self, fqn: str, offsets: Sequence[int], source: torch.Tensor
     ) -> Iterator[tuple[Sizes, torch.Tensor]]:
-        """Yields (offsets in the mapped tensor, view of `source`) of a chunk of a stored tensor.
-
-        Args:
-            fqn: the stored tensor.
-            offsets: of the chunk in it.
-            source: the chunk's memory.
+        """Yields each box of the stored tensor `fqn` that the chunk at `offsets`, whose memory is
+        `source`, holds: (offsets in the mapped tensor, view of `source`).
         """
         for piece in self.pieces:
             if piece.fqn != fqn:
                 continue
-            lengths = [1 if axis is None else piece.lengths[axis] for axis in piece.axes]
             begins, view = list(piece.offsets), source.detach()
-            is_empty = False
             for dim, axis in enumerate(piece.axes):
-                first = max(piece.stored_offsets[dim], offsets[dim])
-                last = min(
-                    piece.stored_offsets[dim] + lengths[dim], offsets[dim] + source.shape[dim]
-                )
+                begin, at = piece.stored_offsets[dim], offsets[dim]
+                length = 1 if axis is None else piece.lengths[axis]
+                first = max(begin, at)
+                last = min(begin + length, at + source.shape[dim])
                 if last <= first:
-                    is_empty = True
                     break
-                view = view.narrow(dim, first - offsets[dim], last - first)
+                view = view.narrow(dim, first - at, last - first)
                 if axis is not None:
-                    begins[axis] += first - piece.stored_offsets[dim]
-            if not is_empty:
+                    begins[axis] += first - begin
+            else:
                 yield tuple(begins), _in_mapped_order(view, piece)
 
     def _dim(self, dim: int) -> int:
@@ -217,27 +203,23 @@ class MappedTensor(NamedTuple):
         return dim % count
 
 
-def _cut(piece: Piece, begins: Sizes, lengths: Sizes) -> Piece | None:
+def _cut(piece: Piece, begins: Sequence[int], lengths: Sequence[int]) -> Piece | None:
     """Returns the part of a piece in a box of the mapped tensor; None: they do not meet."""
     first = tuple(map(max, piece.offsets, begins))
-    ends = tuple(
-        min(offset + have, begin + want)
-        for offset, have, begin, want in zip(
-            piece.offsets, piece.lengths, begins, lengths, strict=True
-        )
-    )
-    if any(end <= begin for begin, end in zip(first, ends, strict=True)):
+    boxes = zip(piece.offsets, piece.lengths, begins, lengths, strict=True)
+    ends = [min(offset + have, begin + want) for offset, have, begin, want in boxes]
+    kept = tuple(map(sub, ends, first))
+    if min(kept, default=1) <= 0:
         return None
     stored = tuple(
         offset + (0 if axis is None else first[axis] - piece.offsets[axis])
         for offset, axis in zip(piece.stored_offsets, piece.axes, strict=True)
     )
-    kept = tuple(end - begin for begin, end in zip(first, ends, strict=True))
     return piece._replace(offsets=first, lengths=kept, stored_offsets=stored)
 
 
 def _in_stored_order(view: torch.Tensor, axes: Sequence[int | None]) -> torch.Tensor:
-    """Returns a view of mapped memory as the stored tensor has its dimensions."""
+    """Returns a view of mapped memory with the stored tensor's dimensions."""
     kept = [axis for axis in axes if axis is not None]
     added = [dim for dim in range(view.dim()) if dim not in kept]  # of stacks, of length 1
     view = view.permute([*kept, *added])
@@ -250,7 +232,7 @@ def _in_stored_order(view: torch.Tensor, axes: Sequence[int | None]) -> torch.Te
 
 
 def _in_mapped_order(view: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Returns a view of stored memory as the mapped tensor has its dimensions."""
+    """Returns a view of stored memory with the mapped tensor's dimensions."""
     for dim in reversed(range(len(piece.axes))):
         if piece.axes[dim] is None:
             view = view.squeeze(dim)

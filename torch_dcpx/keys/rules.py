@@ -1,6 +1,6 @@
-"""The rules of a KeyMap: each makes other entries of those that the rule before has left.
+"""The rules of a KeyMap: each changes the entries that the rule before has left.
 
-Two entries under one name, and a rule that nothing matches, are errors with names.
+Two entries under one name are an error that names them, as is a rule that matches nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ Entries: TypeAlias = dict[str, MappedTensor]
 _MAX_TRIED = 10_000  # numbers between two that are stored
 
 _Group: TypeAlias = tuple[int, int, str]  # of a pattern: (0, number, "") or (1, 0, text)
+_Matched: TypeAlias = tuple[tuple[_Group, ...], re.Match[str], MappedTensor]
 
 
 class Split(NamedTuple):
@@ -63,53 +64,34 @@ class Transpose(NamedTuple):
     dims: tuple[int, int] = (0, 1)
 
 
-Rule: TypeAlias = (
-    Mapping[str, str | None]
-    | tuple[str, str]
-    | Callable[[str], str | None]
-    | Split
-    | Merge
-    | Transpose
-)
+_Rename: TypeAlias = Mapping[str, str | None] | tuple[str, str] | Callable[[str], str | None]
+Rule: TypeAlias = _Rename | Split | Merge | Transpose
 
 
 def checked_rule(rule: Rule) -> Rule:
     """Returns a rule that can work."""
     if isinstance(rule, Merge) and isinstance(rule.patterns, str):
         rule = rule._replace(patterns=(rule.patterns,))
-    patterns: Sequence[str] = ()
-    if isinstance(rule, Merge):
-        patterns = rule.patterns
-    elif isinstance(rule, (Split, Transpose)):
-        patterns = (rule.pattern,)
-    elif isinstance(rule, tuple) and len(rule) == 2:
-        patterns = rule[:1]
-    elif not isinstance(rule, Mapping) and not callable(rule):
-        raise OptionError(
-            f"a rule of a KeyMap is a dict, a pair of texts, a callable, a Split, a Merge or a "
-            f"Transpose, got {rule!r}",
-            option="rules",
-            value=rule,
-        )
-    for pattern in patterns:
+    made_by = _made_by(rule)
+    for pattern, _ in made_by:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            raise OptionError(
-                f"{pattern!r} is no regular expression: {error}", option="rules", value=rule
-            ) from error
-    for pattern, made in _made_by(rule):
-        if not isinstance(made, str) or not _can_make(pattern, made):
-            raise OptionError(
-                f"{made!r} is no text that {pattern!r} could be replaced by: {rule!r}",
-                option="rules",
-                value=rule,
-            )
-    numbers = rule.dims if isinstance(rule, Transpose) else (getattr(rule, "dim", 0),)
-    is_pair = not isinstance(rule, Transpose) or (isinstance(numbers, tuple) and len(numbers) == 2)
-    if not is_pair or not all(type(number) is int for number in numbers):
-        raise OptionError(f"dimensions are ints, got {rule!r}", option="rules", value=rule)
+            raise _refused(rule, f"{pattern!r} is no regular expression: {error}") from error
+    for pattern, texts in made_by:
+        for made in texts:
+            if not isinstance(made, str) or not _can_make(pattern, made):
+                raise _refused(
+                    rule, f"{made!r} is no text that {pattern!r} could be replaced by: {rule!r}"
+                )
+    dims: Any = rule.dims if isinstance(rule, Transpose) else (getattr(rule, "dim", 0), 0)
+    if not isinstance(dims, tuple) or list(map(type, dims)) != [int, int]:
+        raise _refused(rule, f"dimensions are ints, got {rule!r}")
     return _with_sizes(rule) if isinstance(rule, Split) and rule.sizes is not None else rule
+
+
+def _refused(rule: object, message: str) -> OptionError:
+    return OptionError(message, option="rules", value=rule)
 
 
 def _with_sizes(rule: Split) -> Split:
@@ -120,24 +102,29 @@ def _with_sizes(rule: Split) -> Split:
     except TypeError:
         lengths = (-1,)
     if min(lengths, default=0) < 0 or any(isinstance(size, bool) for size in sizes):
-        raise OptionError(
-            f"sizes of a Split are a list of ints from 0 on, got {rule.sizes!r}: {rule!r}",
-            option="rules",
-            value=rule,
+        raise _refused(
+            rule, f"sizes of a Split are a list of ints from 0 on, got {rule.sizes!r}: {rule!r}"
         )
     return rule._replace(sizes=lengths)
 
 
-def _made_by(rule: Rule) -> list[tuple[str, object]]:
-    """Returns the rule's patterns, each with a text that it makes."""
+def _made_by(rule: Rule) -> list[tuple[str, Sequence[object]]]:
+    """Returns the rule's patterns, each with the texts that it makes."""
     if isinstance(rule, Merge):
-        return [(pattern, rule.into) for pattern in rule.patterns]
+        return [(pattern, [rule.into]) for pattern in rule.patterns]
     if isinstance(rule, Split):
         # A text is a sequence of texts, and surely not meant.
-        into = [None] if isinstance(rule.into, str) else rule.into
-        return [(rule.pattern, one) for one in into]
-    if isinstance(rule, tuple) and not isinstance(rule, Transpose):
-        return [(rule[0], rule[1])]
+        return [(rule.pattern, [None] if isinstance(rule.into, str) else rule.into)]
+    if isinstance(rule, Transpose):
+        return [(rule.pattern, [])]
+    if isinstance(rule, tuple) and len(rule) == 2:
+        return [(rule[0], rule[1:])]
+    if not isinstance(rule, Mapping) and not callable(rule):
+        raise _refused(
+            rule,
+            f"a rule of a KeyMap is a dict, a pair of texts, a callable, a Split, a Merge or a "
+            f"Transpose, got {rule!r}",
+        )
     return []
 
 
@@ -151,16 +138,14 @@ def _can_make(pattern: str, made: str) -> bool:
 
 
 def applied(rule: Rule, entries: Entries, number: int, objects: frozenset[str]) -> Entries:
-    """Returns what a rule makes of all entries.
+    """Returns what a checked rule makes of all entries.
 
     Args:
-        rule: that was checked.
         entries: by the names that the rule before has given them.
         number: of the rule, for messages.
-        objects: stored names of what is no tensor.
+        objects: stored names that are no tensors.
 
-    Raises:
-        PlanError: two entries get one name, the rule matches nothing, or shapes do not allow it.
+    Raises: PlanError: as `KeyMap.resolve`.
     """
     if isinstance(rule, Merge):
         return _merge(entries, rule, number, objects)
@@ -184,11 +169,13 @@ def _made(
     rule: Rule, name: str, entry: MappedTensor, objects: frozenset[str]
 ) -> list[tuple[str, MappedTensor]] | None:
     """Returns the entries that a rule makes of one; None where its pattern does not match."""
-    if isinstance(rule, Split):
-        return _split(rule, name, entry, objects)
-    if isinstance(rule, Transpose):
-        if re.fullmatch(rule.pattern, name) is None:
+    if isinstance(rule, (Split, Transpose)):
+        found = re.fullmatch(rule.pattern, name)
+        if found is None:
             return None
+        if isinstance(rule, Split):
+            _check_tensor(name, entry, objects, "split")
+            return _split(rule, found, entry)
         _check_tensor(name, entry, objects, "transpose")
         return [(name, entry.transposed(*rule.dims))]
     renamed: object
@@ -196,8 +183,8 @@ def _made(
         renamed = rule.get(name, name)
     elif isinstance(rule, tuple):
         pattern, replacement = cast("tuple[str, str]", rule)
-        renamed, found = re.subn(pattern, replacement, name)
-        if not found:
+        renamed, count = re.subn(pattern, replacement, name)
+        if not count:
             return None
     else:
         renamed = rule(name)
@@ -229,26 +216,21 @@ def _check_tensor(name: str, entry: MappedTensor, objects: frozenset[str], what:
 
 
 def _split(
-    rule: Split, name: str, entry: MappedTensor, objects: frozenset[str]
-) -> list[tuple[str, MappedTensor]] | None:
-    found = re.fullmatch(rule.pattern, name)
-    if found is None:
-        return None
-    _check_tensor(name, entry, objects, "split")
+    rule: Split, found: re.Match[str], entry: MappedTensor
+) -> list[tuple[str, MappedTensor]]:
     parts, begin = [], 0
-    for into, length in zip(rule.into, _part_lengths(name, entry, rule), strict=True):
-        part = (
-            entry.selected(rule.dim, begin)
-            if rule.squeeze
-            else entry.narrowed(rule.dim, begin, length)
-        )
+    for into, length in zip(rule.into, _part_lengths(found.string, entry, rule), strict=True):
+        if rule.squeeze:
+            part = entry.selected(rule.dim, begin)
+        else:
+            part = entry.narrowed(rule.dim, begin, length)
         parts.append((found.expand(into), part))
         begin += length
     return parts
 
 
 def _part_lengths(name: str, entry: MappedTensor, rule: Split) -> list[int]:
-    """Returns the lengths of a split's parts. Raises: PlanError where they do not fit."""
+    """Returns the lengths of a split's parts. Raises PlanError: they do not fit."""
     count = len(rule.into)
     if entry.sizes is None:
         return [1] * count
@@ -266,50 +248,43 @@ def _part_lengths(name: str, entry: MappedTensor, rule: Split) -> list[int]:
 
 def _merge(entries: Entries, rule: Merge, number: int, objects: frozenset[str]) -> Entries:
     new: Entries = {}
-    merged: dict[str, list[tuple[int, tuple[_Group, ...], MappedTensor]]] = {}
-    matches: dict[tuple[str, int], list[re.Match[str]]] = {}  # by new name and pattern
+    merged: dict[str, list[list[_Matched]]] = {}  # by new name, a list for each pattern
     for name, entry in entries.items():
         for order, pattern in enumerate(rule.patterns):
             found = re.fullmatch(pattern, name)
             if found is not None:
                 _check_tensor(name, entry, objects, "merge")
-                into = found.expand(rule.into)
-                groups = tuple(map(_natural, found.groups()))
-                merged.setdefault(into, []).append((order, groups, entry))
-                matches.setdefault((into, order), []).append(found)
+                matches = merged.setdefault(found.expand(rule.into), [[] for _ in rule.patterns])
+                matches[order].append((tuple(map(_natural, found.groups())), found, entry))
                 break
         else:
             _put(new, name, entry, number)
     if not merged:
         raise _unmatched(number, rule, tuple(rule.patterns))
-    for into, group in merged.items():
-        absent = set(range(len(rule.patterns))) - {order for order, _, _ in group}
+    for into, matches in merged.items():
+        absent = [pattern for pattern, own in zip(rule.patterns, matches, strict=True) if not own]
         if absent:
             raise PlanError(
                 f"'{into}' is merged of {len(rule.patterns)} parts, and nothing is stored for "
-                f"{', '.join(repr(rule.patterns[order]) for order in sorted(absent))}",
+                f"{', '.join(map(repr, absent))}",
                 fqn=into,
             )
-        for order, pattern in enumerate(rule.patterns):
-            _check_numbers(into, pattern, matches[into, order])
-        parts = [part for _, _, part in sorted(group, key=lambda row: row[:2])]
+        parts = []
+        for pattern, own in zip(rule.patterns, matches, strict=True):
+            _check_numbers(into, pattern, own)
+            parts += [entry for _, _, entry in sorted(own, key=lambda match: match[0])]
         if rule.stack:
             parts = [part.unsqueezed(rule.dim) for part in parts]
         _put(new, into, MappedTensor.joined(parts, rule.dim, into), number)
     return new
 
 
-def _check_numbers(into: str, pattern: str, matches: Sequence[re.Match[str]]) -> None:
-    """Raises PlanError where numbers of a pattern's group, behind the same groups, leave one out
-    that the pattern would take.
-
-    Args:
-        into: the new name.
-        matches: of the names that match the pattern and are merged into it.
+def _check_numbers(into: str, pattern: str, matches: Sequence[_Matched]) -> None:
+    """Raises PlanError where the numbers of a group, behind equal groups, leave out a number that
+    the pattern takes.
     """
     numbers: dict[tuple[_Group, ...], dict[int, tuple[re.Match[str], int]]] = {}
-    for found in matches:
-        groups = tuple(map(_natural, found.groups()))
+    for groups, found, _ in matches:
         for at, (is_text, number, _) in enumerate(groups):
             if not is_text:
                 numbers.setdefault(groups[:at], {})[number] = found, at + 1
@@ -326,7 +301,7 @@ def _check_numbers(into: str, pattern: str, matches: Sequence[re.Match[str]]) ->
 
 
 def _left_out(pattern: str, found: re.Match[str], group: int, numbers: range) -> int | None:
-    """Returns the first of these numbers with which, in the group's place, the name matches too."""
+    """Returns the first of `numbers` that, put in the group's place, makes a name that matches."""
     begin, end = found.span(group)
     name = found.string
     for number in numbers[:_MAX_TRIED]:
@@ -337,6 +312,6 @@ def _left_out(pattern: str, found: re.Match[str], group: int, numbers: range) ->
 
 
 def _natural(group: str | None) -> _Group:
-    """Returns what orders a pattern's groups: numbers as numbers, before texts."""
+    """Returns a group's sort key: numbers as numbers, before texts."""
     text = group or ""
     return (0, int(text), "") if text.isdecimal() else (1, 0, text)

@@ -1,9 +1,9 @@
 """Items whose bytes are read whole: Python objects, and tensors that only torch's loader knows.
 
 Stock's planner takes a byte item as a stream, runs `torch.load` on it, and puts the object into the
-state. Where that hook is stock's, the object that was decoded here goes there directly: a new
-archive of it, to be loaded at once, would cost 100 us an item. Plain numbers and texts that
-torch-dcpx wrote are decoded in C++, all of a window in one call.
+state. Where that hook is stock's, objects decoded here go there directly: to pack one anew for
+stock to load would cost 100 us an item. Plain numbers and texts that torch-dcpx wrote are decoded
+in C++, all of a window in one call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch_dcpx.unpickle.byte_items import decode_byte_item, reencode_byte_item
 from torch_dcpx.unpickle.torch_items import fill_target, load_by_torch
 from torch_dcpx.unpickle.unpickler import MAX_MESSAGE
 
-# One load decodes these once for all items of the same bytes, as they cannot change. A list or a
-# tensor that two items shared would be a bug.
+# A load decodes these once for all items of the same bytes, as they cannot change. Two items must
+# not share a list or a tensor.
 _IMMUTABLE = frozenset(
     (int, float, bool, type(None), str, bytes, complex, torch.Size, torch.dtype, torch.device)
 )
@@ -54,8 +54,7 @@ class BytesFinisher:
         options: ReadOptions,
         check_dtype: Callable[[ReadItem, torch.dtype, str], None],
     ) -> None:
-        """Args: check_dtype: refuses a tensor's dtype."""
-        self._check_dtype = check_dtype
+        self._check_dtype = check_dtype  # raises if a tensor may not have the dtype
         self._planner = planner
         self._transforms = transforms
         self._options = options
@@ -63,21 +62,16 @@ class BytesFinisher:
         self._decoded: dict[bytes, Any] = {}
 
     def plain_values(self, reads: Sequence[BytesRead]) -> list[Any]:
-        """Returns the value of each read that is a number, truth, text or None of torch-dcpx; for
-        any other NotImplemented.
-        """
+        """Returns the numbers, truths, texts and None of torch-dcpx; for others NotImplemented."""
         return _C.plain_values([b"" if read.descriptors else read.data for read in reads])
 
     def finish(self, read: BytesRead, plain: Any) -> None:
         """Hands one item over; `plain` is its element of `plain_values`.
 
-        Raises:
-            CorruptionError, UnsafePickleError: the item cannot or must not be decoded.
+        Raises: CorruptionError, UnsafePickleError: the item cannot or must not be decoded.
         """
         item = read.item
-        data: bytes | bytearray = read.data
-        if read.descriptors:
-            data = _undo_extensions(read, self._transforms)
+        data = _undo_extensions(read, self._transforms) if read.descriptors else read.data
         if item.type != LoadItemType.BYTE_IO:
             tensor = load_by_torch(io.BytesIO(data), read.path, item, self._planner, self._options)
             if read.is_foreign:
@@ -90,9 +84,8 @@ class BytesFinisher:
         elif self._takes_objects:
             _put(self._planner, item, self._decode(read, data))  # type: ignore[arg-type]
         else:
-            self._planner.load_bytes(
-                item, reencode_byte_item(memoryview(data), **self._about(read))
-            )
+            stream = reencode_byte_item(memoryview(data), **self._about(read))
+            self._planner.load_bytes(item, stream)
 
     def _decode(self, read: BytesRead, data: bytes | bytearray) -> Any:
         """Decodes an item; equal bytes of an immutable value once."""
@@ -124,9 +117,8 @@ def _put(planner: DefaultLoadPlanner, item: ReadItem, value: object) -> None:
 def _undo_extensions(read: BytesRead, transforms: Any) -> bytes:
     """Returns the item as it was before the writer's stream extensions changed it.
 
-    Raises:
-        CorruptionError: an extension cannot read what is stored. Other errors are stock's: the
-            registry lacks an extension.
+    Raises: CorruptionError: an extension cannot read the item. Stock's registry raises errors of
+        its own for an extension that it lacks.
     """
     stream = transforms.transform_load_stream(read.item, read.descriptors, io.BytesIO(read.data))
     try:

@@ -1,14 +1,15 @@
 """Finds the reads that may run together: their targets share no memory.
 
-With tied weights two items go to one memory. The later one stays, as with stock, and no checksum is
-taken of memory that another read fills: so they are read one after the other. Parts of one target
-are disjoint by their plan.
+With tied weights two items go to one memory. They are read one after the other: so the later one
+stays, as with stock, and no checksum is taken of memory that another read fills. Parts of one
+target are disjoint by their plan.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 
@@ -22,27 +23,22 @@ class Claim(NamedTuple):
 
 def _share_memory(claims: Sequence[Claim | None]) -> bool:
     """Returns whether any two claims of different owners meet."""
-    spans = sorted((claim[0], claim[1], i) for i, claim in enumerate(claims) if claim is not None)
     last_end, last_owner = -1, None
-    for begin, end, i in spans:
-        if begin < last_end:
-            owner = claims[i][2]  # type: ignore[index]
-            if owner is not last_owner and owner != last_owner:
-                return True
-            last_end = max(last_end, end)
+    for begin, end, owner in sorted(filter(None, claims), key=itemgetter(0, 1)):
+        if begin >= last_end:
+            last_end, last_owner = end, owner
+        elif owner is not last_owner and owner != last_owner:
+            return True
         else:
-            last_end, last_owner = end, claims[i][2]  # type: ignore[index]
+            last_end = max(last_end, end)
     return False
 
 
 def disjoint_groups(claims: Sequence[Claim | None]) -> list[int]:
-    """Cuts claims into runs, each of which shares no memory within itself.
+    """Cuts claims into runs without shared memory; returns the index behind each run's end.
 
     Args:
-        claims: in their order; None for what goes to memory of its own.
-
-    Returns:
-        Where each run ends; the last one at the end of `claims`.
+        claims: in their order; None for a read that goes to memory of its own.
     """
     if not _share_memory(claims):  # nearly always: one sort, and no list is inserted into
         return [len(claims)]

@@ -1,4 +1,4 @@
-"""Is every element that a load wants stored, and stored once? The reader asks before it reads.
+"""Checks before a read that every element that a load wants is stored, and stored once.
 
 Where the stored chunks leave a hole, stock keeps the tensor's old elements; where two chunks hold
 one element, the one that is read last stays. Stock reports neither.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -24,6 +24,8 @@ from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor
 from torch_dcpx.tensors.tiling import box_text, untiled, way_out
+
+_Offence: TypeAlias = tuple[int, str, int, int, tuple[int, ...]]  # a row of `untiled`
 
 
 class _Wanted(NamedTuple):
@@ -38,16 +40,15 @@ class _Wanted(NamedTuple):
 def check_coverage(
     items: Sequence[ReadItem], planner: LoadPlanner, path: str, reader: str = "DcpxReader"
 ) -> bool:
-    """Raises when the items do not fill every tensor of the planner's state exactly once.
+    """Checks that the items fill every tensor of the planner's state exactly once.
 
     Args:
         items: the plan of this rank.
-        planner: whose state is loaded; one that plans its own way is believed.
-        path: of the metadata, for errors.
-        reader: class of the reader, for errors. Default "DcpxReader".
+        planner: its state is loaded; one that plans its own way is believed.
+        path: of the metadata, and `reader` the class of the reader, for errors.
 
     Returns:
-        Whether that was asked: no two items of one target meet.
+        Whether it was checked; then no two items of one target meet.
 
     Raises:
         CorruptionError: the stored chunks leave a hole, or two hold the same element; no tensor was
@@ -57,12 +58,13 @@ def check_coverage(
     """
     if not has_stock_hooks(planner, PLAN_HOOKS):
         return False
-    take_covered = getattr(planner, "_take_covered", None)  # DcpxLoadPlanner's: it asked already
+    take_covered = getattr(planner, "_take_covered", None)  # DcpxLoadPlanner checks as it plans
     if take_covered is not None and take_covered(items):
         return True
     state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
-    check_shards(state, planner.metadata.state_dict_metadata)  # type: ignore[attr-defined]
-    outline = outline_of(planner.metadata.state_dict_metadata)  # type: ignore[attr-defined]
+    stored: Mapping[str, Any] = planner.metadata.state_dict_metadata  # type: ignore[attr-defined]
+    check_shards(state, stored)
+    outline = outline_of(stored)
     last = {item.dest_index.fqn: item for item in items}
     all_of: dict[str, list[ReadItem]] = {}
     if len(last) < len(items):
@@ -83,25 +85,18 @@ def check_coverage(
     if not doubtful:
         return True
     quick = [one for fqn, own in doubtful.items() for one in _quick(fqn, state[fqn], own)]
-    suspects = dict.fromkeys(quick[row[0]].fqn for row in _offences(quick))
     exact = []
-    for fqn in suspects:
+    for fqn in dict.fromkeys(quick[row[0]].fqn for row in _offences(quick)):
         entry: Any = outline(fqn)
         exact += _exact(fqn, state[fqn], doubtful[fqn], entry.size)
     for row in _offences(exact):
-        raise _error(exact[row[0]], *row[1:], path=path, reader=reader)
+        raise _error(exact[row[0]], row, path, reader)
     return True
 
 
 def check_shards(state: Mapping[str, Any], stored: Container[str]) -> None:
-    """Checks that the shards of a state's DTensors have the shapes that stock's planner plans for.
-
-    Args:
-        state: of the planner, by names.
-        stored: names in the checkpoint.
-
-    Raises:
-        PlanError: one has another shape.
+    """Raises PlanError if a shard of a DTensor that is `stored` has another shape than stock's
+    planner plans for.
     """
     chunks = ChunkFinder()
     for fqn, target in state.items():
@@ -110,14 +105,12 @@ def check_shards(state: Mapping[str, Any], stored: Container[str]) -> None:
 
 
 def meeting_targets(items: Iterable[ReadItem]) -> frozenset[MetadataIndex]:
-    """Returns the targets in which two items may fill the same element. No plan of stock's has any;
-    a user's may.
-    """
+    """Returns the targets in which two items may fill one element: none in a plan of stock's."""
     parts_of: dict[MetadataIndex, list[ReadItem]] = {}
     for item in items:
         if item.type != LoadItemType.BYTE_IO:
             parts_of.setdefault(item.dest_index, []).append(item)
-    meeting, asked, boxes = set(), [], []
+    meeting, targets, boxes = set(), [], []
     for target, parts in parts_of.items():
         ndims = {len(place) for part in parts for place in (part.dest_offsets, part.lengths)}
         if len(parts) > 1 and len(ndims) > 1:
@@ -125,9 +118,9 @@ def meeting_targets(items: Iterable[ReadItem]) -> frozenset[MetadataIndex]:
         elif len(parts) > 1:
             ends = [map(add, part.dest_offsets, part.lengths) for part in parts]
             sizes = [max(0, *at) for at in zip(*ends, strict=True)]
-            asked.append(target)
+            targets.append(target)
             boxes.append(_Wanted(target.fqn, (), sizes, parts))
-    meeting.update(asked[row[0]] for row in _offences(boxes) if row[1] != "hole")
+    meeting.update(targets[row[0]] for row in _offences(boxes) if row[1] != "hole")
     return frozenset(meeting)
 
 
@@ -153,34 +146,25 @@ def _exact(
     return wanted
 
 
-def _offences(wanted: Sequence[_Wanted]) -> list[tuple[int, str, int, int, tuple[int, ...]]]:
+def _offences(wanted: Sequence[_Wanted]) -> list[_Offence]:
     """Returns `untiled` of the chunks and their items.
 
-    Raises:
-        PlanError: an item has another number of dimensions than its chunk.
+    Raises: PlanError: an item has another number of dimensions than its chunk.
     """
-    for one in wanted:
-        for number, item in enumerate(one.items):
+    for number, one in enumerate(wanted):
+        for box, item in enumerate(one.items):
             if not len(item.dest_offsets) == len(item.lengths) == len(one.sizes):
-                raise _error(one, "outside", number, -1, (), path="", reader="")
+                raise _error(one, (number, "outside", box, -1, ()), "", "")
     return untiled(
         (one.sizes, [(item.dest_offsets, item.lengths) for item in one.items]) for one in wanted
     )
 
 
-def _error(
-    one: _Wanted,
-    offence: str,
-    box: int,
-    other: int,
-    point: tuple[int, ...],
-    *,
-    path: str,
-    reader: str,
-) -> DcpxError:
+def _error(one: _Wanted, row: _Offence, path: str, reader: str) -> DcpxError:
+    _, offence, box, other, point = row
     where = f"'{one.fqn}', of which {box_text(one.offsets, one.sizes)} is wanted"
     if offence == "hole":
-        at = [begin + place for begin, place in zip(one.offsets, point, strict=True)]
+        at = list(map(add, one.offsets, point))
         message = f"the metadata in '{path}' names no stored chunk with element {at} of {where}"
     elif offence == "overlap":
         a, b = (

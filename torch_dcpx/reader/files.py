@@ -1,13 +1,13 @@
 """One rank's reads: windows of regions through one ReadJob.
 
 Where every target exists already (stock's planner hooks, tensors of the stored dtype on the host or
-a CUDA device) there is one window, and one call to C++. A target that must be staged or decoded, or
-that a user's planner makes on the fly, counts against a budget: when that is used up, the window is
+a CUDA device) there is one window, and one call to C++. A target that is staged or decoded, or that
+a user's planner makes on the fly, counts against a budget: once that is used up, the window is
 read, handed over and dropped.
 
 A planner that overrides both the hooks that find targets and those that take values may count on
-stock's order, one item after the other: such planners give the same buffer for every item, or
-remember the item whose commit they expect. For them every window holds one item.
+stock's order, one item after the other: it may give the same buffer for every item, or remember the
+item whose commit it expects. For such a planner every window holds one item.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch_dcpx.reader.rows import (
     finish_tensor_read,
     place_of,
     plan_tensor_read,
+    span_elems,
     stored_dtype,
 )
 from torch_dcpx.reports import ReadReport
@@ -47,13 +48,6 @@ from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import has_strides
 
 _DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for all conversions there at one time
-
-
-# Counters of `ReadJob.report` that a report has under the same names.
-_REPORTED = (
-    *("needed_bytes", "read_bytes", "verified_bytes", "in_place_bytes", "foreign_bytes"),
-    *("direct_bytes", "slot_bytes"),
-)
 
 
 class ReadCounts(NamedTuple):
@@ -70,20 +64,22 @@ class ReadCounts(NamedTuple):
         """Returns the report of a load that is done.
 
         Args:
-            counters: of `ReadJob.report`: bytes; `read_ns`, `verify_ns` and `copy_ns`, summed over
-                the workers.
+            counters: of `ReadJob.report`: `*_bytes`, which have the report's names; `read_ns`,
+                `verify_ns` and `copy_ns`, sums over the workers that share out `engine_s`.
             metadata_s: in `read_metadata`.
             total_s: in all hooks of the reader.
         """
-        read_s, verify_s, copy_s = _engine_phases(self.engine_s, counters)
+        busy_ns = max(1, counters["read_ns"] + counters["verify_ns"] + counters["copy_ns"])
+        verify_s = self.engine_s * counters["verify_ns"] / busy_ns
+        copy_s = self.engine_s * counters["copy_ns"] / busy_ns
         return ReadReport(
             items=self.items,
             torch_items=self.torch_items,
             through_slot_bytes=counters["needed_bytes"] - counters["in_place_bytes"],
-            **{name: counters[name] for name in _REPORTED},
+            **{name: counters[name] for name in counters if name.endswith("_bytes")},
             metadata_s=metadata_s,
             prepare_s=total_s - metadata_s - self.engine_s - self.finish_s,
-            read_s=read_s,
+            read_s=self.engine_s - verify_s - copy_s,
             verify_s=verify_s,
             copy_s=copy_s,
             finish_s=self.finish_s,
@@ -91,21 +87,13 @@ class ReadCounts(NamedTuple):
         )
 
 
-def _engine_phases(engine_s: float, counters: Mapping[str, int]) -> tuple[float, float, float]:
-    """Returns (read, verify, copy): the wall time, divided as the workers spent theirs."""
-    read_ns, verify_ns, copy_ns = (counters[name] for name in ("read_ns", "verify_ns", "copy_ns"))
-    busy_ns = max(1, read_ns + verify_ns + copy_ns)
-    verify_s, copy_s = engine_s * verify_ns / busy_ns, engine_s * copy_ns / busy_ns
-    return engine_s - verify_s - copy_s, verify_s, copy_s
-
-
 class _Read(NamedTuple):
     """One item under way."""
 
     row: ReadRow | tuple[Any, ...] | None  # None: no byte to read
     claim: Claim | None  # the target's memory, where it is known
-    direct: torch.Tensor | None  # went whole into this target; no hook waits for it
-    rest: tuple[TensorRead, bool] | BytesRead | None  # else the work afterwards
+    direct: torch.Tensor | None  # the target, where the bytes go straight into it
+    rest: TensorRead | BytesRead | None  # the work afterwards, if any
 
 
 # Nearly all items of a plan are whole tensors, stored and wanted in C order: C++ makes their reads.
@@ -145,17 +133,17 @@ class _Window:
             and not is_any_order(planner)
         )
         self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
-        # A planner's own hooks may convert what is stored as another dtype than it is said to be.
+        # A planner's own hooks may convert tensors that are stored as another dtype than named.
         self._outline = None if self._makes_targets or self._wants_commits else outline_of(stored)
         self._bytes = BytesFinisher(planner, transforms, options, self._check_dtype)
-        # Whether targets are the state's own tensors, and no hook waits for them.
+        # Whether targets are the state's own tensors, which no hook waits for.
         has_state = has_plain_state(planner) and not meeting
         self.is_lean = has_state and not (self._makes_targets or self._wants_commits)
         self._reads: list[_Read] = []
         self._used_bytes = 0
         self._device_bytes = 0  # staged in the memory of devices
-        self._devices: set[int] = set()  # that the prepared reads go to
-        self._plain_devices: set[int] = set()  # and those that C++ prepared, of all windows
+        self._devices: set[int] = set()  # of the reads prepared in Python
+        self._plain_devices: set[int] = set()  # of those that C++ prepared, in all windows
         self._touched: list[str] = []  # over all windows
         self.torch_items = 0
         self.engine_s = self.finish_s = 0.0
@@ -175,12 +163,12 @@ class _Window:
         reads: list[_Read | None] = [None] * len(found.items)
         # Before the first byte: a planner that takes objects may give tensors other memory then.
         if self.is_lean and has_stock_hooks(self._planner, ("load_bytes",)):
+            state: dict[str, Any] = self._planner.state_dict  # type: ignore[attr-defined]
+            columns = found.items, found.files, found.places, found.entries, found.forms
+            memory_of = device_memory.is_host, device_memory.ordinal_of
             reads, self._plain_devices = _READ_ROWS.plain_reads(
-                found.items, found.files, found.places, found.entries, found.forms,
-                self._planner.state_dict,  # type: ignore[attr-defined]
-                *raw_entries(self._stored),
-                device_memory.is_host, device_memory.ordinal_of,
-            )  # fmt: skip
+                *columns, state, *raw_entries(self._stored), *memory_of
+            )
         for number in order:
             read = reads[number]
             if read is not None:
@@ -199,8 +187,8 @@ class _Window:
             self._add_tensor(item, located)
 
     def _check_dtype(self, item: ReadItem, dtype: torch.dtype, path: str) -> None:
-        """Raises CorruptionError where the metadata says another dtype than a tensor in a file of
-        stock's is of. (In our own files what is stored was checked, and may have been converted.)
+        """Raises CorruptionError where a tensor in a file of stock's has another dtype than the
+        metadata says. Our own files were checked, and a planner may have converted what they hold.
         """
         fqn = item.storage_index.fqn
         entry = self._outline(fqn) if self._outline is not None else None
@@ -214,17 +202,16 @@ class _Window:
             )
 
     def _claim(self, item: ReadItem, target: torch.Tensor) -> Claim | None:
-        """Returns the memory of a target whose strides say where it is."""
+        """Returns the memory of a target; None where it has none, or no strides."""
         if not has_strides(target) or not target.numel():
             return None
-        dims = zip(target.shape, target.stride(), strict=True)
         begin = target.data_ptr()
-        last = sum((size - 1) * stride for size, stride in dims)
+        nbytes = span_elems(target.shape, target.stride()) * target.element_size()
         owner = item.dest_index if item.dest_index not in self._meeting else object()
-        return Claim(begin, begin + (last + 1) * target.element_size(), owner)
+        return Claim(begin, begin + nbytes, owner)
 
     def _make_room(self, nbytes: int, device_bytes: int = 0) -> None:
-        """Reads the window when so much more host or device memory would exceed a budget."""
+        """Reads the window if so much more host or device memory would exceed a budget."""
         exceeds = (nbytes and self._used_bytes + nbytes > self._budget_bytes) or (
             device_bytes and self._device_bytes + device_bytes > _DEVICE_STAGING_BYTES
         )
@@ -233,12 +220,11 @@ class _Window:
 
     def _add_tensor(self, item: ReadItem, located: Located) -> None:
         """Prepares the read of a plain tensor's region."""
-        dtype = stored_dtype(located, item.storage_index.fqn)
+        dtype = stored_dtype(located.form, item.storage_index.fqn)
         if not located.form.named_dtype:
             self._check_dtype(item, dtype, located.path)
-        is_big_endian = located.form.is_big_endian
         target = self._planner.resolve_tensor(item)
-        place = place_of(target.detach(), dtype, is_big_endian)
+        place = place_of(target.detach(), dtype, located.form.is_big_endian)
         staged_bytes = 0 if place.is_direct else math.prod(item.lengths) * dtype.itemsize
         if place.device >= 0 and staged_bytes > _DEVICE_STAGING_BYTES:
             place = ON_HOST  # a device that is nearly full has no room for one more such tensor
@@ -251,24 +237,20 @@ class _Window:
         if read.row is not None and place.device >= 0:
             self._devices.add(place.device)
         self._device_bytes += device_bytes
-        self._add(_Read(read.row, claim, None, (read, is_big_endian)), cost)
+        self._add(_Read(read.row, claim, read.target if place.is_direct else None, read), cost)
 
     def _add_bytes(self, item: ReadItem, located: Located, descriptors: Sequence[str]) -> None:
         """Prepares the read of a whole item, whose bytes torch or the planner must understand."""
-        self._make_room(located.payload_bytes)
-        claim = None
+        file, nbytes = located.file, located.payload_bytes
+        self._make_room(nbytes)
+        claim = row = None
         if item.type != LoadItemType.BYTE_IO and not self._makes_targets:
             claim = self._claim(item, self._planner.resolve_tensor(item).detach())
-        data = bytearray(located.payload_bytes)
-        row = None
-        if data:
-            row = ReadRow(
-                located.file, located.payload_offset, len(data), (), (), (), data, len(data),
-                item.storage_index.fqn,
-            )  # fmt: skip
-        is_foreign = self._found.is_foreign[located.file]
-        read = BytesRead(item, data, located.path, descriptors, is_foreign)
-        self._add(_Read(row, claim, None, read), len(data))
+        data, fqn = bytearray(nbytes), item.storage_index.fqn
+        if nbytes:
+            row = ReadRow(file, located.payload_offset, nbytes, (), (), (), data, nbytes, fqn)
+        read = BytesRead(item, data, located.path, descriptors, self._found.is_foreign[file])
+        self._add(_Read(row, claim, None, read), nbytes)
 
     def _add(self, read: _Read, cost: int) -> None:
         self._reads.append(read)
@@ -287,19 +269,9 @@ class _Window:
         reads.clear()  # prepare() has the list until it asks for the new one
 
     def _note(self, filled: Sequence[_Read]) -> None:
-        """Notes which reads put bytes where they belong; autograd hears of it even if what follows
-        fails.
-        """
+        """Notes which reads brought bytes, and tells autograd, even if what follows fails."""
         self._touched += [read.row[8] for read in filled if read.row is not None]
-        written = [read.direct for read in filled if read.direct is not None]
-        written += [
-            read.rest[0].target
-            for read in filled
-            if read.rest is not None
-            and not isinstance(read.rest, BytesRead)
-            and read.rest[0].staged is None
-        ]
-        increment_version(written)
+        increment_version([read.direct for read in filled if read.direct is not None])
 
     def _read(self, reads: list[_Read], devices: set[int]) -> None:
         filled = [read for read in reads if read.row is not None]
@@ -318,31 +290,29 @@ class _Window:
             device_memory.log_warning()
         self._note(filled)
         read_at = time.perf_counter()
-        whole = [read.rest for read in reads if type(read.rest) is BytesRead]
+        rests = [read.rest for read in reads if read.rest is not None]
+        whole = [rest for rest in rests if isinstance(rest, BytesRead)]
         plain = iter(self._bytes.plain_values(whole) if whole else ())
-        for read in reads:
-            if read.rest is None:
-                continue
-            if isinstance(read.rest, BytesRead):
-                self._bytes.finish(read.rest, next(plain))
+        for rest in rests:
+            if isinstance(rest, BytesRead):
+                self._bytes.finish(rest, next(plain))
             else:
-                finish_tensor_read(*read.rest)
+                finish_tensor_read(rest)
                 if self._wants_commits:
-                    self._planner.commit_tensor(read.rest[0].item, read.rest[0].target)
+                    self._planner.commit_tensor(rest.item, rest.target)
         self.engine_s += read_at - began
         self.finish_s += time.perf_counter() - read_at
 
 
 def _memory_of(read: _Read) -> object:
-    """Returns the owner of the memory that the read goes to."""
-    if isinstance(read.rest, tuple) and not isinstance(read.rest, BytesRead):
-        staged, target = read.rest[0].staged, read.rest[0].target
-        return (target if staged is None else staged).detach()
-    return None if read.direct is None else read.direct.detach()
+    """Returns the tensor of the memory that the read goes to; None for bytes."""
+    into = read.rest.staged if isinstance(read.rest, TensorRead) else None
+    into = read.direct if into is None else into
+    return None if into is None else into.detach()
 
 
 def _note_touched(error: BaseException, touched: Sequence[str]) -> None:
-    """Says on an error that has no field for it which targets may hold new bytes."""
+    """Notes on an error without such a field which targets may hold new bytes."""
     vars(error)["touched"] = tuple(touched)
     if touched and hasattr(error, "add_note"):  # Python 3.11
         shown = ", ".join(map(repr, touched[:5])) + (", ..." if len(touched) > 5 else "")
@@ -356,17 +326,14 @@ def read_items(
     options: ReadOptions,
     *,
     stored: Mapping[str, Any],
-    meeting: Container[MetadataIndex] = frozenset(),
+    meeting: Container[MetadataIndex],
 ) -> ReadCounts:
     """Reads the items of a plan into the planner's tensors and objects, file by file as stock does.
 
     Args:
-        found: where the items lie, and the job that found them.
-        planner: gives targets, takes values.
         transforms: stock's `_StorageReaderTransforms`.
-        options: memory bound and trust.
         stored: the entries of the metadata.
-        meeting: targets of which two items may fill the same element.
+        meeting: targets in which two items may fill the same element.
 
     Raises:
         CorruptionError, StagingError, StorageError: `touched` names the items whose targets may

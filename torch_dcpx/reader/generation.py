@@ -19,26 +19,22 @@ class Generation(NamedTuple):
 
 
 def check_same_generation(plans: Sequence[LoadPlan]) -> None:
-    """Compares the ranks' notes. A planner that makes its own plans need not pass them on.
+    """Raises StorageError if ranks, whose plans are given in their order, read different saves.
 
-    Args:
-        plans: of all ranks, in the order of the ranks.
-
-    Raises:
-        StorageError: ranks read the metadata of different saves; no tensor was touched.
+    A planner that makes its own plans need not pass the notes on.
     """
-    first: dict[str, tuple[int, Generation]] = {}  # by directory: ranks may have their own
+    first: dict[str, tuple[int, str]] = {}  # by directory: ranks may have their own
     for rank, plan in enumerate(plans):
-        generation = plan.storage_data
-        if type(generation) is not Generation:
+        if type(plan.storage_data) is not Generation:
             continue
-        other, found = first.setdefault(generation.directory, (rank, generation))
-        if found != generation:
+        directory, save_id = plan.storage_data
+        other, found = first.setdefault(directory, (rank, save_id))
+        if found != save_id:
             raise StorageError(
-                f"the checkpoint in '{generation.directory}' was replaced while it was loaded: "
-                f"rank {other} read that of save {found.save_id}, rank {rank} that of "
-                f"{generation.save_id}; no tensor was touched, load it again",
+                f"the checkpoint in '{directory}' was replaced while it was loaded: rank {other} "
+                f"read that of save {found}, rank {rank} that of {save_id}; no tensor was "
+                "touched, load it again",
                 errno=errno.ESTALE,
-                path=generation.directory,
+                path=directory,
                 touched=(),
             )

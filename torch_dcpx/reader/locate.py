@@ -1,15 +1,16 @@
 """Finds the items of a load plan: one call to C++ opens the files and finds all of them.
 
-Many items share dtype, sizes and strides: these are a `Form`, looked at once. An item is then a
-number of its form and three integers, and a plan of a hundred thousand tensors costs few objects.
+Many items share dtype, sizes and strides: these are a `Form`, which is made once. A place is the
+number of a form and three integers: a plan of a hundred thousand tensors costs few objects.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -23,50 +24,31 @@ if TYPE_CHECKING:
     from torch_dcpx._native import _C
 
 
+_FileSpec: TypeAlias = tuple[str, bool, int, bytes, int, bytes]  # as `ReadJob.locate` takes a file
+
+
+@dataclass(slots=True, eq=False)
 class Form:
     """Dtype and shape that stored items share. Sizes and strides in elements."""
 
-    __slots__ = (
-        "dtype",
-        "dtype_name",
-        "is_big_endian",
-        "kind",
-        "named_dtype",
-        "run_bytes",
-        "sizes",
-        "storage_name",
-        "strides",
-    )
+    kind: str  # "plain", "bytes", "torch"
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    named_dtype: str  # ours: "float32"
+    storage_name: str  # foreign: "FloatStorage"
+    dtype_name: str  # foreign and untyped: "float8_e4m3fn"
+    is_big_endian: bool
+    dtype: torch.dtype | None = field(init=False, default=None)  # None: not plain, or unknown
+    run_bytes: int = field(init=False, default=0)  # of elements without gaps in C order; else 0
 
-    def __init__(
-        self,
-        kind: str,  # "plain", "bytes", "torch"
-        sizes: tuple[int, ...],
-        strides: tuple[int, ...],
-        named_dtype: str,  # ours: "float32"
-        storage_name: str,  # foreign: "FloatStorage"
-        dtype_name: str,  # foreign and untyped: "float8_e4m3fn"
-        is_big_endian: bool,
-    ) -> None:
-        self.kind = kind
-        self.sizes = sizes
-        self.strides = strides
-        self.named_dtype = named_dtype
-        self.storage_name = storage_name
-        self.dtype_name = dtype_name
-        self.is_big_endian = is_big_endian
-        # Of a plain payload; None where this torch has no such dtype.
-        self.dtype: torch.dtype | None = None
-        # Where the elements lie one after the other in C order: how many bytes they are. Else 0.
-        self.run_bytes = 0
-        if kind == "plain":
-            if named_dtype:
-                self.dtype = dtype_by_name(named_dtype)
-            else:
-                self.dtype = storage_dtypes().get((storage_name, dtype_name))
-        if self.dtype is not None and not is_big_endian:
+    def __post_init__(self) -> None:
+        if self.kind == "plain" and self.named_dtype:
+            self.dtype = dtype_by_name(self.named_dtype)
+        elif self.kind == "plain":
+            self.dtype = storage_dtypes().get((self.storage_name, self.dtype_name))
+        if self.dtype is not None and not self.is_big_endian:
             numel = 1
-            for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+            for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
                 if size != 1 and stride != numel:
                     return
                 numel *= size
@@ -116,8 +98,8 @@ class Found(NamedTuple):
     def serving(
         self, items: Sequence[ReadItem], directory: str, storage_data: Mapping[Any, Any]
     ) -> Found | None:
-        """Returns where these items lie, None where not all of them were looked for in the same
-        places. A planner may have changed the plan, and DCP sends it from rank to rank.
+        """Returns where these items lie; None where one of them was not looked for, or was in
+        another place. A planner may have changed the plan, and DCP sends it from rank to rank.
         """
         if directory != self.directory:
             return None
@@ -133,10 +115,7 @@ class Found(NamedTuple):
                 files=[self.files[number] for number in order],
                 places=[self.places[number] for number in order],
             )
-        for now, entry in zip(_places(items, storage_data), found.entries, strict=True):
-            if now is not entry and now != entry:
-                return None
-        return found
+        return found if _places(items, storage_data) == found.entries else None
 
 
 def locate_items(
@@ -146,22 +125,18 @@ def locate_items(
     table: Mapping[str, FileEntry] | None,
     directory: str,
 ) -> Found:
-    """Opens the files of all items, and finds each item in its file.
+    """Opens the files of all items, which `job` keeps, and finds each item in its file.
 
     Args:
-        job: opens the files and keeps them.
-        items: of the load plan.
-        storage_data: of the metadata.
         table: the data files that the metadata vouches for; None for a checkpoint of stock's.
         directory: of the checkpoint.
 
-    Raises:
-        CorruptionError, StorageError: no tensor was touched.
+    Raises: CorruptionError, StorageError: no tensor was touched.
     """
     numbers: dict[str, int] = {}
-    specs: list[tuple[str, bool, int, bytes, int, bytes]] = []
+    specs: list[_FileSpec] = []
     entries, files, wanted = [], [], []
-    raws = 0
+    has_raws = False
     byte_io, is_foreign = LoadItemType.BYTE_IO, table is None
     for item, entry in zip(items, _places(items, storage_data), strict=True):
         index = item.storage_index
@@ -177,11 +152,11 @@ def locate_items(
         if number is None:
             number = numbers[entry.relative_path] = len(specs)
             specs.append(_file_spec(entry.relative_path, index.fqn, table))
-        # Extensions make a tensor's item opaque: only its bytes are looked for.
-        is_raw = type(entry) is RawPlace  # its form is known: only its bytes are looked for
+        # Only the bytes are looked for where extensions made an item opaque, or its form is known.
+        is_raw = type(entry) is RawPlace
         has_extensions = is_foreign and getattr(entry, "transform_descriptors", None)
         is_tensor = item.type is not byte_io and not has_extensions and not is_raw
-        raws += is_raw
+        has_raws |= is_raw
         entries.append(entry)
         files.append(number)
         wanted.append((number, entry.offset, entry.length, is_tensor))
@@ -191,31 +166,27 @@ def locate_items(
         error.touched = ()
         if isinstance(error, CorruptionError) and error.fqn is None and error.path is not None:
             name = os.path.relpath(error.path, directory)
-            own = [number for number, file in enumerate(files) if specs[file][0] == name]
-            _name_item(error, [(items[number], entries[number]) for number in own])
+            _name_item(error, name, zip(items, entries, strict=True))
         raise
     names = [os.path.join(directory, spec[0]) for spec in specs]  # noqa: PTH118 - as C++ says it
     forms = [Form(*row) for row in form_rows]
-    if raws:
-        places = _with_raw_forms(entries, forms, places)
+    if has_raws:
+        _set_raw_forms(entries, forms, places)
     foreign = [not spec[1] for spec in specs]
     return Found(job, directory, list(items), entries, files, names, foreign, forms, places)
 
 
-def _with_raw_forms(
-    entries: Sequence[Any], forms: list[Form], places: Sequence[tuple[int, int, int, int]]
-) -> list[tuple[int, int, int, int]]:
-    """Returns the places with the forms that raw ones bring, which are added to `forms`."""
+def _set_raw_forms(
+    entries: Sequence[Any], forms: list[Form], places: list[tuple[int, int, int, int]]
+) -> None:
+    """Adds the forms of raw entries to `forms`, and gives their places the numbers of these."""
     numbers: dict[int, int] = {}
-    rows = []
-    for entry, place in zip(entries, places, strict=True):
-        number = place[0]
+    for at, entry in enumerate(entries):
         if type(entry) is RawPlace:
             number = numbers.setdefault(id(entry.form), len(forms))
             if number == len(forms):
                 forms.append(entry.form)
-        rows.append((number, *place[1:]))
-    return rows
+            places[at] = (number, *places[at][1:])
 
 
 def _places(items: Sequence[ReadItem], storage_data: Mapping[Any, Any]) -> list[Any]:
@@ -229,7 +200,7 @@ def _places(items: Sequence[ReadItem], storage_data: Mapping[Any, Any]) -> list[
 def refuse_foreign_places(
     items: Sequence[ReadItem], storage_data: Mapping[Any, Any], directory: str
 ) -> None:
-    """Raises UnsupportedError, with the first of them, if places are not as `_StorageInfo` is."""
+    """Raises UnsupportedError for the first item whose place is not as a `_StorageInfo` is."""
     for item, entry in zip(items, _places(items, storage_data), strict=True):
         fields = [getattr(entry, name, None) for name in ("relative_path", "offset", "length")]
         if entry is not None and list(map(type, fields)) != [str, int, int]:
@@ -241,30 +212,28 @@ def refuse_foreign_places(
             )
 
 
-def _file_spec(
-    name: str, fqn: str, table: Mapping[str, FileEntry] | None
-) -> tuple[str, bool, int, bytes, int, bytes]:
-    """Returns a file as `ReadJob.locate` takes it. Raises CorruptionError for a name that no file
-    system takes.
-    """
+def _file_spec(name: str, fqn: str, table: Mapping[str, FileEntry] | None) -> _FileSpec:
+    """Returns the spec of a data file. Raises CorruptionError: no file system takes its name."""
     try:
         name.encode()
     except UnicodeEncodeError as error:
         raise CorruptionError(
             f"file name {name!r} in the metadata of '{fqn}' is no text", fqn=fqn, touched=()
         ) from error
-    entry = table.get(name) if table is not None else None
+    entry = table.get(name) if table else None
     if entry is None:
         return (name, False, 0, b"", 0, b"")
-    path, file_id, nbytes, footer_crc, save_id = entry
-    return (path, True, nbytes, file_id, footer_crc, save_id)
+    return (name, True, entry.nbytes, entry.file_id, entry.footer_crc, entry.save_id)
 
 
-def _name_item(error: CorruptionError, stored: Sequence[tuple[ReadItem, Any]]) -> None:
-    """Adds the name of the item of this file in which the damage begins, where it is in one."""
+def _name_item(
+    error: CorruptionError, file_name: str, stored: Iterable[tuple[ReadItem, Any]]
+) -> None:
+    """Adds the name of the item of the damaged file that begins at the damage, or else holds it."""
     at = -1 if error.offset is None else error.offset
-    begin = [item for item, entry in stored if entry.offset == at]
-    hold = [item for item, entry in stored if entry.offset <= at < entry.offset + entry.length]
+    own = [(item, entry) for item, entry in stored if entry.relative_path == file_name]
+    begin = [item for item, entry in own if entry.offset == at]
+    hold = [item for item, entry in own if entry.offset <= at < entry.offset + entry.length]
     for item in (begin or hold)[:1]:
         error.fqn = item.storage_index.fqn
         error.message += f" (item '{error.fqn}')"

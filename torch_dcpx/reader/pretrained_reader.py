@@ -1,7 +1,7 @@
 """PretrainedReader: a checkpoint, or safetensors files from anywhere, for `load_pretrained`.
 
 Safetensors files become a Metadata of one chunk a tensor, and places without a frame around them:
-everything behind that, from the plan to the reads, is that of a checkpoint.
+from there on, plan and reads are those of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from torch_dcpx._compat import dtype_by_name
-from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.metadata.lazy import sizes_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.generation import Generation
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.reader import DcpxReader
+from torch_dcpx.reader.rows import stored_dtype
 from torch_dcpx.reader.safetensors import (
     Safetensors,
     check_not_replaced,
@@ -38,7 +37,7 @@ from torch_dcpx.reader.safetensors import (
 
 
 class PretrainedReader(DcpxReader):
-    """Reads a checkpoint, or the safetensors files that a path means. As `DcpxReader` else."""
+    """A DcpxReader that also reads the safetensors files that a path means."""
 
     def __init__(self, path: str | os.PathLike[str], *, options: ReadOptions | None = None) -> None:
         """Reads `path`: a directory of either kind, a safetensors file, or an index of such.
@@ -48,34 +47,32 @@ class PretrainedReader(DcpxReader):
             UnsupportedError: a URL.
         """
         DcpxReader(path)  # refuses an argument that is no path before a look at the disk
-        found = find_safetensors(Path(path))
-        super().__init__(path if found is None else found[0], options=options)
-        self._file_name = None if found is None else found[1]
+        directory, file_name = find_safetensors(Path(path)) or (path, None)
+        super().__init__(directory, options=options)
+        self._file_name = file_name
         self._held: Safetensors | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads `.metadata`, or the headers of the safetensors files. Raises: as they do."""
         if self._file_name is None:
             return super().read_metadata(*args, **kwargs)
-        held = read_safetensors(Path(self.path), self._file_name)
-        self._held = held
-        return _metadata_of(held, StorageMeta(load_id=self.load_id))
+        self._held = read_safetensors(Path(self.path), self._file_name)
+        return _metadata_of(self._held, StorageMeta(load_id=self.load_id))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Opens every file that the plan needs, and notes which headers it goes by.
+        """Opens every file that the plan needs, and notes which headers were read.
 
         Raises: StorageError: a file was replaced after its header was read.
         """
         plan = super().prepare_local_plan(plan)
-        if self._file_name is None:
+        if self._held is None:
             return plan
-        if self._held is not None:
-            check_not_replaced(self._held)
+        check_not_replaced(self._held)
         return dataclasses.replace(plan, storage_data=self.generation)
 
     @property
     def generation(self) -> Generation | None:
-        """Returns which save's metadata, or which headers, were read."""
+        """Returns the save whose metadata was read, or the digest of the headers."""
         if self._held is None:
             return super().generation
         return Generation(os.path.abspath(self.path), self._held.digest)  # noqa: PTH100 - as there
@@ -84,8 +81,7 @@ class PretrainedReader(DcpxReader):
 def stored_sizes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:
     """Returns sizes of the tensors by name, None for objects, of a checkpoint or of safetensors.
 
-    Raises:
-        NotCommittedError, CorruptionError, StorageError: it cannot be read.
+    Raises: NotCommittedError, CorruptionError, StorageError: it cannot be read.
     """
     return sizes_of(PretrainedReader(path).read_metadata().state_dict_metadata)
 
@@ -95,22 +91,15 @@ def _metadata_of(held: Safetensors, storage_meta: StorageMeta) -> Metadata:
     places: dict[Any, Any] = {}
     forms: dict[tuple[str, tuple[int, ...]], Form] = {}
     for name, (file, offset, row) in held.tensors.items():
-        dtype = dtype_by_name(row.dtype)
-        if dtype is None:
-            raise UnsupportedError(
-                f"'{name}' is stored as {row.dtype}, which torch {torch.__version__} lacks"
-            )
-        form = forms.get((row.dtype, row.sizes))
-        if form is None:
-            strides = _strides(row.sizes)
-            form = Form("plain", row.sizes, strides, row.dtype, "", "", is_big_endian=False)
-            forms[row.dtype, row.sizes] = form
+        key = row.dtype, row.sizes
+        if key not in forms:
+            forms[key] = Form("plain", row.sizes, _strides(row.sizes), row.dtype, "", "", False)
+        properties = TensorProperties(dtype=stored_dtype(forms[key], name))
         sizes, zeros = torch.Size(row.sizes), torch.Size([0] * len(row.sizes))
-        entries[name] = TensorStorageMetadata(
-            TensorProperties(dtype=dtype), sizes, [ChunkStorageMetadata(zeros, sizes)]
-        )
-        nbytes = row.end - row.begin
-        places[MetadataIndex(name, zeros, 0)] = RawPlace(file, offset, nbytes, form)
+        chunk = ChunkStorageMetadata(zeros, sizes)
+        entries[name] = TensorStorageMetadata(properties, sizes, [chunk])
+        place = RawPlace(file, offset, row.end - row.begin, forms[key])
+        places[MetadataIndex(name, zeros, 0)] = place
     return Metadata(entries, storage_data=places, storage_meta=storage_meta)
 
 

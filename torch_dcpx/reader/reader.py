@@ -19,7 +19,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,7 @@ from torch_dcpx._compat import is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 from torch_dcpx._hooks import is_own, refuse_bypassed
 from torch_dcpx._native import _C
-from torch_dcpx.errors import (
-    DcpxError,
-    NotCommittedError,
-    StorageError,
-)
+from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.coverage import check_coverage, meeting_targets
@@ -47,14 +43,14 @@ from torch_dcpx.reader.generation import Generation, check_same_generation
 from torch_dcpx.reader.locate import Found, locate_items, refuse_foreign_places
 from torch_dcpx.reports import ReadReport, loaded_line
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import METADATA_NAME, FileEntry, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_metadata_name
 from torch_dcpx.storage.paths import AnyPath, checked_path, metadata_file
 from torch_dcpx.storage.reader_lock import ReadersHold
 
 logger = logging.getLogger("torch_dcpx")
 
 _WAY_OUT = "DcpxReader reads mounted file systems. Use torch's FsspecReader"
-# By which a subclass can change what the planner has planned.
+# With these a subclass can change the planner's plan.
 _PLAN_HOOKS = ("prepare_local_plan", "prepare_global_plan", "read_data")
 
 
@@ -92,9 +88,7 @@ class DcpxReader(FileSystemReader):
         self.__kept_error: DcpxError | None = None
         self.__found: Found | None = None  # by prepare_local_plan, for read_data
         self.__is_coordinator = False
-        self.__metadata_s = self.__hooks_s = (
-            0.0  # spent in read_metadata, and in the hooks after it
-        )
+        self.__metadata_s = self.__hooks_s = 0.0  # in read_metadata, and in the hooks after it
         self.__pause = PlanningPause()
         self.__hold = ReadersHold()  # from the metadata to the last byte, of a load through DCP
         refuse_bypassed(self, DcpxReader)
@@ -155,7 +149,7 @@ class DcpxReader(FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Called by DCP on every rank. Raises: the error that `read_metadata` had to keep."""
+        """Called by DCP on every rank. Raises: the error that `read_metadata` kept."""
         error, self.__kept_error = self.__kept_error, None
         if error is not None:
             raise error
@@ -214,18 +208,17 @@ class DcpxReader(FileSystemReader):
             try:
                 if found is not None and is_own(self, DcpxReader, *_PLAN_HOOKS):
                     name = metadata_file(self, None if self.use_collectives else self.rank)
-                    is_tiled = check_coverage(
-                        plan.items, planner, str(Path(self.path) / name), type(self).__name__
-                    )
+                    path = str(Path(self.path) / name)
+                    is_tiled = check_coverage(plan.items, planner, path, type(self).__name__)
                 found = found or self.__find(plan.items)
-                meeting = frozenset() if is_tiled else meeting_targets(plan.items)
+                own = self.__checkpoint
                 counts = read_items(
                     found,
                     planner,
                     self.transforms,
                     self.options,
-                    stored=self.__entries,
-                    meeting=meeting,
+                    stored=own.metadata.state_dict_metadata if own else {},
+                    meeting=frozenset() if is_tiled else meeting_targets(plan.items),
                 )
             except StorageError as error:
                 self.__check_not_replaced(error)
@@ -250,14 +243,6 @@ class DcpxReader(FileSystemReader):
         """Returns the save whose metadata was read. None: none yet."""
         return self.__generation
 
-    @property
-    def __entries(self) -> Mapping[str, Any]:
-        return self.__checkpoint.metadata.state_dict_metadata if self.__checkpoint else {}
-
-    @property
-    def __files(self) -> dict[str, FileEntry] | None:
-        return self.__checkpoint.files if self.__checkpoint is not None else None
-
     @contextmanager
     def __hook(self) -> Iterator[None]:
         """Counts the time of a hook."""
@@ -267,7 +252,9 @@ class DcpxReader(FileSystemReader):
 
     def __find(self, items: Sequence[ReadItem]) -> Found:
         """Opens the files of all items, and finds each item in its file."""
+        table = self.__checkpoint.files if self.__checkpoint else None
         with self.__open() as directory:
+            path = str(directory.path)
             job = _C.ReadJob(
                 dir_fd=directory.fd,
                 dir_path=os.fsencode(directory.path),
@@ -275,12 +262,11 @@ class DcpxReader(FileSystemReader):
                 slot_bytes=self.options.slot_bytes,
                 use_direct=self.options.direct_io,
                 verify=self.options.verify == "blocks",
-                max_open_files=_max_open_files(),
+                max_open_files=min(4096, _free_descriptors() // 2),
                 max_slots=self.options.host_memory_bytes // self.options.slot_bytes,
             )
-            path = str(directory.path)
             try:
-                return locate_items(job, items, self.storage_data, self.__files, path)
+                return locate_items(job, items, self.storage_data, table, path)
             except BaseException as error:
                 job.close()
                 if isinstance(error, StorageError):
@@ -292,14 +278,12 @@ class DcpxReader(FileSystemReader):
     def __take_found(self, items: Sequence[ReadItem] | None = None) -> Found | None:
         """Returns the files and places of `__find` if they serve these items, else closes them."""
         found, self.__found = self.__found, None
-        if found is None:
-            return None
-        if items is not None:
+        serving = None
+        if found is not None and items is not None:
             serving = found.serving(items, str(Path(self.path)), self.storage_data)
-            if serving is not None:
-                return serving
-        found.job.close()
-        return None
+        if found is not None and serving is None:
+            found.job.close()
+        return serving
 
     def __open(self) -> Directory:
         try:
@@ -330,38 +314,35 @@ class DcpxReader(FileSystemReader):
                     raise
                 names = directory.names()
                 wanted = (name,) if rank is None else (METADATA_NAME, name)
-                missing = " and ".join(f"no '{one}'" for one in wanted if one not in names)
+                found = " and ".join(f"no '{one}'" for one in wanted if one not in names)
                 ranks, files = sum(map(is_metadata_name, names)), sum(map(is_data_file_name, names))
-                beside = (
-                    f", but metadata of {ranks} other ranks"
-                    if ranks
-                    else f", but {files} data files of an unfinished save"
-                )
+                if ranks:
+                    found += f", but metadata of {ranks} other ranks"
+                elif files:
+                    found += f", but {files} data files of an unfinished save"
                 raise NotCommittedError(
-                    f"'{directory.path}' holds no committed checkpoint: {missing}"
-                    + (beside if ranks or files else ""),
+                    f"'{directory.path}' holds no committed checkpoint: {found}",
                     errno=errno.ENOENT,
                     path=str(directory.path / name),
                 ) from error
 
     def __check_not_replaced(self, error: StorageError) -> None:
-        """Says so when a data file is gone because another save replaced the checkpoint."""
+        """Raises StorageError if a data file is gone because a save replaced the checkpoint."""
         if error.errno not in (errno.ENOENT, errno.ESTALE) or self.__checkpoint is None:
             return
         try:
             current = self.__read_checkpoint(None if self.use_collectives else self.rank)
         except DcpxError:
-            return  # the whole directory is gone, perhaps: the error that is there says more
-        if current.save_id == self.__checkpoint.save_id:
-            return
-        touched = error.touched or ()
-        raise StorageError(
-            f"the checkpoint in '{self.path}' was replaced by save {current.save_id} while it was "
-            f"read; {len(touched)} tensors were touched, load it again",
-            errno=errno.ESTALE,
-            path=error.path,
-            touched=touched,
-        ) from error
+            return  # the whole directory is gone, perhaps: the first error says more
+        if current.save_id != self.__checkpoint.save_id:
+            touched = error.touched or ()
+            raise StorageError(
+                f"the checkpoint in '{self.path}' was replaced by save {current.save_id} while it "
+                f"was read; {len(touched)} tensors were touched, load it again",
+                errno=errno.ESTALE,
+                path=error.path,
+                touched=touched,
+            ) from error
 
 
 def _free_descriptors() -> int:
@@ -372,13 +353,10 @@ def _free_descriptors() -> int:
     return max(0, soft_limit - len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - ten times as fast
 
 
-def _max_open_files() -> int:
-    """Returns how many data files may stay open: half of what the process may open still."""
-    return min(4096, _free_descriptors() // 2)
-
-
 def fitting_workers(workers: int) -> int:
-    """Returns the workers for which the other half is enough: each may open a file twice."""
+    """Returns how many workers a job may have: each may open a file twice, all together half of
+    what the process may open. The other half is for data files that stay open.
+    """
     return max(1, min(workers, _free_descriptors() // 4 - 1))
 
 

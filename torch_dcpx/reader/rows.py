@@ -1,20 +1,21 @@
-"""From a LoadPlan to the rows that the C++ side reads, and to the items that are left for torch.
+"""Makes the rows that C++ reads from the tensor items of a LoadPlan.
 
-A read item goes straight into its target where that is plain memory, of the host or of a device
-that C++ copies to, of the stored dtype. Else it is staged: read into a tensor of its own, on such a
-device where the target is on one, then handed to torch's `copy_`, which converts, moves to other
-devices, and refuses as stock does.
+An item goes straight into its target where that is plain memory of the stored dtype, on the host or
+on a device that C++ copies to. Else it is staged: read into a tensor of its own, on the target's
+device where C++ copies there. Torch's `copy_` then converts it, moves it to other devices, and
+refuses as stock does.
 """
 
 from __future__ import annotations
 
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError
-from torch_dcpx.reader.locate import Located
+from torch_dcpx.reader.locate import Form, Located
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import (
     byte_strides,
@@ -56,13 +57,13 @@ class TensorRead(NamedTuple):
 
     item: ReadItem
     target: torch.Tensor
-    staged: torch.Tensor | None  # else the bytes went straight into `target`
+    staged: torch.Tensor | None  # None: the bytes go straight into `target`
+    is_big_endian: bool  # as stored
     row: ReadRow | None  # None: no byte to read
 
 
-def stored_dtype(located: Located, fqn: str) -> torch.dtype:
-    """Returns the dtype of a plain payload. Raises: UnsupportedError where this torch has none."""
-    form = located.form
+def stored_dtype(form: Form, fqn: str) -> torch.dtype:
+    """Returns the dtype of a plain payload. Raises UnsupportedError: this torch lacks it."""
     if form.dtype is None:
         name = form.named_dtype or form.dtype_name or form.storage_name
         raise UnsupportedError(
@@ -72,10 +73,9 @@ def stored_dtype(located: Located, fqn: str) -> torch.dtype:
 
 
 def place_of(target: torch.Tensor, dtype: torch.dtype, is_big_endian: bool) -> Place:
-    """Returns where bytes of `dtype` for the target are to go.
-
-    Straight into its memory where they may be written there as they are. What must be converted
-    goes to memory of the same device, but for what only the host can turn round or take apart.
+    """Returns where bytes of `dtype` for the target go: straight into it where they may stay as
+    they are. Bytes to convert go to memory of the same device, unless only the host can swap them
+    or take the target apart.
     """
     is_host = device_memory.is_host(target)
     device = -1 if is_host else device_memory.ordinal_of(target)
@@ -94,7 +94,7 @@ def _region(item: ReadItem, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tu
     """Returns (offsets, lengths) of the item in a stored tensor of `sizes`.
 
     A planner may describe a tensor as a chunk of fewer dimensions: stock then narrows the first
-    ones where the chunk is shorter than they are.
+    ones where the chunk is shorter.
 
     Source: torch.distributed._shard._utils.narrow_tensor_by_index.
     """
@@ -113,43 +113,43 @@ def _region(item: ReadItem, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tu
 def _first_element(
     located: Located, fqn: str, offsets: tuple[int, ...], lengths: tuple[int, ...], elem_bytes: int
 ) -> int:
-    """Returns which element of the payload a region begins with.
+    """Returns the number of the payload's element at which a region begins.
 
-    Raises:
-        CorruptionError: the stored tensor does not hold the region.
+    Raises: CorruptionError: the stored tensor does not hold the region.
     """
-    form = located.form
-    inside = len(form.sizes) == len(lengths) == len(offsets) and all(
+    form, path = located.form, located.path
+    is_inside = len(form.sizes) == len(lengths) == len(offsets) and all(
         offset >= 0 and length >= 0 and offset + length <= size
         for offset, length, size in zip(offsets, lengths, form.sizes, strict=True)
     )
-    if not inside:
+    if not is_inside:
         raise CorruptionError(
-            f"'{fqn}' in '{located.path}' has sizes {form.sizes}, which do not hold the region "
-            f"at {offsets} of {lengths} that the metadata promises",
+            f"'{fqn}' in '{path}' has sizes {form.sizes}, which do not hold the region at "
+            f"{offsets} of {lengths} that the metadata promises",
             fqn=fqn,
-            path=located.path,
+            path=path,
         )
-    first = located.storage_offset + sum(
-        offset * stride for offset, stride in zip(offsets, form.strides, strict=True)
-    )
-    last = first + sum(
-        (length - 1) * stride for length, stride in zip(lengths, form.strides, strict=True)
-    )
-    if 0 not in lengths and (last + 1) * elem_bytes > located.payload_bytes:
+    first: int = located.storage_offset + sum(map(mul, offsets, form.strides))
+    end_bytes = (first + span_elems(lengths, form.strides)) * elem_bytes
+    if 0 not in lengths and end_bytes > located.payload_bytes:
         raise CorruptionError(
-            f"'{fqn}' in '{located.path}': the tensor reaches byte {(last + 1) * elem_bytes} of a "
-            f"payload of {located.payload_bytes} B",
+            f"'{fqn}' in '{path}': the tensor reaches byte {end_bytes} of a payload of "
+            f"{located.payload_bytes} B",
             fqn=fqn,
-            path=located.path,
+            path=path,
         )
     return first
+
+
+def span_elems(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Returns the elements from the first to the last of a region, both included."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
 def plan_tensor_read(
     item: ReadItem, located: Located, target: torch.Tensor, dtype: torch.dtype, place: Place
 ) -> TensorRead:
-    """Describes how the region of `item` gets from its payload to `place`, that of `target`.
+    """Returns the read of an item's region from its payload to `place`, that of `target`.
 
     Raises:
         AssertionError: the target's size is not the region's (stock's text).
@@ -166,20 +166,17 @@ def plan_tensor_read(
     elem_bytes = dtype.itemsize
     first = _first_element(located, fqn, offsets, lengths, elem_bytes)
     if 0 in lengths:
-        return TensorRead(item, target, None, None)
+        return TensorRead(item, target, None, form.is_big_endian, None)
     if (place.device >= 0 or device_memory.is_host(target)) and is_plain(target):
         check_storage(target, fqn)
     staged = None
-    into = target
     if not place.is_direct:
         refuse_expanded(fqn, target)
         if place.device >= 0:
-            staged = into = device_memory.empty(lengths, dtype, target)
+            staged = device_memory.empty(lengths, dtype, target)
         else:
-            staged = into = torch.empty(lengths, dtype=dtype, device="cpu")
-    reach = sum(
-        (length - 1) * stride for length, stride in zip(lengths, into.stride(), strict=True)
-    )
+            staged = torch.empty(lengths, dtype=dtype, device="cpu")
+    into = target if staged is None else staged
     row = ReadRow(
         located.file,
         located.payload_offset + first * elem_bytes,
@@ -188,17 +185,17 @@ def plan_tensor_read(
         byte_strides(lengths, form.strides, elem_bytes),
         byte_strides(lengths, into.stride(), elem_bytes),
         into.data_ptr(),
-        (reach + 1) * elem_bytes,
+        span_elems(lengths, into.stride()) * elem_bytes,
         fqn,
         place.device,
     )
-    return TensorRead(item, target, staged, row)
+    return TensorRead(item, target, staged, form.is_big_endian, row)
 
 
-def finish_tensor_read(read: TensorRead, is_big_endian: bool) -> None:
+def finish_tensor_read(read: TensorRead) -> None:
     """Hands the bytes that arrived to the target, as stock does."""
-    if read.staged is not None:
-        staged = read.staged
-        if is_big_endian:
+    staged = read.staged
+    if staged is not None:
+        if read.is_big_endian:
             staged.untyped_storage().byteswap(staged.dtype)  # type: ignore[no-untyped-call]
         read.target.copy_(staged)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +25,7 @@ from torch_dcpx.storage.names import METADATA_NAME
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
-_FILE_NAME = re.compile(
-    r"[^/\0\ud800-\udfff]{1,240}\.safetensors"
-)  # beside the index: no directories
+_FILE_NAME = re.compile(r"[^/\0\ud800-\udfff]{1,240}\.safetensors")  # beside the index alone
 
 
 class StoredTensor(NamedTuple):
@@ -44,7 +42,7 @@ class Safetensors(NamedTuple):
     directory: Path
     tensors: dict[str, StoredTensor]
     digest: str  # of all headers
-    files: dict[str, tuple[int, ...]]  # by name, which file it was, and in which state
+    files: dict[str, tuple[int, ...]]  # by name, `_state_of` the file
 
 
 def find_safetensors(path: Path) -> tuple[Path, str] | None:
@@ -92,32 +90,30 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
         StorageError: a file cannot be read.
     """
     with Directory(directory_path) as directory:
-        if not name.endswith(".json"):
-            seen = {name: _state_of(directory, name)}
-            rows, digest = _tensors(directory, name)
-            return Safetensors(directory_path, rows, digest, seen)
-        weight_map = _weight_map(directory, name)
+        weight_map = _weight_map(directory, name) if name.endswith(".json") else None
         held: dict[str, dict[str, StoredTensor]] = {}
-        digests = hashlib.sha256()
         seen = {}
-        for file in sorted(set(weight_map.values())):
+        digest = hashlib.sha256()
+        for file in [name] if weight_map is None else sorted(set(weight_map.values())):
             seen[file] = _state_of(directory, file)
-            held[file], digest = _tensors(directory, file)
-            digests.update(digest.encode())
+            held[file], header = _tensors(directory, file)
+            digest.update(header)
+    if weight_map is None:
+        tensors = held[name]
+    else:
         _check_index(weight_map, held, str(directory_path / name))
         tensors = {fqn: held[file][fqn] for fqn, file in weight_map.items()}
-        return Safetensors(directory_path, tensors, digests.hexdigest(), seen)
+    return Safetensors(directory_path, tensors, digest.hexdigest(), seen)
 
 
 def _check_index(
     weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, StoredTensor]], path: str
 ) -> None:
-    """Raises CorruptionError unless an index and its files name the same tensors.
+    """Raises CorruptionError unless the index at `path` and its files name the same tensors.
 
     Args:
         weight_map: file by tensor.
         held: tensors by file.
-        path: of the index.
     """
     for fqn, file in weight_map.items():
         if fqn not in held[file]:
@@ -141,7 +137,7 @@ def _check_index(
 
 
 def check_not_replaced(held: Safetensors) -> None:
-    """Raises StorageError unless the files that are opened by now are those of the headers."""
+    """Raises StorageError if a name means another file by now than when its header was read."""
     with Directory(held.directory) as directory:
         for name, state in held.files.items():
             if _state_of(directory, name) != state:
@@ -156,7 +152,7 @@ def check_not_replaced(held: Safetensors) -> None:
 
 
 def _state_of(directory: Directory, name: str) -> tuple[int, ...]:
-    """Returns what differs once a name means another file, or its file was written to."""
+    """Returns numbers that differ once a name means another file, or its file was written to."""
     try:
         found = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
     except OSError as error:
@@ -164,8 +160,8 @@ def _state_of(directory: Directory, name: str) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], str]:
-    """Returns the tensors of one file, and the digest of its header."""
+def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
+    """Returns the tensors of one file, and its header with the length before it."""
     path = str(directory.path / name)
     with directory.open_regular(name) as file:
         prefix = file.part(0, min(LENGTH_BYTES, file.nbytes))
@@ -174,11 +170,11 @@ def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], 
         entries = parse_header(header, file.nbytes, path)
     base = LENGTH_BYTES + length
     rows = {entry.name: StoredTensor(name, base + entry.begin, entry) for entry in entries}
-    return rows, hashlib.sha256(prefix + header).hexdigest()
+    return rows, prefix + header
 
 
 def _weight_map(directory: Directory, name: str) -> dict[str, str]:
-    """Returns file by tensor, as the index says."""
+    """Returns the index's file by tensor."""
     path = str(directory.path / name)
 
     def fail(what: str) -> CorruptionError:
@@ -193,13 +189,9 @@ def _weight_map(directory: Directory, name: str) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise fail(f"no JSON that it may be: {str(error)[:200]}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not _are_texts(weight_map.values()):
+    if not isinstance(weight_map, dict) or set(map(type, weight_map.values())) - {str}:
         raise fail("it has no weight_map of texts")
     for file_name in sorted(set(weight_map.values())):
         if _FILE_NAME.fullmatch(file_name) is None:
             raise fail(f"{file_name[:200]!r} is no name of a file beside it")
     return weight_map
-
-
-def _are_texts(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)

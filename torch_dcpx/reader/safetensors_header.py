@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError
@@ -69,41 +69,30 @@ class HeaderEntry(NamedTuple):
 def header_bytes(prefix: bytes, file_bytes: int, path: str) -> int:
     """Returns the length of the header that the file's first bytes promise.
 
-    Raises:
-        CorruptionError: they promise more than the limit, or than the file holds.
+    Raises: CorruptionError: they promise more than the limit, or than the file holds.
     """
     if len(prefix) < LENGTH_BYTES:
         raise _error(path, f"it holds {file_bytes} B, no header", 0, file_bytes)
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    claim = f"its header is {length} B long"
     if length > MAX_HEADER_BYTES:
-        raise _error(
-            path, f"its header is {length} B long, more than {MAX_HEADER_BYTES}", 0, LENGTH_BYTES
-        )
+        raise _error(path, f"{claim}, more than {MAX_HEADER_BYTES}", 0, LENGTH_BYTES)
     if length < 2 or LENGTH_BYTES + length > file_bytes:
-        raise _error(
-            path, f"its header is {length} B long in a file of {file_bytes} B", 0, LENGTH_BYTES
-        )
+        raise _error(path, f"{claim} in a file of {file_bytes} B", 0, LENGTH_BYTES)
     return length
 
 
 def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]:
-    """Returns the tensors of a file, in the order of their bytes.
-
-    Args:
-        header: behind the length.
-        file_bytes: size of the file.
-        path: for messages.
+    """Returns the tensors that a header, without its length, names, in the order of their bytes.
 
     Raises:
-        CorruptionError: it is no JSON of this form; ranges leave a gap, overlap, or are not the
-            size that dtype and shape say; the file is longer or shorter.
-        UnsupportedError: it names more tensors than `MAX_FILE_TENSORS`, or holds as much of other
-            JSON.
+        CorruptionError: it is no JSON of this form; ranges leave a gap, overlap, or do not fit
+            dtype and shape; the file is longer or shorter.
+        UnsupportedError: it names more than `MAX_FILE_TENSORS` tensors, or has too much other JSON.
     """
-    begin = LENGTH_BYTES
 
     def fail(what: str) -> CorruptionError:
-        return _error(path, what, begin, len(header))
+        return _error(path, what, LENGTH_BYTES, len(header))
 
     if header[:1] != b"{":
         raise fail("its header does not begin with '{'")
@@ -143,11 +132,11 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
 
 
 def encode_header(rows: Sequence[HeaderEntry], notes: Mapping[str, str]) -> bytes:
-    """Returns length and header of a file; what follows begins on a multiple of 8 bytes.
+    """Returns length and header of a file, in a multiple of 8 bytes.
 
     Args:
-        rows: of all tensors, in the order of their bytes.
-        notes: the format's `__metadata__`, texts by texts.
+        rows: in the order of the tensors' bytes.
+        notes: the format's `__metadata__`.
     """
     fields: dict[str, Any] = {NOTES_NAME: dict(notes)} if notes else {}
     for row in rows:
@@ -161,8 +150,8 @@ def encode_header(rows: Sequence[HeaderEntry], notes: Mapping[str, str]) -> byte
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _entry(name: str, row: Any, fail: Any) -> HeaderEntry:
-    """Returns one tensor of the header, whose numbers agree with each other."""
+def _entry(name: str, row: Any, fail: Callable[[str], CorruptionError]) -> HeaderEntry:
+    """Returns one tensor of the header. Raises CorruptionError: its numbers do not agree."""
     shown = _short(name)
     if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
         raise fail(f"tensor {shown} has not exactly dtype, shape and data_offsets")
@@ -189,7 +178,7 @@ def _are_counts(values: Any) -> bool:
 
 
 def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object of JSON as a dict. Raises ValueError: a key is there twice."""
+    """Returns a JSON object as a dict. Raises ValueError: a key is there twice."""
     rows: dict[str, Any] = {}
     for name, value in pairs:
         if name in rows:
