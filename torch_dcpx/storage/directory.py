@@ -11,7 +11,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -316,8 +316,12 @@ class Directory:
 
     def unlink(self, name: str) -> None:
         """Removes a file, if it is there. Raises: StorageError."""
-        with storage_errors("unlink", self.path / name), suppress(FileNotFoundError):
+        try:  # plainly: a save may replace a file for each item
             uninterrupted(os.unlink, name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise storage_error("unlink", self.path / name, error) from error
 
     def sync(self) -> None:
         """Makes the directory's entries durable. Raises: StorageError."""
