@@ -25,7 +25,7 @@ message that begins with rank, host and phase. Through `dcp.*`, DCP wraps them i
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 
 def _rebuild(cls: type[DcpxError], message: str, fields: dict[str, Any]) -> DcpxError:
@@ -40,11 +40,12 @@ class DcpxError(Exception):
         fields: values of the names in `FIELDS`; the others are None.
     """
 
-    FIELDS: ClassVar[tuple[str, ...]] = ()  # names that a class and its bases annotate
+    FIELDS: tuple[str, ...] = ()  # names that a class of this file and its bases annotate
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.FIELDS = (*cls.FIELDS, *cls.__annotations__)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ == __name__:  # a user's subclass may annotate what is no field
+            cls.FIELDS = (*cls.FIELDS, *cls.__annotations__)
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)

@@ -111,6 +111,21 @@ def test_every_field_is_documented_by_an_annotation(cls: type[errors.DcpxError])
     assert set(cls.FIELDS) <= annotated
 
 
+class QuotaError(errors.StorageError):
+    """As a user may write one: with fields of its own, and a value that is no field."""
+
+    FIELDS: tuple[str, ...] = (*errors.StorageError.FIELDS, "quota")
+    quota: int | None
+    is_retried: bool = True
+
+
+def test_a_users_subclass_has_the_fields_that_it_names_and_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(QuotaError("x", errno=errno.EDQUOT, quota=3)))
+    assert type(error) is QuotaError
+    assert (error.errno, error.quota, error.is_retried) == (errno.EDQUOT, 3, True)
+    assert "is_retried" not in error.FIELDS
+
+
 # ---- What C++ throws ----------------------------------------------------------------------------
 
 

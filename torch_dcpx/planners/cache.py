@@ -44,7 +44,8 @@ class Agreement:
 
     name: str  # drawn by the coordinator: ranks that know one name know parts of one plan
     plan: SavePlan  # this rank's piece
-    compared: tuple[str, ...]  # names of Python values, sorted; void where ranks' values differ
+    # Sorted names of Python values that were equal on all ranks: once they differ, it is void.
+    compared: tuple[str, ...]
     metadata: Metadata | None  # the coordinator's; nobody else's
 
     @cached_property

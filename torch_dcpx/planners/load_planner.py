@@ -75,8 +75,8 @@ def flattened_target(
 def unlike_names(
     state: Mapping[str, Any], stored: Mapping[str, Any], *, has_dtypes: bool
 ) -> Iterable[str]:
-    """Returns the names of a flat state's values, without whole tensors of the stored sizes and,
-    with `has_dtypes`, the stored dtype.
+    """Returns the names of a flat state's values, without those that C++ finds to be whole tensors
+    of the stored sizes and, with `has_dtypes`, the stored dtype; all names where it cannot look.
     """
     if type(state) is dict and isinstance(stored, StoredEntries):
         columns = stored.columns  # once: another thread may fill the entries meanwhile

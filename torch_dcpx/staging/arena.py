@@ -144,7 +144,7 @@ class ArenaPool:
                 if arena is not None:
                     self._taken.add(id(arena))
                     return arena
-                held = self.nbytes
+                held = sum(arena.nbytes for arena in self._arenas)
             if waited_s > timeout_s:
                 raise StagingError(
                     f"no staging memory for {nbytes} B after {timeout_s:g} s: {held} B of the "
@@ -169,7 +169,7 @@ class ArenaPool:
             self._drop(arena)
         wanted = -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES
         if budget is not None:
-            left = budget - self.nbytes
+            left = budget - sum(arena.nbytes for arena in self._arenas)
             if nbytes > left:
                 return None
             wanted = min(wanted, left)
