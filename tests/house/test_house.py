@@ -375,3 +375,26 @@ def source_files() -> list[Path]:
 def test_no_file_is_longer_than_a_reader_bears() -> None:
     lines = {path.relative_to(ROOT): path.read_text().count("\n") for path in source_files()}
     assert {str(path): n for path, n in lines.items() if n > MAX_LINES} == {}
+
+
+MAX_FUNCTION_LINES = 60  # but public calls, which their docstrings make long
+
+
+def long_functions(path: Path) -> list[str]:
+    """Returns the functions of a module that fit no screen; public calls do not count."""
+    found = []
+    for owner in ast.walk(ast.parse(path.read_text())):
+        for node in ast.iter_child_nodes(owner):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                surface = node.name if isinstance(owner, ast.Module) else getattr(owner, "name", "")
+                is_public = surface in torch_dcpx.__all__ and not node.name.startswith("_")
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES and not is_public:
+                    found.append(f"{dotted(path)}.{node.name}: {lines} lines")
+    return found
+
+
+@pytest.mark.parametrize("path", python_modules(), ids=dotted)
+def test_functions_fit_a_screen_in_the_formatters_layout(path: Path) -> None:
+    assert long_functions(path) == []
+    assert "# fmt:" not in path.read_text(), "a limit of lines cuts no layout"
