@@ -85,6 +85,16 @@ def test_item_that_only_torch_understands_is_looked_at_too(tmp_path: Path) -> No
     assert "as torch.qint8, the metadata says torch.quint8" in str(raised.error)
 
 
+def test_export_looks_at_dtypes_too(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "saved", "stock")
+    change_metadata(tmp_path / "saved", "stock", say_dtype("b", torch.float64))
+    with pytest.raises(
+        CorruptionError, match=r"float32, the metadata says torch\.float64"
+    ) as raised:
+        torch_dcpx.export(tmp_path / "saved", tmp_path / "made", no_dist=True)
+    assert raised.value.fqn == "b" and not list(tmp_path.glob("made/*"))
+
+
 class Halves(DcpxSavePlanner):
     def transform_object(self, write_item: Any, value: Any) -> Any:
         return value.half() if write_item.index.fqn == "b" else value
