@@ -17,7 +17,13 @@ from types import TracebackType
 from typing import TypeAlias, TypeVar
 
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
-from torch_dcpx.storage.system_calls import close_read, close_written, moved, uninterrupted
+from torch_dcpx.storage.system_calls import (
+    close_read,
+    close_written,
+    is_hollow,
+    moved,
+    uninterrupted,
+)
 
 _Asked = TypeVar("_Asked")
 _Found = TypeVar("_Found")
@@ -178,7 +184,7 @@ def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 def _irregular(path: Path, nbytes: int) -> CorruptionError:
     return CorruptionError(
-        f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B",
+        f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B, or nearly all holes",
         path=str(path),
         nbytes=nbytes,
     )
@@ -188,7 +194,7 @@ class SmallFile:
     """An open file of metadata."""
 
     def __init__(self, fd: int, path: Path, nbytes: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self._path = path
         self.nbytes = nbytes
 
@@ -198,7 +204,7 @@ class SmallFile:
         begin, end = offset, offset + nbytes
         while begin < end or not pieces:  # one call, but for what no call gives at once
             try:
-                pieces.append(os.pread(self._fd, end - begin, begin))
+                pieces.append(os.pread(self.fd, end - begin, begin))
             except OSError as error:
                 raise storage_error(
                     "read", self._path, error, offset=begin, nbytes=end - begin, is_read=True
@@ -275,11 +281,11 @@ class Directory:
         """Opens a file (metadata) to be read by parts.
 
         Raises:
-            CorruptionError: it is no regular file, or too large to be metadata.
+            CorruptionError: it is no regular file, too large to be metadata, or nearly all holes.
             StorageError: it cannot be opened (FileNotFoundError's errno included) or read.
         """
         with self.open_regular(name) as file:
-            if file.nbytes > MAX_METADATA_BYTES:
+            if file.nbytes > MAX_METADATA_BYTES or is_hollow(file.fd, file.nbytes):
                 raise _irregular(self.path / name, file.nbytes)
             yield file
 
