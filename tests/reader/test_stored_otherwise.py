@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.chunked import Box, chunked
 from support.saves import raises_one, save
 from support.states import assert_same
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -83,6 +84,16 @@ def test_item_that_only_torch_understands_is_looked_at_too(tmp_path: Path) -> No
     with raises_one(CorruptionError) as raised:
         dcp.load({"q": quantized(0.0)}, storage_reader=DcpxReader(tmp_path), no_dist=True)
     assert "as torch.qint8, the metadata says torch.quint8" in str(raised.error)
+
+
+def test_export_looks_at_dtypes_too(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "saved", "stock")
+    change_metadata(tmp_path / "saved", "stock", say_dtype("b", torch.float64))
+    with pytest.raises(
+        CorruptionError, match=r"float32, the metadata says torch\.float64"
+    ) as raised:
+        torch_dcpx.export(tmp_path / "saved", tmp_path / "made", no_dist=True)
+    assert raised.value.fqn == "b" and not list(tmp_path.glob("made/*"))
 
 
 class Halves(DcpxSavePlanner):
@@ -176,3 +187,84 @@ def test_one_tensor_may_have_two_names(tmp_path: Path, writer: str) -> None:
     target = {name: torch.zeros_like(value) for name, value in state.items()}
     dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
     assert_same(state, target)
+
+
+def second_chunk(metadata: Any) -> None:
+    """Says that "a" has another hundred elements, in the bytes of the first ones."""
+    entry = metadata.state_dict_metadata["a"]
+    at = torch.Size([100])
+    chunks = [*entry.chunks, dataclasses.replace(entry.chunks[0], offsets=at)]
+    entry = dataclasses.replace(entry, size=torch.Size([200]), chunks=chunks)
+    metadata.state_dict_metadata["a"] = entry
+    key = place_of(metadata, "a")
+    metadata.storage_data[dataclasses.replace(key, offset=at, index=1)] = metadata.storage_data[key]
+
+
+def object_at(name: str) -> Callable[[Any], None]:
+    """Says that an object lies where something else does."""
+
+    def change(metadata: Any) -> None:
+        own = metadata.storage_data
+        own[place_of(metadata, "step")] = own[place_of(metadata, name)]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("writer", "change"),
+    [
+        ("ours", second_chunk),
+        ("stock", second_chunk),
+        ("stock", object_at("a")),
+        ("stock", object_at("epoch")),
+    ],
+)
+def test_bytes_of_two_items_that_are_not_one_tensor_are_corruption(
+    tmp_path: Path, writer: str, change: Callable[[Any], None]
+) -> None:
+    save({**STATE, "step": 3, "epoch": 4}, tmp_path, writer)
+    change_metadata(tmp_path, writer, change)
+    size = 200 if change is second_chunk else 100
+    target = {"b": torch.zeros(60), "a": torch.zeros(size), "step": 0, "epoch": 0}
+    with raises_one(CorruptionError) as raised:
+        dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert "one tensor alone may have two names" in str(raised.error)
+    assert raised.error.touched == () and not target["b"].any()
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_chunk_that_is_wanted_in_parts_is_one_item(tmp_path: Path, writer: str) -> None:
+    save(STATE, tmp_path, writer)
+    boxes = [Box((50,), (50,)), Box((0,), (50,))]
+    halves = chunked(boxes, [torch.zeros(50), torch.zeros(50)], [100])
+    dcp.load({"a": halves}, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert_same([STATE["a"][50:], STATE["a"][:50]], halves.parts)
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_two_names_may_have_several_chunks_and_be_wanted_in_parts(
+    tmp_path: Path, writer: str
+) -> None:
+    boxes = [Box((0,), (60,)), Box((60,), (40,))]
+    parts = [STATE["a"][:60].clone(), STATE["a"][60:].clone()]
+    state = {name: chunked(boxes, parts, [100]) for name in ("one", "two")}
+    save({**state, "none": torch.zeros(0), "no": torch.zeros(0, 3)}, tmp_path, writer)
+
+    def tie(metadata: Any) -> None:
+        own = metadata.storage_data
+        own.update(
+            {key: own[dataclasses.replace(key, fqn="one")] for key in own if key.fqn == "two"}
+        )
+
+    change_metadata(tmp_path, writer, tie)
+    wanted = [Box((0,), (30,)), Box((30,), (70,))]
+    target = {
+        name: chunked(wanted, [torch.zeros(30), torch.zeros(70)], [100]) for name in ("one", "two")
+    }
+    empty = {"none": torch.zeros(0), "no": torch.zeros(0, 3)}
+    dcp.load({**target, **empty}, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    for found in target.values():
+        assert_same([STATE["a"][:30], STATE["a"][30:]], found.parts)
+    whole = {"one": torch.zeros(100), "two": torch.zeros(100)}
+    dcp.load(whole, storage_reader=DcpxReader(tmp_path), no_dist=True)
+    assert_same({"one": STATE["a"], "two": STATE["a"]}, whole)

@@ -210,6 +210,40 @@ def test_file_too_large_for_metadata_is_refused_unread(
     assert caught.value.nbytes == 11
 
 
+def write_with_holes(path: Path, written: int) -> None:
+    """Writes 65 MiB, of which so many bytes at the beginning and the last 4 KiB are no hole."""
+    nbytes = 65 << 20
+    with path.open("wb") as file:
+        file.write(bytes(written))
+        file.seek(nbytes - 4096)
+        file.write(bytes(4096))
+
+
+def test_large_file_of_holes_is_refused_unread(tmp_path: Path) -> None:
+    write_with_holes(tmp_path / "file", 4096)
+    with Directory(tmp_path) as opened, pytest.raises(CorruptionError, match="holes") as caught:
+        opened.read_small("file")
+    assert (caught.value.nbytes, caught.value.path) == (65 << 20, str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("written", [65 << 20, 300 << 10])
+def test_large_file_that_holds_zeros_or_some_holes_is_read(tmp_path: Path, written: int) -> None:
+    write_with_holes(tmp_path / "file", written)
+    with Directory(tmp_path) as opened:
+        assert not any(opened.read_small("file"))
+
+
+def test_holes_are_believed_where_the_file_system_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_with_holes(tmp_path / "file", 4096)
+    failing = FailingOs("lseek", errno.EINVAL)
+    monkeypatch.setattr(system_calls, "os", failing)
+    with Directory(tmp_path) as opened:
+        assert len(opened.read_small("file")) == 65 << 20
+    assert failing.calls == 1
+
+
 OPERATIONS: dict[str, Callable[[Directory], Any]] = {
     "open": lambda opened: opened.create("new", [b"x"], is_durable=True),
     "write": lambda opened: opened.create("new", [b"x"], is_durable=True),

@@ -104,7 +104,7 @@ for _name in _ALL_METHODS:
 
 
 # Flatten leaves empty dicts out, so a list may have gaps. So many places are no bomb.
-_SPARE_PLACES = 1 << 20
+_SPARE_PLACES = 1 << 16
 _PLACES_A_KEY = 64
 MANY_PLACES = 256  # a list up to here is always let be
 

@@ -133,8 +133,9 @@ class _Window:
             and not is_any_order(planner)
         )
         self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
-        # A planner's own hooks may convert tensors that are stored as another dtype than named.
-        self._outline = None if self._makes_targets or self._wants_commits else outline_of(stored)
+        # A user's own hooks may convert what is stored as another dtype than it is said to be.
+        may_convert = (self._makes_targets or self._wants_commits) and not is_any_order(planner)
+        self._outline = None if may_convert else outline_of(stored)
         self._bytes = BytesFinisher(planner, transforms, options, self._check_dtype)
         # Whether targets are the state's own tensors, which no hook waits for.
         has_state = has_plain_state(planner) and not meeting

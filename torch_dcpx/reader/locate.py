@@ -13,6 +13,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torch_dcpx._compat import dtype_by_name, storage_dtypes
@@ -169,11 +170,46 @@ def locate_items(
             _name_item(error, name, zip(items, entries, strict=True))
         raise
     names = [os.path.join(directory, spec[0]) for spec in specs]  # noqa: PTH118 - as C++ says it
+    _refuse_twins(items, wanted, names)
     forms = [Form(*row) for row in form_rows]
     if has_raws:
         _set_raw_forms(entries, forms, places)
     foreign = [not spec[1] for spec in specs]
     return Found(job, directory, list(items), entries, files, names, foreign, forms, places)
+
+
+def _refuse_twins(
+    items: Sequence[ReadItem], wanted: Sequence[tuple[int, int, int, bool]], names: Sequence[str]
+) -> None:
+    """Raises CorruptionError where two items are the same bytes, but for a tensor of two names.
+
+    C++ has refused items that overlap otherwise.
+    """
+    unlike = {*wanted}
+    objects = (place for place in wanted if not place[3])
+    if len(unlike) == len(wanted) and not any((*place[:3], True) in unlike for place in objects):
+        return
+    first: dict[tuple[int, int], ReadItem] = {}
+    chunks: dict[tuple[int, int, str], MetadataIndex] = {}  # of a tensor's further names
+    for item, (file, offset, nbytes, _) in zip(items, wanted, strict=True):
+        other = first.setdefault((file, offset), item) if nbytes else item
+        if other is item:
+            continue
+        index, known = item.storage_index, other.storage_index
+        has_object = LoadItemType.BYTE_IO in (item.type, other.type)
+        if index.fqn != known.fqn and not has_object:
+            known = chunks.setdefault((file, offset, index.fqn), index)
+        if index != known:
+            raise CorruptionError(
+                f"the metadata puts '{index.fqn}' at offset {index.offset} on the {nbytes} B at "
+                f"offset {offset} of '{names[file]}', which are '{known.fqn}' at offset "
+                f"{known.offset}; one tensor alone may have two names",
+                fqn=index.fqn,
+                path=names[file],
+                offset=offset,
+                nbytes=nbytes,
+                touched=(),
+            )
 
 
 def _set_raw_forms(

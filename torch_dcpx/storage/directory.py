@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
-from torch_dcpx.storage.system_calls import close_read, close_written, moved, uninterrupted
+from torch_dcpx.storage.system_calls import (
+    close_read,
+    close_written,
+    is_hollow,
+    moved,
+    uninterrupted,
+)
 
 _Asked = TypeVar("_Asked")
 _Found = TypeVar("_Found")
@@ -169,7 +175,7 @@ def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 def _irregular(path: Path, nbytes: int) -> CorruptionError:
     return CorruptionError(
-        f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B",
+        f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B, or nearly all holes",
         path=str(path),
         nbytes=nbytes,
     )
@@ -251,9 +257,12 @@ class Directory:
 
     @contextmanager
     def open_small(self, name: str) -> Iterator[SmallFile]:
-        """Opens a file of metadata. Raises: as `open_regular`; CorruptionError: it is too large."""
+        """Opens a file of metadata.
+
+        Raises: as `open_regular`; CorruptionError: it is too large, or nearly all holes.
+        """
         with self.open_regular(name) as file:
-            if file.nbytes > MAX_METADATA_BYTES:
+            if file.nbytes > MAX_METADATA_BYTES or is_hollow(file.fd, file.nbytes):
                 raise _irregular(self.path / name, file.nbytes)
             yield file
 

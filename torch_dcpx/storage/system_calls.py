@@ -1,4 +1,4 @@
-"""System calls begun again after a signal, and a close that reports its error.
+"""System calls begun again after a signal, a close that reports its error, a look for holes.
 
 Python begins most interrupted calls again (PEP 475), but none that works on names: mkdir, rename,
 unlink, stat, listing. Network file systems interrupt those as well.
@@ -56,3 +56,23 @@ def close_read(fd: int, path: str | os.PathLike[str]) -> None:
         os.close(fd)
     except OSError as error:
         logger.warning("close '%s': %s", os.fspath(path), str(error))
+
+
+_SMALL_BYTES = 64 << 20
+
+
+def is_hollow(fd: int, nbytes: int) -> bool:
+    """Returns whether a file of this size is larger than 64 MiB and nearly all of it holes, to
+    which nobody wrote.
+
+    Asked of SEEK_DATA: blocks are counted late on ZFS, and are none where a file is archived.
+    """
+    end = written = 0
+    try:
+        while nbytes > _SMALL_BYTES and written < nbytes // 256:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+            written += end - begin
+    except OSError as error:  # any other: the file system does not tell
+        return error.errno == errno.ENXIO  # no more data
+    return False
