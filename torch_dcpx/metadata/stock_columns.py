@@ -1,8 +1,8 @@
 """Stock's `.metadata` pickle as columns, from which `lazy` makes objects on demand.
 
-Without it each of a model's tensors costs a dozen stand-ins and as many objects before the first
-byte is read. `csrc/format/metadata_unpickle` takes exactly the pickles that torch writes for a
-Metadata; `stock` reads all others, or refuses them in its words.
+Without it each tensor costs a dozen stand-ins and as many objects before the first byte is read.
+`csrc/format/metadata_unpickle` takes exactly the pickles that torch writes for a Metadata; `stock`
+reads all others, or refuses them in its words.
 """
 
 from __future__ import annotations
@@ -35,14 +35,9 @@ def _storage_meta(found: tuple[Any, ...] | None) -> StorageMeta | None:
 
 
 def open_stock_metadata(data: bytes) -> Metadata | None:
-    """Returns the Metadata that fills `data`, its dicts filled on demand.
+    """As `load_stock_metadata` of a whole file, but with dicts that are filled on demand.
 
-    Args:
-        data: a whole `.metadata` file of stock's.
-
-    Returns:
-        The same as `load_stock_metadata`; None for a file that is not exactly as torch writes it,
-        whether it is damaged, hostile, or some planner's own.
+    None: the file is not exactly as torch writes it: damaged, hostile, or some planner's own.
     """
     hash_key = os.urandom(16)
     found = _C.unpickle_metadata(data, hash_key) if HAS_KNOWN_ITEMS else None
@@ -51,9 +46,8 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
     strings: list[str] = found["strings"]
     columns: dict[str, bytes] = found["columns"]
     # The allow-list's constants: another torch's are unknown to it.
-    numbers = {name: set(_numbers(columns[name])) for name in ("tensor_dtype", "tensor_layout")}
-    dtypes = {n: METADATA.get(("torch", strings[n])) for n in numbers["tensor_dtype"]}
-    layouts = {n: LAYOUTS.get(strings[n]) for n in numbers["tensor_layout"]}
+    dtypes = {n: METADATA.get(("torch", strings[n])) for n in {*_numbers(columns["tensor_dtype"])}}
+    layouts = {n: LAYOUTS.get(strings[n]) for n in {*_numbers(columns["tensor_layout"])}}
     if not {*map(type, dtypes.values())} <= {torch.dtype} or None in layouts.values():
         return None
     names = {strings[n]: at for at, n in enumerate(_numbers(columns["entry_fqn"]))}
