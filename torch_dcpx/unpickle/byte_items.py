@@ -90,7 +90,7 @@ class _Archive:
 
     def storage(self, ref: StorageRef) -> torch.UntypedStorage:
         """Returns the storage of `ref`, read once; all views of one storage share it."""
-        known = self._storages.get(ref.key)
+        known: torch.UntypedStorage | None = self._storages.get(ref.key)
         if known is not None:
             return known
         held = self.record(f"data/{ref.key}")
@@ -103,9 +103,8 @@ class _Archive:
             storage = borrowed.clone().untyped_storage()  # torch's own alignment and allocator
         if self._is_swapped and ref.dtype is not None:
             storage.byteswap(ref.dtype)  # type: ignore[no-untyped-call]
-        moved: torch.UntypedStorage = storage.to(device=_device_here(ref.location))
-        self._storages[ref.key] = moved
-        return moved
+        known = self._storages[ref.key] = storage.to(device=_device_here(ref.location))
+        return known
 
 
 def _refusal(why: str, path: str, fqn: str) -> UnsafePickleError:
@@ -150,7 +149,7 @@ def decode_byte_item(
 def reencode_byte_item(
     data: bytes | memoryview, *, fqn: str, path: str, safe_globals: Iterable[Any] = ()
 ) -> io.BytesIO:
-    """As `decode_byte_item`, but returns a new `torch.save` archive, which a planner may get."""
+    """As `decode_byte_item`, but returns a new archive, at its start, which a planner may get."""
     decoded = decode_byte_item(data, fqn=fqn, path=path, safe_globals=safe_globals)
     result = io.BytesIO()
     with malformed_is_corruption("save again", path=path, fqn=fqn), paused_gc():

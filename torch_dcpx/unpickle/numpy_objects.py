@@ -129,7 +129,7 @@ def _table() -> GlobalTable:
         builds[f"{core}.multiarray", "_reconstruct"] = _reconstruct
         builds[f"{core}.multiarray", "scalar"] = _scalar
         builds[f"{core}.numeric", "_frombuffer"] = _frombuffer
-    return {(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in builds.items()}
+    return {key: stand_in(".".join(key), build) for key, build in builds.items()}
 
 
 NUMPY: GlobalTable = {} if np is None else _table()

@@ -216,12 +216,10 @@ def _time(data: bytes, zone: datetime.timezone | None = None) -> datetime.time:
 
 def _uuid(raw: StandIn, settle: Settler) -> uuid.UUID:
     no_more_than(raw, state=True)
-    state = settle(raw.state) if type(raw.state) is dict else None
-    if raw.args or state is None or not set(state) <= {"int", "is_safe"}:
+    state = settle(raw.state) if type(raw.state) is dict else {}
+    if raw.args or not set(state) <= {"int", "is_safe"} or type(state.get("int")) is not int:
         refuse("builds a UUID of other than its number")
     safety = uuid.SafeUUID(state.get("is_safe", uuid.SafeUUID.unknown.value))
-    if type(state.get("int")) is not int:
-        refuse("builds a UUID of other than its number")
     return uuid.UUID(int=state["int"], is_safe=safety)
 
 
@@ -294,8 +292,5 @@ _BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
 _VALUES = {("builtins", t.__name__): t for t in (*_FACTORIES, bytearray, complex, frozenset)}
 
 PLAIN: GlobalTable = with_python2_names(
-    {
-        (module, name): stand_in(f"{module}.{name}", build, _VALUES.get((module, name), EMPTY))
-        for (module, name), build in _BUILDS.items()
-    }
+    {key: stand_in(".".join(key), build, _VALUES.get(key, EMPTY)) for key, build in _BUILDS.items()}
 )

@@ -43,10 +43,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def check_attributes(names: Iterable[Any], owner: str, cls: type | None = None) -> None:
-    """Refuses attribute names that pickle or copy would call, or that would shadow those of `cls`.
-
-    `owner` is the global name of the class, for the message.
-    """
+    """Refuses attribute names that pickle or copy would call, or that would shadow one of `cls`."""
     for name in names:
         if type(name) is not str:
             refuse(f"a {owner} has an attribute name of type {type(name).__name__}")
@@ -246,11 +243,7 @@ def build_user_object(raw: StandIn, settle: Settler) -> Any:
 
 
 def build_enum_member(raw: StandIn, settle: Settler) -> enum.Enum:
-    """Builds `getattr(EnumClass, "MEMBER")` of a listed class: how CPython 3.11.0 to 3.11.3 pickle.
-
-    Raises:
-        UnsafePickleError: any other getattr.
-    """
+    """Builds `getattr(ListedEnum, "MEMBER")`, as CPython 3.11.0 to 3.11.3 pickle it; no other."""
     cls, name = raw.args if len(raw.args) == 2 else (None, None)
     target: Any = getattr(cls, "value", None) if type(cls) is StandInType else None
     is_enum = isinstance(target, type) and issubclass(target, enum.Enum)

@@ -37,7 +37,6 @@ _INFLATED_PER_BYTE = 16  # of the tensor; a sparse one keeps 8 B of each index b
 _PIECE_BYTES = 1 << 20
 _STORED, _DEFLATED = 0, 8
 _LEGACY_PICKLES = 5  # of torch.save before 1.6: magic, protocol, machine, object, keys
-_CODECS = (("latin1",), ("latin-1",))
 _CALLS_BASE_BYTES, _CALLS_PER_BYTE = 16 << 20, 4  # what calls may make of a pickle's texts
 _MAX_CALLED = 64  # numbers; a tensor's own pickle calls OrderedDict() with none
 _SIMPLE = (str, bytes, int, float, bool, type(None))
@@ -71,17 +70,15 @@ class _Looked(StandIn):
 
 def _look_at_class(raw: StandIn, _settle: Any) -> None:
     """Refuses a call with a size: it would return memory without values."""
-    if not all(type(arg) in (str, bytes) or _is_encoded(arg) for arg in raw.args):
-        refuse(f"calls {raw.global_name}, which no pickle of a tensor does")
-
-
-def _is_encoded(value: Any) -> bool:
-    """Returns whether protocol 2 writes bytes so."""
-    return isinstance(value, StandIn) and value.global_name == "_codecs.encode" and value.is_called
+    for arg in raw.args:
+        is_codec = isinstance(arg, StandIn) and arg.global_name == "_codecs.encode"
+        is_encoded = is_codec and arg.is_called  # so protocol 2 writes bytes
+        if not is_encoded and type(arg) not in (str, bytes):
+            refuse(f"calls {raw.global_name}, which no pickle of a tensor does")
 
 
 def _look_at_codec(raw: StandIn, _settle: Any) -> None:
-    if raw.args[1:] not in _CODECS:
+    if raw.args[1:] not in (("latin1",), ("latin-1",)):
         refuse("encodes bytes by another codec than latin1")
 
 
@@ -151,10 +148,12 @@ class _AnyName(dict[tuple[str, str], StandInType]):
         return self[key]
 
 
-def _check_calls(data: memoryview, path: str, fqn: str, pids: list[Any]) -> Any:
-    """Looks at the calls of a pickle, adds its persistent ids to `pids`, returns its stand-ins."""
+def _check_calls(
+    data: memoryview, path: str, fqn: str, add_pid: Callable[[Any], None] = lambda _pid: None
+) -> Any:
+    """Looks at the calls of a pickle; returns its stand-ins, with None for every storage."""
     table = _AnyName(len(data))
-    return RestrictedUnpickler(data, table, path=path, fqn=fqn, load_storage=pids.append).load()
+    return RestrictedUnpickler(data, table, path=path, fqn=fqn, load_storage=add_pid).load()
 
 
 def _inflated(data: memoryview, room_bytes: int, piece_bytes: int) -> Iterator[bytes]:
@@ -186,7 +185,7 @@ def _check_archive(data: memoryview, room_bytes: int, path: str, fqn: str) -> No
             record = memoryview(b"".join(_inflated(record, room_bytes, room_bytes + 1)))
             room_bytes -= len(record)
         if is_pickle:
-            _check_calls(record, path, fqn, [])
+            _check_calls(record, path, fqn)
 
 
 def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
@@ -198,7 +197,7 @@ def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
     wanted: list[Any] = []
     for _ in range(_LEGACY_PICKLES):
         nbytes = _C.scan_pickle(data, allow_persid=True)
-        found = _check_calls(data[:nbytes], path, fqn, wanted)
+        found = _check_calls(data[:nbytes], path, fqn, wanted.append)
         data = data[nbytes:]
     listed = [key for key in found if type(key) is str] if type(found) is list else []
     for pid in wanted:
@@ -289,8 +288,7 @@ def load_by_torch(
 def fill_target(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     """Copies the region of `item` in a loaded tensor to its target, as stock does.
 
-    Raises:
-        AssertionError: the target's size is not the region's (stock's text).
+    Raises AssertionError in stock's words for a target of another size.
     """
     tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item)

@@ -1,8 +1,8 @@
 """Tensors and torch's small values, rebuilt with the checks that torch's own rebuilders lack.
 
-torch's `_rebuild_tensor_v2` ends in `set_`, which fills up a storage that is too small with bytes
-nobody wrote, and its zip reader believes the element count of a storage. Here a view must lie
-inside its storage, and a storage inside its record.
+torch's `_rebuild_tensor_v2` ends in `set_`, which grows a storage that is too small by bytes nobody
+wrote, and its zip reader believes the element count of a storage. Here a view must lie inside its
+storage, and a storage inside its record.
 """
 
 from __future__ import annotations
@@ -112,23 +112,6 @@ def _check_extent(offset: Any, size: Any, stride: Any) -> int:
     return last + 1 + sum([(n - 1) * stride for n, stride in zip(sizes, strides, strict=True)])
 
 
-def _view(
-    settle: Settler, ref: Any, dtype: Any, offset: Any, sizes: Any, strides: Any
-) -> torch.Tensor:
-    if type(ref) is not StorageRef or type(dtype) is not torch.dtype or settle.read_storage is None:
-        refuse("has a tensor without a storage or a dtype")
-    extent_elems, storage = _check_extent(offset, sizes, strides), settle.read_storage(ref)
-    held_bytes = min(storage.nbytes(), ref.nbytes)
-    if extent_elems * dtype.itemsize > held_bytes:
-        refuse(
-            f"has a tensor that reaches over {extent_elems} elements of {dtype}; its storage "
-            f"{ref.key!r} holds {held_bytes} B"
-        )
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, sizes, strides)
-    return tensor
-
-
 def _finish(tensor: torch.Tensor, requires_grad: Any, hooks: Any, metadata: Any) -> torch.Tensor:
     if type(requires_grad) is not bool or len(hooks) != 0:
         refuse("has a tensor with hooks, or without a flag for gradients")
@@ -147,7 +130,17 @@ def _tensor(raw: StandIn, settle: Settler) -> torch.Tensor:
     dtype = ref.dtype if type(ref) is StorageRef else None
     if raw.global_name == "torch._utils._rebuild_tensor_v3":  # whose storage is untyped
         dtype, *metadata = metadata
-    tensor = _view(settle, ref, dtype, offset, sizes, strides)
+    if type(ref) is not StorageRef or type(dtype) is not torch.dtype or settle.read_storage is None:
+        refuse("has a tensor without a storage or a dtype")
+    extent_elems, storage = _check_extent(offset, sizes, strides), settle.read_storage(ref)
+    held_bytes = min(storage.nbytes(), ref.nbytes)
+    if extent_elems * dtype.itemsize > held_bytes:
+        refuse(
+            f"has a tensor that reaches over {extent_elems} elements of {dtype}; its storage "
+            f"{ref.key!r} holds {held_bytes} B"
+        )
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, sizes, strides)
     return _finish(tensor, requires_grad, settle(hooks), settle(*metadata) if metadata else None)
 
 
@@ -209,7 +202,7 @@ _BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
 
 TORCH: GlobalTable = {
     **DTYPES,
-    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in _BUILDS.items()},
+    **{key: stand_in(".".join(key), build) for key, build in _BUILDS.items()},
     **{("torch", name): StorageKind(dtype) for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): StorageKind(None),
     ("torch", "UntypedStorage"): StorageKind(None),

@@ -41,11 +41,7 @@ _MALFORMED = (
 def user_globals(
     safe_globals: Iterable[Any], build: Callable[[StandIn, Any], Any]
 ) -> dict[tuple[str, str], Any]:
-    """Returns the table of `ReadOptions(safe_globals=[...])`: exact names, for this read only.
-
-    Raises:
-        OptionError: an entry has no importable name.
-    """
+    """Returns the table of `ReadOptions(safe_globals=[...])`: exact names, for this read only."""
     table: dict[tuple[str, str], Any] = {}
     for entry in safe_globals:
         module, name = getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)
@@ -86,14 +82,14 @@ class RestrictedUnpickler(pickle.Unpickler):
     Args:
         data: begins with the pickle; bytes behind its STOP are not read.
         table: the only names there are.
-        path: file that the bytes came from, for errors.
-        fqn: fully qualified name of the item, None for metadata.
+        path, fqn: file and item (None: the metadata), for errors.
         load_storage: called with each persistent id; None refuses them.
-        compound_keys: their number by the caller's own `scan_keys`, if the pickle fills `data`;
-            None scans here.
+        compound_keys: as the caller's own `scan_keys` counted them, if the pickle fills `data`;
+            None: they are counted here.
 
     Raises:
         CorruptionError: the pickle is malformed or built to exhaust memory or stack.
+        UnsafePickleError: it names a global outside the table.
     """
 
     def __init__(
@@ -145,12 +141,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         return self._load_storage(pid)
 
     def load(self) -> Any:
-        """Runs the pickle; returns plain builtins and stand-ins.
-
-        Raises:
-            UnsafePickleError: it names a global outside the table.
-            CorruptionError: it is malformed.
-        """
+        """Runs the pickle; returns plain builtins and stand-ins."""
         with malformed_is_corruption("unpickle", path=self._path, fqn=self._fqn), paused_gc():
             if self._has_many_keys:
                 checked = KeyCheckedUnpickler(self._data, self.find_class, self.persistent_load)
