@@ -73,14 +73,13 @@ def encode_body(
 
 
 class ColumnReader:
-    """Checked access to the columns of a body.
+    """Checked access to the columns of a body, which header and columns must fill exactly.
+
+    Every method raises CorruptionError for a column that is missing or not as asked.
 
     Args:
-        body: header and columns.
-        header_bytes: size of the header.
+        body: header, of `header_bytes`, and columns.
         path, offset: file and byte where the body begins, for errors.
-
-    Raises CorruptionError unless header and columns are such and fill the body exactly.
     """
 
     def __init__(self, body: memoryview, header_bytes: int, path: str, offset: int) -> None:
@@ -140,11 +139,7 @@ class ColumnReader:
         return name in self._ranges
 
     def i64(self, name: str, count: int | None, low: int = 0, high: int = I64_MAX) -> list[int]:
-        """Returns the values of an int64 column: `count` of them (None: any number), in bounds.
-
-        Raises:
-            CorruptionError: no such column, another length, or a value outside [low, high].
-        """
+        """Returns the `count` values (None: any number) of an int64 column, all in [low, high]."""
         return self.i64_view(name, count, low, high).cast("q").tolist()
 
     def i64_view(
@@ -167,11 +162,7 @@ class ColumnReader:
         return values
 
     def strings(self) -> list[str]:
-        """Returns the strings of a `StringPool`, in the order of their numbers.
-
-        Raises:
-            CorruptionError: ends that do not ascend to the end of the text, or text no UTF-8.
-        """
+        """Returns the strings of a `StringPool`, in the order of their numbers."""
         text = self.u8("strings", None)
         borders = [0, *self.i64("string_ends", None, high=len(text))]
         do_ascend = all(map(le, borders, borders[1:])) and borders[-1] == len(text)

@@ -106,10 +106,9 @@ def _batches(
 
 
 def _encode_properties(properties: list[TensorProperties], codes: _Codes, out: Columns) -> None:
-    """Adds the columns of TensorProperties.
+    """Adds the columns of TensorProperties, or of ShardedTensor's own class of the same fields.
 
-    A planner may give ShardedTensor's own class of the same fields, as torch 2.0 did. The file then
-    names stock's class, as every reader of old checkpoints does.
+    A planner may give that, as torch 2.0 did; the file names stock's, as readers of old files do.
     """
     columns = (
         *(out.i64("tensor_dtype"), out.i64("tensor_layout")),
@@ -263,11 +262,7 @@ def _encode_files(files: Sequence[FileEntry], out: Columns) -> None:
 
 
 def encode_columns(metadata: Metadata, files: Sequence[FileEntry]) -> Columns:
-    """Returns all of `metadata` and `files` as columns.
-
-    Raises:
-        PlanError: the columns cannot hold an object, with its key as `fqn`.
-    """
+    """Returns both as columns. Raises PlanError, the key as `fqn`, for what these cannot hold."""
     for name, is_any in (("state_dict_metadata", True), ("storage_data", False)):
         kind = type(getattr(metadata, name))
         if not (issubclass(kind, dict) if is_any else kind is dict):
@@ -323,12 +318,10 @@ def _first_refused(
 
 
 def stock_storage_meta(metadata: Metadata) -> StorageMeta | None:
-    """Returns the storage_meta to be written: no load id, and the checkpoint's id as a string.
+    """Returns the storage_meta to be written, or raises PlanError for another type than stock's.
 
-    A Path would be pickled as `pathlib._local.PosixPath` by Python 3.13, which older ones lack.
-
-    Raises:
-        PlanError: a value of another type than stock's.
+    It has no load id, and the checkpoint's id as a string: Python 3.13 would pickle a Path as
+    `pathlib._local.PosixPath`, which older ones lack.
     """
     meta = metadata.storage_meta
     if meta is None:

@@ -82,7 +82,8 @@ def encode_pieces(
         encoded = encode_columns(metadata, files)  # refuses first, so that the pickle can't fail
         columns = encoded.finished()
         meta = stock_storage_meta(metadata)
-        meta_fields = None if meta is None else {name: vars(meta)[name] for name in _META_FIELDS}
+        kept = ("checkpoint_id", "save_id", "modules")
+        meta_fields = None if meta is None else {name: vars(meta)[name] for name in kept}
         stock: bytes | memoryview
         if encoded.planner_data == "pickle":
             try:
@@ -127,9 +128,6 @@ def _tail(
 def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str) -> bytes:
     """Returns the pieces of `encode_pieces` as one."""
     return b"".join(encode_pieces(metadata, files, save_id))
-
-
-_META_FIELDS = ("checkpoint_id", "save_id", "modules")
 
 
 def decode_metadata(
@@ -242,7 +240,7 @@ def stored_save_id(path: str | os.PathLike[str]) -> str | None:
 
 
 def committed_save_id(path: str | os.PathLike[str]) -> str | None:
-    """As `stored_save_id`, for a rank whose coordinator does not answer: logs a failure to read."""
+    """As `stored_save_id`, for a rank whose coordinator does not answer: logs errors, then None."""
     try:
         return stored_save_id(path)
     except DcpxError as error:

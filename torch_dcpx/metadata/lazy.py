@@ -110,10 +110,8 @@ def have_full_lists(paths: Mapping[Any, object], names: Container[Any]) -> bool:
     """Returns whether the lists of a state of these paths are about as long as the paths are many.
 
     A load without a template makes each list as long as its highest index says, at 8 B a place.
-
-    Args:
-        paths: keys and list indices of each name; values that are no tuple or list do not count.
-        names: the stored ones. The paths of others are a planner's own: they make no list.
+    Paths of names that are not stored, and values that are no tuple or list, are a planner's own:
+    they make no list.
     """
     known = [
         path for name, path in paths.items() if isinstance(path, (tuple, list)) and name in names
@@ -186,7 +184,7 @@ class StoredEntries(_Filled):
         return self[name] if name in self else default  # noqa: SIM401
 
     def _stored(self, name: Any) -> tuple[Any, Any]:
-        """Returns a name's number and the columns; once it is made, its entry or None, and None."""
+        """Returns (number of the name, columns), or if there is none (its entry or None, None)."""
         with self._lock:
             entry = dict.get(self, name)
             return entry, self.columns if type(entry) is int else None
@@ -247,10 +245,8 @@ class StoredPlaces(_Filled):
         if self.columns is not None:
             with self._lock:  # not while all are made: there is one object for an index
                 place = NotImplemented if self.columns is None else self.columns.place(index)
-            if place is None:
-                return default
             if place is not NotImplemented:
-                return place
+                return default if place is None else place
             self._fill()
         return dict.get(self, index, default)
 

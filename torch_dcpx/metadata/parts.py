@@ -71,10 +71,9 @@ def scan_stock(data: bytes, path: str) -> int:
 
 
 def check_tail(content: Content, path: str) -> tuple[int, int, ColumnReader]:
-    """Checks sizes and checksums of the whole file.
+    """Checks sizes and checksums of the whole file; returns the pickle's size and CRC, and columns.
 
-    Returns the pickle's size and CRC-32, and the columns. Raises CorruptionError, and
-    UnsupportedError for a newer version of the format.
+    Raises CorruptionError, and UnsupportedError for a newer version of the format.
     """
     pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = _check_layout(content, path)
     crc = 0
@@ -135,11 +134,7 @@ class MetadataParts(NamedTuple):
 
 
 def decode_parts(data: bytes, path: str) -> MetadataParts:
-    """Checks pickle, columns and tail of a whole `.metadata` file, each by itself.
-
-    Raises:
-        UnsupportedError: a newer version of the format.
-    """
+    """Checks each part of a file by itself. Raises UnsupportedError, as `check_tail` does."""
     content, errors = Content.of(data), []
     try:
         if not has_tail(content):

@@ -3,10 +3,10 @@
 `load_stock_metadata` decodes the pickle into stand-ins, and makes a fresh `Metadata` of the objects
 that `stock_classes` builds of them.
 
-`pickle_any` writes the pickle of a Metadata whose planner_data is a user's own, of any class;
-`csrc/format/metadata_pickle` writes all others from the columns. It evens out where writers differ:
-torch 2.15 adds a sixth field to TensorProperties, on which older ones fail; Python 3.11.2 pickles
-an enum as a call of builtins.getattr; Python 3.13 pickles a Path as `pathlib._local.PosixPath`.
+`csrc/format/metadata_pickle` writes the pickle from the columns. But if planner_data is a user's
+own, of any class, `pickle_any` does, and evens out where writers differ: torch 2.15 adds a sixth
+field to TensorProperties, on which older ones fail; Python 3.11.2 pickles an enum as a call of
+builtins.getattr; Python 3.13 pickles a Path as `pathlib._local.PosixPath`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 
 from torch_dcpx._compat import AnyProperties, common_properties
@@ -68,9 +69,9 @@ class _Rebuild:
         raise CorruptionError(message, path=self._path, fqn=name)
 
     def _pairs(self, value: Any, what: str) -> Collection[tuple[Any, Any]]:
-        """Returns the items of a dict, or of a filled call of `dict` (`lazy` dicts are pickled so).
+        """Returns the items of a dict, or of a filled `dict()`: `lazy` dicts are pickled as such.
 
-        So keys are checked before they are hashed.
+        The caller checks its keys before they are hashed.
         """
         if type(value) is dict:
             return value.items()
@@ -133,16 +134,11 @@ class _Rebuild:
         if meta is not None and type(meta) is not STORAGE_META:
             self._refuse(None, f"storage_meta is a {_kind(meta)}")
         entries = self.entries(state.get("state_dict_metadata"))
-        made = Metadata(
-            state_dict_metadata=entries,
-            planner_data=self.planner_data(state.get("planner_data"), entries),
-            storage_data=self.storage(state.get("storage_data")),
-            storage_meta=None if meta is None else build_storage_meta(meta, self._settle),
-        )
+        planner = self.planner_data(state.get("planner_data"), entries)
+        storage = self.storage(state.get("storage_data"))
+        made_meta = None if meta is None else build_storage_meta(meta, self._settle)
         version = optional_text(state.get("version"), "version")  # not in files before torch 2.9
-        if version is not None:
-            made.version = version
-        return made
+        return Metadata(entries, planner, storage, storage_meta=made_meta, version=version)
 
 
 def _kind(value: Any) -> str:
@@ -170,17 +166,13 @@ def load_stock_metadata(
     Its `checkpoint_id` is a str, its `TensorProperties` are as the running torch has them.
 
     Args:
-        data: begins with the pickle; bytes behind its STOP are not read.
-        path: where it came from, for errors.
+        data, path, compound_keys: as `RestrictedUnpickler`.
         safe_globals: classes and functions that `planner_data` may use, and subclasses of
             `Metadata` (without their own fields). For this call only.
         trusted: unpickle as stock does instead, which executes the calls that the file makes.
-        compound_keys: as `RestrictedUnpickler`.
 
     Raises:
-        UnsafePickleError: it asks for a global that is not allowed.
-        CorruptionError: it is malformed, or holds no metadata.
-        OptionError: an entry of `safe_globals` has no name.
+        UnsafePickleError, CorruptionError, OptionError: as `decode_byte_item`.
     """
     if trusted:
         with malformed_is_corruption("unpickle", path=path, fqn=None), paused_gc():
@@ -210,7 +202,7 @@ def _reduce_memory_format(code: _MEM_FORMAT_ENCODING) -> tuple[Any, ...]:
 def _with_stock_properties(entry: Any) -> Any:
     """Returns `entry`, or a copy with stock's TensorProperties where it has ShardedTensor's."""
     given = getattr(entry, "properties", None)
-    if type(given) is not ShardProperties:
+    if not isinstance(entry, TensorStorageMetadata) or type(given) is not ShardProperties:
         return entry
     stock = TensorProperties(
         given.dtype, given.layout, given.requires_grad, given.memory_format, given.pin_memory
@@ -219,7 +211,7 @@ def _with_stock_properties(entry: Any) -> Any:
 
 
 def pickle_any(metadata: Metadata) -> bytes:
-    """Pickles a Metadata with any planner_data; raises the own error of an object in it."""
+    """Pickles a Metadata with any planner_data; an object in it may raise an error of its own."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=4)
     pickler.dispatch_table = {

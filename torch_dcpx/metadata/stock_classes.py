@@ -235,8 +235,8 @@ _CALLS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     **{(module, name): path_text for module in ("pathlib", "pathlib._local") for name in PATHS},
 }
 _STAND_INS: dict[tuple[str, str], Any] = {
-    **{(m, n): stand_in(f"{m}.{n}", build, base=StateStandIn) for (m, n), build in _STATES.items()},
-    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in _CALLS.items()},
+    **{key: stand_in(".".join(key), build, base=StateStandIn) for key, build in _STATES.items()},
+    **{key: stand_in(".".join(key), build) for key, build in _CALLS.items()},
 }
 BYTES = _STAND_INS[_METADATA, "BytesStorageMetadata"]
 _CHUNK = _STAND_INS[_METADATA, "ChunkStorageMetadata"]

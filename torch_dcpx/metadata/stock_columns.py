@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -23,15 +22,6 @@ from torch_dcpx.unpickle.torch_objects import LAYOUTS
 
 def _numbers(column: bytes) -> memoryview:
     return memoryview(column).cast("q")
-
-
-def _storage_meta(found: tuple[Any, ...] | None) -> StorageMeta | None:
-    if found is None:
-        return None
-    is_path, place, save_id, load_id, modules = found
-    if is_path:
-        place = [str(pathlib.PurePosixPath(*place))]
-    return StorageMeta(place[0] if place else None, save_id, load_id, modules)
 
 
 def open_stock_metadata(data: bytes) -> Metadata | None:
@@ -63,10 +53,10 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
         longest = _C.longest_list(tags, columns["planner_value"])
         if longest > MANY_PLACES and not have_full_lists(planner, names):
             return None
-    return Metadata(
-        state_dict_metadata=dicts[0],
-        planner_data=planner,
-        storage_data=dicts[1],
-        storage_meta=_storage_meta(found["storage_meta"]),
-        version=found["version"],
-    )
+    meta = None
+    if found["storage_meta"] is not None:
+        is_path, place, save_id, load_id, modules = found["storage_meta"]
+        if is_path:
+            place = [str(pathlib.PurePosixPath(*place))]
+        meta = StorageMeta(place[0] if place else None, save_id, load_id, modules)
+    return Metadata(dicts[0], planner, dicts[1], storage_meta=meta, version=found["version"])
