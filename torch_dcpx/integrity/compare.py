@@ -1,8 +1,8 @@
 """Metadata and data files of a checkpoint, compared: with themselves and with each other.
 
-The parts of one `.metadata` are checked each by itself. Pickle and columns, two readers' views of
-one checkpoint, are compared. The chunks of each tensor must hold every element once. Then each data
-file is compared with the metadata that names it: its size, its footer, its items.
+Each part of a `.metadata` is checked by itself. Pickle and columns, two readers' views of one
+checkpoint, are compared. The chunks of each tensor must hold every element once. Then the size, the
+footer and the items of each data file are compared with the metadata.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ class Item(NamedTuple):
     nbytes: int
     is_opaque: bool  # written through an extension
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
 
 class StoredCheckpoint(NamedTuple):
-    """The statements of one `.metadata` about its checkpoint."""
+    """The content of one `.metadata`."""
 
     name: str
     metadata: Metadata
@@ -50,11 +54,7 @@ class StoredCheckpoint(NamedTuple):
 def read_checkpoint(
     directory: Directory, name: str, safe_globals: Sequence[Any]
 ) -> tuple[StoredCheckpoint | None, list[Finding], int]:
-    """Reads and checks one file of metadata.
-
-    Returns:
-        What it says (None where it cannot be read), what is wrong, and its size in bytes.
-    """
+    """Reads a file of metadata; returns its content or None, findings, and its size in bytes."""
     path = str(directory.path / name)
     try:
         data = directory.read_small(name)
@@ -97,21 +97,14 @@ def _compare(
     path: str,
     safe_globals: Sequence[Any],
 ) -> Iterator[Finding]:
-    """Yields where the pickle says something else than the columns.
-
-    It compares the bytes that a save would write of the columns first: equal ones need no decoding.
-    """
+    """Yields where pickle and columns differ; decodes no pickle that a save would write of them."""
     where = (0, len(pickle))
     try:
         if bytes(encode_pieces(metadata, files, "")[0]) == pickle:
             return
-        stock: Any = load_stock_metadata(pickle, path, safe_globals, trusted=False)
+        stock = load_stock_metadata(pickle, path, safe_globals)
     except DcpxError as error:
         yield file_finding("metadata", name, str(error), where=where)
-        return
-    if not isinstance(stock, Metadata):
-        message = f"the pickle of {path!r} holds a {type(stock).__name__}, no Metadata"
-        yield file_finding("metadata", name, message, where=where)
         return
     for fqn, what in _disagreements(metadata, stock):
         message = f"pickle and columns of {path!r} disagree on {what}"
@@ -120,9 +113,9 @@ def _compare(
 
 def _disagreements(columns: Metadata, stock: Metadata) -> Iterator[tuple[str, str]]:
     """Yields (fqn or empty, what) for each difference of two metadata of one checkpoint."""
-    for fqn in {**columns.state_dict_metadata, **stock.state_dict_metadata}:
-        entries = [found.state_dict_metadata.get(fqn) for found in (columns, stock)]
-        if _comparable(entries[0]) != _comparable(entries[1]):
+    ours, theirs = columns.state_dict_metadata, stock.state_dict_metadata
+    for fqn in {**ours, **theirs}:
+        if _comparable(ours.get(fqn)) != _comparable(theirs.get(fqn)):
             yield fqn, f"what '{fqn}' is"
     for index in {**columns.storage_data, **stock.storage_data}:
         if columns.storage_data.get(index) != stock.storage_data.get(index):
@@ -189,19 +182,22 @@ class LookedAt(NamedTuple):
 
 
 def look_at_named(job: _C.VerifyJob, checkpoint: StoredCheckpoint, name: str) -> LookedAt:
-    """Compares one file that the metadata names with it, and adds it to what `job` sums."""
+    """Compares one file with the metadata that names it, and adds it to the sums of `job`."""
     items = checkpoint.items.get(name, [])
-    ranges = ItemRanges((item.offset, item.offset + item.nbytes, item.fqn) for item in items)
-    findings = list(_overlaps(items, name))
+    ranges = ItemRanges((item.offset, item.end, item.fqn) for item in items)
+    apart, findings = _apart(items, name)
     fqns = tuple(dict.fromkeys(item.fqn for item in items))
     try:
         name.encode()
         entry = None if checkpoint.files is None else checkpoint.files.get(name)
-        if entry is None and not job.has_footer(name):
+        if entry is None and not job.has_footer(name):  # stock wrote it
             if checkpoint.files is not None:
                 message = f"'{checkpoint.name}' names '{name}', which its file table lacks"
                 findings.append(file_finding("disagreement", name, message))
-            return LookedAt(ranges, [*findings, *_look_at_foreign(job, name, items, ranges)], True)
+            rows = [(i.offset, i.nbytes, i.offsets is not None and not i.is_opaque) for i in apart]
+            raws = map(RawFinding._make, job.add_foreign(name, rows)[1])
+            findings += [of_raw(raw, name, ranges) for raw in raws]
+            return LookedAt(ranges, findings, True)
         facts = add_file(job, name)
     except (DcpxError, UnicodeEncodeError) as error:
         findings.append(_unusable(error, name, fqns))
@@ -221,7 +217,7 @@ def look_at_named(job: _C.VerifyJob, checkpoint: StoredCheckpoint, name: str) ->
 
 
 def look_at_file(job: _C.VerifyJob, name: str) -> tuple[FileFacts | None, LookedAt]:
-    """Looks at a file by its footer alone, and adds it to what `job` sums."""
+    """Looks at a file by its footer alone, and adds it to the sums of `job`."""
     try:
         name.encode()
         facts = add_file(job, name)
@@ -229,9 +225,9 @@ def look_at_file(job: _C.VerifyJob, name: str) -> tuple[FileFacts | None, Looked
         return None, LookedAt(ItemRanges(()), [_unusable(error, name, ())], False)
     rows = facts.rows or []
     items = [Item(row.fqn, None, row.item_offset, row.item_bytes, False) for row in rows]
-    ranges = ItemRanges((item.offset, item.offset + item.nbytes, item.fqn) for item in items)
+    ranges = ItemRanges((item.offset, item.end, item.fqn) for item in items)
     findings = [of_raw(raw, name, ranges) for raw in facts.findings]
-    return facts, LookedAt(ranges, [*findings, *_overlaps(items, name)], True)
+    return facts, LookedAt(ranges, findings + _apart(items, name)[1], True)
 
 
 def _unusable(error: DcpxError | UnicodeEncodeError, name: str, fqns: Iterable[str]) -> Finding:
@@ -245,7 +241,7 @@ def _unusable(error: DcpxError | UnicodeEncodeError, name: str, fqns: Iterable[s
 
 
 def _compare_entry(facts: FileFacts, entry: FileEntry, fqns: tuple[str, ...]) -> Iterator[Finding]:
-    """Yields where a file is another than the one in the file table."""
+    """Yields where a file differs from the one in the file table."""
     if facts.nbytes != entry.nbytes:
         yield file_finding(
             "size",
@@ -283,7 +279,7 @@ def _compare_entry(facts: FileFacts, entry: FileEntry, fqns: tuple[str, ...]) ->
 def _compare_rows(
     rows: list[FooterRow], items: list[Item], metadata: Metadata, name: str
 ) -> Iterator[Finding]:
-    """Yields items of the metadata that the file's index does not hold so."""
+    """Yields the items of the metadata that the file's index lacks or holds otherwise."""
     known = {(row.item_offset, row.item_bytes, row.fqn): row for row in rows}
     chunk_sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for item in items:
@@ -306,43 +302,21 @@ def _compare_rows(
             elif dtype_name(entry.properties.dtype) != row.prop_dtype:
                 why = f"the file says {row.prop_dtype}, the metadata {entry.properties.dtype}"
         if why:
-            where, end = (item.offset, item.nbytes), item.offset + item.nbytes
-            why = f"the metadata names '{item.fqn}' at [{item.offset}, {end}) of '{name}': {why}"
+            where, span = (item.offset, item.nbytes), f"[{item.offset}, {item.end})"
+            why = f"the metadata names '{item.fqn}' at {span} of '{name}': {why}"
             yield file_finding("item", name, why, where=where, fqns=(item.fqn,))
 
 
-def _overlaps(items: list[Item], name: str) -> Iterator[Finding]:
-    """Yields where two items share bytes."""
-    for item, before in _apart(items)[1]:
-        message = (
-            f"'{item.fqn}' at [{item.offset}, {item.offset + item.nbytes}) of '{name}' shares "
-            f"bytes with '{before.fqn}'"
-        )
-        fqns = (before.fqn, item.fqn)
-        yield file_finding("overlap", name, message, where=(item.offset, item.nbytes), fqns=fqns)
-
-
-def _apart(items: list[Item]) -> tuple[list[Item], list[tuple[Item, Item]]]:
-    """Returns the items in the order of the file, and of those that overlap only the first; the
-    others each with the one before.
-    """
+def _apart(items: list[Item], name: str) -> tuple[list[Item], list[Finding]]:
+    """Returns items that share no bytes, in the order of the file, and a finding for each other."""
     apart: list[Item] = []
-    overlapping: list[tuple[Item, Item]] = []
+    findings: list[Finding] = []
     for item in sorted(filter(attrgetter("nbytes"), items), key=attrgetter("offset", "nbytes")):
-        if apart and item.offset < apart[-1].offset + apart[-1].nbytes:
-            overlapping.append((item, apart[-1]))
-        else:
+        if not apart or item.offset >= apart[-1].end:
             apart.append(item)
-    return apart, overlapping
-
-
-def _look_at_foreign(
-    job: _C.VerifyJob, name: str, items: list[Item], ranges: ItemRanges
-) -> Iterator[Finding]:
-    """Looks at the items of a file without a footer, which stock wrote."""
-    rows = [
-        (item.offset, item.nbytes, item.offsets is not None and not item.is_opaque)
-        for item in _apart(items)[0]
-    ]
-    for row in job.add_foreign(name, rows)[1]:
-        yield of_raw(RawFinding._make(row), name, ranges)
+            continue
+        where, span, before = (item.offset, item.nbytes), f"[{item.offset}, {item.end})", apart[-1]
+        message = f"'{item.fqn}' at {span} of '{name}' shares bytes with '{before.fqn}'"
+        fqns = (before.fqn, item.fqn)
+        findings.append(file_finding("overlap", name, message, where=where, fqns=fqns))
+    return apart, findings

@@ -1,6 +1,6 @@
-"""Reads a checkpoint's directory, as far as its metadata and sizes of files tell.
+"""Reads a checkpoint's directory and metadata, but no data.
 
-`verify`, `repair`, `dcpx ls`, `dcpx inspect` and the manager all begin here. No data are read.
+`verify`, `repair`, `dcpx ls`, `dcpx inspect` and the manager all begin here.
 """
 
 from __future__ import annotations
@@ -31,27 +31,24 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
-        raise NotCommittedError(
-            f"'{text}' is no directory: there is no checkpoint",
-            errno=error.errno,
-            path=text,
-        ) from error
+        message = f"'{text}' is no directory: there is no checkpoint"
+        raise NotCommittedError(message, errno=error.errno, path=text) from error
 
 
 def commits_among(names: Iterable[str]) -> list[str]:
-    """Returns the files that commit what lies beside them: `.metadata`, else each rank's own."""
+    """Returns the files that commit a checkpoint: `.metadata`, else each rank's own."""
     found = list(filter(is_metadata_name, names))
     return [METADATA_NAME] if METADATA_NAME in found else found
 
 
 def read_commit(directory: Directory, name: str) -> CheckpointMetadata:
-    """Reads a file of metadata. Raises: as `Directory.open_small` and `decode_metadata`."""
+    """Reads a file of metadata. Raises as `Directory.open_small` and `decode_metadata`."""
     with directory.open_small(name) as file:
         return decode_metadata(file, str(directory.path / name))
 
 
 def wanted_sizes(found: CheckpointMetadata) -> dict[str, int]:
-    """Returns the bytes of each data file; stock's metadata says only the least of them."""
+    """Returns the bytes of each data file; by stock's metadata, the least that it can have."""
     if found.files is not None:
         return {name: entry.nbytes for name, entry in found.files.items()}
     sizes: dict[str, int] = {}

@@ -1,14 +1,14 @@
 """The findings of `verify` and `repair`, and their two reports.
 
-`torch_dcpx.verify` makes its findings of errors and of C++'s tables, with the items that they are
-in. `torch_dcpx.repair` reports what it made, of what, and what it had to assume.
+`torch_dcpx.verify` makes findings of errors and of C++'s tables, and names the items that they are
+in. `torch_dcpx.repair` reports what it made, its sources, and its assumptions.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
@@ -18,11 +18,18 @@ from torch_dcpx._text import printable
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.footers import RawFinding
 
+Source = Literal["columns", "pickle", "footers"]
+
 _MAX_NAMES = 3  # in a line of text
 _MAX_LINES = 100
 
-# A note says what is worth knowing; everything else is a fault.
-_NOTES = frozenset({"leftover", "padding", "unchecked"})
+_NOTES = frozenset({"leftover", "padding", "unchecked"})  # all other kinds are faults
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """Returns names in quotes, `most` of them at most."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"'{name}'" for name in names[:most]) + more
 
 
 @dataclass(frozen=True)
@@ -30,20 +37,19 @@ class Finding:
     """One thing that is wrong, or worth a note.
 
     Attributes:
-        kind: what sort of thing. Faults: "uncommitted" (nothing commits what is there), "metadata"
-            (a `.metadata` is damaged, or cannot be read), "disagreement" (its pickle and columns
-            say different things), "missing", "unreadable", "file" (a link, a pipe, a name that
-            leaves the directory), "size", "generation" (a file of another save), "tail", "index",
-            "table" (parts of a footer), "data" (bytes that fail their checksum), "item" (what the
-            metadata names and the file does not hold so), "overlap", "hole". Notes: "leftover"
-            (nothing names the file), "padding" (bytes that nobody reads), "unchecked" (bytes
-            without a checksum).
+        kind: a fault: "uncommitted" (nothing commits the files), "metadata" (a `.metadata` is
+            damaged, or cannot be read), "disagreement" (its pickle and columns differ), "missing",
+            "unreadable", "file" (a link, a pipe, a name that leaves the directory), "size",
+            "generation" (a file of another save), "tail", "index", "table" (parts of a footer),
+            "data" (bytes that fail their checksum), "item" (the file does not hold an item as the
+            metadata names it), "overlap", "hole". Or a note: "leftover" (nothing names the file),
+            "padding" (bytes that nobody reads), "unchecked" (bytes without a checksum).
         file: name beneath the directory.
-        offset: where in the file, in bytes; None: the file as a whole.
-        nbytes: how many bytes; None with `offset`.
+        offset: begin of the range in the file, in bytes; None: the file as a whole.
+        nbytes: length of the range; None with `offset`.
         fqns: names of the items that the range belongs to.
-        expected: what was written, where that is known: a checksum, a size, a file id.
-        found: what is there instead.
+        expected: a checksum, size or file id as it was written, if known.
+        found: the one that is there instead.
         message: all of it in words.
     """
 
@@ -58,14 +64,11 @@ class Finding:
 
     @property
     def is_fault(self) -> bool:
-        """Whether it makes the checkpoint one that is not as it was written."""
+        """Whether the checkpoint is not as it was written."""
         return self.kind not in _NOTES
 
     def __str__(self) -> str:
-        names = ", ".join(f"'{fqn}'" for fqn in self.fqns[:_MAX_NAMES])
-        more = len(self.fqns) - _MAX_NAMES
-        tail = f" and {more} more" if more > 0 else ""
-        items = f" (in {names}{tail})" if names else ""
+        items = f" (in {listed(self.fqns, _MAX_NAMES)})" if self.fqns else ""
         return printable(f"{self.kind}: {self.message}{items}")
 
 
@@ -76,11 +79,11 @@ class VerifyReport:
     Attributes:
         path: the directory.
         findings: faults and notes, by file and offset.
-        metadata_files: the files that commit what was looked at.
+        metadata_files: the files that commit the checkpoint.
         files: data files that were read.
         items: stored tensors, shards and Python objects that the metadata names.
         checked_bytes: bytes that were compared with a checksum.
-        metadata_s: seconds for `.metadata`, footers and what is compared between them.
+        metadata_s: seconds for `.metadata`, footers and their comparison.
         sum_s: seconds for reading and summing the data files.
         total_s: seconds, all in all.
     """
@@ -107,7 +110,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all that was written is there as it was written."""
+        """Whether everything is there as it was written."""
         return not self.faults
 
     @property
@@ -142,7 +145,7 @@ class ItemRanges:
     def __init__(self, ranges: Iterable[tuple[int, int, str]]) -> None:
         """Takes (begin, end, fqn) of every item."""
         self._ranges = sorted(ranges)
-        # Where none reaches further than this, what lies behind cannot meet what begins here.
+        # How far an item and all before it reach: if no further than a range, they do not meet it.
         self._furthest = list(accumulate((end for _, end, _ in self._ranges), max))
 
     def within(self, offset: int | None, nbytes: int | None) -> tuple[str, ...]:
@@ -167,7 +170,7 @@ def file_finding(
     found: str | None = None,
 ) -> Finding:
     """Returns a finding in a file; `where` is (offset, nbytes)."""
-    offset, nbytes = where if where is not None else (None, None)
+    offset, nbytes = where or (None, None)
     return Finding(kind, file, offset, nbytes, tuple(fqns), expected, found, message)
 
 
@@ -185,22 +188,16 @@ def of_raw(raw: RawFinding, name: str, items: ItemRanges | None) -> Finding:
 
 
 def of_error(kind: str, error: DcpxError, name: str, fqns: Iterable[str] = ()) -> Finding:
-    """Returns what an error says of file `name`."""
+    """Returns the finding for an error of file `name`."""
     offset = nbytes = expected = found = None
-    if isinstance(error, CorruptionError):
+    if isinstance(error, (CorruptionError, StorageError)):
         offset, nbytes = error.offset, error.nbytes
+    if isinstance(error, CorruptionError):
         expected, found = error.expected, error.found
         fqns = (error.fqn,) if error.fqn else fqns
-    elif isinstance(error, StorageError):
-        offset, nbytes = error.offset, error.nbytes
-        found = os.strerror(error.errno) if error.errno else None
+    elif isinstance(error, StorageError) and error.errno:
+        found = os.strerror(error.errno)
     return Finding(kind, name, offset, nbytes, tuple(fqns), expected, found, str(error))
-
-
-# ---- What repair made ----------------------------------------------------------------------------
-
-
-Source = Literal["columns", "pickle", "footers"]
 
 
 @dataclass(frozen=True)
@@ -209,12 +206,12 @@ class RepairedMetadata:
 
     Attributes:
         name: `.metadata`, or `__{rank}.metadata`.
-        source: what it was made of: the "columns" or the "pickle" of the damaged file, which name
-            the data files of the save, or the "footers" of the data files alone.
-        save_id: the save's own, where the columns were whole or footers say it; else a new one.
+        source: the "columns" or the "pickle" of the damaged file, which name the data files of the
+            save, or the "footers" of the data files alone.
+        save_id: the save's own, if whole columns or footers hold it; else a new one.
         files: the data files that it names.
-        items: tensors, shards and Python objects that it names.
-        assumed: what nothing in the directory could prove.
+        items: number of tensors, shards and Python objects that it names.
+        assumed: conditions that nothing in the directory could prove.
     """
 
     name: str
@@ -227,7 +224,7 @@ class RepairedMetadata:
 
 @dataclass(frozen=True)
 class RepairReport:
-    """Says what one `repair` has done, or with `dry_run` would do.
+    """Lists what one `repair` has done, or with `dry_run` would do.
 
     Attributes:
         path: the directory.
@@ -241,16 +238,14 @@ class RepairReport:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Returns what must be true beyond what is there, of all files of metadata."""
+        """The `assumed` of all files of metadata, each once."""
         return tuple(dict.fromkeys(text for one in self.repaired for text in one.assumed))
 
     def __str__(self) -> str:
         verb, path = "would make" if self.is_dry_run else "made", printable(self.path)
         lines = []
         for one in self.repaired:
-            lines.append(
-                f"{verb} '{one.name}' in '{path}' of the {one.source}: {one.items} items in "
-                f"{len(one.files)} files"
-            )
+            held = f"{one.items} items in {len(one.files)} files"
+            lines.append(f"{verb} '{one.name}' in '{path}' of the {one.source}: {held}")
             lines += [f"  assumed: {text}" for text in one.assumed]
         return "\n".join(lines)

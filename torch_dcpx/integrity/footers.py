@@ -67,12 +67,10 @@ class FileFacts(NamedTuple):
 
 
 def add_file(job: _C.VerifyJob, name: str) -> FileFacts:
-    """Adds a file to what `job` sums, and returns what its footer says.
+    """Adds a file to the sums of `job`, and returns the facts of its footer.
 
-    Raises:
-        CorruptionError: it is no regular file beneath the directory.
-        StorageError: it cannot be read.
-        UnsupportedError: a newer version of the footer.
+    Raises CorruptionError for a name that is no regular file beneath the directory, StorageError,
+    and UnsupportedError for a newer version of the footer.
     """
     nbytes, tail, rows, findings = job.add_file(name)
     return FileFacts(
@@ -85,11 +83,7 @@ def add_file(job: _C.VerifyJob, name: str) -> FileFacts:
 
 
 def key_path(row: FooterRow) -> tuple[str | int, ...] | None:
-    """Returns where flattening found the item; None: the footer does not say.
-
-    Raises:
-        ValueError: the row holds no such list.
-    """
+    """Returns the path of the item in the state, or None; ValueError: it is no such list."""
     if not row.path:
         return None
     keys: Any = json.loads(row.path)

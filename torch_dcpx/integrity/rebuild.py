@@ -1,9 +1,12 @@
 """A Metadata out of the footers of data files, as far as they prove that it is one checkpoint's.
 
-A footer knows its file's items: names, shapes, chunks, properties and paths; and the save that it
-is of, which is the same for all files, unless an older version wrote them. It does not know which
-other files that save had. So one file per rank and number must be there, all named in one way, none
-damaged, and together they must hold every element of every tensor once.
+A footer knows its file's items (names, shapes, chunks, properties and paths) and its save, unless
+an older version wrote it. It does not know the other files of that save. So one file per rank and
+number must be there, all named in one way, none damaged, and together they must hold every element
+of every tensor once. If not, each check here raises RepairError.
+
+In each, `facts` are those of whole footers, `path` is the metadata to be made, for errors, and
+`is_chosen` says that the caller named the files, and vouches for what nothing here can prove.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch_dcpx._compat import DTYPES, LAYOUTS
 from torch_dcpx.errors import RepairError
 from torch_dcpx.integrity.compare import coverage_offences
+from torch_dcpx.integrity.findings import listed
 from torch_dcpx.integrity.footers import BYTES, TORCH_TENSOR, FileFacts, FooterRow, key_path
 from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
 from torch_dcpx.storage.names import data_file_parts
@@ -38,65 +42,43 @@ _WAY_OUT = (
 
 
 def data_file_rank(name: str) -> int | None:
-    """Returns the rank that a data file's name says; None where it says none."""
+    """Returns the rank in a data file's name, or None."""
     parts = data_file_parts(name)
     return None if parts is None else parts[0]
 
 
 def names_its_file(name: str) -> bool:
-    """Returns whether a data file's name says which file it is: no other save has it then."""
+    """Returns whether a data file's name holds a file id: then no other save has that name."""
     parts = data_file_parts(name)
     return parts is not None and parts[2] is not None
 
 
 def one_save(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) -> tuple[bytes, list[str]]:
-    """Checks that no footer says another save than the others.
-
-    Args:
-        facts: of every file, with whole footers.
-        path: the metadata that is to be made, for errors.
-        is_chosen: somebody named the files, and vouches for what no footer says.
-
-    Returns:
-        The save's id, b"" where no footer says one; and what is to be assumed.
-
-    Raises:
-        RepairError: they are of several saves, or may be.
-    """
+    """Checks that footers name one save at most; returns its id (b"": none does), assumptions."""
     by_save: dict[bytes, list[str]] = {}
     for one in facts:
         by_save.setdefault(one.tail.save_id if one.tail is not None else b"", []).append(one.name)
     silent = by_save.pop(b"", [])
     if len(by_save) > 1:
-        named = "; ".join(f"of {save_id.hex()}: {_listed(own)}" for save_id, own in by_save.items())
-        why = f"the files are of {len(by_save)} saves ({named}); {_WAY_OUT}"
-        _refuse(path, why, [one.name for one in facts])
+        named = "; ".join(f"of {save_id.hex()}: {listed(own)}" for save_id, own in by_save.items())
+        _refuse_mix(path, f"the files are of {len(by_save)} saves ({named})", facts)
     save_id = next(iter(by_save), b"")
     if not silent or len(facts) == 1:
         return save_id, []
     if not save_id:
         return b"", ["all files are of one save: none of their footers says of which"]
     if not is_chosen:
-        why = f"the footers of {_listed(silent)} do not say of which save they are, the others are "
-        _refuse(path, f"{why}of {save_id.hex()}; {_WAY_OUT}", [one.name for one in facts])
+        why = f"the footers of {listed(silent)} do not say of which save they are, the others are "
+        _refuse_mix(path, f"{why}of {save_id.hex()}", facts)
     of_which = f"of {save_id.hex()}, as the others are: their footers do not say of which"
-    return save_id, [f"these files are {of_which}: {_listed(silent)}"]
+    return save_id, [f"these files are {of_which}: {listed(silent)}"]
 
 
 def one_generation(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) -> None:
-    """Checks that files with whole footers are those of one save, as far as that can be told.
-
-    Args:
-        facts: of every candidate.
-        path: the metadata that is to be made, for errors.
-        is_chosen: the caller named the files, and vouches for what names cannot tell.
-
-    Raises:
-        RepairError: they are not, or nobody can tell.
-    """
-    by_place: dict[tuple[int, int], list[str]] = {}
-    plain: list[str] = []
-    own: list[str] = []
+    """Checks by names and footers that files are those of one save."""
+    by_place: dict[tuple[int, int], list[FileFacts]] = {}
+    plain: list[FileFacts] = []
+    own: list[FileFacts] = []
     for one in facts:
         parts = data_file_parts(one.name)
         if parts is None or one.tail is None:
@@ -107,43 +89,37 @@ def one_generation(facts: Sequence[FileFacts], path: str, *, is_chosen: bool) ->
             _refuse(path, why, [one.name])
         if one.tail.rank != rank and not is_chosen:
             why = f"'{one.name}' was written by rank {one.tail.rank}: it was renamed"
-            _refuse(path, f"{why}; {_WAY_OUT}", [one.name])
-        by_place.setdefault((rank, number), []).append(one.name)
-        (plain if digits is None else own).append(one.name)
-    for (rank, number), names in sorted(by_place.items()):
-        if len(names) > 1:
-            why = f"{len(names)} files may be file {number} of rank {rank}: of several saves"
-            _refuse(path, f"{why}; {_WAY_OUT}", names)
+            _refuse_mix(path, why, [one])
+        by_place.setdefault((rank, number), []).append(one)
+        (plain if digits is None else own).append(one)
+    for (rank, number), found in sorted(by_place.items()):
+        if len(found) > 1:
+            why = f"{len(found)} files may be file {number} of rank {rank}: of several saves"
+            _refuse_mix(path, why, found)
     if is_chosen:
         return
     if plain and own:
         why = "files with and without an id in their names are of several saves, or may be"
-        _refuse(path, f"{why}; {_WAY_OUT}", [*plain, *own])
+        _refuse_mix(path, why, [*plain, *own])
     for rank, places in groupby(sorted(by_place), key=itemgetter(0)):
         numbers = [number for _, number in places]
         if numbers != list(range(len(numbers))):
             why = f"rank {rank} has files {numbers}: one between them is lost, or may be"
-            _refuse(path, f"{why}; {_WAY_OUT}", [name for name, *_ in by_place.values()])
+            _refuse_mix(path, why, facts)
 
 
 def check_ranks(facts: Iterable[FileFacts], path: str) -> None:
-    """Raises RepairError where a rank between others, or before them, has no file."""
+    """Checks that no rank between others, or before them, lacks a file."""
     ranks = sorted({data_file_rank(one.name) or 0 for one in facts})
     if ranks != list(range(len(ranks))):
         why = f"there are files of the ranks {ranks}: those of others are lost, or may be"
-        _refuse(path, f"{why}; {_WAY_OUT}", [one.name for one in facts])
+        _refuse_mix(path, why, facts)
 
 
 def metadata_of(facts: Sequence[FileFacts], path: str, *, is_whole: bool) -> Metadata:
-    """Returns the metadata of what these files hold.
+    """Returns the metadata of all files of a save, whose items must not contradict each other.
 
-    Args:
-        facts: of all files of one save.
-        path: the metadata that is to be made, for errors.
-        is_whole: every tensor must be there as a whole: of a checkpoint of all ranks.
-
-    Raises:
-        RepairError: items contradict each other, or leave holes.
+    `is_whole`, of a checkpoint of all ranks: every tensor must be there as a whole.
     """
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -170,7 +146,7 @@ def metadata_of(facts: Sequence[FileFacts], path: str, *, is_whole: bool) -> Met
 
 
 def _add_entry(entries: dict[str, Any], row: FooterRow, path: str, name: str) -> MetadataIndex:
-    """Adds what a row says of its name to `entries`; returns its index."""
+    """Adds a row to `entries`; returns its index."""
     before = entries.get(row.fqn)
     if row.kind == BYTES:
         if before is not None:
@@ -207,10 +183,10 @@ def _properties(row: FooterRow, path: str, name: str) -> TensorProperties:
 
 def _refuse(path: str, why: str, candidates: Iterable[str]) -> NoReturn:
     names = tuple(candidates)
-    message = f"repair '{path}': {why} (files: {_listed(names)})"
+    message = f"repair '{path}': {why} (files: {listed(names)})"
     raise RepairError(message, path=path, candidates=names)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return ", ".join(f"'{name}'" for name in names[:20]) + more
+def _refuse_mix(path: str, why: str, facts: Iterable[FileFacts]) -> NoReturn:
+    """Refuses files that may be of several saves."""
+    _refuse(path, f"{why}; {_WAY_OUT}", [one.name for one in facts])

@@ -1,12 +1,11 @@
 """`torch_dcpx.repair`: a lost or damaged `.metadata` made anew.
 
-1. Under the lock of a save: which files of metadata are lost or damaged? One that is good is never
-   touched.
-2. What it said is taken from the first of these that is there: the damaged file's columns, its
-   pickle, the footers of the data files. The first two name the files of the save; with footers
-   alone these must prove it (`rebuild`); what they cannot is assumed, and the caller says
-   whether it is.
-3. Every data file that it will name must be there, with a whole footer that holds what is said.
+1. Under the lock of a save, `targets` finds the files of metadata that are lost or damaged. Good
+   ones stay as they are.
+2. `plan` takes the content from the first source that is whole: the damaged file's columns, its
+   pickle, the footers of the data files. The first two name the files of the save. Footers alone
+   must prove it (`rebuild`); the caller must accept assumptions that they cannot prove.
+3. Every data file that the metadata will name must be there, with a whole footer that agrees.
 4. It is written as a save commits: temporary name, fsync, rename, fsync of the directory.
 """
 
@@ -15,6 +14,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -101,14 +101,17 @@ def repair(
             if not dry_run:  # before anything is looked at: a save may commit meanwhile
                 locks.take(directory, RunningSave(run))
             made = [run.plan(name) for name in run.targets(rank_local)]
-            report = RepairReport(str(directory.path), tuple(one.report for one in made), dry_run)
+            reports = tuple(one.report() for one in made)
+            report = RepairReport(str(directory.path), reports, dry_run)
             if not dry_run:
                 if not accept_assumptions:
                     _refuse_assumed(report)
                 for one in made:
-                    run.publish(one)
+                    publish(
+                        directory, one.name, one.metadata, one.files, one.save_id, is_durable=True
+                    )
         finally:
-            # What is known of saves that did not end stays known.
+            # Knowledge of saves that did not end stays.
             locks.release(has_ended_well=not locks.found_unended)
     return report
 
@@ -130,36 +133,30 @@ def _refuse_assumed(report: RepairReport) -> None:
 class _Made(NamedTuple):
     """A file of metadata that is to be written."""
 
-    report: RepairedMetadata
-    metadata: Metadata
-    files: list[FileEntry]
-
-
-class _Kept(NamedTuple):
-    """The part of a damaged file of metadata that is whole."""
-
-    metadata: Metadata
-    files: dict[str, FileEntry] | None  # None: only the names are known
+    name: str
     source: Source
     save_id: str
+    metadata: Metadata
+    files: list[FileEntry]
+    assumed: list[str]
+
+    def report(self) -> RepairedMetadata:
+        paths, items = tuple(file.path for file in self.files), len(self.metadata.storage_data)
+        return RepairedMetadata(
+            self.name, self.source, self.save_id, paths, items, tuple(self.assumed)
+        )
 
 
+@dataclass(eq=False)
 class _Repair:
     """One repair of one directory. Not thread-safe."""
 
-    def __init__(
-        self, directory: Directory, files: Sequence[str] | None, safe_globals: Sequence[Any]
-    ) -> None:
-        self._directory = directory
-        self._chosen = files
-        self._safe_globals = safe_globals
+    _directory: Directory
+    _chosen: Sequence[str] | None  # files that the caller named
+    _safe_globals: Sequence[Any]
 
     def targets(self, rank_local: bool | None) -> list[str]:
-        """Returns the names of the metadata that are to be made.
-
-        Raises:
-            RepairError: none is to be made.
-        """
+        """Returns the names of the metadata to be made; RepairError: there is none."""
         names = self._directory.names()
         own = [name for name in names if is_metadata_name(name) and name != METADATA_NAME]
         if rank_local is None:
@@ -185,13 +182,9 @@ class _Repair:
         return lost
 
     def _is_good(self, name: str) -> bool:
-        """Returns whether a file of metadata is not to be touched.
+        """Returns whether a file of metadata must stay, or raises DcpxError if it cannot tell.
 
         A file of ours that was cut behind its pickle is not good, though stock reads it.
-
-        Raises:
-            CorruptionError: it is no regular file.
-            DcpxError: it cannot be told.
         """
         data = self._directory.read_small(name)
         path = str(self._directory.path / name)
@@ -209,53 +202,35 @@ class _Repair:
         return not is_there or not all(map(job.has_footer, is_there))
 
     def plan(self, name: str) -> _Made:
-        """Returns what is to be written as `name`.
-
-        Raises:
-            RepairError: nobody can tell.
-        """
-        kept = self._kept_of(name)
-        made = self._of_footers(name) if kept is None else self._of_kept(name, kept)
-        self._check(name, made)
+        """Returns the file to be written as `name`; RepairError: nobody can tell."""
+        made = self._of_damaged(name) or self._of_footers(name)
+        self._check(made)
         return made
 
-    def _kept_of(self, name: str) -> _Kept | None:
-        """Returns the part of the damaged file that is known to be whole; None: there is none."""
+    def _of_damaged(self, name: str) -> _Made | None:
+        """Makes the file from the whole parts of the damaged one, or None."""
         if name not in self._directory.names():
             return None
-        data = self._directory.read_small(name)
         path = str(self._directory.path / name)
-        parts = decode_parts(data, path)
-        if parts.columns is not None:
-            found = decode_columns(parts.columns)
-            if found is not None:
-                return _Kept(found.metadata, found.files, "columns", found.save_id)
-        if parts.pickle is not None:
-            metadata: Any = load_stock_metadata(
-                parts.pickle, path, self._safe_globals, trusted=False
-            )
-            if isinstance(metadata, Metadata):
-                return _Kept(metadata, None, "pickle", uuid.uuid4().hex)
-        return None
-
-    def _of_kept(self, name: str, kept: _Kept) -> _Made:
-        """Makes what the damaged file named."""
-        named = {info.relative_path for info in kept.metadata.storage_data.values()}
-        files, save_id = kept.files, kept.save_id
-        assumed: list[str] = []
-        if files is None:
-            facts = self._facts(name, sorted(named))
-            path = str(self._directory.path / name)
-            one_generation(facts, path, is_chosen=True)
-            noted, assumed = one_save(facts, path, is_chosen=True)
-            save_id = noted.hex() or kept.save_id
-            files = {one.name: _entry(one) for one in facts}
-            if any(not names_its_file(one) for one in files):
-                assumed.append("no file without an id in its name is of another save")
-        return _made(name, kept.source, save_id, kept.metadata, list(files.values()), assumed)
+        parts = decode_parts(self._directory.read_small(name), path)
+        found = None if parts.columns is None else decode_columns(parts.columns)
+        if found is not None:
+            files = list((found.files or {}).values())
+            return _Made(name, "columns", found.save_id, found.metadata, files, [])
+        if parts.pickle is None:
+            return None
+        metadata = load_stock_metadata(parts.pickle, path, self._safe_globals)
+        named = {info.relative_path for info in metadata.storage_data.values()}
+        facts = self._facts(name, sorted(named))
+        one_generation(facts, path, is_chosen=True)
+        save_id, assumed = one_save(facts, path, is_chosen=True)
+        if not all(names_its_file(one.name) for one in facts):
+            assumed.append("no file without an id in its name is of another save")
+        text = save_id.hex() or uuid.uuid4().hex
+        return _Made(name, "pickle", text, metadata, list(map(_entry, facts)), assumed)
 
     def _of_footers(self, name: str) -> _Made:
-        """Makes what the data files prove."""
+        """Makes the file that the data files prove."""
         path = str(self._directory.path / name)
         is_whole = name == METADATA_NAME
         facts = self._facts(name, self._candidates(name))
@@ -278,7 +253,7 @@ class _Repair:
         if self._chosen is None:
             assumed.append("no rank had written a file behind its last one here")
         text = save_id.hex() or uuid.uuid4().hex
-        return _made(name, "footers", text, metadata, list(map(_entry, facts)), assumed)
+        return _Made(name, "footers", text, metadata, list(map(_entry, facts)), assumed)
 
     def _candidates(self, name: str) -> list[str]:
         """Returns the data files that may be of the save: no other metadata names them."""
@@ -300,11 +275,7 @@ class _Repair:
         return sorted(candidates)
 
     def _facts(self, name: str, files: Iterable[str]) -> list[FileFacts]:
-        """Returns what the footers of files say, all of them whole.
-
-        Raises:
-            RepairError: with all that is wrong.
-        """
+        """Returns the facts of whole footers, or raises RepairError with all that is wrong."""
         job = verify_job(self._directory, ReadOptions())
         found, findings = [], []
         for file in files:
@@ -316,7 +287,7 @@ class _Repair:
         return found
 
     def _check_no_extension(self, name: str, one: FileFacts) -> None:
-        """Refuses items that an extension changed on the way: which, no footer says."""
+        """Refuses items that an extension changed on the way: footers do not name it."""
         rows = [row for row in one.rows or () if row.kind != TENSOR]
         heads = self._directory.read_at(one.name, [row.item_offset for row in rows], len(_ZIP))
         for row, head in zip(rows, heads, strict=True):
@@ -325,15 +296,15 @@ class _Repair:
                 why += "a planner of its own wrote it, and only the lost metadata said which"
                 raise self._refusal(name, why, [one.name])
 
-    def _check(self, name: str, made: _Made) -> None:
+    def _check(self, made: _Made) -> None:
         """Raises RepairError unless the data files hold all that `made` says of them."""
         files, items = {entry.path: entry for entry in made.files}, items_by_file(made.metadata)
-        checkpoint = StoredCheckpoint(name, made.metadata, files, items)
+        checkpoint = StoredCheckpoint(made.name, made.metadata, files, items)
         job = verify_job(self._directory, ReadOptions())
         findings: list[Finding] = []
         for file in dict.fromkeys([*files, *items]):
             findings += look_at_named(job, checkpoint, file).findings
-        self._refuse_faults(name, findings)
+        self._refuse_faults(made.name, findings)
 
     def _refuse_faults(self, name: str, findings: list[Finding]) -> None:
         faults = [finding for finding in findings if finding.is_fault]
@@ -343,27 +314,9 @@ class _Repair:
             why = f"not all of its data files are there and whole: {shown}{more}"
             raise self._refusal(name, why, sorted({finding.file for finding in faults}))
 
-    def publish(self, made: _Made) -> None:
-        """Commits. Raises: PlanError, StorageError."""
-        name, save_id = made.report.name, made.report.save_id
-        publish(self._directory, name, made.metadata, made.files, save_id, is_durable=True)
-
     def _refusal(self, name: str, why: str, candidates: Iterable[str] = ()) -> RepairError:
         path = str(self._directory.path / name)
         return RepairError(f"repair '{path}': {why}", path=path, candidates=tuple(candidates))
-
-
-def _made(
-    name: str,
-    source: Source,
-    save_id: str,
-    metadata: Metadata,
-    files: list[FileEntry],
-    assumed: list[str],
-) -> _Made:
-    paths, items = tuple(file.path for file in files), len(metadata.storage_data)
-    report = RepairedMetadata(name, source, save_id, paths, items, tuple(assumed))
-    return _Made(report, metadata, files)
 
 
 def _entry(facts: FileFacts) -> FileEntry:

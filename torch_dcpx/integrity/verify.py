@@ -2,8 +2,8 @@
 
 1. `.metadata` is read and its parts are compared; without it each rank's own, or none at all.
 2. Every data file that it names is opened, and its footer (of stock's its zip items) compared with
-   what the metadata says. Without metadata: every data file there is, by its footer alone.
-3. All bytes that a checksum covers are read and summed, by several workers.
+   the metadata. Without metadata: every data file there is, by its footer alone.
+3. Several workers read and sum all bytes that a checksum covers.
 
 Nothing ends at the first finding, no process group is needed, and nothing of a file is trusted.
 """
@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_dcpx._native import _C
@@ -52,7 +52,7 @@ def verify(
     safe_globals: Sequence[Any] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Compares a whole checkpoint with its checksums, and says all that is wrong with it.
+    """Compares a whole checkpoint with its checksums, and reports all its faults.
 
     Args:
         path: directory of a checkpoint, of ours or of stock's, of all ranks or of each rank's own.
@@ -63,7 +63,7 @@ def verify(
             and those to sum.
 
     Returns:
-        The report: `report.ok`, `report.findings`. What is wrong raises nothing.
+        The report: `report.ok`, `report.findings`. Faults raise nothing.
 
     Raises:
         NotCommittedError: `path` is no directory.
@@ -82,9 +82,9 @@ def verify(
         ended = time.perf_counter()
     return VerifyReport(
         path=str(directory.path),
-        findings=tuple(sorted(run.findings, key=_order)),
+        findings=tuple(sorted(run.findings, key=lambda f: (not f.is_fault, f.file, f.offset or 0))),
         metadata_files=tuple(run.commits),
-        files=run.files,
+        files=sum(one.is_there for one in run.looked.values()),
         items=run.items,
         checked_bytes=run.checked_bytes,
         metadata_s=looked - began,
@@ -106,44 +106,41 @@ def verify_job(directory: Directory, options: ReadOptions) -> _C.VerifyJob:
     )
 
 
-def _order(finding: Finding) -> tuple[bool, str, int]:
-    return not finding.is_fault, finding.file, finding.offset or 0
-
-
+@dataclass(eq=False)
 class _Run:
     """One verification of one directory. Not thread-safe."""
 
-    def __init__(
-        self, directory: Directory, job: _C.VerifyJob, safe_globals: Sequence[Any]
-    ) -> None:
-        self._directory = directory
-        self._job = job
-        self._safe_globals = safe_globals
-        self._looked: dict[str, LookedAt] = {}  # by file
-        self.findings: list[Finding] = []
-        self.commits: list[str] = []
-        self.items = 0
-        self.checked_bytes = 0
-
-    @property
-    def files(self) -> int:
-        """Returns the number of data files that could be read."""
-        return sum(one.is_there for one in self._looked.values())
+    directory: Directory
+    job: _C.VerifyJob
+    safe_globals: Sequence[Any]
+    looked: dict[str, LookedAt] = field(default_factory=dict)  # by file
+    findings: list[Finding] = field(default_factory=list)
+    commits: Sequence[str] = ()
+    items: int = 0
+    checked_bytes: int = 0
 
     def look(self) -> None:
         """Steps 1 and 2."""
-        names = self._directory.names()
+        names = self.directory.names()
         self.commits = commits_among(names)
         known = [found for found in map(self._read, self.commits) if found is not None]
         for checkpoint in known:
-            self._look_at(checkpoint)
-        data_names = [name for name in names if is_data_file_name(name)]
-        unnamed = [name for name in data_names if name not in self._looked]
+            self.items += len(checkpoint.metadata.storage_data)
+            for name in dict.fromkeys([*(checkpoint.files or ()), *checkpoint.items]):
+                if name not in self.looked:
+                    self._add(name, look_at_named(self.job, checkpoint, name))
+        data_names = list(filter(is_data_file_name, names))
+        unnamed = [name for name in data_names if name not in self.looked]
         if not self.commits:
-            self._say_uncommitted(len(data_names))
+            message = (
+                f"'{self.directory.path}' holds no committed checkpoint: no '{METADATA_NAME}' and "
+                f"none of a rank, but {len(data_names)} data files; if a save of theirs ended "
+                "well, `torch_dcpx.repair` can make it anew of their footers"
+            )
+            self.findings.append(file_finding("uncommitted", METADATA_NAME, message))
         if len(known) < len(self.commits) or not known:
-            for name in unnamed:  # whose they are nobody knows: each is looked at by itself
-                self._add(name, look_at_file(self._job, name)[1])
+            for name in unnamed:  # nobody knows their save: each is looked at by itself
+                self._add(name, look_at_file(self.job, name)[1])
         else:
             self._note_leftovers(unnamed)
         beside = set(filter(is_metadata_name, names)) - set(self.commits)
@@ -151,39 +148,25 @@ class _Run:
 
     def sum(self, progress: Callable[[int, int], None] | None) -> None:
         """Step 3."""
-        for row in self._job.sum(progress):
+        for row in self.job.sum(progress):
             raw = RawFinding._make(row)
-            name = os.path.relpath(raw.path, self._directory.path)
-            items = self._looked[name].items if name in self._looked else None
+            name = os.path.relpath(raw.path, self.directory.path)
+            items = self.looked[name].items if name in self.looked else None
             self.findings.append(of_raw(raw, name, items))
         if progress is not None:
-            progress(self._job.done_bytes, self._job.total_bytes)
-        self.checked_bytes += self._job.done_bytes
+            progress(self.job.done_bytes, self.job.total_bytes)
+        self.checked_bytes += self.job.done_bytes
 
     def _read(self, name: str) -> StoredCheckpoint | None:
-        checkpoint, findings, nbytes = read_checkpoint(self._directory, name, self._safe_globals)
+        checkpoint, findings, nbytes = read_checkpoint(self.directory, name, self.safe_globals)
         self.findings += findings
         if checkpoint is not None and checkpoint.files is not None:
             self.checked_bytes += nbytes
         return checkpoint
 
-    def _look_at(self, checkpoint: StoredCheckpoint) -> None:
-        self.items += len(checkpoint.metadata.storage_data)
-        for name in dict.fromkeys([*(checkpoint.files or ()), *checkpoint.items]):
-            if name not in self._looked:
-                self._add(name, look_at_named(self._job, checkpoint, name))
-
     def _add(self, name: str, looked: LookedAt) -> None:
-        self._looked[name] = looked
+        self.looked[name] = looked
         self.findings += looked.findings
-
-    def _say_uncommitted(self, data_files: int) -> None:
-        message = (
-            f"'{self._directory.path}' holds no committed checkpoint: no '{METADATA_NAME}' and "
-            f"none of a rank, but {data_files} data files; if a save of theirs ended well, "
-            "`torch_dcpx.repair` can make it anew of their footers"
-        )
-        self.findings.append(file_finding("uncommitted", METADATA_NAME, message))
 
     def _note_leftovers(self, names: Iterable[str]) -> None:
         """Notes files that nothing names; of a rank without metadata that is a fault."""
@@ -199,9 +182,9 @@ class _Run:
                 self.findings.append(file_finding("leftover", name, message + "was replaced"))
 
     def _is_empty(self, name: str) -> bool:
-        """Whether it is what stock leaves for a rank that has nothing to write."""
+        """Returns whether stock leaves such a file for a rank that has nothing to write."""
         try:
-            status = os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False)
+            status = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
         except OSError:
             return False
         return status.st_size == 0 and is_data_file_name(name)

@@ -1,8 +1,8 @@
 """A body of columns: a JSON header, then arrays of int64 or bytes, each on an 8-byte border.
 
 The header's "columns" lists name, kind and length of each array in the order of the file, so a
-reader skips arrays that it does not know. It compares each length with the bytes that are there
-before it uses the length: so a file cannot make it allocate more than the file's own size.
+reader skips arrays that it does not know. It checks each length against the bytes that are there,
+so a file cannot make it allocate more than the file's own size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import le
 from typing import Any
 
@@ -23,14 +23,14 @@ _ITEM_BYTES = {"i64": 8, "u8": 1}
 
 
 def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to the next multiple of 8, on which every part of a body begins."""
+    """Returns `nbytes` rounded up to a multiple of 8, where every part of a body begins."""
     return (nbytes + 7) & ~7
 
 
 class StringPool:
-    """Distinct strings, numbered in the order of their first use.
+    """Distinct strings in UTF-8, numbered in the order of their first use.
 
-    Strings are UTF-8; a lone surrogate, which Python allows in a key, is kept as its three bytes.
+    A lone surrogate, which Python allows in a key, is kept as its three bytes.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,9 @@ class StringPool:
 def encode_body(
     header: Mapping[str, Any], columns: Mapping[str, array[int] | bytes | bytearray]
 ) -> tuple[list[bytes | memoryview], int]:
-    """Lays out `header` and `columns`.
+    """Returns the body piece by piece, no column copied, and the bytes of its padded header.
 
-    Args:
-        header: JSON values; "columns" is added.
-        columns: int64 arrays (typecode "q") and bytes by name.
-
-    Returns:
-        The body piece by piece, no column copied, and the bytes its header takes with its padding.
+    `columns` are int64 arrays (typecode "q") and bytes by name; "columns" is added to `header`.
     """
     table = [
         [name, "i64" if isinstance(column, array) else "u8", len(column)]
@@ -78,16 +73,13 @@ def encode_body(
 
 
 class ColumnReader:
-    """Checked access to the columns of a body.
+    """Checked access to the columns of a body, which header and columns must fill exactly.
+
+    Every method raises CorruptionError for a column that is missing or not as asked.
 
     Args:
-        body: the bytes of header and columns.
-        header_bytes: how many of them are the header.
-        path: file the body is from, for errors.
-        offset: where in that file the body begins, in bytes.
-
-    Raises:
-        CorruptionError: header and columns do not fill the body exactly, or are no such thing.
+        body: header, of `header_bytes`, and columns.
+        path, offset: file and byte where the body begins, for errors.
     """
 
     def __init__(self, body: memoryview, header_bytes: int, path: str, offset: int) -> None:
@@ -147,29 +139,19 @@ class ColumnReader:
         return name in self._ranges
 
     def i64(self, name: str, count: int | None, low: int = 0, high: int = I64_MAX) -> list[int]:
-        """Returns the values of an int64 column.
-
-        Args:
-            name: of the column.
-            count: how many values there must be; None: any number.
-            low: smallest value allowed.
-            high: largest value allowed.
-
-        Raises:
-            CorruptionError: no such column, another length, or a value out of bounds.
-        """
+        """Returns the `count` values (None: any number) of an int64 column, all in [low, high]."""
         return self.i64_view(name, count, low, high).cast("q").tolist()
 
     def i64_view(
         self, name: str, count: int | None, low: int = 0, high: int = I64_MAX
     ) -> memoryview:
-        """Returns the checked bytes of an int64 column; arguments and errors as for `i64`."""
+        """As `i64`: the checked bytes, without a copy."""
         values = self._column(name, "i64", count)
         self.require(_C.are_within(values, low, high), f"a value is outside [{low}, {high}]", name)
         return values
 
     def u8(self, name: str, count: int | None, high: int = 255) -> bytes:
-        """Returns the values of a byte column; arguments and errors as for `i64`."""
+        """As `i64`, of a byte column."""
         return bytes(self.u8_view(name, count, high))
 
     def u8_view(self, name: str, count: int | None, high: int = 255) -> memoryview:
@@ -180,18 +162,13 @@ class ColumnReader:
         return values
 
     def strings(self) -> list[str]:
-        """Returns the strings of a `StringPool`, in the order of their numbers.
-
-        Raises:
-            CorruptionError: ends that do not ascend to the end of the text, or text no UTF-8.
-        """
+        """Returns the strings of a `StringPool`, in the order of their numbers."""
         text = self.u8("strings", None)
-        ends = self.i64("string_ends", None, high=len(text))
-        begins = [0, *ends[:-1]] if ends else []
-        do_ascend = all(map(le, begins, ends)) and (ends[-1] if ends else 0) == len(text)
+        borders = [0, *self.i64("string_ends", None, high=len(text))]
+        do_ascend = all(map(le, borders, borders[1:])) and borders[-1] == len(text)
         why = "the ends of the strings do not ascend to the last byte"
         self.require(do_ascend, why, "string_ends")
-        spans = zip(begins, ends, strict=True)
+        spans = pairwise(borders)
         if text.isascii():  # characters are bytes: one decoding for all
             whole = text.decode("ascii")
             return [whole[begin:end] for begin, end in spans]

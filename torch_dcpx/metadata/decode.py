@@ -1,8 +1,9 @@
 """Stock's Metadata over the columns of our `.metadata`: the way back of `encode`, without a pickle.
 
-A file whose checksums are right may still be hostile. So each length, number of a string, sum and
-range is checked, in C++ and over the columns themselves, before an object is handed out, and
-nothing takes more memory than the file's own size bounds. `lazy` then makes the objects on demand.
+A file with right checksums may still be hostile. So C++ checks each length, number of a string, sum
+and range in the columns before `lazy` makes an object of them, and the file's own size bounds the
+memory. Columns that contradict each other, or hold values of other types than stock's, are a
+CorruptionError of each function here.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ _ENDLESS = "a range ends beyond 2**63 - 1"
 
 
 def _unknown_constant(columns: ColumnReader, name: str, text: str) -> DcpxError:
-    """Returns the error for a constant in column `name` that this torch lacks: another torch wrote
-    it, or none did.
-    """
+    """Returns the error for a constant that this torch lacks: another torch, or none, wrote it."""
     error = columns.error(f"{text!r} is unknown to torch {TORCH_VERSION}", name)
     writer = columns.header.get("torch")
     if writer == TORCH_VERSION:
@@ -58,19 +57,17 @@ def _constants(
     columns: ColumnReader, name: str, numbers: memoryview, strings: list[str], known: dict[str, Any]
 ) -> dict[int, Any]:
     """Returns the torch constants that a column of string numbers names, by these numbers."""
-    found = set(numbers.cast("q"))
-    for number in found:
-        if strings[number] not in known:
-            raise _unknown_constant(columns, name, strings[number])
-    return {number: known[strings[number]] for number in found}
+    names = {number: strings[number] for number in set(numbers.cast("q"))}
+    for text in names.values():
+        if text not in known:
+            raise _unknown_constant(columns, name, text)
+    return {number: known[text] for number, text in names.items()}
 
 
 def _check_entries(
     columns: ColumnReader, strings: list[str]
 ) -> tuple[dict[str, int], dict[str, memoryview], dict[int, Any], dict[int, Any]]:
-    """Returns the numbers of all entries by name, their columns, and the dtypes and layouts in them
-    by the numbers of their strings.
-    """
+    """Returns numbers of entries by name, their columns, dtypes and layouts by string number."""
     last = len(strings) - 1
     kinds = columns.u8("entry_kind", None, high=1)
     fqns = columns.i64_view("entry_fqn", len(kinds), high=last)
@@ -128,7 +125,6 @@ def open_columns(columns: ColumnReader, strings: list[str]) -> tuple[StoredEntri
     """Checks state_dict_metadata and storage_data; returns them as dicts filled on demand.
 
     Raises:
-        CorruptionError: columns that contradict each other.
         UnsupportedError: a dtype or layout of another torch, which the one that runs lacks.
     """
     names, views, dtypes, layouts = _check_entries(columns, strings)
@@ -143,11 +139,7 @@ def open_columns(columns: ColumnReader, strings: list[str]) -> tuple[StoredEntri
 
 
 def open_planner(columns: ColumnReader, strings: list[str]) -> StoredPaths:
-    """Checks planner_data that is a flatten mapping; returns it as a dict made on demand.
-
-    Raises:
-        CorruptionError: columns that contradict each other.
-    """
+    """Checks planner_data that is a flatten mapping; returns it as a dict made on demand."""
     fqns = columns.i64_view("planner_fqn", None, high=len(strings) - 1)
     counts = columns.i64_view("planner_len", len(fqns) // 8)
     tags = columns.u8_view("planner_tag", _C.total(counts), high=1)
@@ -167,11 +159,7 @@ def open_planner(columns: ColumnReader, strings: list[str]) -> StoredPaths:
 
 
 def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEntry]:
-    """Returns the file table by path.
-
-    Raises:
-        CorruptionError: columns that contradict each other.
-    """
+    """Returns the file table by path."""
     paths = [strings[number] for number in columns.i64("file_path", None, high=len(strings) - 1)]
     ids = columns.u8("file_id", 16 * len(paths))
     sizes = columns.i64("file_bytes", len(paths))
@@ -186,22 +174,14 @@ def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEnt
 
 
 def optional_str(columns: ColumnReader, values: dict[str, Any], name: str) -> str | None:
-    """Returns value `name` of the header or of a dict in it, which is a string or null.
-
-    Raises:
-        CorruptionError: it is missing or of another type.
-    """
+    """Returns value `name` of the header or of a dict in it: a string or null, never missing."""
     value: str | None = values.get(name, 0)
     columns.require(value is None or type(value) is str, f"the header's {name!r} is no string")
     return value
 
 
 def decode_storage_meta(columns: ColumnReader) -> StorageMeta | None:
-    """Returns Metadata.storage_meta.
-
-    Raises:
-        CorruptionError: values of another type than stock's.
-    """
+    """Returns Metadata.storage_meta."""
     values = columns.header.get("storage_meta", 0)
     if values is None:
         return None

@@ -1,10 +1,10 @@
 """A checkpoint's metadata as columns.
 
-A million objects are not looked at one by one: each pass takes one attribute of a batch of them, or
-makes one check, in C; a batch is so small that the next pass finds its objects in cache. The
-encoder refuses anything that the columns could not give back exactly, before a byte is written. It
-then halves the metadata until one object is left, which the error names. `decode` is the way back;
-docs/format.md names every column.
+Each pass takes one attribute of a batch of objects, or makes one check, in C: a million objects are
+not looked at one by one, and the next pass finds the batch in cache. The encoder refuses anything
+that the columns could not give back exactly, before a byte is written. It then halves the metadata
+down to one object, which the error names. `decode` is the way back; docs/format.md names every
+column.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Columns:
         self._columns: dict[str, array[int] | bytearray] = {}
 
     def i64(self, name: str) -> array[int]:
-        """An int64 column; the order in which they are first asked for is the file's."""
+        """Returns an int64 column. The order of the first calls is the file's."""
         return self._columns.setdefault(name, array("q"))  # type: ignore[return-value]
 
     def u8(self, name: str) -> bytearray:
-        """A byte column; as for `i64`."""
+        """As `i64`, a byte column."""
         return self._columns.setdefault(name, bytearray())  # type: ignore[return-value]
 
     def finished(self) -> dict[str, array[int] | bytes | bytearray]:
-        """Every column by its name, strings first."""
+        """Returns every column by its name, strings first."""
         return {**self.pool.columns(), **self._columns}
 
 
@@ -74,12 +74,12 @@ def _are(values: Iterable[object], *types: type) -> bool:
 
 
 def _is_list_of_str(value: object) -> bool:
-    """Returns whether `value` is a list, and no subclass, of nothing but str."""
+    """Returns whether `value` is exactly a list, of nothing but str."""
     return type(value) is list and _are(value, str)
 
 
 class _Codes(dict[tuple[Any, ...], tuple[int, int, int, int]]):
-    """dtype, layout, flags and memory format as the columns hold them, by the five properties."""
+    """Codes of dtype, layout, flags and memory format in the columns, by the five properties."""
 
     def __init__(self, pool: StringPool) -> None:
         super().__init__()
@@ -99,17 +99,16 @@ _BATCH = 1000
 def _batches(
     objects: dict[str, _T] | dict[MetadataIndex, _T],
 ) -> Iterator[tuple[list[Any], list[_T]]]:
-    """Keys and values in batches; at least one, so that every column is there."""
+    """Yields keys and values in batches; at least one, so that every column is there."""
     keys, values = list(objects), list(objects.values())
     for begin in range(0, max(len(keys), 1), _BATCH):
         yield keys[begin : begin + _BATCH], values[begin : begin + _BATCH]
 
 
 def _encode_properties(properties: list[TensorProperties], codes: _Codes, out: Columns) -> None:
-    """Columns of TensorProperties.
+    """Adds the columns of TensorProperties, or of ShardedTensor's own class of the same fields.
 
-    A planner may give ShardedTensor's own class of the same fields, as torch 2.0 did. The file then
-    names stock's class, as every reader of old checkpoints does.
+    A planner may give that, as torch 2.0 did; the file names stock's, as readers of old files do.
     """
     columns = (
         *(out.i64("tensor_dtype"), out.i64("tensor_layout")),
@@ -129,17 +128,8 @@ def _encode_properties(properties: list[TensorProperties], codes: _Codes, out: C
         column.extend(values)
 
 
-def _encode_strides(found: list[Any], out: Columns) -> None:
-    """Columns of TensorProperties.strides; none where all are None, as in an older torch."""
-    if found.count(None) == len(found):
-        return
-    counts, flat = _C.row_columns(found, True)
-    out.i64("tensor_stride_count").frombytes(counts)
-    out.i64("tensor_strides").frombytes(flat)
-
-
 def _encode_entries(entries_of: dict[str, Any], out: Columns) -> dict[str, int]:
-    """Columns of state_dict_metadata; returns the number of dimensions of every tensor."""
+    """Adds the columns of state_dict_metadata; returns the dimensions of every tensor."""
     codes = _Codes(out.pool)
     ndim_of: dict[str, int] = {}
     strides: list[Any] = []
@@ -153,12 +143,15 @@ def _encode_entries(entries_of: dict[str, Any], out: Columns) -> dict[str, int]:
         _encode_properties(properties, codes, out)
         strides += all_strides(properties)
         ndim_of.update(zip(compress(fqns, is_tensor), _encode_regions(tensors, out), strict=True))
-    _encode_strides(strides, out)
+    if strides.count(None) < len(strides):  # an older torch has none
+        counts, flat = _C.row_columns(strides, True)
+        out.i64("tensor_stride_count").frombytes(counts)
+        out.i64("tensor_strides").frombytes(flat)
     return ndim_of
 
 
 def _encode_regions(tensors: list[Any], out: Columns) -> array[int]:
-    """Columns of sizes and chunks; returns the numbers of dimensions."""
+    """Adds the columns of sizes and chunks; returns the numbers of dimensions."""
     ndims, sizes = _C.row_columns([tensor.size for tensor in tensors], False)
     out.i64("tensor_ndim").frombytes(ndims)
     out.i64("tensor_sizes").frombytes(sizes)
@@ -187,7 +180,7 @@ def _encode_regions(tensors: list[Any], out: Columns) -> array[int]:
 def _encode_storage(
     storage: dict[MetadataIndex, Any], ndim_of: dict[str, int], out: Columns
 ) -> None:
-    """Columns of storage_data."""
+    """Adds the columns of storage_data."""
     known: dict[tuple[str, ...], int] = {}  # transform_descriptors
     for indices, places in _batches(storage):
         _require(_are(indices, MetadataIndex), "an index of another class")
@@ -210,7 +203,7 @@ def _encode_storage(
 
 
 def _encode_indices(indices: list[MetadataIndex], ndim_of: dict[str, int], out: Columns) -> None:
-    """Columns of the keys of storage_data."""
+    """Adds the columns of the keys of storage_data."""
     fqns = [index.fqn for index in indices]
     out.i64("storage_fqn").frombytes(_C.text_column(fqns, out.pool.numbers))
     out.i64("storage_hint").frombytes(_C.size_column([index.index for index in indices], True))
@@ -225,7 +218,7 @@ def _encode_indices(indices: list[MetadataIndex], ndim_of: dict[str, int], out: 
 
 
 def _encode_planner(metadata: Metadata, out: Columns) -> None:
-    """Columns of planner_data that flattening gave; the pickle alone holds any other."""
+    """Adds the columns of planner_data that flattening gave; the pickle alone holds any other."""
     planner = metadata.planner_data
     if planner is None:
         return
@@ -250,7 +243,7 @@ def _encode_planner(metadata: Metadata, out: Columns) -> None:
 
 
 def _encode_files(files: Sequence[FileEntry], out: Columns) -> None:
-    """Columns of the file table."""
+    """Adds the columns of the file table."""
     seen: dict[str, None] = {}
     for file in files:
         if not (
@@ -269,11 +262,7 @@ def _encode_files(files: Sequence[FileEntry], out: Columns) -> None:
 
 
 def encode_columns(metadata: Metadata, files: Sequence[FileEntry]) -> Columns:
-    """Returns all of `metadata` and `files` as columns.
-
-    Raises:
-        PlanError: the columns cannot hold an object; its key is the error's `fqn`.
-    """
+    """Returns both as columns. Raises PlanError, the key as `fqn`, for what these cannot hold."""
     for name, is_any in (("state_dict_metadata", True), ("storage_data", False)):
         kind = type(getattr(metadata, name))
         if not (issubclass(kind, dict) if is_any else kind is dict):
@@ -320,22 +309,19 @@ def _first_refused(
     items = list(objects.items())
     try:
         encode(objects)
+        return None
     except _NOT_STOCK as error:
         if len(items) == 1:
             return (*items[0], error)
-    else:
-        return None
     half = len(items) // 2
     return _first_refused(dict(items[:half]), encode) or _first_refused(dict(items[half:]), encode)
 
 
 def stock_storage_meta(metadata: Metadata) -> StorageMeta | None:
-    """Returns the storage_meta to be written: no load id, and the checkpoint's id as a string.
+    """Returns the storage_meta to be written, or raises PlanError for another type than stock's.
 
-    A Path would be pickled as `pathlib._local.PosixPath` by Python 3.13, which older ones lack.
-
-    Raises:
-        PlanError: a value of another type than stock's.
+    It has no load id, and the checkpoint's id as a string: Python 3.13 would pickle a Path as
+    `pathlib._local.PosixPath`, which older ones lack.
     """
     meta = metadata.storage_meta
     if meta is None:

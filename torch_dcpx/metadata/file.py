@@ -2,8 +2,8 @@
 
     [pickle][body of columns][tail, 64 B]
 
-Stock readers stop at the pickle's end. Ours start at the tail, and build Metadata from the columns:
-no object of the pickle comes to life, and only this file says which data files belong to it.
+Stock readers stop at the pickle's end. Ours start at the tail and build Metadata from the columns:
+no object of the pickle comes to life. Only this file says which data files belong to a checkpoint.
 docs/format.md specifies every byte.
 """
 
@@ -64,15 +64,11 @@ class CheckpointMetadata(NamedTuple):
 def encode_pieces(
     metadata: Metadata, files: Sequence[FileEntry], save_id: str
 ) -> list[bytes | memoryview]:
-    """Returns the content of a `.metadata` file, piece by piece.
+    """Returns the content of a `.metadata` file in pieces; every supported stock DCP reads it, too.
 
     Args:
-        metadata: as `StorageWriter.finish` has completed it; it is not changed.
+        metadata: as `StorageWriter.finish` completes it; unchanged.
         files: every data file of the generation.
-        save_id: names the save.
-
-    Returns:
-        Bytes that stock DCP of every supported torch reads as well.
 
     Raises:
         PlanError: something that would not come back equal, with its key as `fqn`.
@@ -86,6 +82,8 @@ def encode_pieces(
         encoded = encode_columns(metadata, files)  # refuses first, so that the pickle can't fail
         columns = encoded.finished()
         meta = stock_storage_meta(metadata)
+        kept = ("checkpoint_id", "save_id", "modules")
+        meta_fields = None if meta is None else {name: vars(meta)[name] for name in kept}
         stock: bytes | memoryview
         if encoded.planner_data == "pickle":
             try:
@@ -98,7 +96,7 @@ def encode_pieces(
                 columns,
                 encoded.planner_data == "columns",
                 encoded.descriptors,
-                None if meta is None else tuple(vars(meta)[name] for name in _META_FIELDS),
+                None if meta_fields is None else tuple(meta_fields.values()),
                 metadata.version,
             )
         header = {
@@ -106,7 +104,7 @@ def encode_pieces(
             "writer": f"torch-dcpx {__version__}",
             "torch": TORCH_VERSION,
             "save_id": save_id,
-            "storage_meta": meta and {name: vars(meta)[name] for name in _META_FIELDS},
+            "storage_meta": meta_fields,
             "version": metadata.version,
             "planner_data": encoded.planner_data,
             "descriptors": encoded.descriptors,
@@ -118,7 +116,7 @@ def encode_pieces(
 def _tail(
     stock: bytes | memoryview, body: Sequence[bytes | memoryview], header_bytes: int
 ) -> bytes:
-    """Returns the last 64 bytes of the file: sizes and checksums of the parts before it."""
+    """Returns the last 64 bytes of the file: sizes and checksums of the parts before them."""
     body_crc = 0
     for piece in body:
         body_crc = _C.crc32(piece, body_crc)
@@ -132,9 +130,6 @@ def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str
     return b"".join(encode_pieces(metadata, files, save_id))
 
 
-_META_FIELDS = ("checkpoint_id", "save_id", "modules")
-
-
 def decode_metadata(
     data: bytes | SmallFile,
     path: str,
@@ -145,7 +140,7 @@ def decode_metadata(
     """Reads the content of a `.metadata` file, ours or stock's.
 
     Args:
-        data: the whole file, or it open: then no more than its columns are in memory at once.
+        data: the whole file, or the open one: then no more than its columns are in memory at once.
         path: its name, for errors.
         safe_globals: classes and functions that planner_data may name beside stock's own.
         trusted: unpickle without an allow-list, where there is something to unpickle.
@@ -174,13 +169,11 @@ def decode_metadata(
 
 
 def _of_columns(columns: ColumnReader, pickled: Metadata | None) -> CheckpointMetadata:
-    """Returns what a file of ours holds; its save id is empty where the file notes none.
+    """Returns the content of a file of ours; its save id is empty where the file notes none.
 
-    Args:
-        columns: of the file.
-        pickled: the file's pickle, where it is needed: it alone holds planner_data of a user's own,
-            and where this torch's classes have fields that C++ does not know, stock's constructors
-            make the objects.
+    `pickled` is the file's pickle, where it is needed: it alone holds planner_data of a user's own.
+    Where this torch's classes have fields that C++ does not know, stock's constructors make all
+    objects, so those of the pickle are taken.
     """
     strings = columns.strings()
     entries: dict[str, Any]
@@ -206,22 +199,14 @@ def _of_columns(columns: ColumnReader, pickled: Metadata | None) -> CheckpointMe
 
 
 def decode_columns(columns: ColumnReader) -> CheckpointMetadata | None:
-    """Returns the metadata that whole columns hold; None where the pickle is needed as well.
-
-    Raises:
-        CorruptionError, UnsupportedError: as `decode_metadata`.
-    """
+    """As `decode_metadata`, of whole columns; None where the pickle is needed as well."""
     if columns.header.get("planner_data") == "pickle" or not HAS_KNOWN_ITEMS:
         return None
     return _of_columns(columns, None)
 
 
 def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
-    """Returns the data files that the content of a `.metadata` file names, ours or stock's.
-
-    Raises:
-        CorruptionError, UnsafePickleError, UnsupportedError: as `decode_metadata`.
-    """
+    """As `decode_metadata`, but returns only the names of the data files."""
     content = Content.of(data)
     with paused_gc():
         if has_tail(content):
@@ -234,11 +219,7 @@ def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
 
 
 def decode_save_id(data: bytes | SmallFile, path: str) -> str | None:
-    """Returns the save that wrote the content of a `.metadata` file; None for one of stock DCP.
-
-    Raises:
-        CorruptionError, UnsupportedError: the trailer is damaged, or of another version.
-    """
+    """Returns the save that wrote a `.metadata` file, None for stock's. Raises as `check_tail`."""
     content = Content.of(data)
     if not has_tail(content):
         return None
@@ -249,10 +230,7 @@ def decode_save_id(data: bytes | SmallFile, path: str) -> str | None:
 def stored_save_id(path: str | os.PathLike[str]) -> str | None:
     """Returns the id of the save that committed the checkpoint in directory `path`.
 
-    None where there is no metadata, or none that says: of stock DCP.
-
-    Raises:
-        DcpxError: it cannot be read.
+    None: there is no metadata, or stock DCP wrote it. Raises DcpxError where it cannot be read.
     """
     with Directory(Path(path)) as directory:
         if not directory.is_regular(METADATA_NAME):
@@ -262,10 +240,7 @@ def stored_save_id(path: str | os.PathLike[str]) -> str | None:
 
 
 def committed_save_id(path: str | os.PathLike[str]) -> str | None:
-    """Returns `stored_save_id`; None, too, where it cannot be read, which is logged.
-
-    A rank calls it when the coordinator of a save does not answer.
-    """
+    """As `stored_save_id`, for a rank whose coordinator does not answer: logs errors, then None."""
     try:
         return stored_save_id(path)
     except DcpxError as error:
@@ -281,7 +256,7 @@ def _digest(pieces: Iterable[bytes | memoryview]) -> str:
 
 
 def _load_stock(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
-    """Reads a whole file of stock's: by columns where it is as torch writes it."""
+    """Reads a whole file of stock's: as columns where it is exactly as torch writes it."""
     found = None if trusted else open_stock_metadata(data)
     return found or _load_pickle(data, path, safe_globals, trusted)
 

@@ -1,12 +1,12 @@
 """The dicts of a Metadata over the columns of our `.metadata`, filled when a caller looks.
 
-A million chunks as DCP's objects take a rank the time of the load. A planner asks for the names of
-its own state, a reader for the places of its own items: only these are made. All checks of the
-file are made before, over the columns, by C++.
+To make a million chunks as DCP's objects takes as long as the load. A planner wants the names of
+its own state, a reader the places of its own items: only these are made. C++ has checked the
+columns before.
 
-    StoredEntries   state_dict_metadata: the names are there, an entry is made when it is asked for
-    StoredPlaces    storage_data: places are found and made one by one, keys when all are wanted
-    StoredPaths     planner_data: made as a whole when it is first looked at
+    StoredEntries   state_dict_metadata: has all names, makes an entry on demand
+    StoredPlaces    storage_data: finds and makes places one by one, keys when all are wanted
+    StoredPaths     planner_data: made as a whole at the first look
 
 To its user each is a dict. A caller that looks at all values, or changes one, fills the dict: from
 then on it is as any dict, and `columns` is None.
@@ -40,13 +40,13 @@ class _Filled(dict[Any, Any]):
     _lock: threading.RLock  # a signal handler may look while its thread fills
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """A dict as any other: `dataclasses.asdict` makes one so of the class of one."""
+        """Makes a dict as any other: `dataclasses.asdict` calls the class of a dict so."""
         super().__init__(*args, **kwargs)
         self.columns = None
         self._lock = threading.RLock()
 
     def _fill(self) -> None:
-        """Makes all missing values. After an interruption anywhere, the next call does it again."""
+        """Makes all missing values; after an interrupt anywhere, the next call does it again."""
         if self.columns is None:
             return
         with self._lock:
@@ -59,7 +59,7 @@ class _Filled(dict[Any, Any]):
 
     @classmethod
     def over(cls: type[_T], columns: Any, numbers: Mapping[str, int] | tuple[()] = ()) -> _T:
-        """Returns a dict that is filled from `columns`; `numbers` are those of entries by name."""
+        """Returns a dict to be filled from `columns`; `numbers` are those of entries by name."""
         self = cls(numbers)
         self.columns = columns
         return self
@@ -69,7 +69,7 @@ class _Filled(dict[Any, Any]):
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickled, copied and deep-copied as a plain dict."""
+        """Pickles, copies and deep-copies it as a plain dict."""
         self._fill()
         return dict, (), None, None, iter(dict.items(self))
 
@@ -94,12 +94,9 @@ def _filling(name: str) -> Any:
     return filled
 
 
-_ALL_METHODS = (
-    "__contains__", "__delitem__", "__eq__", "__ge__", "__getitem__", "__gt__", "__ior__", "__le__",
-    "__len__", "__lt__", "__ne__", "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__",
-    "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values",
-)  # fmt: skip
-for _name in _ALL_METHODS:
+# Every method of dict looks at its table or changes it, but for these.
+_OTHERS = {"__class_getitem__", "__getattribute__", "__hash__", "__new__", "__sizeof__", "fromkeys"}
+for _name in vars(dict).keys() - vars(_Filled).keys() - _OTHERS:
     setattr(_Filled, _name, _filling(_name))
 
 
@@ -110,13 +107,11 @@ MANY_PLACES = 256  # a list up to here is always let be
 
 
 def have_full_lists(paths: Mapping[Any, object], names: Container[Any]) -> bool:
-    """Whether the lists that a state of these paths has are about as long as the paths are many.
+    """Returns whether the lists of a state of these paths are about as long as the paths are many.
 
     A load without a template makes each list as long as its highest index says, at 8 B a place.
-
-    Args:
-        paths: keys and list indices of each name; what is no tuple or list is left alone.
-        names: what is stored. The paths of others are a planner's own: they make no list.
+    Paths of names that are not stored, and values that are no tuple or list, are a planner's own:
+    they make no list.
     """
     known = [
         path for name, path in paths.items() if isinstance(path, (tuple, list)) and name in names
@@ -141,7 +136,7 @@ def have_full_lists(paths: Mapping[Any, object], names: Container[Any]) -> bool:
 
 
 class StoredPaths(_Filled):
-    """Metadata.planner_data where it is a flatten mapping, over its columns."""
+    """Metadata.planner_data that is a flatten mapping, over its columns."""
 
     __slots__ = ()
 
@@ -156,7 +151,7 @@ def stored_paths(
     tags: Sequence[int],
     values: Sequence[int],
 ) -> StoredPaths:
-    """Returns the paths of these columns, which are known to fit each other."""
+    """Returns the paths of checked columns."""
 
     def make() -> dict[str, tuple[str | int, ...]]:
         keys = [value if tag else strings[value] for tag, value in zip(tags, values, strict=True)]
@@ -189,15 +184,13 @@ class StoredEntries(_Filled):
         return self[name] if name in self else default  # noqa: SIM401
 
     def _stored(self, name: Any) -> tuple[Any, Any]:
-        """Returns the value of a name, None where there is none, and the columns, None where the
-        value is the entry, not its number.
-        """
+        """Returns (number of the name, columns), or if there is none (its entry or None, None)."""
         with self._lock:
             entry = dict.get(self, name)
             return entry, self.columns if type(entry) is int else None
 
     def outline(self, name: Any) -> Any:
-        """Returns the entry, without chunks while it is not made; None: no such name."""
+        """Returns the entry, without chunks while it is not made, or None."""
         entry, columns = self._stored(name)
         return entry if columns is None else columns.entry(entry, has_chunks=False)
 
@@ -252,10 +245,8 @@ class StoredPlaces(_Filled):
         if self.columns is not None:
             with self._lock:  # not while all are made: there is one object for an index
                 place = NotImplemented if self.columns is None else self.columns.place(index)
-            if place is None:
-                return default
             if place is not NotImplemented:
-                return place
+                return default if place is None else place
             self._fill()
         return dict.get(self, index, default)
 
@@ -282,12 +273,11 @@ def stored_dicts(
 
     Args:
         strings: that the columns number.
-        columns: bytes or views of them by name (docs/format.md), which are known to fit each other.
+        columns: bytes or views by name (docs/format.md), checked.
         names: numbers of the entries.
-        dtypes: torch's dtypes by the numbers of their strings.
-        layouts: and its layouts.
+        dtypes, layouts: torch's, by the numbers of their strings.
         descriptors: the distinct transform_descriptors; the last one is None.
-        hash_key: 16 random bytes: which indices collide is not a file's choice.
+        hash_key: 16 random bytes, so that no file chooses which indices collide.
     """
     values = {
         "dtype": dtypes,
@@ -305,21 +295,19 @@ def stored_dicts(
 
 
 def outline_of(stored: Mapping[str, Any]) -> Callable[[str], STORAGE_TYPES | None]:
-    """Returns a function from a name to its entry, or None. Where it can, it makes no chunks."""
+    """Returns a function from a name to its entry or None, if possible without chunks."""
     return stored.outline if isinstance(stored, StoredEntries) else stored.get
 
 
 def raw_entries(stored: Mapping[str, Any]) -> tuple[dict[str, Any], _C.StoredColumns | None]:
-    """Returns entries, or their numbers in the columns, by name; and the columns, if there are."""
+    """Returns entries, or their numbers in the columns, by name; and the columns or None."""
     if isinstance(stored, StoredEntries):
         return stored, stored.columns
     return stored if isinstance(stored, dict) else dict(stored), None
 
 
 def chunks_in(stored: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Returns a function from a stored tensor's name to its chunks, or to their number in `columns`
-    while they are not made.
-    """
+    """Returns a function from a tensor's name to its chunks; to its number until they are made."""
     if isinstance(stored, StoredEntries):
         return stored.chunks
     return lambda name: stored[name].chunks

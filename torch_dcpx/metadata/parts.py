@@ -46,7 +46,7 @@ class Content(NamedTuple):
         return found if type(found) is bytes else bytes(found)
 
     def pieces(self, end: int) -> Iterator[bytes | memoryview]:
-        """Yields the bytes before `end`, by parts of a size that stays in the cache."""
+        """Yields the bytes before `end` in pieces that stay in the cache."""
         for offset in range(0, end, _PIECE_BYTES):
             yield self.part(offset, min(_PIECE_BYTES, end - offset))
 
@@ -60,11 +60,7 @@ def has_tail(content: Content) -> bool:
 
 
 def scan_stock(data: bytes, path: str) -> int:
-    """Looks at `data`, which one pickle must fill, as a whole file of stock's does.
-
-    Returns:
-        How many keys of dicts and sets in it are made of several values.
-    """
+    """Scans a file of stock's, which one pickle must fill; returns its number of compound keys."""
     with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
         end, compound_keys = _C.scan_keys(data)
     behind = len(data) - end
@@ -75,8 +71,9 @@ def scan_stock(data: bytes, path: str) -> int:
 
 
 def check_tail(content: Content, path: str) -> tuple[int, int, ColumnReader]:
-    """Checks sizes and checksums of the whole file; returns the pickle's size and CRC-32, and the
-    columns.
+    """Checks sizes and checksums of the whole file; returns the pickle's size and CRC, and columns.
+
+    Raises CorruptionError, and UnsupportedError for a newer version of the format.
     """
     pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc = _check_layout(content, path)
     crc = 0
@@ -92,7 +89,7 @@ def check_tail(content: Content, path: str) -> tuple[int, int, ColumnReader]:
 
 
 def _check_layout(content: Content, path: str) -> tuple[int, int, int, int, int]:
-    """Checks the tail; returns bytes of pickle, body, header, and the CRCs of pickle and body."""
+    """Checks the tail; returns sizes of pickle, body and header, and CRCs of pickle and body."""
     tail_at = content.nbytes - TAIL.size
     tail = content.part(tail_at, TAIL.size)
     _, version, pickle_crc, pickle_bytes, body_bytes, header_bytes, body_crc, _, tail_crc = (
@@ -104,16 +101,15 @@ def _check_layout(content: Content, path: str) -> tuple[int, int, int, int, int]
             f"read {path!r}: its format is version {version}, torch-dcpx {__version__} "
             f"reads version {VERSION}"
         )
-    why = ""
     if pickle_bytes + body_bytes != tail_at:
         why = f"{pickle_bytes} B of pickle, {body_bytes} B of columns and the tail make no file of "
         why += f"{content.nbytes} B"
     elif header_bytes % 8 or header_bytes > body_bytes:
         why = f"a header of {header_bytes} B in {body_bytes} B of columns is no multiple of 8, or "
         why += "too long"
-    if why:
-        raise CorruptionError(f"read {path!r}: {why}", path=path, offset=tail_at, nbytes=TAIL.size)
-    return pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc
+    else:
+        return pickle_bytes, body_bytes, header_bytes, pickle_crc, body_crc
+    raise CorruptionError(f"read {path!r}: {why}", path=path, offset=tail_at, nbytes=TAIL.size)
 
 
 def check_crc(found: int, expected: int, offset: int, nbytes: int, what: str, path: str) -> None:
@@ -130,7 +126,7 @@ def check_crc(found: int, expected: int, offset: int, nbytes: int, what: str, pa
 
 
 class MetadataParts(NamedTuple):
-    """The parts of a `.metadata` file that are as they were written, each by its own checksum."""
+    """The parts of a `.metadata` file that are as they were written, by their own checksums."""
 
     errors: tuple[CorruptionError, ...]  # empty: all of it
     pickle: bytes | None  # without the columns; None: damaged, or its end is unknown
@@ -138,15 +134,7 @@ class MetadataParts(NamedTuple):
 
 
 def decode_parts(data: bytes, path: str) -> MetadataParts:
-    """Looks at pickle, columns and tail of a `.metadata` file of ours, each for itself.
-
-    Args:
-        data: the whole file.
-        path: its name, for errors.
-
-    Raises:
-        UnsupportedError: a newer version of the format.
-    """
+    """Checks each part of a file by itself. Raises UnsupportedError, as `check_tail` does."""
     content, errors = Content.of(data), []
     try:
         if not has_tail(content):

@@ -3,10 +3,9 @@
 `load_stock_metadata` decodes the pickle into stand-ins, and makes a fresh `Metadata` of the objects
 that `stock_classes` builds of them.
 
-`pickle_any` writes the pickle of a Metadata whose planner_data is a user's own;
-`csrc/format/metadata_pickle` writes all others from the columns. Objects of any class need Python's
-pickler, which evens out here where writers differ: torch 2.15 adds a sixth field to
-TensorProperties, on which older ones fail; Python 3.11.2 pickles an enum as a call of
+`csrc/format/metadata_pickle` writes the pickle from the columns. But if planner_data is a user's
+own, of any class, `pickle_any` does, and evens out where writers differ: torch 2.15 adds a sixth
+field to TensorProperties, on which older ones fail; Python 3.11.2 pickles an enum as a call of
 builtins.getattr; Python 3.13 pickles a Path as `pathlib._local.PosixPath`.
 """
 
@@ -23,7 +22,6 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -42,11 +40,9 @@ from torch_dcpx.metadata.stock_classes import (
     STORAGE_INFO,
     STORAGE_META,
     TENSOR,
-    build_bytes,
     build_index,
     build_storage_info,
     build_storage_meta,
-    build_tensor,
     fields,
     optional_text,
     text,
@@ -73,8 +69,9 @@ class _Rebuild:
         raise CorruptionError(message, path=self._path, fqn=name)
 
     def _pairs(self, value: Any, what: str) -> Collection[tuple[Any, Any]]:
-        """Returns the items of a dict, or of a call of `dict` that was filled: so Python pickles
-        the dicts that a reader of ours hands out (`lazy`). Keys are checked before they are hashed.
+        """Returns the items of a dict, or of a filled `dict()`: `lazy` dicts are pickled as such.
+
+        The caller checks its keys before they are hashed.
         """
         if type(value) is dict:
             return value.items()
@@ -91,12 +88,9 @@ class _Rebuild:
         for key, entry in self._pairs(raw, "state_dict_metadata"):
             try:
                 name = text(key, "key")
-                if type(entry) is TENSOR:
-                    made[name] = build_tensor(entry, self._settle)
-                elif type(entry) is BYTES:
-                    made[name] = build_bytes(entry, self._settle)
-                else:
+                if type(entry) not in (TENSOR, BYTES):
                     refuse(f"is a {_kind(entry)}, neither tensor nor bytes")
+                made[name] = entry.build(entry, self._settle)
             except pickle.UnpicklingError as error:
                 self._refuse(key, error)
         return made
@@ -140,16 +134,11 @@ class _Rebuild:
         if meta is not None and type(meta) is not STORAGE_META:
             self._refuse(None, f"storage_meta is a {_kind(meta)}")
         entries = self.entries(state.get("state_dict_metadata"))
-        made = Metadata(
-            state_dict_metadata=entries,
-            planner_data=self.planner_data(state.get("planner_data"), entries),
-            storage_data=self.storage(state.get("storage_data")),
-            storage_meta=None if meta is None else build_storage_meta(meta, self._settle),
-        )
+        planner = self.planner_data(state.get("planner_data"), entries)
+        storage = self.storage(state.get("storage_data"))
+        made_meta = None if meta is None else build_storage_meta(meta, self._settle)
         version = optional_text(state.get("version"), "version")  # not in files before torch 2.9
-        if version is not None:
-            made.version = version
-        return made
+        return Metadata(entries, planner, storage, storage_meta=made_meta, version=version)
 
 
 def _kind(value: Any) -> str:
@@ -172,25 +161,18 @@ def load_stock_metadata(
     trusted: bool = False,
     compound_keys: int | None = None,
 ) -> Metadata:
-    """Return the `Metadata` of a `.metadata` file, executing nothing of it.
+    """Returns a fresh `Metadata` of exact types from stock's pickle, executing nothing of it.
+
+    Its `checkpoint_id` is a str, its `TensorProperties` are as the running torch has them.
 
     Args:
-        data: the file, or its start: bytes behind the pickle's STOP are not read.
-        path: where it came from, for errors.
-        safe_globals: classes and functions that `planner_data` may use; subclasses of `Metadata`
-            (whose own fields are left behind). For this call only.
-        trusted: unpickle it as stock does instead, which executes the calls that it makes.
-        compound_keys: the answer of `scan_keys`, where nothing is behind the pickle; None: not
-            scanned.
-
-    Returns:
-        A fresh `Metadata` of exact types; `checkpoint_id` is a str; `TensorProperties` as the
-        running torch has them, whichever torch wrote them.
+        data, path, compound_keys: as `RestrictedUnpickler`.
+        safe_globals: classes and functions that `planner_data` may use, and subclasses of
+            `Metadata` (without their own fields). For this call only.
+        trusted: unpickle as stock does instead, which executes the calls that the file makes.
 
     Raises:
-        UnsafePickleError: it asks for a global that is not allowed.
-        CorruptionError: it is malformed, or holds no metadata.
-        OptionError: an entry of `safe_globals` has no name.
+        UnsafePickleError, CorruptionError, OptionError: as `decode_byte_item`.
     """
     if trusted:
         with malformed_is_corruption("unpickle", path=path, fqn=None), paused_gc():
@@ -217,11 +199,9 @@ def _reduce_memory_format(code: _MEM_FORMAT_ENCODING) -> tuple[Any, ...]:
     return _MEM_FORMAT_ENCODING, (code.value,)
 
 
-def _with_stock_properties(
-    entry: TensorStorageMetadata | BytesStorageMetadata,
-) -> TensorStorageMetadata | BytesStorageMetadata:
+def _with_stock_properties(entry: Any) -> Any:
     """Returns `entry`, or a copy with stock's TensorProperties where it has ShardedTensor's."""
-    given: Any = getattr(entry, "properties", None)
+    given = getattr(entry, "properties", None)
     if not isinstance(entry, TensorStorageMetadata) or type(given) is not ShardProperties:
         return entry
     stock = TensorProperties(
@@ -231,11 +211,7 @@ def _with_stock_properties(
 
 
 def pickle_any(metadata: Metadata) -> bytes:
-    """Pickles a Metadata with any planner_data, whose classes are up to its planner.
-
-    Raises:
-        Exception: an object in planner_data cannot be pickled; its own error.
-    """
+    """Pickles a Metadata with any planner_data; an object in it may raise an error of its own."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=4)
     pickler.dispatch_table = {

@@ -1,7 +1,6 @@
 """The classes of a stock `.metadata` pickle, each rebuilt from fields of exact types.
 
-Each build reads known fields only. It leaves all others behind: planted attributes, and fields of a
-newer torch.
+A build reads known fields only: planted attributes, and fields of a newer torch, stay behind.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_f
 
 
 def fields(raw: StateStandIn) -> dict[str, Any]:
-    """Returns the instance dict that an object was pickled with; callers read known keys only."""
+    """Returns the instance dict of a pickled object; callers read known keys only."""
     if len(raw) == 1 and type(raw[0]) is dict:
         return raw[0]
     if len(raw) > 1 or (raw and raw[0] is not None):
@@ -44,14 +43,14 @@ def fields(raw: StateStandIn) -> dict[str, Any]:
 
 
 def text(value: Any, what: str) -> str:
-    """Return `value` if it is a str, else refuse it by the name `what`."""
+    """Returns `value` if it is a str, else refuses it by the name `what`."""
     if type(value) is not str:
         refuse(f"has a {what} of type {type(value).__name__}")
     return value
 
 
 def optional_text(value: Any, what: str) -> str | None:
-    """Return `value` if it is a str or None."""
+    """As `text`, or None."""
     return None if value is None else text(value, what)
 
 
@@ -124,9 +123,9 @@ def _chunks(raw: list[Any], settle: Settler) -> tuple[list[ChunkStorageMetadata]
     An object that the file has once is made once: a thousand tensors may name one list of chunks,
     and a list one chunk a thousand times.
     """
-    known = settle.cache.get(id(raw))
+    known: tuple[list[ChunkStorageMetadata], int] | None = settle.cache.get(id(raw))
     if known is not None:
-        return known  # type: ignore[no-any-return]
+        return known
     made: list[ChunkStorageMetadata] = []
     for chunk in raw:
         if type(chunk) is not _CHUNK:
@@ -137,12 +136,12 @@ def _chunks(raw: list[Any], settle: Settler) -> tuple[list[ChunkStorageMetadata]
         made.append(one)
         if len(one.sizes) != len(made[0].sizes):
             refuse(f"has a chunk of {len(one.sizes)} dimensions beside {len(made[0].sizes)}")
-    settle.cache[id(raw)] = made, len(made[0].sizes) if made else 0
-    return settle.cache[id(raw)]  # type: ignore[no-any-return]
+    known = settle.cache[id(raw)] = made, len(made[0].sizes) if made else 0
+    return known
 
 
-def build_tensor(raw: StateStandIn, settle: Settler) -> TensorStorageMetadata:
-    """Build the entry of a tensor; its chunks have as many dimensions as it has."""
+def _tensor(raw: StateStandIn, settle: Settler) -> TensorStorageMetadata:
+    """Builds the entry of a tensor; its chunks have as many dimensions as it has."""
     state = fields(raw)
     shape = _size(state.get("size"), "tensor size", settle)
     properties: Any = state.get("properties")
@@ -155,14 +154,13 @@ def build_tensor(raw: StateStandIn, settle: Settler) -> TensorStorageMetadata:
     return TensorStorageMetadata(_properties(properties, settle), shape, made)
 
 
-def build_bytes(raw: StateStandIn, _settle: Settler) -> BytesStorageMetadata:
-    """Build the entry of a byte item."""
+def _bytes(raw: StateStandIn, _settle: Settler) -> BytesStorageMetadata:
     fields(raw)
     return BytesStorageMetadata()
 
 
 def build_index(raw: StateStandIn, settle: Settler) -> MetadataIndex:
-    """Build a key of `storage_data`."""
+    """Builds a key of `storage_data`."""
     state = fields(raw)
     offset, hint = state.get("offset"), state.get("index")
     if hint is not None and (type(hint) is not int or not 0 <= hint <= MAX_INT64):
@@ -177,7 +175,7 @@ def build_index(raw: StateStandIn, settle: Settler) -> MetadataIndex:
 
 
 def build_storage_info(raw: StateStandIn, settle: Settler) -> _StorageInfo:
-    """Build a value of `storage_data`; its path is not vetted here."""
+    """Builds a value of `storage_data`; its path is not vetted here."""
     state = fields(raw)
     path = text(state.get("relative_path"), "relative path")
     offset, length = dims((state.get("offset"), state.get("length")), "range of a file")
@@ -199,7 +197,7 @@ def _storage_prefix(raw: StateStandIn, _settle: Settler) -> _StoragePrefix:
 
 
 def build_storage_meta(raw: StateStandIn, settle: Settler) -> StorageMeta:
-    """Build a `StorageMeta`; its `checkpoint_id` becomes a str."""
+    """Builds a `StorageMeta`; its `checkpoint_id` becomes a str."""
     state = fields(raw)
     place, modules = settle(state.get("checkpoint_id")), state.get("modules", [])
     if place is not None:
@@ -219,13 +217,13 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.0 kept two of them
 _STATES: dict[tuple[str, str], Callable[[StateStandIn, Settler], Any]] = {
-    (_METADATA, "BytesStorageMetadata"): build_bytes,
+    (_METADATA, "BytesStorageMetadata"): _bytes,
     (_METADATA, "ChunkStorageMetadata"): _chunk,
     (_METADATA, "Metadata"): _metadata,
     (_METADATA, "MetadataIndex"): build_index,
     (_METADATA, "StorageMeta"): build_storage_meta,
     (_METADATA, "TensorProperties"): _properties,
-    (_METADATA, "TensorStorageMetadata"): build_tensor,
+    (_METADATA, "TensorStorageMetadata"): _tensor,
     (_FILESYSTEM, "_StorageInfo"): build_storage_info,
     (_FILESYSTEM, "_StoragePrefix"): _storage_prefix,
 }
@@ -237,8 +235,8 @@ _CALLS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     **{(module, name): path_text for module in ("pathlib", "pathlib._local") for name in PATHS},
 }
 _STAND_INS: dict[tuple[str, str], Any] = {
-    **{(m, n): stand_in(f"{m}.{n}", build, base=StateStandIn) for (m, n), build in _STATES.items()},
-    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in _CALLS.items()},
+    **{key: stand_in(".".join(key), build, base=StateStandIn) for key, build in _STATES.items()},
+    **{key: stand_in(".".join(key), build) for key, build in _CALLS.items()},
 }
 BYTES = _STAND_INS[_METADATA, "BytesStorageMetadata"]
 _CHUNK = _STAND_INS[_METADATA, "ChunkStorageMetadata"]

@@ -1,15 +1,14 @@
 """Stock's `.metadata` pickle as columns, from which `lazy` makes objects on demand.
 
-Without it each of a model's tensors costs a dozen stand-ins and as many objects before the first
-byte is read. `csrc/format/metadata_unpickle` takes exactly the pickles that torch writes for a
-Metadata; `stock` reads all others, or refuses them in its words.
+Without it each tensor costs a dozen stand-ins and as many objects before the first byte is read.
+`csrc/format/metadata_unpickle` takes exactly the pickles that torch writes for a Metadata; `stock`
+reads all others, or refuses them in its words.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -25,24 +24,10 @@ def _numbers(column: bytes) -> memoryview:
     return memoryview(column).cast("q")
 
 
-def _storage_meta(found: tuple[Any, ...] | None) -> StorageMeta | None:
-    if found is None:
-        return None
-    is_path, place, save_id, load_id, modules = found
-    if is_path:
-        place = [str(pathlib.PurePosixPath(*place))]
-    return StorageMeta(place[0] if place else None, save_id, load_id, modules)
-
-
 def open_stock_metadata(data: bytes) -> Metadata | None:
-    """Returns the Metadata that fills `data`, its dicts filled on demand.
+    """As `load_stock_metadata` of a whole file, but with dicts that are filled on demand.
 
-    Args:
-        data: a whole `.metadata` file of stock's.
-
-    Returns:
-        The same as `load_stock_metadata`; None for a file that is not exactly as torch writes it,
-        whether it is damaged, hostile, or some planner's own.
+    None: the file is not exactly as torch writes it: damaged, hostile, or some planner's own.
     """
     hash_key = os.urandom(16)
     found = _C.unpickle_metadata(data, hash_key) if HAS_KNOWN_ITEMS else None
@@ -51,9 +36,8 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
     strings: list[str] = found["strings"]
     columns: dict[str, bytes] = found["columns"]
     # The allow-list's constants: another torch's are unknown to it.
-    numbers = {name: set(_numbers(columns[name])) for name in ("tensor_dtype", "tensor_layout")}
-    dtypes = {n: METADATA.get(("torch", strings[n])) for n in numbers["tensor_dtype"]}
-    layouts = {n: LAYOUTS.get(strings[n]) for n in numbers["tensor_layout"]}
+    dtypes = {n: METADATA.get(("torch", strings[n])) for n in {*_numbers(columns["tensor_dtype"])}}
+    layouts = {n: LAYOUTS.get(strings[n]) for n in {*_numbers(columns["tensor_layout"])}}
     if not {*map(type, dtypes.values())} <= {torch.dtype} or None in layouts.values():
         return None
     names = {strings[n]: at for at, n in enumerate(_numbers(columns["entry_fqn"]))}
@@ -69,10 +53,10 @@ def open_stock_metadata(data: bytes) -> Metadata | None:
         longest = _C.longest_list(tags, columns["planner_value"])
         if longest > MANY_PLACES and not have_full_lists(planner, names):
             return None
-    return Metadata(
-        state_dict_metadata=dicts[0],
-        planner_data=planner,
-        storage_data=dicts[1],
-        storage_meta=_storage_meta(found["storage_meta"]),
-        version=found["version"],
-    )
+    meta = None
+    if found["storage_meta"] is not None:
+        is_path, place, save_id, load_id, modules = found["storage_meta"]
+        if is_path:
+            place = [str(pathlib.PurePosixPath(*place))]
+        meta = StorageMeta(place[0] if place else None, save_id, load_id, modules)
+    return Metadata(dicts[0], planner, dicts[1], storage_meta=meta, version=found["version"])

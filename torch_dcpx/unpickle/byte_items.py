@@ -1,14 +1,13 @@
 """Byte items, made harmless: decoded without executing anything, then written anew.
 
 DCP's planner hands a byte item to `torch.load(weights_only=False)`, which executes the calls that
-the file makes. So the planner never gets bytes of the file: this module decodes an item into plain
-objects, and hands on what `torch.save` writes for those. The steps:
-1. the zip is parsed by `_C.zip_records` (stored records only), not by torch, which would run
-   TorchScript archives and believes the sizes of storages;
-2. its `data.pkl` is scanned for bombs and unpickled into stand-ins (`unpickler`);
-3. the stand-ins become real objects of exact types (`settle`, `plain_objects`, `torch_objects`,
-   `numpy_objects`: their tables are the list of what is allowed);
-4. these are saved again.
+the file makes. So the planner never gets bytes of the file:
+1. `_C.zip_records` parses the zip (stored records only), not torch, which would run TorchScript
+   archives and believes the sizes of storages;
+2. `unpickler` scans its `data.pkl` for bombs and unpickles it into stand-ins;
+3. `settle` builds real objects of exact types: the tables of `plain_objects`, `torch_objects` and
+   `numpy_objects` list those that are allowed;
+4. `torch.save` writes these anew, and the planner gets that.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ _KINDS = {  # first bytes -> what it is
 
 
 def _device_here(location: str) -> torch.device:
-    """Return the device a storage was saved from if this machine has it, else the CPU."""
+    """Returns the device that a storage was saved from if this machine has it, else the CPU."""
     if not _DEVICE.match(location):
         refuse(f"has a storage saved from {location!r:.40}, which is no device")
     kind, _, index = location.partition(":")
-    if kind == "cpu":
-        return torch.device("cpu")
-    here = torch.accelerator.current_accelerator(check_available=True)
-    if here is None or here.type != kind or int(index or 0) >= torch.accelerator.device_count():
-        return torch.device("cpu")
-    return torch.device(location)
+    if kind != "cpu":
+        here = torch.accelerator.current_accelerator(check_available=True)
+        is_kind = here is not None and here.type == kind
+        if is_kind and int(index or 0) < torch.accelerator.device_count():
+            return torch.device(location)
+    return torch.device("cpu")
 
 
 class _Archive:
@@ -81,7 +80,7 @@ class _Archive:
         return name in self._records
 
     def record(self, name: str) -> memoryview:
-        """Return the bytes of record `name`; borrowed."""
+        """Returns the bytes of record `name`, borrowed."""
         if name not in self._records:
             refuse(f"lacks the record {name!r:.80}")
         offset, nbytes = self._records[name]
@@ -90,8 +89,8 @@ class _Archive:
         return self._data[offset : offset + nbytes]
 
     def storage(self, ref: StorageRef) -> torch.UntypedStorage:
-        """Return the storage `ref` names, read once; all views of one storage share it."""
-        known = self._storages.get(ref.key)
+        """Returns the storage of `ref`, read once; all views of one storage share it."""
+        known: torch.UntypedStorage | None = self._storages.get(ref.key)
         if known is not None:
             return known
         held = self.record(f"data/{ref.key}")
@@ -104,19 +103,8 @@ class _Archive:
             storage = borrowed.clone().untyped_storage()  # torch's own alignment and allocator
         if self._is_swapped and ref.dtype is not None:
             storage.byteswap(ref.dtype)  # type: ignore[no-untyped-call]
-        moved: torch.UntypedStorage = storage.to(device=_device_here(ref.location))
-        self._storages[ref.key] = moved
-        return moved
-
-
-def _refuse_unknown(data: memoryview, path: str, fqn: str) -> None:
-    """Raise unless `data` begins as a zip does."""
-    head = bytes(data[:8])
-    if head.startswith(b"PK\x03\x04"):
-        return
-    kind = next((kind for magic, kind in _KINDS.items() if head.startswith(magic)), "unknown data")
-    why = f"{kind} of {len(data)} B beginning with {head.hex()}, not a torch.save archive"
-    raise _refusal(why, path, fqn)
+        known = self._storages[ref.key] = storage.to(device=_device_here(ref.location))
+        return known
 
 
 def _refusal(why: str, path: str, fqn: str) -> UnsafePickleError:
@@ -127,17 +115,14 @@ def _refusal(why: str, path: str, fqn: str) -> UnsafePickleError:
 def decode_byte_item(
     data: bytes | memoryview, *, fqn: str, path: str, safe_globals: Iterable[Any] = ()
 ) -> Any:
-    """Return what `torch.load(weights_only=False)` would, executing nothing of the item.
+    """Returns the object that `torch.load(weights_only=False)` would; executes nothing of the item.
+
+    Storages are on the device that they were saved from if it is here, else on the CPU.
 
     Args:
-        data: one byte item, a `torch.save` archive; read only during the call.
-        fqn: fully qualified name of the item, for errors.
-        path: file it came from, for errors.
-        safe_globals: classes and functions allowed besides the tables `PLAIN`, `TORCH` and `NUMPY`;
-            for this call only.
-
-    Returns:
-        The object. Storages are on the device they were saved from if it is here, else on the CPU.
+        data: a `torch.save` archive; read only during the call.
+        fqn, path: name of the item and its file, for errors.
+        safe_globals: classes and functions allowed beside `OBJECTS`, for this call only.
 
     Raises:
         UnsafePickleError: it asks for a global that is not allowed, or is no archive.
@@ -145,7 +130,11 @@ def decode_byte_item(
         OptionError: an entry of `safe_globals` has no name.
     """
     view = memoryview(data).cast("B")
-    _refuse_unknown(view, path, fqn)
+    head = bytes(view[:8])
+    if not head.startswith(b"PK\x03\x04"):
+        kinds = (kind for magic, kind in _KINDS.items() if head.startswith(magic))
+        kind = f"{next(kinds, 'unknown data')} of {len(view)} B beginning with {head.hex()}"
+        raise _refusal(f"{kind}, not a torch.save archive", path, fqn)
     own = user_globals(safe_globals, build_user_object)
     table = {**OBJECTS, **own} if own else OBJECTS
     with malformed_is_corruption("decode", path=path, fqn=fqn), paused_gc():
@@ -160,17 +149,7 @@ def decode_byte_item(
 def reencode_byte_item(
     data: bytes | memoryview, *, fqn: str, path: str, safe_globals: Iterable[Any] = ()
 ) -> io.BytesIO:
-    """Return a new `torch.save` archive of the decoded item, which a planner may be given.
-
-    Args:
-        data: see `decode_byte_item`, as are the others.
-
-    Returns:
-        The archive, positioned at its start.
-
-    Raises:
-        UnsafePickleError, CorruptionError, OptionError: see `decode_byte_item`.
-    """
+    """As `decode_byte_item`, but returns a new archive, at its start, which a planner may get."""
     decoded = decode_byte_item(data, fqn=fqn, path=path, safe_globals=safe_globals)
     result = io.BytesIO()
     with malformed_is_corruption("save again", path=path, fqn=fqn), paused_gc():

@@ -2,9 +2,9 @@
 
 Python hashes numbers, and tuples of numbers, by a formula that everybody knows: 200 KB of ints that
 are multiples of 2^61 - 1 take ten seconds to insert, 2 MB twenty minutes. Texts and bytes are safe
-(their hash has a random key), so are stand-ins (by identity). `scan_pickle` counts the keys that
-are neither; a pickle with many of those is unpickled by `KeyCheckedUnpickler`, which looks at the
-hash of each key before it is inserted. `check_keys` does the same for what is built afterwards.
+(their hash has a random key), so are stand-ins (by identity). `scan_pickle` counts the other keys.
+`KeyCheckedUnpickler` reads a pickle with many of them, and looks at the hash of each key before it
+inserts it. `check_keys` does the same for objects that are built afterwards.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ def _refuse(count: int) -> None:
 
 
 def check_keys(keys: Collection[Any]) -> None:
-    """Refuse keys of a dict or set of which more than `MAX_SAME_HASH` have one hash.
-
-    Raises:
-        pickle.UnpicklingError: they have.
-        TypeError: a key cannot be hashed.
-    """
+    """Refuses keys of a dict or set if more than `MAX_SAME_HASH` of them have one hash."""
     if len(keys) <= MAX_SAME_HASH or all(type(key) is str for key in keys):
         return
     most = max(Counter(map(hash, keys)).values())
@@ -43,13 +38,7 @@ _Python: Any = pickle._Unpickler  # whose opcodes are methods
 
 
 class KeyCheckedUnpickler(_Python):  # type: ignore[misc]
-    """Python's own unpickler, an opcode at a time, with a look at every key. For one pickle.
-
-    Args:
-        data: the pickle, already scanned.
-        find_class: see `pickle.Unpickler`.
-        persistent_load: see `pickle.Unpickler`.
-    """
+    """Python's own unpickler, an opcode at a time, with a look at every key of a scanned pickle."""
 
     def __init__(
         self,
@@ -60,7 +49,7 @@ class KeyCheckedUnpickler(_Python):  # type: ignore[misc]
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self.find_class = find_class
         self.persistent_load = persistent_load
-        # By id of the container, which is kept, so that no other one gets its id.
+        # By id of the container, which is kept: no other one gets its id.
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
 
     def _check(self, container: Any, keys: Iterable[Any]) -> None:

@@ -1,8 +1,7 @@
 """NumPy arrays, scalars and dtypes of byte items; an empty table where NumPy is missing.
 
-NumPy's own `__setstate__` of a dtype believes sizes and offsets; here a dtype is made anew from
-its description by the public constructor, and an array from a dtype, a shape and bytes of just
-that size.
+NumPy's own `__setstate__` of a dtype believes sizes and offsets. Here the public constructor makes
+a dtype from its description, and an array from a dtype, a shape and bytes of just that size.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch_dcpx.unpickle.settle import Settler, never_called, no_more_than, refuse
+from torch_dcpx.unpickle.settle import Settler, checked_args, never_called, no_more_than, refuse
 from torch_dcpx.unpickle.stand_ins import EMPTY, GlobalTable, StandIn, stand_in
 from torch_dcpx.unpickle.torch_objects import dims
 
@@ -26,15 +25,6 @@ _KIND = re.compile(r"([biufcSUV?])([0-9]{0,9})\Z|([mM])8?\Z")  # no O: that one 
 _UNIT = re.compile(rb"(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic)\Z")
 _SWAPPED = ">" if sys.byteorder == "little" else "<"
 _ALIGNED = 0x80  # NPY_ALIGNED_STRUCT
-
-
-def _check_args(raw: StandIn, *kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
-    if len(raw.args) != len(kinds):
-        refuse(f"calls {raw.global_name} with {len(raw.args)} arguments")
-    for value, kind in zip(raw.args, kinds, strict=True):
-        if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
-            refuse(f"calls {raw.global_name} with a {type(value).__name__}")
-    return raw.args
 
 
 def _plain_dtype(value: Any) -> Any:
@@ -69,7 +59,7 @@ def _struct_dtype(names: Any, fields: Any, state: tuple[Any, ...]) -> Any:
 
 def _dtype(raw: StandIn, settle: Settler) -> Any:
     no_more_than(raw, state=True)
-    text, _, _ = _check_args(raw, str, (bool, int), (bool, int))
+    text, _, _ = checked_args(raw, raw.args, str, (bool, int), (bool, int))
     match = _KIND.match(text)
     if match is None:
         refuse(f"has the NumPy dtype {text!r:.40}")
@@ -95,7 +85,7 @@ def _dtype(raw: StandIn, settle: Settler) -> Any:
 
 
 def _from_bytes(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    """Return an array of its own memory; `data` must hold exactly its elements."""
+    """Returns an array of its own memory; `data` must hold exactly its elements."""
     dtype, shape = _plain_dtype(dtype), dims(shape, "NumPy shape")
     if type(data) not in (bytes, bytearray) or order not in ("C", "F", "A"):
         refuse("has a NumPy array of what are no bytes")
@@ -139,7 +129,7 @@ def _table() -> GlobalTable:
         builds[f"{core}.multiarray", "_reconstruct"] = _reconstruct
         builds[f"{core}.multiarray", "scalar"] = _scalar
         builds[f"{core}.numeric", "_frombuffer"] = _frombuffer
-    return {(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in builds.items()}
+    return {key: stand_in(".".join(key), build) for key, build in builds.items()}
 
 
 NUMPY: GlobalTable = {} if np is None else _table()

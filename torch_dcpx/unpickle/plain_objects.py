@@ -9,8 +9,8 @@
     attributes      argparse.Namespace types.SimpleNamespace
     memory files    io.BytesIO (trainers keep histories of losses in one)
 
-Where a constructor could compute or allocate more than the pickle's size (`bytes(10**12)`,
-`list(range(10**12))`, `Fraction("1e999999999")`), it is given only what pickle itself writes.
+A constructor that could compute or allocate more than the pickle's size (`bytes(10**12)`,
+`list(range(10**12))`, `Fraction("1e999999999")`) gets only what pickle itself writes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch_dcpx.unpickle.settle import (
     Settler,
     build_enum_member,
     check_attributes,
+    checked_args,
     never_called,
     no_more_than,
     refuse,
@@ -51,37 +52,30 @@ _SCALARS = (type(None), bool, int, float, str)
 _FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?\Z")  # no exponent: "1e999999999" would be computed
 
 
-def _arguments(raw: StandIn, settle: Settler, *kinds: type | tuple[type, ...]) -> tuple[Any, ...]:
-    """Settle the arguments of a plain call; each must be exactly of one of its kinds."""
+def _arguments(
+    raw: StandIn, settle: Settler, *kinds: type | tuple[type, ...], least: int | None = None
+) -> tuple[Any, ...]:
+    """Settles and checks the arguments of a plain call."""
     no_more_than(raw)
-    args: tuple[Any, ...] = settle(raw.args)
-    if len(args) > len(kinds):
-        refuse(f"calls {raw.global_name} with {len(args)} arguments")
-    for value, kind in zip(args, kinds, strict=False):
-        if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
-            refuse(f"calls {raw.global_name} with a {type(value).__name__}")
-    return args
+    return checked_args(raw, settle(raw.args), *kinds, least=least)
 
 
 def _calls(
     target: Callable[..., Any], *kinds: type | tuple[type, ...], least: int | None = None
 ) -> Callable[[StandIn, Settler], Any]:
-    """Build by calling `target` with arguments of exactly these kinds, `least` of them at least."""
+    """Builds by a call of `target` with such `checked_args`."""
 
     def build(raw: StandIn, settle: Settler) -> Any:
-        args = _arguments(raw, settle, *kinds)
-        if len(args) < (len(kinds) if least is None else least):
-            refuse(f"calls {raw.global_name} with {len(args)} arguments")
-        return target(*args)
+        return target(*_arguments(raw, settle, *kinds, least=least))
 
     return build
 
 
 def _set_of(kind: type) -> Callable[[StandIn, Settler], Any]:
-    """Build a set or frozenset of one list or tuple: how protocols 2 and 3 write them."""
+    """Builds a set or frozenset of one list or tuple: how protocols 2 and 3 write them."""
 
     def build(raw: StandIn, settle: Settler) -> Any:
-        args = _arguments(raw, settle, (list, tuple))
+        args = _arguments(raw, settle, (list, tuple), least=0)
         settle.keys(*args or ((),))
         return kind(*args)
 
@@ -89,15 +83,15 @@ def _set_of(kind: type) -> Callable[[StandIn, Settler], Any]:
 
 
 def _encode_latin1(raw: StandIn, settle: Settler) -> bytes:
-    """`_codecs.encode(text, "latin1")`: how protocol 2 writes bytes."""
-    text, encoding = _calls(lambda *args: args, str, str)(raw, settle)
+    """Builds `_codecs.encode(text, "latin1")`: how protocol 2 writes bytes."""
+    text, encoding = _arguments(raw, settle, str, str)
     if encoding not in ("latin1", "latin-1"):
         refuse(f"encodes bytes as {encoding!r}")
     return bytes(text.encode("latin-1"))
 
 
 def _bytearray(raw: StandIn, settle: Settler) -> bytearray:
-    args = _arguments(raw, settle, (str, bytes), str)
+    args = _arguments(raw, settle, (str, bytes), str, least=0)
     if args and type(args[0]) is str:
         if args[1:] not in (("latin-1",), ("latin1",)):
             refuse(f"encodes a bytearray as {args[1:]!r}")
@@ -124,7 +118,7 @@ def _instance_attributes(raw: StandIn, settle: Settler, made: Any) -> None:
 
 
 def _attributes_of(make: Callable[[], Any]) -> Callable[[StandIn, Settler], Any]:
-    """Build an object that is nothing but its attributes."""
+    """Builds an object that is nothing but its attributes."""
 
     def build(raw: StandIn, settle: Settler) -> Any:
         no_more_than(raw, state=True)
@@ -139,7 +133,7 @@ def _attributes_of(make: Callable[[], Any]) -> Callable[[StandIn, Settler], Any]
 
 
 def _container_of(make: Callable[..., Any]) -> Callable[[StandIn, Settler], Any]:
-    """Build a dict or deque: `make` gets settled arguments, then come elements and attributes."""
+    """Builds a dict or deque: `make` gets settled arguments, then come elements and attributes."""
 
     def build(raw: StandIn, settle: Settler) -> Any:
         no_more_than(raw, state=True, elements=make is _deque, pairs=make is not _deque)
@@ -191,26 +185,26 @@ def _deque(elements: Any = (), maxlen: Any = None) -> collections.deque[Any]:
     return collections.deque(elements, maxlen)
 
 
-def _stored_year(data: bytes) -> tuple[int, int]:
-    return data[0] * 256 + data[1], data[2] & 0x7F
+# datetime's own constructor takes these bytes with hardly a check (day 255, hour 127); so they are
+# taken apart here, and the constructor that checks every field is called.
+def _stored_day(data: bytes) -> tuple[int, int, int]:
+    return data[0] * 256 + data[1], data[2] & 0x7F, data[3]
 
 
 def _stored_clock(data: bytes) -> tuple[int, int, int, int]:
     return data[0] & 0x7F, data[1], data[2], int.from_bytes(data[3:6], "big")
 
 
-# datetime's own constructor takes these bytes with hardly a check (day 255, hour 127); so they are
-# taken apart here, and the constructor that checks every field is called.
 def _date(data: bytes) -> datetime.date:
     if len(data) != 4:
         refuse("calls date with other than 4 bytes")
-    return datetime.date(*_stored_year(data), data[3])
+    return datetime.date(*_stored_day(data))
 
 
 def _datetime(data: bytes, zone: datetime.timezone | None = None) -> datetime.datetime:
     if len(data) != 10:
         refuse("calls datetime with other than 10 bytes")
-    day, clock, fold = (*_stored_year(data), data[3]), _stored_clock(data[4:]), data[2] >> 7
+    day, clock, fold = _stored_day(data), _stored_clock(data[4:]), data[2] >> 7
     return datetime.datetime(*day, *clock, zone, fold=fold)  # noqa: DTZ001
 
 
@@ -222,12 +216,10 @@ def _time(data: bytes, zone: datetime.timezone | None = None) -> datetime.time:
 
 def _uuid(raw: StandIn, settle: Settler) -> uuid.UUID:
     no_more_than(raw, state=True)
-    state = settle(raw.state) if type(raw.state) is dict else None
-    if raw.args or state is None or not set(state) <= {"int", "is_safe"}:
+    state = settle(raw.state) if type(raw.state) is dict else {}
+    if raw.args or not set(state) <= {"int", "is_safe"} or type(state.get("int")) is not int:
         refuse("builds a UUID of other than its number")
     safety = uuid.SafeUUID(state.get("is_safe", uuid.SafeUUID.unknown.value))
-    if type(state.get("int")) is not int:
-        refuse("builds a UUID of other than its number")
     return uuid.UUID(int=state["int"], is_safe=safety)
 
 
@@ -246,12 +238,12 @@ def _bytes_io(raw: StandIn, settle: Settler) -> io.BytesIO:
 
 
 def path_text(raw: StandIn, settle: Settler) -> str:
-    """Return the text of a path, without making a path object."""
+    """Builds the text of a path, without a path object."""
     return str(pathlib.PurePosixPath(*_path_parts(raw, settle)))
 
 
 def _path_parts(raw: StandIn, settle: Settler) -> Sequence[str]:
-    """Return the texts of a path, charged before they are joined: one may be there very often."""
+    """Returns the texts of a path, charged before they are joined: one may be there very often."""
     parts: Sequence[str] = _arguments(raw, settle, *[str] * len(raw.args))
     settle.charge(sum(map(len, parts)))
     return parts
@@ -300,8 +292,5 @@ _BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
 _VALUES = {("builtins", t.__name__): t for t in (*_FACTORIES, bytearray, complex, frozenset)}
 
 PLAIN: GlobalTable = with_python2_names(
-    {
-        (module, name): stand_in(f"{module}.{name}", build, _VALUES.get((module, name), EMPTY))
-        for (module, name), build in _BUILDS.items()
-    }
+    {key: stand_in(".".join(key), build, _VALUES.get(key, EMPTY)) for key, build in _BUILDS.items()}
 )

@@ -1,9 +1,9 @@
 """Building the real objects of a decoded pickle: exact types, checked parts, cycles kept.
 
-The tree that `RestrictedUnpickler` gives consists of exact builtins and stand-ins. `Settler` walks
-it once: it completes builtin containers in place, and replaces each stand-in by the object that its
-`build` makes. It checks attribute names of instances, because pickle later asks an instance for
-`__reduce_ex__` and the like: a planted one would run.
+`RestrictedUnpickler` gives a tree of exact builtins and stand-ins. `Settler` walks it once: it
+completes builtin containers in place, and replaces each stand-in by the object that its `build`
+makes. It checks attribute names, because pickle later asks an instance for `__reduce_ex__` and the
+like: a planted one would run.
 """
 
 from __future__ import annotations
@@ -23,35 +23,27 @@ from torch_dcpx.unpickle.stand_ins import EMPTY, StandIn, StandInType
 _MAX_DEPTH = 500  # stock torch.save reaches 496 nested lists at Python's default recursion limit
 
 # 40 times "a pair of the last one, twice" is a tuple that takes 2^40 steps to hash. The scan sees
-# such keys of dicts; those of sets, which may be calls, are seen here.
+# such keys of dicts, the settler those of sets, which may be calls.
 MAX_NODES = 10_000_000
 _MAX_NODES_PER_BYTE = 16  # of the pickle, beyond: a long tuple has a value a byte
 
-# A thousand calls may each make bytes of one text of a megabyte: each object that a call makes is
-# charged.
+# A thousand calls may each make bytes of one text of a megabyte, so each is charged.
 _CALLS_BASE_BYTES = 64 << 20
 _CALLS_BYTES_PER_BYTE = 32  # of the pickle; a set of its smallest values has 16 times its bytes
 _ELEMENT_BYTES = 32  # of a container that a call makes
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype})
 
-
 _BUILDING = object()  # in the memo: a tuple, set or stand-in that is not complete yet
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise `UnpicklingError`; `malformed_is_corruption` adds the file and the item."""
+    """Raises `UnpicklingError`; `malformed_is_corruption` adds the file and the item."""
     raise pickle.UnpicklingError(what)
 
 
 def check_attributes(names: Iterable[Any], owner: str, cls: type | None = None) -> None:
-    """Refuse attribute names that pickle, copy or the class itself would call.
-
-    Args:
-        names: keys of an instance dict.
-        owner: global name of the class, for the message.
-        cls: also refuse names that this class defines: an instance attribute would shadow them.
-    """
+    """Refuses attribute names that pickle or copy would call, or that would shadow one of `cls`."""
     for name in names:
         if type(name) is not str:
             refuse(f"a {owner} has an attribute name of type {type(name).__name__}")
@@ -64,7 +56,7 @@ def check_attributes(names: Iterable[Any], owner: str, cls: type | None = None) 
 def no_more_than(
     raw: StandIn, *, state: bool = False, elements: bool = False, pairs: bool = False
 ) -> None:
-    """Refuse a stand-in with which the pickle did more than a call and the parts allowed here."""
+    """Refuses a stand-in with which the pickle did more than a call and the parts allowed here."""
     if raw.kwargs or not (
         (state or raw.state is EMPTY)
         and (elements or raw.elements is None)
@@ -73,8 +65,20 @@ def no_more_than(
         refuse(f"does more with a {raw.global_name} than one of that class needs")
 
 
+def checked_args(
+    raw: StandIn, args: tuple[Any, ...], *kinds: type | tuple[type, ...], least: int | None = None
+) -> tuple[Any, ...]:
+    """Returns `args`: at least `least` (None: all) of them, each of exactly one of its kinds."""
+    if not (len(kinds) if least is None else least) <= len(args) <= len(kinds):
+        refuse(f"calls {raw.global_name} with {len(args)} arguments")
+    for value, kind in zip(args, kinds, strict=False):
+        if type(value) not in (kind if isinstance(kind, tuple) else (kind,)):
+            refuse(f"calls {raw.global_name} with a {type(value).__name__}")
+    return args
+
+
 def never_called(raw: StandIn, _settle: Settler) -> NoReturn:
-    """Build nothing: the name may only stand as a value or an argument."""
+    """Builds nothing: the name may only stand as a value or an argument."""
     refuse(f"calls {raw.global_name}, which no pickle of plain data does")
 
 
@@ -103,12 +107,12 @@ class Settler:
         self.cache: dict[Any, Any] = {}  # for builds whose parts repeat; keys live with the tree
 
     def remember(self, raw: Any, made: Any) -> None:
-        """Give `made` wherever `raw` is met again; containers call it before they are filled."""
+        """Gives `made` wherever `raw` is met again; containers call it before they are filled."""
         self._memo[id(raw)] = made
         self._kept.append(raw)
 
     def _charge(self, raw: Any, made: Any) -> None:
-        """Refuse a tree whose calls make far more than it has bytes."""
+        """Charges for an object that a call made, and for the texts that it was made of."""
         nbytes = 0
         if isinstance(raw, StandIn):
             nbytes += sum([len(part) for part in raw.args if type(part) is str])
@@ -121,24 +125,20 @@ class Settler:
         self.charge(nbytes)
 
     def charge(self, nbytes: int) -> None:
-        """Refuse a tree whose calls have made far more than it has bytes, with so many more."""
+        """Refuses a tree whose calls, with these bytes, make far more than it has bytes."""
         self._left_bytes -= nbytes
         if self._left_bytes < 0:
             refuse("makes far more by its calls than it has bytes")
 
     def keys(self, made: Collection[Any]) -> None:
-        """Refuse settled keys of a dict or set that take far longer to hash than to read."""
+        """Refuses settled keys of a dict or set that take far longer to hash than to read."""
         self._hashed_nodes += sum([self._nodes.get(id(key), 0) for key in made])
         if self._hashed_nodes > self._max_nodes:
             refuse(f"has keys that unfold to {self._hashed_nodes} values")
         check_keys(made)
 
     def __call__(self, raw: Any) -> Any:
-        """Return the real object of `raw`.
-
-        Raises:
-            pickle.UnpicklingError: a part is not what its class takes.
-        """
+        """Returns the real object of `raw`, or refuses a part that its class does not take."""
         kind = type(raw)
         if kind in _ATOMS:
             return raw
@@ -150,8 +150,8 @@ class Settler:
         if self._depth == _MAX_DEPTH:
             refuse(f"is nested deeper than {_MAX_DEPTH}")
         # Not counted back down when something raises: an error ends the whole walk. One frame a
-        # level for the builtin containers (no comprehensions), so that what torch.save could
-        # write at the default recursion limit can be read at it.
+        # level for the builtin containers (no comprehensions): what torch.save can write at the
+        # default recursion limit can be read at it.
         self._depth += 1
         self.remember(raw, raw if kind is list or kind is dict else _BUILDING)
         if kind is dict:
@@ -205,7 +205,7 @@ def _value(raw: Any) -> Any:
 
 
 def _user_class_state(made: Any, state: Any, owner: str) -> None:
-    """Set the state as pickle does, after its names were looked at."""
+    """Sets the state as pickle does, after a look at its names."""
     set_state = getattr(type(made), "__setstate__", None)
     if set_state is not None:
         if type(state) is dict:
@@ -224,11 +224,12 @@ def _user_class_state(made: Any, state: Any, owner: str) -> None:
 
 
 def build_user_object(raw: StandIn, settle: Settler) -> Any:
-    """Build an object of a class or function that the user listed in `safe_globals`."""
+    """Builds an object of a class or function that the user listed in `safe_globals`."""
     target, owner = type(raw).value, raw.global_name
     args, kwargs = settle(raw.args), settle(raw.kwargs)
     made = target(*args, **kwargs) if raw.is_called else target.__new__(target, *args, **kwargs)
     settle.remember(raw, made)
+    # Not a method of the settler's: a frame more a level would bring the recursion limit nearer.
     for element in raw.elements or ():
         made.append(settle(element))
     pairs = [(settle(key), value) for key, value in raw.pairs or ()]
@@ -242,11 +243,7 @@ def build_user_object(raw: StandIn, settle: Settler) -> Any:
 
 
 def build_enum_member(raw: StandIn, settle: Settler) -> enum.Enum:
-    """`getattr(EnumClass, "MEMBER")`: how CPython 3.11.0 to 3.11.3 pickle an enum; nothing else.
-
-    Raises:
-        UnsafePickleError: it is a getattr of anything but a listed enum class.
-    """
+    """Builds `getattr(ListedEnum, "MEMBER")`, as CPython 3.11.0 to 3.11.3 pickle it; no other."""
     cls, name = raw.args if len(raw.args) == 2 else (None, None)
     target: Any = getattr(cls, "value", None) if type(cls) is StandInType else None
     is_enum = isinstance(target, type) and issubclass(target, enum.Enum)

@@ -1,11 +1,11 @@
 """Unpickling without executing: every name in a pickle becomes an inert stand-in.
 
-A pickle is a program: it names classes and functions, calls them, and sets attributes on what it
-got, on classes and functions too (BUILD on a global patches the process). An allow-list of real
-objects is therefore not enough. Here `find_class` knows exact (module, name) pairs only, never
-falls through to an import, and gives a *stand-in* for each: a class whose instances write down
-their arguments, state and elements and do nothing else. While the pickle runs, no real object
-exists that it could call or change. `settle.Settler` then builds the real ones from checked parts.
+A pickle is a program: it names classes and functions, calls them, and sets attributes of their
+results and of themselves (BUILD on a global patches the process). So an allow-list of real objects
+is not enough. Here `find_class` knows exact (module, name) pairs only, never imports, and gives a
+*stand-in* for each: a class whose instances write down their arguments, state and elements and do
+nothing else. While the pickle runs, no real object exists that it could call or change.
+`settle.Settler` then builds the real ones from checked parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GlobalTable = Mapping[tuple[str, str], Any]  # (module, name) as written in the 
 
 
 def brief(value: object, limit: int = 40) -> str:
-    """Return the start of a plain number's or text's repr; of any other value only its type.
+    """Returns the start of a plain number's or text's repr; of any other value only its type.
 
     Forty times "a pair of the last one, twice" is a tuple whose repr has 2^40 characters.
     """
@@ -36,7 +36,7 @@ class StandInType(type):
     """Metaclass of the stand-ins: a name of the pickle, callable and unchangeable."""
 
     def __setattr__(cls, name: str, value: object) -> NoReturn:
-        # BUILD with a "slot state" is setattr on whatever lies on the stack, classes included.
+        # BUILD with a "slot state" is setattr on any object on the stack, classes included.
         raise pickle.UnpicklingError(f"sets attribute {name!r} of a global")
 
     def __delattr__(cls, name: str) -> NoReturn:
@@ -118,28 +118,19 @@ def stand_in(
     value: Any = EMPTY,
     base: StandInType = StandIn,
 ) -> StandInType:
-    """Make the stand-in class of one allowed name.
+    """Returns the stand-in class of one allowed name, "module.name".
 
     Args:
-        global_name: "module.name", for messages.
         build: called with the instance and the settler once the pickle has ended.
-        value: what the name itself means where the pickle stores it uncalled.
+        value: the object where the pickle stores the name uncalled.
         base: `StandIn`, or `StateStandIn` for dataclasses that come in masses.
-
-    Returns:
-        A class to put into a `GlobalTable`.
     """
-    namespace = {
-        "__slots__": (),
-        "global_name": global_name,
-        "build": staticmethod(build),
-        "value": value,
-    }
-    return StandInType(global_name, (base,), namespace)
+    own = {"global_name": global_name, "build": staticmethod(build), "value": value}
+    return StandInType(global_name, (base,), {"__slots__": (), **own})
 
 
 def with_python2_names(table: GlobalTable) -> dict[tuple[str, str], Any]:
-    """Add the names by which pickles of protocol 2 and below call the same things."""
+    """Adds the names by which pickles of protocol 2 and below call the same things."""
     modules = {"builtins": "__builtin__", "copyreg": "copy_reg"}
     names = {"range": "xrange", "str": "unicode", "int": "long"}
     result = dict(table)

@@ -2,12 +2,11 @@
 
 `torch.load(weights_only=True)` looks up no name that is not on torch's list, and still believes a
 file: it makes `bytearray(10**12)`, `torch.Tensor(10**9)` of memory that nobody wrote, inflates a
-record to any size, and takes sparse indices that lie outside. So an item is looked at before and
-after it:
-1. its records inflate to no more than its tensor's size asks for;
-2. its pickle is scanned, and unpickled into stand-ins that call nothing (`unpickler`), which shows
+record to any size, and takes sparse indices that lie outside. So, before and after it:
+1. records must inflate to no more than the tensor's size asks for;
+2. the pickle is scanned, and unpickled into stand-ins that call nothing (`unpickler`): they show
    calls that only take memory, and keys that take hours;
-3. what comes back is a tensor with values, and a sparse one's indices lie inside.
+3. the result must be a tensor with values, with the indices of a sparse one inside.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import re
 import zlib
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +37,6 @@ _INFLATED_PER_BYTE = 16  # of the tensor; a sparse one keeps 8 B of each index b
 _PIECE_BYTES = 1 << 20
 _STORED, _DEFLATED = 0, 8
 _LEGACY_PICKLES = 5  # of torch.save before 1.6: magic, protocol, machine, object, keys
-_CODECS = (("latin1",), ("latin-1",))
 _CALLS_BASE_BYTES, _CALLS_PER_BYTE = 16 << 20, 4  # what calls may make of a pickle's texts
 _MAX_CALLED = 64  # numbers; a tensor's own pickle calls OrderedDict() with none
 _SIMPLE = (str, bytes, int, float, bool, type(None))
@@ -73,22 +70,20 @@ class _Looked(StandIn):
 
 def _look_at_class(raw: StandIn, _settle: Any) -> None:
     """Refuses a call with a size: it would return memory without values."""
-    if not all(type(arg) in (str, bytes) or _is_encoded(arg) for arg in raw.args):
-        refuse(f"calls {raw.global_name}, which no pickle of a tensor does")
-
-
-def _is_encoded(value: Any) -> bool:
-    """Returns whether this is how protocol 2 writes bytes."""
-    return isinstance(value, StandIn) and value.global_name == "_codecs.encode" and value.is_called
+    for arg in raw.args:
+        is_codec = isinstance(arg, StandIn) and arg.global_name == "_codecs.encode"
+        is_encoded = is_codec and arg.is_called  # so protocol 2 writes bytes
+        if not is_encoded and type(arg) not in (str, bytes):
+            refuse(f"calls {raw.global_name}, which no pickle of a tensor does")
 
 
 def _look_at_codec(raw: StandIn, _settle: Any) -> None:
-    if raw.args[1:] not in _CODECS:
+    if raw.args[1:] not in (("latin1",), ("latin-1",)):
         refuse("encodes bytes by another codec than latin1")
 
 
 def _look_at_inner_call(raw: StandIn, _settle: Any) -> None:
-    """Makes the call that the function would make, so that it is looked at as well."""
+    """Makes the call that the function would make, to look at that as well."""
     args = raw.args
     if len(args) != 4 or type(args[0]) is not StandInType or type(args[2]) is not tuple:
         refuse(f"calls {raw.global_name} with other than a function, a class and arguments")
@@ -96,7 +91,7 @@ def _look_at_inner_call(raw: StandIn, _settle: Any) -> None:
 
 
 def _look_at_keys(raw: StandIn, _settle: Any) -> None:
-    """Refuses arguments that take long to hash, in a call that hashes them."""
+    """Refuses arguments that take long to hash, of a call that hashes them."""
     is_of_pairs = raw.global_name in ("collections.OrderedDict", "builtins.dict")
     for arg in raw.args:
         # A tensor that unfolds one number, for one, would be hashed element by element.
@@ -111,7 +106,7 @@ def _look_at_keys(raw: StandIn, _settle: Any) -> None:
 
 
 def _is_simple(key: Any) -> bool:
-    """Returns whether this is hashed at once."""
+    """Returns whether it is fast to hash."""
     if type(key) is tuple and len(key) <= _MAX_PARTS:
         return all(type(part) in _SIMPLE for part in key)
     return type(key) in _SIMPLE
@@ -136,9 +131,7 @@ _LOOKS: tuple[tuple[str, Callable[[StandIn, Any], None]], ...] = (
 
 
 class _AnyName(dict[tuple[str, str], StandInType]):
-    """A table of all names there are, of which torch's own list says which are allowed; and what
-    the calls of one pickle may still do.
-    """
+    """A table of all names (torch's own list says which are allowed), with one pickle's budget."""
 
     def __init__(self, pickle_bytes: int) -> None:
         super().__init__()
@@ -155,19 +148,16 @@ class _AnyName(dict[tuple[str, str], StandInType]):
         return self[key]
 
 
-def _no_storage(_pid: Any) -> None:
-    """Stands for every storage while only the calls are looked at."""
-
-
 def _check_calls(
-    data: memoryview, path: str, fqn: str, load_storage: Callable[[Any], Any] = _no_storage
+    data: memoryview, path: str, fqn: str, add_pid: Callable[[Any], None] = lambda _pid: None
 ) -> Any:
+    """Looks at the calls of a pickle; returns its stand-ins, with None for every storage."""
     table = _AnyName(len(data))
-    return RestrictedUnpickler(data, table, path=path, fqn=fqn, load_storage=load_storage).load()
+    return RestrictedUnpickler(data, table, path=path, fqn=fqn, load_storage=add_pid).load()
 
 
 def _inflated(data: memoryview, room_bytes: int, piece_bytes: int) -> Iterator[bytes]:
-    """Yields what a record of a zip inflates to, by pieces; refuses one beyond its room."""
+    """Inflates a record of a zip, piece by piece; refuses one beyond its room."""
     inflater, packed = zlib.decompressobj(-15), bytes(data)
     left_bytes = room_bytes
     while packed and not inflater.eof:
@@ -199,8 +189,10 @@ def _check_archive(data: memoryview, room_bytes: int, path: str, fqn: str) -> No
 
 
 def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
-    """Refuses the same of an item that torch.save wrote before 1.6: pickles one behind the other,
-    the last one a list of the storages that follow. A storage that is not listed has no values.
+    """Refuses the same in an item that torch.save wrote before 1.6.
+
+    That is one pickle behind the other, the last one a list of the storages that follow. A storage
+    that is not listed has no values.
     """
     wanted: list[Any] = []
     for _ in range(_LEGACY_PICKLES):
@@ -217,7 +209,7 @@ def _check_legacy(data: memoryview, path: str, fqn: str) -> None:
 
 
 def _tensor_bytes(planner: LoadPlanner, item: ReadItem) -> int:
-    """Returns the bytes of the whole tensor by the metadata; without any, of the item's region."""
+    """Returns the size of the whole tensor by the metadata; without any, of the item's region."""
     metadata: Any = getattr(planner, "metadata", None)
     entry = None if metadata is None else metadata.state_dict_metadata.get(item.storage_index.fqn)
     size = getattr(entry, "size", None) or item.lengths
@@ -253,29 +245,8 @@ def _check_tensor(tensor: Any) -> None:
         )
 
 
-# How torch.load(weights_only=True) names what it refuses; its other errors are malformed data.
+# In torch.load(weights_only=True)'s refusal of a global; its other errors are malformed data.
 _REFUSED_GLOBAL = re.compile(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)")
-
-
-@contextmanager
-def _refusals_by_name(path: str, fqn: str) -> Iterator[None]:
-    """Turns torch's refusal of a global into UnsafePickleError; leaves all other errors alone."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:
-        found = _REFUSED_GLOBAL.search(str(error))
-        if found is None:
-            raise
-        name = found[1][:200]
-        raise UnsafePickleError(
-            f"refuse to load item '{fqn}' of '{path}': its tensor needs '{name}', which is on no "
-            f"allow-list; allow it with ReadOptions(safe_globals=[{name}]) or "
-            "torch.serialization.add_safe_globals, or if you trust whoever wrote this checkpoint, "
-            "pass trusted=True",
-            global_name=name,
-            path=path,
-            fqn=fqn,
-        ) from error
 
 
 def load_by_torch(
@@ -289,16 +260,27 @@ def load_by_torch(
     """
     fqn, known = item.storage_index.fqn, torch.serialization.get_safe_globals()
     added: list[Any] = [entry for entry in options.safe_globals if entry not in known]
-    if not options.trusted:
-        with malformed_is_corruption("load by torch", path=path, fqn=fqn):
+    source: Any = data
+    with malformed_is_corruption("load by torch", path=path, fqn=fqn):
+        if not options.trusted:
             _check_item(data, path, fqn, _tensor_bytes(planner, item))
-    with (
-        malformed_is_corruption("load by torch", path=path, fqn=fqn),
-        _refusals_by_name(path, fqn),
-        torch.serialization.safe_globals(added),  # takes away at its end what it was given
-    ):
-        source: Any = data
-        tensor: Any = torch.load(source, map_location="cpu", weights_only=not options.trusted)
+        try:
+            with torch.serialization.safe_globals(added):  # takes them away at its end
+                tensor = torch.load(source, map_location="cpu", weights_only=not options.trusted)
+        except pickle.UnpicklingError as error:
+            refused = _REFUSED_GLOBAL.search(str(error))
+            if refused is None:
+                raise
+            name = refused[1][:200]
+            raise UnsafePickleError(
+                f"refuse to load item '{fqn}' of '{path}': its tensor needs '{name}', which is on "
+                f"no allow-list; allow it with ReadOptions(safe_globals=[{name}]) or "
+                "torch.serialization.add_safe_globals, or if you trust whoever wrote this "
+                "checkpoint, pass trusted=True",
+                global_name=name,
+                path=path,
+                fqn=fqn,
+            ) from error
         _check_tensor(tensor)
     return tensor  # type: ignore[no-any-return]
 
@@ -306,8 +288,7 @@ def load_by_torch(
 def fill_target(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     """Copies the region of `item` in a loaded tensor to its target, as stock does.
 
-    Raises:
-        AssertionError: the target's size is not the region's (stock's text).
+    Raises AssertionError in stock's words for a target of another size.
     """
     tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item)

@@ -54,11 +54,7 @@ class StorageRef(NamedTuple):
 
 
 def storage_ref(pid: Any) -> StorageRef:
-    """Check a persistent id.
-
-    Raises:
-        pickle.UnpicklingError: it is none that torch.save writes.
-    """
+    """Returns a persistent id, checked; refuses one that torch.save does not write."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         refuse("has a persistent id that is no storage")
     _, kind, key, location, numel = pid
@@ -71,7 +67,7 @@ def storage_ref(pid: Any) -> StorageRef:
 
 
 def dims(value: Any, what: str) -> tuple[int, ...]:
-    """Return `value` if it is a tuple of ints in [0, 2^63), else refuse it by the name `what`."""
+    """Returns `value` if it is a tuple of ints in [0, 2^63), else refuses it by the name `what`."""
     if type(value) is not tuple and type(value) is not torch.Size:
         refuse(f"has a {what} of type {type(value).__name__}")
     for n in value:
@@ -81,7 +77,6 @@ def dims(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _build_size(raw: StandIn, _settle: Settler) -> torch.Size:
-    """Build a `torch.Size`: one tuple of ints."""
     no_more_than(raw)
     if len(raw.args) != 1:
         refuse("calls torch.Size with other than one tuple")
@@ -89,7 +84,7 @@ def _build_size(raw: StandIn, _settle: Settler) -> torch.Size:
 
 
 def build_layout(raw: StandIn, _settle: Settler) -> torch.layout:
-    """Build a layout of its exact name."""
+    """Builds a layout of its exact name."""
     no_more_than(raw)
     name = raw.args[0] if len(raw.args) == 1 else None
     if type(name) is not str or name not in LAYOUTS:
@@ -105,7 +100,7 @@ def _device(raw: StandIn, _settle: Settler) -> torch.device:
 
 
 def _check_extent(offset: Any, size: Any, stride: Any) -> int:
-    """Return how many elements of a storage the view reaches over."""
+    """Returns how many elements of a storage a view reaches over."""
     sizes, strides = dims(size, "tensor size"), dims(stride, "tensor stride")
     if len(sizes) != len(strides):
         refuse(f"has a tensor of {len(sizes)} sizes and {len(strides)} strides")
@@ -115,23 +110,6 @@ def _check_extent(offset: Any, size: Any, stride: Any) -> int:
     if 0 in sizes:
         return last
     return last + 1 + sum([(n - 1) * stride for n, stride in zip(sizes, strides, strict=True)])
-
-
-def _view(
-    settle: Settler, ref: Any, dtype: Any, offset: Any, sizes: Any, strides: Any
-) -> torch.Tensor:
-    if type(ref) is not StorageRef or type(dtype) is not torch.dtype or settle.read_storage is None:
-        refuse("has a tensor without a storage or a dtype")
-    extent_elems, storage = _check_extent(offset, sizes, strides), settle.read_storage(ref)
-    held_bytes = min(storage.nbytes(), ref.nbytes)
-    if extent_elems * dtype.itemsize > held_bytes:
-        refuse(
-            f"has a tensor that reaches over {extent_elems} elements of {dtype}; its storage "
-            f"{ref.key!r} holds {held_bytes} B"
-        )
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    tensor.set_(storage, offset, sizes, strides)
-    return tensor
 
 
 def _finish(tensor: torch.Tensor, requires_grad: Any, hooks: Any, metadata: Any) -> torch.Tensor:
@@ -146,18 +124,23 @@ def _finish(tensor: torch.Tensor, requires_grad: Any, hooks: Any, metadata: Any)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _tensor_v2(raw: StandIn, settle: Settler) -> torch.Tensor:
+def _tensor(raw: StandIn, settle: Settler) -> torch.Tensor:
     no_more_than(raw)
     ref, offset, sizes, strides, requires_grad, hooks, *metadata = raw.args
     dtype = ref.dtype if type(ref) is StorageRef else None
-    tensor = _view(settle, ref, dtype, offset, sizes, strides)
-    return _finish(tensor, requires_grad, settle(hooks), settle(*metadata) if metadata else None)
-
-
-def _tensor_v3(raw: StandIn, settle: Settler) -> torch.Tensor:
-    no_more_than(raw)
-    ref, offset, sizes, strides, requires_grad, hooks, dtype, *metadata = raw.args
-    tensor = _view(settle, ref, dtype, offset, sizes, strides)
+    if raw.global_name == "torch._utils._rebuild_tensor_v3":  # whose storage is untyped
+        dtype, *metadata = metadata
+    if type(ref) is not StorageRef or type(dtype) is not torch.dtype or settle.read_storage is None:
+        refuse("has a tensor without a storage or a dtype")
+    extent_elems, storage = _check_extent(offset, sizes, strides), settle.read_storage(ref)
+    held_bytes = min(storage.nbytes(), ref.nbytes)
+    if extent_elems * dtype.itemsize > held_bytes:
+        refuse(
+            f"has a tensor that reaches over {extent_elems} elements of {dtype}; its storage "
+            f"{ref.key!r} holds {held_bytes} B"
+        )
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, sizes, strides)
     return _finish(tensor, requires_grad, settle(hooks), settle(*metadata) if metadata else None)
 
 
@@ -171,7 +154,7 @@ def _meta_tensor(raw: StandIn, _settle: Settler) -> torch.Tensor:
 
 
 def _set_attributes(tensor: torch.Tensor, state: Any) -> None:
-    """Set Python attributes, such as the two that make a tensor an `nn.Buffer`."""
+    """Sets Python attributes, such as the two that make a tensor an `nn.Buffer`."""
     if type(state) is tuple and len(state) == 2 and state[1] in (None, {}):
         state = state[0]
     if type(state) is not dict:
@@ -212,14 +195,14 @@ _BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
     ("torch.serialization", "_get_layout"): build_layout,
 }
 
 TORCH: GlobalTable = {
     **DTYPES,
-    **{(m, n): stand_in(f"{m}.{n}", build) for (m, n), build in _BUILDS.items()},
+    **{key: stand_in(".".join(key), build) for key, build in _BUILDS.items()},
     **{("torch", name): StorageKind(dtype) for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): StorageKind(None),
     ("torch", "UntypedStorage"): StorageKind(None),

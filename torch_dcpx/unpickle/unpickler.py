@@ -1,7 +1,7 @@
 """The unpickler that imports nothing: a name in a pickle is an exact entry of a table, or refused.
 
 `malformed_is_corruption` turns each error of a malformed pickle into one of ours. `user_globals`
-makes the table's entries of what a user allows.
+makes entries of the table for the names that a user allows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_dcpx.errors import CorruptionError, DcpxError, OptionError, UnsafePic
 from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS, KeyCheckedUnpickler
 from torch_dcpx.unpickle.stand_ins import EMPTY, GlobalTable, StandIn, stand_in, with_python2_names
 
-MAX_MESSAGE = 300  # characters of a cause that are quoted: its text may come from the file
+MAX_MESSAGE = 300  # characters quoted of a cause, whose text may come from the file
 
 # CPython's unpickler, torch and numpy raise these for a damaged pickle.
 _MALFORMED = (
@@ -41,11 +41,7 @@ _MALFORMED = (
 def user_globals(
     safe_globals: Iterable[Any], build: Callable[[StandIn, Any], Any]
 ) -> dict[tuple[str, str], Any]:
-    """Make the table of `ReadOptions(safe_globals=[...])`: exact names, for this read only.
-
-    Raises:
-        OptionError: an entry has no importable name.
-    """
+    """Returns the table of `ReadOptions(safe_globals=[...])`: exact names, for this read only."""
     table: dict[tuple[str, str], Any] = {}
     for entry in safe_globals:
         module, name = getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)
@@ -59,16 +55,10 @@ def user_globals(
 
 @contextmanager
 def malformed_is_corruption(verb: str, *, path: str, fqn: str | None) -> Iterator[None]:
-    """Turn every error of a malformed pickle into `CorruptionError`, cause attached.
+    """Turns every error of a malformed pickle into `CorruptionError`, cause attached.
 
-    Args:
-        verb: what was tried, first words of the message.
-        path: file the bytes came from.
-        fqn: fully qualified name of the item, None for metadata.
-
-    Raises:
-        CorruptionError: the body raised it (then `path` and `fqn` are filled in), or an error of
-            `_MALFORMED`.
+    Adds `path` and `fqn` (None for metadata) to a CorruptionError without them. `verb` begins the
+    message.
     """
     where = f"{path!r}" if fqn is None else f"item {fqn!r} of {path!r}"
     try:
@@ -77,8 +67,7 @@ def malformed_is_corruption(verb: str, *, path: str, fqn: str | None) -> Iterato
         if error.path == path:
             raise
         # Raised where file and item are not known, such as in the C++ core.
-        fields = {name: getattr(error, name) for name in error.FIELDS}
-        fields |= {"path": path, "fqn": fqn}
+        fields = {name: getattr(error, name) for name in error.FIELDS} | {"path": path, "fqn": fqn}
         raise type(error)(f"{verb} {where}: {error.message}", **fields) from error
     except DcpxError:
         raise
@@ -91,16 +80,16 @@ class RestrictedUnpickler(pickle.Unpickler):
     """Unpickler whose globals are exact table entries; anything else raises and imports nothing.
 
     Args:
-        data: starts with the pickle; bytes behind its STOP are not read.
+        data: begins with the pickle; bytes behind its STOP are not read.
         table: the only names there are.
-        path: file the bytes came from, for errors.
-        fqn: fully qualified name of the item, None for metadata.
-        load_storage: what a persistent id gives; None refuses them.
-        compound_keys: of the caller's own `scan_keys`, where nothing is behind the pickle's STOP.
-            None: it is scanned here.
+        path, fqn: file and item (None: the metadata), for errors.
+        load_storage: called with each persistent id; None refuses them.
+        compound_keys: as the caller's own `scan_keys` counted them, if the pickle fills `data`;
+            None: they are counted here.
 
     Raises:
         CorruptionError: the pickle is malformed or built to exhaust memory or stack.
+        UnsafePickleError: it names a global outside the table.
     """
 
     def __init__(
@@ -113,8 +102,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         load_storage: Callable[[Any], Any] | None = None,
         compound_keys: int | None = None,
     ) -> None:
-        # The scan comes first: CPython's unpickler allocates what a pickle claims before it
-        # looks whether the bytes are there.
+        # First: CPython's unpickler allocates the sizes that a pickle claims before it looks at
+        # the bytes.
         nbytes = len(data)
         if compound_keys is None:
             with malformed_is_corruption("scan the pickle of", path=path, fqn=fqn):
@@ -127,39 +116,32 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._load_storage = load_storage
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return the table's entry for the exact pair, or raise `UnsafePickleError`."""
+        """Returns the table's entry for the exact pair, or raises `UnsafePickleError`."""
         found = self._table.get((module_name, global_name), EMPTY)
-        if found is EMPTY:
-            name = f"{module_name}.{global_name}"[:MAX_MESSAGE]
-            where = "the metadata" if self._fqn is None else f"item {self._fqn!r}"
-            if torch_lacks(module_name, global_name):
-                why = f"torch {TORCH_VERSION} lacks: another torch wrote it, or it is damaged"
-            else:
-                why = (
-                    f"is on no allow-list; allow it with ReadOptions(safe_globals=[{name}]), or if "
-                    "you trust whoever wrote this checkpoint, pass trusted=True"
-                )
-            raise UnsafePickleError(
-                f"refuse to unpickle {where} of {self._path!r}: it would use {name!r}, which {why}",
-                global_name=name,
-                path=self._path,
-                fqn=self._fqn,
+        if found is not EMPTY:
+            return found
+        name = f"{module_name}.{global_name}"[:MAX_MESSAGE]
+        where = "the metadata" if self._fqn is None else f"item {self._fqn!r}"
+        why = f"torch {TORCH_VERSION} lacks: another torch wrote it, or it is damaged"
+        if not torch_lacks(module_name, global_name):
+            why = (
+                f"is on no allow-list; allow it with ReadOptions(safe_globals=[{name}]), or if "
+                "you trust whoever wrote this checkpoint, pass trusted=True"
             )
-        return found
+        raise UnsafePickleError(
+            f"refuse to unpickle {where} of {self._path!r}: it would use {name!r}, which {why}",
+            global_name=name,
+            path=self._path,
+            fqn=self._fqn,
+        )
 
     def persistent_load(self, pid: Any, /) -> Any:
-        """Return the storage stand-in of a persistent id."""
         if self._load_storage is None:
             raise pickle.UnpicklingError("names a persistent id where none belongs")
         return self._load_storage(pid)
 
     def load(self) -> Any:
-        """Run the pickle; returns plain builtins and stand-ins.
-
-        Raises:
-            UnsafePickleError: it names a global outside the table.
-            CorruptionError: it is malformed.
-        """
+        """Runs the pickle; returns plain builtins and stand-ins."""
         with malformed_is_corruption("unpickle", path=self._path, fqn=self._fqn), paused_gc():
             if self._has_many_keys:
                 checked = KeyCheckedUnpickler(self._data, self.find_class, self.persistent_load)
