@@ -9,7 +9,9 @@ newer torch are refused as well. docs/options.md, "Subclasses", is the table of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.default_planner import (
@@ -69,6 +71,16 @@ def is_own(plugin: object, cls: type, *names: str) -> bool:
     return all(is_hook(plugin, name, getattr(cls, name)) for name in names)
 
 
+def takes(hook: Callable[..., Any], parameter: str) -> bool:
+    """Returns whether a hook has a parameter of this name: subclasses may lack newer ones."""
+    return parameter in _parameters(getattr(hook, "__func__", hook))
+
+
+@lru_cache(maxsize=64)  # a look takes 40 us, twice in each save and load
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
 def plans_as_stock(planner: type[_Planner]) -> type[_Planner]:
     """Says that a class' own hooks make the plan that stock's make."""
     _OURS.update({name: vars(planner)[name] for name in PLAN_HOOKS if name in vars(planner)})
@@ -112,16 +124,18 @@ _HONOURED = {"_get_metadata_path", "_metadata_exists"}
 _TRANSFORMS = (_StorageWriterTransforms, _StorageReaderTransforms)
 
 
-def _bypassed(ours: type[Plugin]) -> Iterator[str]:
-    """Yields the private methods of stock's class that `ours` never calls."""
-    for stock in ours.__mro__:
-        if stock.__module__ != _STOCK_MODULE:
-            continue
-        for name, value in vars(stock).items():
-            is_private = name.startswith("_") and not name.startswith("__")
-            is_method = callable(value) or isinstance(value, (classmethod, staticmethod, property))
-            if is_private and is_method and name not in _HONOURED:
-                yield name
+@cache  # it takes a tenth of a small save
+def _bypassed(ours: type[Plugin]) -> tuple[str, ...]:
+    """Returns the private methods of stock's class that `ours` never calls."""
+    kinds = (classmethod, staticmethod, property)
+    return tuple(
+        name
+        for stock in ours.__mro__
+        if stock.__module__ == _STOCK_MODULE
+        for name, value in vars(stock).items()
+        if name.startswith("_") and not name.startswith("__") and name not in _HONOURED
+        if callable(value) or isinstance(value, kinds)
+    )
 
 
 def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:

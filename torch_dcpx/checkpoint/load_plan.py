@@ -8,7 +8,6 @@ fits on every rank gets a plan.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from torch_dcpx._compat import flatten_before_2_4
-from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own
+from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own, takes
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
@@ -110,7 +109,7 @@ class RankLoad:
             self.state[key] = value
         metadata, is_of_all = _read_metadata(reader, rank)
         reader_args = {"rank": rank, "use_collectives": is_of_all}
-        if "kwargs" not in inspect.signature(reader.set_up_storage_reader).parameters:
+        if not takes(reader.set_up_storage_reader, "kwargs"):
             reader_args = {}
         if not metadata.state_dict_metadata:  # a reader that has kept an error raises it here
             reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
@@ -244,7 +243,7 @@ def _read_metadata(reader: DcpxReader, rank: int) -> tuple[Metadata, bool]:
     try:
         return reader.read_metadata(), True
     except Exception:
-        if "kwargs" not in inspect.signature(reader.read_metadata).parameters:
+        if not takes(reader.read_metadata, "kwargs"):
             raise
     return reader.read_metadata(rank=rank), False
 

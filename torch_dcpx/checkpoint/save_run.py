@@ -8,7 +8,6 @@ Planners and writers see the hooks of `torch.distributed.checkpoint.save`, in it
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc_of_many
+from torch_dcpx._hooks import takes
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
 from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer, SaveOffer
@@ -111,7 +111,7 @@ class SaveRun:
         writer, planner, is_coordinator = self.writer, self.planner, self.exchange.is_coordinator
         writer.reset(self.path)
         meta, state = writer.storage_meta(), self._state_dict
-        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        if takes(planner.set_up_planner, "storage_meta"):
             planner.set_up_planner(
                 state_dict=state, storage_meta=meta, is_coordinator=is_coordinator
             )
@@ -123,7 +123,7 @@ class SaveRun:
             )
             planner.set_up_planner(state, is_coordinator)
         more: dict[str, Any] = {}  # as in DCP: subclasses may have the signature of before
-        if "kwargs" in inspect.signature(writer.set_up_storage_writer).parameters:
+        if takes(writer.set_up_storage_writer, "kwargs"):
             more = {"rank": self.exchange.rank, "use_collectives": True}
         with driven() as self._begun:
             writer.set_up_storage_writer(is_coordinator, **more)
