@@ -91,8 +91,8 @@ class ColumnReader:
             header = json.loads(str(body[:header_bytes], "utf-8"))
         except (ValueError, RecursionError) as error:
             raise self.error(f"the header is no JSON text ({error})") from error
-        is_table = type(header) is dict and type(header.get("columns")) is list
-        self.require(is_table, "the header lists no columns")
+        if type(header) is not dict or type(header.get("columns")) is not list:
+            raise self.error("the header lists no columns")
         self.header: dict[str, Any] = header
         end = header_bytes  # checked with the end of the last column, also when it is too large
         for row in header["columns"]:
@@ -105,8 +105,8 @@ class ColumnReader:
         if type(row) is not list or list(map(type, row)) != [str, str, int]:
             raise self.error("a column is not [name, kind, count]")
         name, kind, count = row
-        is_new = kind in _ITEM_BYTES and name not in self._ranges and count >= 0
-        self.require(is_new, f"column {name!r} of kind {kind!r} and length {count}")
+        if kind not in _ITEM_BYTES or name in self._ranges or count < 0:
+            raise self.error(f"column {name!r} of kind {kind!r} and length {count}")
         end = begin + count * _ITEM_BYTES[kind]  # no count is negative: the last end bounds all
         self._ranges[name] = (kind, begin, end)
         return padded(end)
@@ -129,9 +129,11 @@ class ColumnReader:
 
     def _column(self, name: str, kind: str, count: int | None) -> memoryview:
         found, begin, end = self._ranges.get(name, ("", 0, 0))
-        self.require(found == kind, f"there is no column {name!r} of kind {kind!r}")
+        if found != kind:
+            raise self.error(f"there is no column {name!r} of kind {kind!r}")
         length = (end - begin) // _ITEM_BYTES[kind]
-        self.require(count in (None, length), f"{length} values where {count} belong", name)
+        if count is not None and length != count:
+            raise self.error(f"{length} values where {count} belong", name)
         return self._body[begin:end]
 
     def has(self, name: str) -> bool:
@@ -147,7 +149,8 @@ class ColumnReader:
     ) -> memoryview:
         """As `i64`: the checked bytes, without a copy."""
         values = self._column(name, "i64", count)
-        self.require(_C.are_within(values, low, high), f"a value is outside [{low}, {high}]", name)
+        if not _C.are_within(values, low, high):
+            raise self.error(f"a value is outside [{low}, {high}]", name)
         return values
 
     def u8(self, name: str, count: int | None, high: int = 255) -> bytes:
@@ -157,8 +160,8 @@ class ColumnReader:
     def u8_view(self, name: str, count: int | None, high: int = 255) -> memoryview:
         """As `u8`, without a copy."""
         values = self._column(name, "u8", count)
-        is_within = high == 255 or _C.highest(values) <= high
-        self.require(is_within, f"a value is greater than {high}", name)
+        if high < 255 and _C.highest(values) > high:
+            raise self.error(f"a value is greater than {high}", name)
         return values
 
     def strings(self) -> list[str]:
