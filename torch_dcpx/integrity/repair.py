@@ -233,7 +233,10 @@ class _Repair:
         """Makes the file that the data files prove."""
         path = str(self._directory.path / name)
         is_whole = name == METADATA_NAME
-        facts = self._facts(name, self._candidates(name))
+        candidates = self._candidates(name)
+        if not candidates:
+            raise self._refusal(name, "there is no data file that it could name")
+        facts = self._facts(name, candidates)
         save_id, of_one_save = one_save(facts, path, is_chosen=self._chosen is not None)
         one_generation(facts, path, is_chosen=self._chosen is not None)
         if is_whole and self._chosen is None:
@@ -270,8 +273,6 @@ class _Repair:
                 candidates -= decode_file_names(data, str(self._directory.path / other))
         if name != METADATA_NAME:
             candidates = {one for one in candidates if metadata_name(data_file_rank(one)) == name}
-        if not candidates:
-            raise self._refusal(name, "there is no data file that it could name")
         return sorted(candidates)
 
     def _facts(self, name: str, files: Iterable[str]) -> list[FileFacts]:
