@@ -262,7 +262,7 @@ class DcpxReader(FileSystemReader):
                 slot_bytes=self.options.slot_bytes,
                 use_direct=self.options.direct_io,
                 verify=self.options.verify == "blocks",
-                max_open_files=min(4096, _free_descriptors() // 2),
+                max_open_files=_max_open_files(),
                 max_slots=self.options.host_memory_bytes // self.options.slot_bytes,
             )
             try:
@@ -351,6 +351,11 @@ def _free_descriptors() -> int:
     if soft_limit == resource.RLIM_INFINITY:
         return 1 << 30
     return max(0, soft_limit - len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - ten times as fast
+
+
+def _max_open_files() -> int:
+    """Returns how many data files may stay open: half of what the process may open still."""
+    return min(4096, _free_descriptors() // 2)
 
 
 def fitting_workers(workers: int) -> int:
