@@ -100,10 +100,11 @@ _MAPPINGS = frozenset((dict, collections.OrderedDict, collections.Counter))
 
 
 def split_content(value: Any, path: str) -> tuple[Any, dict[str, Any]]:
-    """Returns a value without its `PerRank` objects, and their values by path ("content.a.0").
+    """Returns a value without its `PerRank` objects, and their values by path.
 
-    It copies containers, but no tensors and arrays. Raises UnsupportedError: a value of another
-    type, nested too deep, or one PerRank in another.
+    Dots join `path` and the parts beneath it: "user_content.a.0". It copies containers, but no
+    tensors and arrays. Raises UnsupportedError: a value of another type, nested too deep, or one
+    PerRank in another.
     """
     own: dict[str, Any] = {}
     return _copied(value, path, 0, own), own

@@ -169,7 +169,8 @@ class CheckpointManager:
             RankError: code of the caller (`merge`, a `load_state_dict`) raised on a rank: on all.
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
-            UnsupportedError: `translate` reshapes a tensor, and the load includes its optimizer.
+            UnsupportedError: `translate` splits, merges or transposes a tensor, and the load
+                includes its optimizer.
             As `dcpx.load`.
         """
         if not load_optimizer:

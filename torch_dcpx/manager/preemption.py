@@ -102,15 +102,15 @@ class Preemption:
         if os.getpid() == self._pid:
             self.signalled()
             return
-        # In a forked process, such as a data loader's worker, the handler before does its work.
+        # In a forked process, such as a data loader's worker, the old handler does its work.
         signal.signal(number, self._before.get(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)
 
     def requested(self, step: int) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
-        Every rank calls it once a step, with the steps ascending. It is True once a signal, and
-        False where the time left is too short for a save.
+        Every rank calls it once a step, with the steps ascending. It returns True once for each
+        request, or False if the time left is too short for a save.
 
         Args:
             step: the last one that was trained.

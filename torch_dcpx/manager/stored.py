@@ -173,7 +173,7 @@ def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, Dat
 
 
 class OwnDirectory(Directory):
-    """An open directory of the root, which is no link; the root and those above it may be links."""
+    """An open directory beneath the root, itself no link; the root and its parents may be links."""
 
     FLAGS = Directory.FLAGS | os.O_NOFOLLOW
 

@@ -32,9 +32,10 @@ class TrainingRules(KeyMap):
     def __init__(
         self, key_map: KeyMap, optimizers: Iterable[str], *, has_named_groups: bool
     ) -> None:
-        """Translates the model as `key_map` does, and optimizers by their names, "" without one.
+        """Translates the model as `key_map` does, and the states of the optimizers of these names.
 
-        With `has_named_groups` the settings of groups are stored by parameter.
+        An optimizer without a name is "". With `has_named_groups` the settings of groups are
+        stored by parameter.
         """
         super().__init__(*key_map.rules, wrappers=key_map.wrappers)
         self._key_map = key_map
