@@ -15,6 +15,7 @@ from torch import nn
 
 import torch_dcpx as dcpx
 from torch_dcpx.artifacts import files as export_files
+from torch_dcpx.artifacts.export import _Export
 from torch_dcpx.artifacts.torch_archive import check_objects
 from torch_dcpx.reader import pretrained_reader
 from torch_dcpx.storage.directory import Directory
@@ -32,6 +33,23 @@ def test_views_that_read_the_same_memory_otherwise_are_not_tied(tmp_path: Path) 
     assert found.keys() == {"a", "conj", "imag", "neg"}
     for name, tensor in found.items():
         assert torch.equal(tensor, state[name].resolve_conj().resolve_neg()), name
+
+
+def test_orders_to_ranks_hold_no_boxes_of_tied_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, orders_of = [], _Export._orders
+
+    def noting(run: _Export, parts: Any) -> Any:
+        orders = orders_of(run, parts)
+        own.extend(number for order in orders for number, _ in order.own)
+        return orders
+
+    monkeypatch.setattr(_Export, "_orders", noting)
+    weight = torch.rand(4)
+    report = dcpx.export({"a": weight, "b": weight, "c": torch.rand(2)}, tmp_path, no_dist=True)
+    assert report.aliases == (("b", "a"),)
+    assert own == [0, 2]
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])

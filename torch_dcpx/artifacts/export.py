@@ -310,7 +310,7 @@ class _Export:
         bare = layout._replace(files=tuple(file._replace(head=b"") for file in layout.files))
         orders = []
         for rank in range(len(of_ranks)):
-            own = () if is_shared else tuple(boxes[rank])
+            own = () if is_shared else tuple(box for box in boxes[rank] if numbers[box[0]] >= 0)
             seen = bare if rank else layout  # the coordinator alone writes heads
             orders.append(_Order(files.export_id, seen, kept, numbers, own, piece_bytes))
         return orders
