@@ -128,9 +128,10 @@ def test_source_that_differs_is_refused_on_all_ranks(tmp_path: Path, exports: Ex
     for name in ("ckpt", "other"):
         dcpx.save({n: t + (name == "other") for n, t in WHOLE.items()}, tmp_path / name)
     results = exports([WHOLE, tmp_path / "ckpt"], [out, out], {}, {})
-    assert_refused(results, "rank 1: source=", "ckpt' where rank 0 has 'a module or state dict'")
+    # A long path is cut.
+    assert_refused(results, "rank 1: source=", " where rank 0 has 'a module or state dict'")
     results = exports([tmp_path / "ckpt", tmp_path / "other"], [out, out], {}, {})
-    assert_refused(results, "rank 1: source=", "other' where rank 0 has ", "ckpt'")
+    assert_refused(results, "rank 1: source=", " where rank 0 has ")
     assert not out.exists()
 
 
