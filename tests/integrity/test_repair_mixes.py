@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.rank_saves import save_ranks, sharded
-from support.saves import data_files, files_in, save, save_rank_local
+from support.saves import assert_loads, data_files, files_in, save, save_rank_local
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -62,6 +62,20 @@ def test_what_names_cannot_tell_is_said(tmp_path: Path) -> None:
     (tmp_path / "two/__0_1.distcp").unlink()
     (made,) = repaired(tmp_path / "two").repaired
     assert any("behind its last one" in text for text in made.assumed)
+
+
+def test_rank_local_metadata_names_no_file_of_another_rank(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_rank_local(state_of(rank), tmp_path, rank)
+        (tmp_path / f"__{rank}.metadata").unlink()
+    first, second = data_files(tmp_path)
+    why = "__1.metadata': there is no data file that it could name"
+    refused(tmp_path, why, files=[first], rank_local=True, accept_assumptions=True)
+    misspelt = "__7_0.distcp"
+    refused(tmp_path, "No such file", files=[first, second, misspelt], rank_local=True)
+    report = repaired(tmp_path, files=[first, second], rank_local=True)
+    assert [one.files for one in report.repaired] == [(first,), (second,)]
+    assert_loads(state_of(0), tmp_path)  # as rank 0 does
 
 
 def test_checkpoint_of_all_ranks_is_not_taken_for_those_of_each(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def repair(
     Args:
         path: directory of a checkpoint that torch-dcpx wrote.
         files: names of the data files of the save, where others lie beside them and nobody can
-            tell. Default None: all that are there.
+            tell. Of rank-local saves, name those of each rank whose metadata is made. Default
+            None: all that are there.
         rank_local: make each rank's own metadata (`use_collectives=False`). Default None: where
             such a file is there and no `.metadata`; refused where only the lock of such a save is.
         safe_globals: classes that the damaged file's pickle may name beside stock's own.
@@ -233,10 +234,12 @@ class _Repair:
         """Makes the file that the data files prove."""
         path = str(self._directory.path / name)
         is_whole = name == METADATA_NAME
-        candidates = self._candidates(name)
-        if not candidates:
+        facts = self._facts(name, self._candidates(name))
+        if not is_whole:  # the caller may have named files of several ranks
+            own = (name, METADATA_NAME)  # the latter for a name without a rank: refused below
+            facts = [one for one in facts if metadata_name(data_file_rank(one.name)) in own]
+        if not facts:
             raise self._refusal(name, "there is no data file that it could name")
-        facts = self._facts(name, candidates)
         save_id, of_one_save = one_save(facts, path, is_chosen=self._chosen is not None)
         one_generation(facts, path, is_chosen=self._chosen is not None)
         if is_whole and self._chosen is None:
