@@ -240,7 +240,10 @@ def stored_save_id(path: str | os.PathLike[str]) -> str | None:
 
 
 def committed_save_id(path: str | os.PathLike[str]) -> str | None:
-    """As `stored_save_id`, for a rank whose coordinator does not answer: logs errors, then None."""
+    """As `stored_save_id`; logs an error and returns None.
+
+    A rank calls it when the coordinator of a save does not answer.
+    """
     try:
         return stored_save_id(path)
     except DcpxError as error:

@@ -184,7 +184,7 @@ class StoredEntries(_Filled):
         return self[name] if name in self else default  # noqa: SIM401
 
     def _stored(self, name: Any) -> tuple[Any, Any]:
-        """Returns (number of the name, columns), or if there is none (its entry or None, None)."""
+        """Returns (number, columns) while the entry is not made, else (entry or None, None)."""
         with self._lock:
             entry = dict.get(self, name)
             return entry, self.columns if type(entry) is int else None
