@@ -11,3 +11,8 @@ def printable(value: object) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns "1 tensor" for (1, "tensor"), and "3 tensors" for 3."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

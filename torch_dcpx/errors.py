@@ -206,12 +206,14 @@ class RepairError(DcpxError, ValueError):
 
     `path` is the file of metadata that was to be made anew, or their directory, `candidates` the
     data files from which nobody can choose, or that lack something. `assumptions` is what was not
-    accepted, where that is all that is missing.
+    accepted, where that is all that is missing. `is_good`: the metadata is good; whether the
+    data are too, `verify` says.
     """
 
     path: str | None
     candidates: tuple[str, ...] | None
     assumptions: tuple[str, ...] | None
+    is_good: bool | None
 
 
 class UnsupportedError(DcpxError, NotImplementedError):

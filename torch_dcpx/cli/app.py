@@ -12,6 +12,14 @@ from torch_dcpx.cli.output import command
 _PATH = click.Path(path_type=Path)
 
 
+def _look(*paths: Path) -> None:
+    """Raises StorageError where a path is no directory: at once, before torch is imported."""
+    from torch_dcpx.storage.directory import Directory
+
+    for path in paths:
+        Directory(path).close()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dcpx")
 def app() -> None:
@@ -30,6 +38,7 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 
     Compares sizes, reads no data: see `verify`. Exits with 1 if one is not whole.
     """
+    _look(path)
     from torch_dcpx.cli.listing import show
 
     return show(path, with_all=with_all, as_json=as_json)
@@ -44,21 +53,29 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @command
 def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
-    """Show a checkpoint's names, dtypes, shapes, chunks and files. Reads no data."""
+    """Show a checkpoint's names, dtypes, shapes, chunks and files. Reads no data.
+
+    Exits with 1 if a file is missing or has a wrong size, or if no name fits a --key.
+    """
+    _look(path)
     from torch_dcpx.cli.inspect import show
 
     return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json)
 
 
 @app.command()
-@click.argument("path", type=_PATH)
+@click.argument("paths", type=_PATH, nargs=-1, required=True, metavar="PATH...")
 @click.option("--workers", type=click.IntRange(min=1), help="threads that read and sum")
 @command
-def verify(path: Path, workers: int | None, as_json: bool) -> int:
-    """Compare every byte of a checkpoint with its checksums, and list all faults."""
+def verify(paths: tuple[Path, ...], workers: int | None, as_json: bool) -> int:
+    """Compare every byte of checkpoints with its checksums, and list all faults.
+
+    Each PATH is a checkpoint, or a directory with checkpoints in it.
+    """
+    _look(*paths)
     from torch_dcpx.cli.listing import run_verify
 
-    return run_verify(path, workers=workers, as_json=as_json)
+    return run_verify(paths, workers=workers, as_json=as_json)
 
 
 @app.command()
@@ -78,6 +95,7 @@ def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | No
     Exits with 1, and writes nothing, if they do not prove what the metadata held. If they do with
     assumptions, --dry-run lists them, and --accept-assumptions takes them.
     """
+    _look(path)
     from torch_dcpx.cli.listing import run_repair
 
     return run_repair(path, as_json=as_json, files=files or None, **flags)

@@ -171,7 +171,7 @@ class _Repair:
                 raise self._refusal(METADATA_NAME, why)
         if not rank_local:
             if METADATA_NAME in names and self._is_good(METADATA_NAME):
-                raise self._refusal(METADATA_NAME, "it is good, and stays as it is")
+                raise self._refusal(METADATA_NAME, "it is good, and stays as it is", is_good=True)
             return [METADATA_NAME]
         if METADATA_NAME in names:
             raise self._refusal(METADATA_NAME, "every load would prefer it to those of the ranks")
@@ -179,7 +179,8 @@ class _Repair:
         wanted = {f"__{rank}{METADATA_NAME}" for rank in ranks} | set(own)
         lost = [name for name in sorted(wanted) if name not in names or not self._is_good(name)]
         if not lost:
-            raise self._refusal(METADATA_NAME, "the metadata of all ranks that have files are good")
+            why = "the metadata of all ranks that have files are good, and stay as they are"
+            raise self._refusal(METADATA_NAME, why, is_good=True)
         return lost
 
     def _is_good(self, name: str) -> bool:
@@ -318,9 +319,12 @@ class _Repair:
             why = f"not all of its data files are there and whole: {shown}{more}"
             raise self._refusal(name, why, sorted({finding.file for finding in faults}))
 
-    def _refusal(self, name: str, why: str, candidates: Iterable[str] = ()) -> RepairError:
+    def _refusal(
+        self, name: str, why: str, candidates: Iterable[str] = (), *, is_good: bool = False
+    ) -> RepairError:
         path = str(self._directory.path / name)
-        return RepairError(f"repair '{path}': {why}", path=path, candidates=tuple(candidates))
+        message = f"repair '{path}': {why}"
+        return RepairError(message, path=path, candidates=tuple(candidates), is_good=is_good)
 
 
 def _entry(facts: FileFacts) -> FileEntry:
