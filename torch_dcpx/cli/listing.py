@@ -92,7 +92,7 @@ def _listed(path: Path, name: str) -> _Listed:
 
 def run_verify(paths: Sequence[Path], *, workers: int | None, as_json: bool) -> int:
     """Prints a report of `verify` for each checkpoint at these paths. Returns the exit code."""
-    places = list(dict.fromkeys(place for path in paths for place in _checkpoints_at(path)))
+    places = list(dict.fromkeys(place for path in paths for place in checkpoints_at(path)))
     reports: list[VerifyReport] = []
     for place in places:
         with showing_progress(f"verify {place.name}", is_shown=not as_json) as tell:
@@ -108,7 +108,7 @@ def run_verify(paths: Sequence[Path], *, workers: int | None, as_json: bool) -> 
     return UNSOUND if damaged else FINE
 
 
-def _checkpoints_at(path: Path) -> list[Path]:
+def checkpoints_at(path: Path) -> list[Path]:
     """Returns `path`, or the directories beneath it that hold files of checkpoints."""
     found = [] if _holds_files(path) else list(filter(_holds_files, _beneath(path)))
     return found or [path]

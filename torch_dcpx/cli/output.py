@@ -59,7 +59,7 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
                 put_json({"error": {"type": type(error).__name__, **_fields(error)}})
             else:
                 put_problem(str(error))
-            code = UNSOUND if is_of_checkpoint(error) else CANNOT
+            code = exit_code(error)
         except KeyboardInterrupt:
             put_problem("interrupted")
         except Exception:  # noqa: BLE001 - a bug is printed, and is no damage
@@ -72,6 +72,11 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
 def is_of_checkpoint(error: Exception) -> bool:
     """Returns whether an error is a fault of a checkpoint."""
     return isinstance(error, _OF_CHECKPOINT)
+
+
+def exit_code(error: Exception) -> int:
+    """Returns the exit code that an error stands for."""
+    return UNSOUND if is_of_checkpoint(error) else CANNOT
 
 
 def _fields(error: Exception) -> dict[str, Any]:
