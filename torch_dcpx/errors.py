@@ -4,6 +4,7 @@
     +-- OptionError(ValueError)             an option or argument that cannot work
     +-- PlanError(ValueError)               items, regions or results that contradict each other
     |   +-- MismatchError                   a state asks for what the checkpoint does not hold
+    |   +-- UnknownNameError(KeyError)      a name or glob that the checkpoint does not hold
     +-- StagingError(RuntimeError)          no snapshot, or a copy from or to a device failed: fqn
     +-- StorageError(OSError)               a system call failed: errno, path, offset, nbytes
     |   +-- ShortReadError(EOFError)        the file ended before the range did
@@ -100,6 +101,16 @@ class MismatchError(PlanError):
     kinds: tuple[tuple[str, str, str], ...] | None
     nearest: dict[str, tuple[str, ...]] | None
     ranks: tuple[int, ...] | None
+
+
+class UnknownNameError(PlanError, KeyError):
+    """The checkpoint at `path` holds no tensor of the name, or for the glob, `fqn`.
+
+    `nearest` suggests stored names. Raised by `load_tensors` and what `open_checkpoint` returns.
+    """
+
+    path: str | None
+    nearest: tuple[str, ...] | None
 
 
 class StagingError(DcpxError, RuntimeError):

@@ -39,8 +39,7 @@ PYTHON_ROOMS = {"dcp", "bind"}
 # The ground of torch_dcpx: the modules of the folder itself, which import no room.
 GROUND = {
     "__init__", "_compat", "_environment", "_gc", "_hooks", "_last_jobs", "_native",
-    "_plan_classes", "_text", "_version", "_waiting", "errors", "load_report",
-    "options", "reports", "save_report",
+    "_plan_classes", "_text", "_version", "_waiting", "errors", "options", "reports",
 }  # fmt: skip
 
 # Room of torch_dcpx -> rooms that its modules may import, beside their own and the ground.
@@ -60,7 +59,8 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
         "writer", "planners",
     },
     "integrity": {"storage", "tensors", "metadata", "reader", "writer"},
-    "artifacts": {"storage", "tensors", "ranks", "reader", "keys", "planners", "checkpoint"},
+    "artifacts": {"storage", "tensors", "ranks", "metadata", "reader", "keys", "planners",
+                  "checkpoint"},
     "manager": {
         "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
         "writer", "planners", "checkpoint", "integrity", "artifacts",

@@ -24,13 +24,12 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx.metadata.lazy import sizes_of
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.reader.generation import Generation
+from torch_dcpx.reader.generation import Generation, check_not_replaced
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.reader.rows import stored_dtype
 from torch_dcpx.reader.safetensors import (
     Safetensors,
-    check_not_replaced,
     find_safetensors,
     read_safetensors,
 )
@@ -67,7 +66,7 @@ class PretrainedReader(DcpxReader):
         plan = super().prepare_local_plan(plan)
         if self._held is None:
             return plan
-        check_not_replaced(self._held)
+        check_not_replaced(self._held.directory, self._held.files)
         return dataclasses.replace(plan, storage_data=self.generation)
 
     @property

@@ -243,6 +243,11 @@ class DcpxReader(FileSystemReader):
         """Returns the save whose metadata was read. None: none yet."""
         return self.__generation
 
+    @property
+    def is_of_ours(self) -> bool:
+        """Returns whether the metadata that was read vouches for its data files."""
+        return self.__checkpoint is not None and self.__checkpoint.files is not None
+
     @contextmanager
     def __hook(self) -> Iterator[None]:
         """Counts the time of a hook."""

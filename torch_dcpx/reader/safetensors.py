@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
+from torch_dcpx.reader.generation import file_state
 from torch_dcpx.reader.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -20,7 +20,7 @@ from torch_dcpx.reader.safetensors_header import (
     parse_header,
     unique_keys,
 )
-from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME
 
 _SINGLE_NAME = "model.safetensors"
@@ -42,7 +42,7 @@ class Safetensors(NamedTuple):
     directory: Path
     tensors: dict[str, StoredTensor]
     digest: str  # of all headers
-    files: dict[str, tuple[int, ...]]  # by name, `_state_of` the file
+    files: dict[str, tuple[int, ...]]  # by name, `file_state`
 
 
 def find_safetensors(path: Path) -> tuple[Path, str] | None:
@@ -95,7 +95,7 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
         seen = {}
         digest = hashlib.sha256()
         for file in [name] if weight_map is None else sorted(set(weight_map.values())):
-            seen[file] = _state_of(directory, file)
+            seen[file] = file_state(directory, file)
             held[file], header = _tensors(directory, file)
             digest.update(header)
     if weight_map is None:
@@ -134,30 +134,6 @@ def _check_index(
                 fqn=unnamed[0],
                 touched=(),
             )
-
-
-def check_not_replaced(held: Safetensors) -> None:
-    """Raises StorageError if a name means another file by now than when its header was read."""
-    with Directory(held.directory) as directory:
-        for name, state in held.files.items():
-            if _state_of(directory, name) != state:
-                path = str(held.directory / name)
-                raise StorageError(
-                    f"'{path}' was replaced while it was loaded; no tensor was touched, load it "
-                    "again",
-                    errno=errno.ESTALE,
-                    path=path,
-                    touched=(),
-                )
-
-
-def _state_of(directory: Directory, name: str) -> tuple[int, ...]:
-    """Returns numbers that differ once a name means another file, or its file was written to."""
-    try:
-        found = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-    except OSError as error:
-        raise storage_error("stat", directory.path / name, error, is_read=True) from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
