@@ -1,6 +1,6 @@
 """Saves in the background: what is saved, what a failure does, what happens while one is under way.
 
-    python examples/asynchronous.py
+python examples/asynchronous.py
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import command
 
 _PATH = click.Path(path_type=Path)
+_RANK = click.option(
+    "--rank", type=click.IntRange(min=0), help="whose checkpoint, where each rank saved its own"
+)
 
 
 def _look(*paths: Path) -> None:
@@ -76,6 +79,41 @@ def verify(paths: tuple[Path, ...], workers: int | None, as_json: bool) -> int:
     from torch_dcpx.cli.listing import run_verify
 
     return run_verify(paths, workers=workers, as_json=as_json)
+
+
+@app.command()
+@click.argument("path", type=_PATH)
+@click.argument("names", nargs=-1, required=True, metavar="NAME[ROWS]...")
+@click.option("--full", is_flag=True, help="every value; default: torch's summary")
+@_RANK
+@command
+def cat(path: Path, names: tuple[str, ...], full: bool, rank: int | None, as_json: bool) -> int:
+    """Print values: 'model.weight', 'model.weight[3:7]', 'model.weight[0, ::2]', 'step'.
+
+    Reads the blocks that hold these rows, and executes nothing.
+    """
+    _look(path)
+    from torch_dcpx.cli.cat import run_cat
+
+    return run_cat(path, names, is_full=full, rank=rank, as_json=as_json)
+
+
+@app.command()
+@click.argument("a", type=_PATH)
+@click.argument("b", type=_PATH)
+@click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
+@_RANK
+@command
+def diff(a: Path, b: Path, limit: int, rank: int | None, as_json: bool) -> int:
+    """Show how checkpoint B differs from A: names, shapes, dtypes, then values.
+
+    Compares values by their checksums, where both have these of the same parts; else it reads.
+    Exits with 1 if they differ.
+    """
+    _look(a, b)
+    from torch_dcpx.cli.diff import run_diff
+
+    return run_diff(a, b, rank=rank, limit=limit, as_json=as_json)
 
 
 @app.command()
