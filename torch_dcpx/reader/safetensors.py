@@ -1,4 +1,4 @@
-"""Finds the safetensors files that a path means, and the tensors in them."""
+"""Finds the files of tensors that a path means, and the tensors in those of safetensors."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from torch_dcpx.storage.names import METADATA_NAME
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")  # of files of torch.save
+_TORCH_NAME = "pytorch_model.bin"
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udfff]{1,240}\.safetensors")  # beside the index alone
 
 
@@ -45,19 +47,21 @@ class Safetensors(NamedTuple):
     files: dict[str, tuple[int, ...]]  # by name, `file_state`
 
 
-def find_safetensors(path: Path) -> tuple[Path, str] | None:
+def find_files(path: Path) -> tuple[Path, str] | None:
     """Returns (directory, name of the file or index) that a path means; None: a checkpoint of DCP.
 
     Args:
-        path: a file `*.safetensors` or `*.index.json`, or a directory. In a directory, a
-            `.metadata` comes first, then `model.safetensors`, then the index, then the only
-            `*.safetensors`: the order of Hugging Face's loaders.
+        path: a file `*.safetensors`, `*.index.json`, `*.pt`, `*.pth` or `*.bin`, or a directory.
+            In a directory, a `.metadata` comes first, then `model.safetensors`, then the index,
+            then the only `*.safetensors`, then `pytorch_model.bin`: the order of Hugging Face's
+            loaders.
 
     Raises:
         NotCommittedError: it holds none of these.
         StorageError: it cannot be listed.
     """
-    if path.name.endswith((".safetensors", ".index.json")) and not path.is_dir():
+    suffixes = (".safetensors", ".index.json", *TORCH_SUFFIXES)
+    if path.name.endswith(suffixes) and not path.is_dir():
         return path.parent, path.name
     try:
         with Directory(path) as directory:
@@ -71,7 +75,8 @@ def find_safetensors(path: Path) -> tuple[Path, str] | None:
     if METADATA_NAME in names or any(name.endswith(METADATA_NAME) for name in names):
         return None
     single = [name for name in names if name.endswith(".safetensors")]
-    for name in (_SINGLE_NAME, _INDEX_NAME, *(single if len(single) == 1 else ())):
+    only = single if len(single) == 1 else ()
+    for name in (_SINGLE_NAME, _INDEX_NAME, *only, _TORCH_NAME):
         if name in names:
             return path, name
     raise NotCommittedError(
