@@ -85,7 +85,8 @@ def _listed(path: Path, name: str) -> _Listed:
 
 def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
     """Prints the report of `verify`. Returns the exit code."""
-    Directory(path).close()  # a missing one is an error of the path, not of a checkpoint
+    if not path.is_file():  # else an artifact's
+        Directory(path).close()  # a missing one is an error of the path, not of a checkpoint
     with showing_progress(f"verify {path.name}", is_shown=not as_json) as tell:
         report = verify(path, workers=workers, progress=tell)
     _put(report, as_json, ok=report.ok)

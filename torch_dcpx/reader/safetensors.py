@@ -95,23 +95,23 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
         StorageError: a file cannot be read.
     """
     with Directory(directory_path) as directory:
-        weight_map = _weight_map(directory, name) if name.endswith(".json") else None
+        weight_map = read_index(directory, name) if name.endswith(".json") else None
         held: dict[str, dict[str, StoredTensor]] = {}
         seen = {}
         digest = hashlib.sha256()
         for file in [name] if weight_map is None else sorted(set(weight_map.values())):
             seen[file] = file_state(directory, file)
-            held[file], header = _tensors(directory, file)
+            held[file], header = read_header(directory, file)
             digest.update(header)
     if weight_map is None:
         tensors = held[name]
     else:
-        _check_index(weight_map, held, str(directory_path / name))
+        check_index(weight_map, held, str(directory_path / name))
         tensors = {fqn: held[file][fqn] for fqn, file in weight_map.items()}
     return Safetensors(directory_path, tensors, digest.hexdigest(), seen)
 
 
-def _check_index(
+def check_index(
     weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, StoredTensor]], path: str
 ) -> None:
     """Raises CorruptionError unless the index at `path` and its files name the same tensors.
@@ -141,8 +141,11 @@ def _check_index(
             )
 
 
-def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
-    """Returns the tensors of one file, and its header with the length before it."""
+def read_header(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
+    """Returns the tensors of one file, and its header with the length before it.
+
+    Raises: CorruptionError, StorageError, UnsupportedError.
+    """
     path = str(directory.path / name)
     with directory.open_regular(name) as file:
         prefix = file.part(0, min(LENGTH_BYTES, file.nbytes))
@@ -154,8 +157,8 @@ def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], 
     return rows, prefix + header
 
 
-def _weight_map(directory: Directory, name: str) -> dict[str, str]:
-    """Returns the index's file by tensor."""
+def read_index(directory: Directory, name: str) -> dict[str, str]:
+    """Returns an index's file by tensor. Raises: CorruptionError, StorageError."""
     path = str(directory.path / name)
 
     def fail(what: str) -> CorruptionError:
