@@ -110,6 +110,21 @@ def test_views_strides_dtypes_and_tied_tensors_are_those_of_torch_load(tmp_path:
         assert torch.equal(held["turned"][3:5, ::7], base.T[3:5, ::7])
 
 
+def test_file_of_a_big_endian_machine_gives_the_same_values(tmp_path: Path) -> None:
+    tensor = torch.arange(1000, dtype=torch.int32)
+    torch.save({"w": tensor}, tmp_path / "y.pt")
+
+    def swapped(name: str, data: bytes) -> tuple[str, bytes]:
+        if name.endswith("byteorder"):
+            return name, b"big"
+        if name.endswith("data/0"):
+            data = tensor.numpy().astype(">i4").tobytes()
+        return name, data
+
+    rewritten(tmp_path / "y.pt", tmp_path / "z.pt", swapped)
+    assert torch.equal(dcpx.load_tensors(tmp_path / "z.pt")["w"], tensor)
+
+
 def test_file_becomes_safetensors_and_back(tmp_path: Path) -> None:
     torch.save(mixed_state(), tmp_path / "y.pt")
     dcpx.export(tmp_path / "y.pt", tmp_path / "z.safetensors", no_dist=True)
@@ -224,6 +239,16 @@ def test_compressed_and_too_large_records_are_refused(
         read_torch_file(tmp_path, "y.pt")
     monkeypatch.setattr(torch_file, "_MAX_DIRECTORY_BYTES", 100)
     with pytest.raises(CorruptionError, match="more than 100"):
+        read_torch_file(tmp_path, "y.pt")
+
+
+def test_more_tensors_than_a_load_can_plan_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({str(i): torch.ones(1) for i in range(5)}, tmp_path / "y.pt")
+    assert len(read_torch_file(tmp_path, "y.pt").places) == 5
+    monkeypatch.setattr(torch_file, "MAX_FILE_TENSORS", 4)
+    with pytest.raises(UnsupportedError, match="more than 4 tensors"):
         read_torch_file(tmp_path, "y.pt")
 
 

@@ -153,7 +153,7 @@ def test_verify_takes_an_exported_file_and_a_folder(tmp_path: Path) -> None:
         assert "1 items in 1 files" in result.output
     (tmp_path / "y.pt").write_bytes((tmp_path / "y.pt").read_bytes()[:-9])
     assert dcpx("verify", tmp_path / "y.pt").exit_code == 1
-    assert dcpx("verify", tmp_path / "nope.pt").exit_code == 1
+    assert dcpx("verify", tmp_path / "nope.pt").exit_code == 2
 
 
 def test_repair_makes_lost_metadata_anew_and_spares_a_good_one(tmp_path: Path) -> None:

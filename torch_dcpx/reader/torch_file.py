@@ -24,6 +24,7 @@ from torch_dcpx.errors import CorruptionError, UnsafePickleError, UnsupportedErr
 from torch_dcpx.reader.generation import FileState, file_state
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.rows import span_elems
+from torch_dcpx.reader.safetensors_header import MAX_FILE_TENSORS
 from torch_dcpx.storage.directory import Directory, SmallFile
 from torch_dcpx.unpickle.byte_items import OBJECTS
 from torch_dcpx.unpickle.settle import Settler, build_user_object, refuse
@@ -54,7 +55,8 @@ def read_torch_file(directory_path: Path, name: str, safe_globals: Sequence[Any]
 
     Raises:
         UnsafePickleError: its pickle asks for a global that is not allowed; TorchScript.
-        UnsupportedError: it is no zip, is compressed, or holds no dict.
+        UnsupportedError: it is no zip, is compressed, holds no dict, or more than
+            `MAX_FILE_TENSORS` tensors.
         CorruptionError: it is malformed; a link or a FIFO.
         StorageError: it cannot be read.
     """
@@ -75,6 +77,8 @@ def read_torch_file(directory_path: Path, name: str, safe_globals: Sequence[Any]
                 raise UnsupportedError(f"'{path}' holds a {kind}, not a dict of tensors")
             flat, paths = flatten_state_dict(value)
             tensors = {n: one for n, one in flat.items() if isinstance(one, torch.Tensor)}
+            if len(tensors) > MAX_FILE_TENSORS:
+                raise UnsupportedError(f"'{path}' names more than {MAX_FILE_TENSORS} tensors")
             places = {n: records.tensor(n, one) for n, one in tensors.items() if records.has(one)}
     _refuse_overlaps(places, path)
     digest = hashlib.sha256(held).hexdigest()
