@@ -208,6 +208,18 @@ def test_verify_of_a_directory_without_any_checkpoint_is_a_fault(tmp_path: Path)
     assert printed("verify", tmp_path, code=1)["findings"][0]["kind"] == "uncommitted"
 
 
+def test_verify_takes_an_exported_file_and_a_folder(tmp_path: Path) -> None:
+    torch_dcpx.export({"w": torch.ones(100)}, tmp_path / "y.pt", no_dist=True)
+    torch_dcpx.export({"w": torch.ones(100)}, tmp_path / "out", no_dist=True)
+    for target in ("y.pt", "out"):
+        result = dcpx("verify", tmp_path / target)
+        assert result.exit_code == 0, result.output
+        assert "1 item in 1 file," in result.output
+    (tmp_path / "y.pt").write_bytes((tmp_path / "y.pt").read_bytes()[:-9])
+    assert dcpx("verify", tmp_path / "y.pt").exit_code == 1
+    assert dcpx("verify", tmp_path / "nope.pt").exit_code == 2
+
+
 def test_repair_makes_lost_metadata_anew_and_spares_a_good_one(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     before = (tmp_path / ".metadata").read_bytes()

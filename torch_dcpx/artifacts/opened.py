@@ -42,7 +42,8 @@ def open_checkpoint(
     StorageError; none mixes two saves.
 
     Args:
-        path: a checkpoint, of ours or of stock's; or safetensors, as `load_pretrained` finds them.
+        path: a checkpoint, of ours or of stock's; or files of safetensors or torch.save, as
+            `load_pretrained` finds them.
         options: see `ReadOptions`. Default None: `ReadOptions()`.
         rank: whose metadata to read of a checkpoint whose ranks have each their own. Default None:
             the metadata of all.

@@ -56,9 +56,10 @@ def load_pretrained(
             on `meta` get memory first, and are on `meta` again after an error. If `state_dict()`
             gives copies (FSDP1, hooks), `load_state_dict` gets the loaded values, and
             `state_dict()` is compared with them.
-        path: a checkpoint; a safetensors file; an index of such (`*.index.json`); or a directory
-            with `.metadata`, `model.safetensors.index.json`, `model.safetensors` or one
-            `*.safetensors`.
+        path: a checkpoint; a file of safetensors, or of torch.save (`*.pt`, `*.pth`, `*.bin`); an
+            index of safetensors (`*.index.json`); or a directory with `.metadata`,
+            `model.safetensors.index.json`, `model.safetensors`, one `*.safetensors` or
+            `pytorch_model.bin`.
         key_map: stored names and shapes to the model's. Default `KeyMap()`: names without wrappers.
         strict: whether names that are not stored are an error. Default True. With False their
             tensors stay as they are, maybe on `meta`.
@@ -67,7 +68,9 @@ def load_pretrained(
         device: of tensors on `meta`. Default None: the mesh's device for shards, else the CPU.
         process_group: ranks that load together. Default None: all of them.
         no_dist: loads in this process alone. Default False.
-        options: see `ReadOptions`. Safetensors files hold no checksums that could be checked.
+        options: see `ReadOptions`. Of a file of torch.save no class is made but those in
+            `safe_globals`, also with `trusted=True`. Such files, and those of safetensors, hold no
+            checksums that could be checked.
 
     Returns:
         The report of this rank. A name is not missing if another name of its parameter is stored.

@@ -73,9 +73,9 @@ def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json
 def verify(paths: tuple[Path, ...], workers: int | None, as_json: bool) -> int:
     """Compare every byte of checkpoints with its checksums, and list all faults.
 
-    Each PATH is a checkpoint, or a directory with checkpoints in it.
+    Each PATH is a checkpoint, a directory with checkpoints in it, or what `export` wrote.
     """
-    _look(*paths)
+    _look(*(path for path in paths if not path.is_file()))
     from torch_dcpx.cli.listing import run_verify
 
     return run_verify(paths, workers=workers, as_json=as_json)

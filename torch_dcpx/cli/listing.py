@@ -20,6 +20,7 @@ from torch_dcpx.cli.output import (
     showing_progress,
 )
 from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError
+from torch_dcpx.integrity.artifact import find_artifact
 from torch_dcpx.integrity.findings import RepairReport, VerifyReport
 from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.verify import verify
@@ -110,6 +111,8 @@ def run_verify(paths: Sequence[Path], *, workers: int | None, as_json: bool) -> 
 
 def checkpoints_at(path: Path) -> list[Path]:
     """Returns `path`, or the directories beneath it that hold files of checkpoints."""
+    if path.is_file() and find_artifact(path) is not None:
+        return [path]
     found = [] if _holds_files(path) else list(filter(_holds_files, _beneath(path)))
     return found or [path]
 

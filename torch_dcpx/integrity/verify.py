@@ -6,6 +6,7 @@
 3. Several workers read and sum all bytes that a checksum covers.
 
 Nothing ends at the first finding, no process group is needed, and nothing of a file is trusted.
+Files of safetensors and torch.save are `artifact`'s.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_dcpx._native import _C
+from torch_dcpx.integrity.artifact import find_artifact, verify_artifact
 from torch_dcpx.integrity.compare import (
     LookedAt,
     StoredCheckpoint,
@@ -55,7 +57,9 @@ def verify(
     """Compares a whole checkpoint with its checksums, and reports all its faults.
 
     Args:
-        path: directory of a checkpoint, of ours or of stock's, of all ranks or of each rank's own.
+        path: directory of a checkpoint, of ours or of stock's, of all ranks or of each rank's own;
+            or what `export` writes, as `load_pretrained` finds it. Safetensors hold no checksums:
+            headers, sizes and the index are compared, and a note says so.
         workers: threads that read and sum. Default None: as in `ReadOptions`.
         host_memory_bytes: bound on the memory that files are read into. Default None: 64 MiB.
         safe_globals: classes that the metadata's pickle may name beside stock's own.
@@ -74,6 +78,11 @@ def verify(
     options = ReadOptions(workers=workers)
     if host_memory_bytes is not None:
         options = replace(options, host_memory_bytes=host_memory_bytes)
+    artifact = find_artifact(path)
+    if artifact is not None:
+        with open_checkpoint(artifact.directory) as directory:
+            job = verify_job(directory, options)
+            return verify_artifact(directory, artifact.name, job, safe_globals, progress)
     with open_checkpoint(path) as directory, being_read(path):
         run = _Run(directory, verify_job(directory, options), safe_globals)
         run.look()

@@ -212,12 +212,16 @@ class CheckpointCatalog:
         keys: Iterable[str] | None,
         key_map: KeyMap | None,
         max_shard_bytes: int | str,
+        dtype: Any,
+        metadata: Any,
         options: WriteOptions | None,
     ) -> ExportReport:
         with ExitStack() as stack:
 
             def local() -> tuple[ExportArguments, Call]:
-                own = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
+                own = checked_arguments(
+                    path, file_format, keys, key_map, max_shard_bytes, dtype, metadata
+                )
                 tag = None if isinstance(tag_or_model, nn.Module) else tag_of(tag_or_model)
                 return own, Call("export", {"tag": tag, **own.told()})
 
@@ -245,6 +249,8 @@ class CheckpointCatalog:
                 keys=checked.keys,
                 key_map=checked.key_map,
                 max_shard_bytes=checked.max_shard_bytes,
+                dtype=dtype,
+                metadata=metadata,
                 options=options or self.options,
                 **self.ranks,
             )

@@ -10,10 +10,11 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from torch_dcpx.artifacts.export import ExportReport
@@ -235,10 +236,12 @@ class CheckpointManager:
         tag_or_model: str | int | nn.Module,
         path: str | os.PathLike[str],
         *,
-        format: Literal["safetensors", "torch"] = "safetensors",  # noqa: A002 - as `dcpx.export`
+        format: Literal["safetensors", "torch"] | None = None,  # noqa: A002 - as `dcpx.export`
         keys: Iterable[str] | None = None,
         key_map: KeyMap | None = None,
         max_shard_bytes: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+        metadata: Mapping[str, str] | None = None,
         options: WriteOptions | None = None,
     ) -> ExportReport:
         """Writes one artifact for inference, by all ranks at once, and returns its report.
@@ -247,8 +250,9 @@ class CheckpointManager:
             tag_or_model: a checkpoint by tag or step, which stays meanwhile; or a module as it is
                 now, by the names in a checkpoint of it.
             path: directory, or the file in it, of the artifact; the same on every rank.
-            format, keys, key_map, max_shard_bytes: as `torch_dcpx.export`. Default: the model only,
-                as safetensors. Of a tag, `keys` are names with "model.", "optimizer." and so on.
+            format, keys, key_map, max_shard_bytes, dtype, metadata: as `torch_dcpx.export`.
+                Default: the model only, as safetensors. Of a tag, `keys` are names with "model.",
+                "optimizer." and so on.
             options: of the export. Default None: those of the manager.
 
         Raises:
@@ -259,7 +263,7 @@ class CheckpointManager:
             As `torch_dcpx.export`.
         """
         return self._catalog.export(
-            tag_or_model, path, format, keys, key_map, max_shard_bytes, options
+            tag_or_model, path, format, keys, key_map, max_shard_bytes, dtype, metadata, options
         )
 
     def dry_run(

@@ -1,4 +1,4 @@
-"""Finds the safetensors files that a path means, and the tensors in them."""
+"""Finds the files of tensors that a path means, and the tensors in those of safetensors."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from torch_dcpx.storage.names import METADATA_NAME
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")  # of files of torch.save
+_TORCH_NAME = "pytorch_model.bin"
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udfff]{1,240}\.safetensors")  # beside the index alone
 
 
@@ -45,19 +47,21 @@ class Safetensors(NamedTuple):
     files: dict[str, tuple[int, ...]]  # by name, `file_state`
 
 
-def find_safetensors(path: Path) -> tuple[Path, str] | None:
+def find_files(path: Path) -> tuple[Path, str] | None:
     """Returns (directory, name of the file or index) that a path means; None: a checkpoint of DCP.
 
     Args:
-        path: a file `*.safetensors` or `*.index.json`, or a directory. In a directory, a
-            `.metadata` comes first, then `model.safetensors`, then the index, then the only
-            `*.safetensors`: the order of Hugging Face's loaders.
+        path: a file `*.safetensors`, `*.index.json`, `*.pt`, `*.pth` or `*.bin`, or a directory.
+            In a directory, a `.metadata` comes first, then `model.safetensors`, then the index,
+            then the only `*.safetensors`, then `pytorch_model.bin`: the order of Hugging Face's
+            loaders.
 
     Raises:
         NotCommittedError: it holds none of these.
         StorageError: it cannot be listed.
     """
-    if path.name.endswith((".safetensors", ".index.json")) and not path.is_dir():
+    suffixes = (".safetensors", ".index.json", *TORCH_SUFFIXES)
+    if path.name.endswith(suffixes) and not path.is_dir():
         return path.parent, path.name
     try:
         with Directory(path) as directory:
@@ -71,7 +75,8 @@ def find_safetensors(path: Path) -> tuple[Path, str] | None:
     if METADATA_NAME in names or any(name.endswith(METADATA_NAME) for name in names):
         return None
     single = [name for name in names if name.endswith(".safetensors")]
-    for name in (_SINGLE_NAME, _INDEX_NAME, *(single if len(single) == 1 else ())):
+    only = single if len(single) == 1 else ()
+    for name in (_SINGLE_NAME, _INDEX_NAME, *only, _TORCH_NAME):
         if name in names:
             return path, name
     raise NotCommittedError(
@@ -90,23 +95,23 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
         StorageError: a file cannot be read.
     """
     with Directory(directory_path) as directory:
-        weight_map = _weight_map(directory, name) if name.endswith(".json") else None
+        weight_map = read_index(directory, name) if name.endswith(".json") else None
         held: dict[str, dict[str, StoredTensor]] = {}
         seen = {}
         digest = hashlib.sha256()
         for file in [name] if weight_map is None else sorted(set(weight_map.values())):
             seen[file] = file_state(directory, file)
-            held[file], header = _tensors(directory, file)
+            held[file], header = read_header(directory, file)
             digest.update(header)
     if weight_map is None:
         tensors = held[name]
     else:
-        _check_index(weight_map, held, str(directory_path / name))
+        check_index(weight_map, held, str(directory_path / name))
         tensors = {fqn: held[file][fqn] for fqn, file in weight_map.items()}
     return Safetensors(directory_path, tensors, digest.hexdigest(), seen)
 
 
-def _check_index(
+def check_index(
     weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, StoredTensor]], path: str
 ) -> None:
     """Raises CorruptionError unless the index at `path` and its files name the same tensors.
@@ -136,8 +141,11 @@ def _check_index(
             )
 
 
-def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
-    """Returns the tensors of one file, and its header with the length before it."""
+def read_header(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
+    """Returns the tensors of one file, and its header with the length before it.
+
+    Raises: CorruptionError, StorageError, UnsupportedError.
+    """
     path = str(directory.path / name)
     with directory.open_regular(name) as file:
         prefix = file.part(0, min(LENGTH_BYTES, file.nbytes))
@@ -149,8 +157,8 @@ def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], 
     return rows, prefix + header
 
 
-def _weight_map(directory: Directory, name: str) -> dict[str, str]:
-    """Returns the index's file by tensor."""
+def read_index(directory: Directory, name: str) -> dict[str, str]:
+    """Returns an index's file by tensor. Raises: CorruptionError, StorageError."""
     path = str(directory.path / name)
 
     def fail(what: str) -> CorruptionError:
