@@ -18,6 +18,7 @@ from torch_dcpx.cli.output import (
     showing_progress,
 )
 from torch_dcpx.errors import DcpxError, NotCommittedError
+from torch_dcpx.integrity.artifact import find_artifact
 from torch_dcpx.integrity.findings import RepairReport, VerifyReport
 from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.verify import verify
@@ -85,7 +86,7 @@ def _listed(path: Path, name: str) -> _Listed:
 
 def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
     """Prints the report of `verify`. Returns the exit code."""
-    if not path.is_file():  # else an artifact's
+    if not path.is_file() or find_artifact(path) is None:
         Directory(path).close()  # a missing one is an error of the path, not of a checkpoint
     with showing_progress(f"verify {path.name}", is_shown=not as_json) as tell:
         report = verify(path, workers=workers, progress=tell)
