@@ -65,7 +65,7 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
         "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
         "writer", "planners", "checkpoint", "integrity", "artifacts",
     },
-    "cli": {"storage", "metadata", "integrity", "artifacts"},
+    "cli": {"storage", "metadata", "reader", "checkpoint", "integrity", "artifacts"},
 }  # fmt: skip
 
 # Folders of tests beside those of the rooms: the ground and csrc through the door, stock DCP and

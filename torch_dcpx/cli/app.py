@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -114,6 +115,28 @@ def diff(a: Path, b: Path, limit: int, rank: int | None, as_json: bool) -> int:
     from torch_dcpx.cli.diff import run_diff
 
     return run_diff(a, b, rank=rank, limit=limit, as_json=as_json)
+
+
+@app.command()
+@click.argument("source", type=_PATH)
+@click.argument("dest", type=_PATH)
+@click.option(
+    "--format", "-f", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), help="of DEST"
+)
+@click.option("--key", "-k", "keys", multiple=True, help="only names that this glob fits")
+@click.option("--dtype", help="of floating tensors, such as bfloat16")
+@click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
+@command
+def export(source: Path, dest: Path, as_json: bool, **choices: Any) -> int:
+    """Write a checkpoint as safetensors or one torch.save file, or such files as a checkpoint.
+
+    DEST's suffix (.safetensors, .pt, .pth, .bin) says the format. A DEST without one is a directory
+    of safetensors if SOURCE is a checkpoint, and a checkpoint if SOURCE is such files.
+    """
+    _look(*(() if source.is_file() else (source,)))
+    from torch_dcpx.cli.export import run_export
+
+    return run_export(source, dest, as_json=as_json, **choices)
 
 
 @app.command()

@@ -45,10 +45,11 @@ class TorchFile(NamedTuple):
     paths: dict[str, tuple[Any, ...]]  # keys in the nested dict, by name
     digest: str  # of the pickle
     files: dict[str, FileState]  # its state, by its name
+    objects: dict[str, Any]  # what is no tensor, by name
 
 
 def read_torch_file(directory_path: Path, name: str, safe_globals: Sequence[Any] = ()) -> TorchFile:
-    """Reads what a file of torch.save says of its tensors. Objects in it are left out.
+    """Reads what a file of torch.save says of its tensors, and its objects.
 
     Args:
         safe_globals: classes and functions that its pickle may name beside those of byte items.
@@ -82,7 +83,9 @@ def read_torch_file(directory_path: Path, name: str, safe_globals: Sequence[Any]
             places = {n: records.tensor(n, one) for n, one in tensors.items() if records.has(one)}
     _refuse_overlaps(places, path)
     digest = hashlib.sha256(held).hexdigest()
-    return TorchFile(directory_path, places, {n: paths[n] for n in places}, digest, {name: state})
+    objects = {n: one for n, one in flat.items() if n not in tensors}
+    own_paths = {n: paths[n] for n in places}
+    return TorchFile(directory_path, places, own_paths, digest, {name: state}, objects)
 
 
 def _refuse_overlaps(places: Mapping[str, RawPlace], path: str) -> None:
