@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from torch_dcpx.errors import must_be
+from torch_dcpx.errors import must_be, with_article
 
 _MAX_TIMEOUT_S = 1e9  # what clocks and stores can count
 _STATE = 'a dict of values by name, such as {"model": model}'
@@ -90,7 +90,7 @@ def check_part(name: str, value: Any, cls: type, hooks: Iterable[str] = ()) -> N
     has_hooks = bool(hooks) and all(callable(getattr(value, hook, None)) for hook in hooks)
     if isinstance(value, type) or not has_hooks:
         way = "; call it" if isinstance(value, type) and has_hooks else _way_out(value)
-        raise must_be(name, value, f"a {cls.__name__} or None", way)
+        raise must_be(name, value, f"{with_article(cls.__name__)} or None", way)
 
 
 def check_state(call: str, state: Any, path: Any = None) -> None:

@@ -94,10 +94,14 @@ def shown(value: object) -> str:
     kind = type(value).__qualname__
     is_path = isinstance(value, os.PathLike) and type(value).__module__.startswith("pathlib")
     if not (_is_plain(value) or is_path or type(value).__module__ == "numpy"):
-        return f"{'an' if kind[:1] in 'AEIOUaeiou' else 'a'} {kind}"
+        return with_article(kind)
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     text = text.replace("\n", " ")
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def _is_plain(value: object) -> bool:

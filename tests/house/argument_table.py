@@ -30,6 +30,7 @@ NOT_PATHS = (
     3,
     1.5,
     object(),
+    torch.ones(3),
     nn.Linear(1, 1),
     {"w": torch.ones(1)},
     WriteOptions(),
@@ -37,7 +38,7 @@ NOT_PATHS = (
     "a\0b",
 )
 NOT_STATES = (None, "ckpt", Path("ckpt"), [1, 2], 3, nn.Linear(1, 1), dict, torch.ones(1))
-NOT_SWITCHES = (None, "yes", "", 2.0, WriteOptions(), object())
+NOT_SWITCHES = (None, "yes", "", 2.0, torch.ones(3), WriteOptions(), object())
 NOT_WRITE = (ReadOptions(), {"workers": 2}, "full", 3, WriteOptions, object())
 NOT_READ = (WriteOptions(), {"trusted": True}, "blocks", 3, ReadOptions, object())
 NOT_GROUPS = ("gloo", 3, object(), nn.Linear(1, 1), [0, 1])

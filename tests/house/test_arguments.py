@@ -197,7 +197,7 @@ def test_tilde_is_refused_with_the_path_that_was_meant(
             dcpx.save(STATE, path)
         assert f"'{tmp_path}/home/ckpt'" in str(raised.value)
         assert "'./~/ckpt'" in str(raised.value)
-    with pytest.raises(OptionError, match="no such user"):
+    with pytest.raises(OptionError, match="there is no such user here"):
         dcpx.save(STATE, "~nobody-here/ckpt")
     assert list(tmp_path.iterdir()) == []
 

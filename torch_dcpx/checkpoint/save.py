@@ -242,7 +242,7 @@ def _begin(
         check_state(call.name, state_dict, checkpoint_id)
         check_part("planner", planner, SavePlanner, _PLANNER_HOOKS)
         check_options("options", options, WriteOptions)
-        if checkpoint_id:
+        if checkpoint_id is not None:
             checked_path(checkpoint_id, WAY_OUT, "checkpoint_id")
         writer = _writer(storage_writer, checkpoint_id, options)
         exchange.restart(writer.options.save_timeout_s)

@@ -186,7 +186,7 @@ class CheckpointManager:
                 includes its optimizer.
             As `dcpx.load`.
         """
-        if not load_optimizer:
+        if load_optimizer is False:  # another value is refused where all ranks learn of it
             optimizer = lr_scheduler = None
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
         info = Resume(

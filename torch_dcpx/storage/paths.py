@@ -40,10 +40,9 @@ def checked_path(path: AnyPath, way_out: str, name: str = "path") -> str:
         raise UnsupportedError(f"{name}={text!r} is a URL; {way_out}")
     if text.startswith("~"):
         whole = os.path.expanduser(text)  # noqa: PTH111 - a text
-        way = f"write {whole!r}" if whole != text else "Python knows no such user's home either"
-        raise _no_path(
-            name, text, f"begins with '~', which only a shell expands: {way}, or {'./' + text!r}"
-        )
+        way = f"write {whole!r}" if whole != text else "there is no such user here"
+        why = f"begins with '~', which only a shell expands: {way}; {'./' + text!r} is a name"
+        raise _no_path(name, text, f"{why} like any other")
     if "\0" in text:
         raise _no_path(name, text, "holds a NUL: no path can")
     try:
