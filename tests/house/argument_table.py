@@ -1,4 +1,4 @@
-"""What the arguments of public calls do not take, by call and argument; for test_arguments.py."""
+"""What arguments of public calls do not take, by call and argument: of test_call_arguments.py."""
 
 from __future__ import annotations
 

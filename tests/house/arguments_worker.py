@@ -1,4 +1,4 @@
-"""Two ranks of test_arguments.py: a wrong argument of one rank is the error of both, at once."""
+"""Two ranks of test_call_arguments.py: a wrong argument of one is the error of both, at once."""
 
 from __future__ import annotations
 
