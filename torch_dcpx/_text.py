@@ -1,4 +1,4 @@
-"""Text for a terminal out of text that files may have chosen. Imports nothing."""
+"""Words of messages: text that files may have chosen, and counts. Imports nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def printable(value: object) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns "1 tensor" for (1, "tensor"), and "3 tensors" for 3."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(count: int, noun: str, nouns: str = "") -> str:
+    """Returns "1 file" or "3 files". `nouns` is for several, default the noun with an s."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"

@@ -26,6 +26,7 @@ message that begins with rank, host and phase. Through `dcp.*`, DCP wraps them i
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -72,9 +73,43 @@ class OptionError(DcpxError, ValueError):
     value: Any
 
 
-def must_be(option: str, value: object, wanted: str) -> OptionError:
-    """Returns the error of an option that is not what is wanted, such as "an int above 0"."""
-    return OptionError(f"{option} must be {wanted}, got {value!r}", option=option, value=value)
+_MAX_SHOWN = 80  # characters of a value
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def must_be(option: str, value: object, wanted: str, way_out: str = "") -> OptionError:
+    """Returns the error of an option that is not what is wanted, such as "an int above 0".
+
+    Its text is one line, however long the value is. It keeps plain values only: ranks send each
+    other their errors, and a state or a model would go along.
+    """
+    kept = value if _is_plain(value) else None
+    message = f"{option} must be {wanted}, got {shown(value)}{way_out}"
+    return OptionError(message, option=option, value=kept)
+
+
+def shown(value: object) -> str:
+    """Returns a value as an error shows it: a short text, or of what is long its class."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    kind = type(value).__qualname__
+    is_path = isinstance(value, os.PathLike) and type(value).__module__.startswith("pathlib")
+    if not (_is_plain(value) or is_path or type(value).__module__ == "numpy"):
+        return with_article(kind)
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    text = text.replace("\n", " ")
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) in (tuple, list):
+        parts: Any = value
+        return len(parts) <= 8 and all(type(part) in _PLAIN for part in parts)
+    return type(value) in _PLAIN
 
 
 class PlanError(DcpxError, ValueError):

@@ -131,7 +131,7 @@ def metadata_of_one_rank_missing(path: Path) -> None:
     assert set(shipped) == {1}
     assert isinstance(shipped[1], errors.NotCommittedError)
     assert shipped[1].path == str(path / "__1.metadata")
-    assert "no '.metadata' and no '__1.metadata', but metadata of 1 other ranks" in str(shipped[1])
+    assert "no '.metadata' and no '__1.metadata', but metadata of 1 other rank" in str(shipped[1])
 
 
 @rank_case()

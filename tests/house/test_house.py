@@ -38,7 +38,7 @@ PYTHON_ROOMS = {"dcp", "bind"}
 
 # The ground of torch_dcpx: the modules of the folder itself, which import no room.
 GROUND = {
-    "__init__", "_compat", "_environment", "_gc", "_hooks", "_last_jobs", "_native",
+    "__init__", "_arguments", "_compat", "_environment", "_gc", "_hooks", "_last_jobs", "_native",
     "_plan_classes", "_text", "_version", "_waiting", "errors", "options", "reports",
 }  # fmt: skip
 
@@ -51,7 +51,7 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
     "metadata": {"storage", "unpickle"},
     "staging": {"tensors"},
     "reader": {"storage", "tensors", "unpickle", "metadata"},
-    "keys": {"tensors", "metadata", "reader"},
+    "keys": {"storage", "tensors", "metadata", "reader"},
     "writer": {"storage", "tensors", "ranks", "metadata", "staging"},
     "planners": {"tensors", "ranks", "metadata", "reader", "keys", "writer"},
     "checkpoint": {
@@ -76,6 +76,7 @@ OTHER_TESTS = {"base", "bench", "cuda", "fake_cuda", "faults", "house", "interop
 MODULES_WITHOUT_TORCH = {
     "__init__",
     "_version",
+    "_arguments",
     "_environment",
     "errors",
     "staging.host_memory",

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torch_dcpx._arguments import check_choice, check_type, checked_globs
 from torch_dcpx._compat import dtype_by_name, dtype_name
+from torch_dcpx._text import counted
 from torch_dcpx.artifacts.layout import ExportTensor, is_name, is_quantized
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_globs, told_rules
@@ -66,8 +68,8 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
     if isinstance(source, (nn.Module, Mapping)):
         return LiveSource(source)
     if not isinstance(source, (str, os.PathLike)):
-        wrong = f"source must be a path, a module or a state dict, got {type(source).__name__}"
-        raise OptionError(wrong, option="source", value=source)
+        raise must_be("source", source, "a path, a module or a state dict")
+    checked_path(source, "mount it, and name the directory", "source")
     return StoredSource(source, options)
 
 
@@ -100,16 +102,16 @@ def checked_arguments(
     metadata: Mapping[str, str] | None,
 ) -> ExportArguments:
     """Returns the checked arguments. Raises: OptionError for one that cannot work."""
-    if file_format not in (None, "safetensors", "torch"):
-        raise must_be("format", file_format, "None, 'safetensors' or 'torch'")
+    if file_format is not None:
+        check_choice("format", file_format, ("safetensors", "torch"))
     globs = None
     if keys is not None:
-        globs = (keys,) if isinstance(keys, str) else tuple(keys)
-        if not all(isinstance(glob, str) for glob in globs):
-            raise must_be("keys", keys, "globs")
-    if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
-        raise must_be("path", path, "a path")
-    checked_path(path, "")
+        globs = (keys,) if isinstance(keys, str) else checked_globs("keys", keys, "['model.*']")
+    if isinstance(path, (nn.Module, Mapping)):
+        way = "; source and path are swapped: export(source, path)"
+        raise must_be("path", path, "a path", way)
+    check_type("path", path, (str, os.PathLike), "a path")
+    checked_path(path, "an export writes to mounted file systems")
     directory = Path(path)
     by_name = "torch" if directory.suffix in TORCH_SUFFIXES else None
     by_name = "safetensors" if directory.suffix == ".safetensors" else by_name
@@ -234,13 +236,14 @@ def _check_held(
     names = [repr(one.name) for one in tensors if not is_torch and not is_name(one.name)]
     if names:
         raise UnsupportedError(
-            f"safetensors cannot hold {len(names)} names: {_listed(names)}; rename them by key_map"
+            f"safetensors cannot hold {counted(len(names), 'name')}: {_listed(names)}; rename them "
+            "by key_map"
         )
     noted = [repr(one.name) for one in tensors if one.name in arguments.notes]
     if noted:
         raise OptionError(
-            f"metadata has the names of {len(noted)} tensors, {_listed(noted)}, which the header "
-            "keeps for tied weights",
+            f"metadata has {counted(len(noted), 'tensor name')}, {_listed(noted)}, which the "
+            "header keeps for tied weights",
             option="metadata",
             value=arguments.notes,
         )
@@ -252,18 +255,23 @@ def _check_held(
     if refused:
         has_quantized = any(is_quantized(tensor.dtype) for tensor in tensors)
         raise UnsupportedError(
-            f"{'a torch archive' if is_torch else 'safetensors'} cannot hold {len(refused)} "
-            f"tensors: {_listed(refused)}; leave them out by keys, or "
+            f"{'a torch archive' if is_torch else 'safetensors'} cannot hold "
+            f"{counted(len(refused), 'tensor')}: {_listed(refused)}; leave them out by keys, or "
             + ("export what dequantize() gives" if has_quantized else "use format='torch'")
         )
     if objects and arguments.keys is not None and not is_torch:
         shown = _listed([repr(name) for name in objects])
-        raise UnsupportedError(f"safetensors cannot hold {len(objects)} objects: {shown}")
+        raise UnsupportedError(
+            f"safetensors cannot hold {counted(len(objects), 'object')}: {shown}; leave them out "
+            "by keys, or use format='torch'"
+        )
     if not tensors and not (is_torch and objects):
-        skipped = f", but {len(objects)} objects, which safetensors cannot hold" if objects else ""
+        skipped, way = "", "keys= names what to export"
+        if objects:
+            skipped = f", but {counted(len(objects), 'object')}, which safetensors cannot hold"
+            way = "format='torch' keeps objects, too"
         raise PlanError(
-            f"export: there is no tensor to export{skipped}; nothing was written; keys= names "
-            "what to export"
+            f"export: there is no tensor to export{skipped}; nothing was written; {way}"
         )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from torch_dcpx._arguments import check_options
 from torch_dcpx._native import _C
 from torch_dcpx.artifacts.arguments import (
     ExportArguments,
@@ -144,6 +145,7 @@ def export(
     call = CallId("export", last_component(path), is_target_compared=False, is_write=True)
     timeout_s = WriteOptions.save_timeout_s
     with exchange_for(process_group, no_dist, timeout_s, "export", call) as exchange:
+        check_options("options", options, WriteOptions)
         own_options = options if options is not None else WriteOptions()
         exchange.restart(own_options.save_timeout_s)
         run = _Export(exchange, own_options)

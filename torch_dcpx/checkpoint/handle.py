@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.reports import SaveReport
@@ -39,6 +40,7 @@ class WatchedFuture(Future[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `Future.exception`; UnsupportedError in a forked child."""
         self.check_process()
+        check_wait("timeout", timeout)
         error = super().exception(timeout)
         self.is_collected = True  # not if the wait was interrupted, though the save may have ended
         return error

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch_dcpx import _last_jobs as last_jobs
+from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.errors import OptionError, must_be
@@ -99,8 +100,10 @@ def wait(timeout_s: float | None = None) -> None:
 
     Raises:
         TimeoutError: some are still under way.
+        OptionError: no number of seconds.
         DcpxError: of a save that failed, if nobody has read it from the handle.
     """
+    check_wait("timeout_s", timeout_s)
     late = _drain(timeout_s)
     if late:
         places = ", ".join(f"'{handle.checkpoint_id}'" for handle in late)

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch_dcpx._arguments import check_callable, checked_globals
 from torch_dcpx._native import _C
+from torch_dcpx._text import counted
 from torch_dcpx.integrity.artifact import find_artifact, verify_artifact
 from torch_dcpx.integrity.compare import (
     LookedAt,
@@ -31,6 +33,7 @@ from torch_dcpx.integrity.contents import commits_among, open_checkpoint
 from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, of_raw
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader.hints import beneath, command
 from torch_dcpx.reader.reader import fitting_workers
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
@@ -72,8 +75,10 @@ def verify(
     Raises:
         NotCommittedError: `path` is no directory.
         StorageError: the directory cannot be opened or listed.
-        OptionError: workers or memory that cannot work.
+        OptionError: an argument that cannot work.
     """
+    check_callable("progress", progress)
+    safe_globals = checked_globals(safe_globals)
     began = time.perf_counter()
     options = ReadOptions(workers=workers)
     if host_memory_bytes is not None:
@@ -143,9 +148,13 @@ class _Run:
         if not self.commits:
             message = (
                 f"'{self.directory.path}' holds no committed checkpoint: no '{METADATA_NAME}' and "
-                f"none of a rank, but {len(data_names)} data files; if a save of theirs ended "
-                "well, `torch_dcpx.repair` can make it anew of their footers"
+                f"none of a rank, but {counted(len(data_names), 'data file')}"
             )
+            if data_names:
+                repair = command("repair", self.directory.path)
+                message += f"; if a save of theirs ended well, {repair} makes it anew"
+            else:
+                message += beneath(self.directory.path)
             self.findings.append(file_finding("uncommitted", METADATA_NAME, message))
         if len(known) < len(self.commits) or not known:
             for name in unnamed:  # nobody knows their save: each is looked at by itself

@@ -17,19 +17,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from torch_dcpx._arguments import check_bool, check_options, check_wait
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
+from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge
-from torch_dcpx.manager.preemption import Preemption
+from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.save import Saves
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.ranks.members import keys_for
+from torch_dcpx.ranks.members import check_ranks, keys_for
 from torch_dcpx.reports import SaveReport
 from torch_dcpx.storage.paths import AnyPath, checked_path
 
@@ -77,10 +79,15 @@ class CheckpointManager:
             OptionError: values that cannot work.
             UnsupportedError: a URL as root.
         """
+        check_ranks(process_group, no_dist)
+        check_options("options", options, WriteOptions)
+        check_options("read_options", read_options, ReadOptions)
+        check_bool("async_save", async_save)
+        check_bool("allow_fresh", allow_fresh)
         rules = KeepRules.of(keep_last, keep_every, keep_best)
         options, read_options = options or WriteOptions(), read_options or ReadOptions()
         way_out = "a CheckpointManager's root is a directory of a mounted file system"
-        self.root = Path(checked_path(root, way_out)).absolute()
+        self.root = Path(checked_path(root, way_out, "root")).absolute()
         self._root = ManagerRoot(self.root, read_options, is_durable=options.durability == "full")
         self._retention = Retention(self._root, rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
@@ -139,6 +146,8 @@ class CheckpointManager:
         state: dict[str, Any] | None = None,
         tag: str | int | None = None,
         strict: bool = True,
+        allow_missing: Iterable[str] = (),
+        cast: Literal["error", "allow"] = "error",
         load_optimizer: bool = True,
         merge: Merge = None,
         translate: KeyMap | Callable[[str], str | None] | None = None,
@@ -151,6 +160,9 @@ class CheckpointManager:
                 filled in place.
             tag: which checkpoint; a link to one will do. Default None: the newest.
             strict: whether a name that the checkpoint does not hold is an error. Default True.
+            allow_missing: globs (`fnmatch`) of names that may be missing all the same, with their
+                part: "model.head.*", "lr_scheduler". Default ().
+            cast: as `dcpx.load`: "error" (default) or "allow" where stored dtypes differ.
             load_optimizer: with False, optimizer and scheduler stay as they are. Default True.
             merge: for each rank's own values, after a change of the number of ranks:
                 function(values_by_rank, rank, world_size), or one a name ("dataloader",
@@ -169,16 +181,27 @@ class CheckpointManager:
                 has parameters of different saved settings, or of no saved optimizer.
             RankError: code of the caller (`merge`, a `load_state_dict`) raised on a rank: on all.
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
+            OptionError: a tag, part or other argument that cannot work.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
             UnsupportedError: `translate` splits, merges or transposes a tensor, and the load
                 includes its optimizer.
             As `dcpx.load`.
         """
-        if not load_optimizer:
+        if load_optimizer is False:  # another value is refused where all ranks learn of it
             optimizer = lr_scheduler = None
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
         info = Resume(
-            self._catalog, parts, tag, strict, merge, translate, fallback, self._allow_fresh
+            self._catalog,
+            parts,
+            tag,
+            strict,
+            merge,
+            translate,
+            fallback,
+            self._allow_fresh,
+            load_optimizer,
+            allow_missing,
+            cast,
         ).run()
         if not info.is_fresh:
             self._saves.last_step = info.step or 0
@@ -301,7 +324,13 @@ class CheckpointManager:
             PlanError: ranks made different calls.
         """
         catalog = self._catalog
-        name = catalog.on_coordinator("save_on_signal", None, lambda _: uuid.uuid4().hex)
+
+        def local() -> tuple[None, Call]:
+            check_signals(signals, time_left_s)
+            return None, Call("save_on_signal", {})
+
+        with catalog.exchange("save_on_signal") as exchange:
+            name = catalog.agree(exchange, "name", local, lambda *_: uuid.uuid4().hex)[1]
         watch = Preemption(
             *keys_for(**catalog.ranks, what="save on a signal", name=f"signals/{name}"),
             timeout_s=catalog.options.save_timeout_s,
@@ -321,7 +350,9 @@ class CheckpointManager:
         Raises:
             DcpxError: of a save that failed, once; of several the first, others are logged.
             TimeoutError: a save is still under way.
+            OptionError: no number of seconds.
         """
+        check_wait("timeout_s", timeout_s)
         self._saves.wait(timeout_s)
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ _MAX_BYTES = 1 << 20  # of the pointer
 def tag_of(tag_or_step: Any) -> str:
     """Returns a checkpoint's tag, "step-N" of a step. Raises: OptionError."""
     if type(tag_or_step) is int:
-        check_step(tag_or_step)
+        check_step(tag_or_step, "tag")
         return f"step-{tag_or_step}"
     is_text = type(tag_or_step) is str
     problem = _problem_of(tag_or_step) if is_text else "it is neither a str nor a step"

@@ -17,16 +17,25 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.errors import OptionError, RankLostError
+from torch_dcpx.errors import OptionError, RankLostError, must_be
 from torch_dcpx.manager.pointer import check_step
 from torch_dcpx.ranks.store_keys import Keys
 
 logger = logging.getLogger("torch_dcpx")
+
+
+def check_signals(signals: Any, time_left_s: Any) -> None:
+    """Raises OptionError unless these are signal numbers, and seconds."""
+    is_list = isinstance(signals, Iterable) and not isinstance(signals, (str, bytes))
+    if not is_list or not all(isinstance(number, int) for number in signals):
+        raise must_be("signals", signals, "a list of signal numbers, such as [signal.SIGTERM]")
+    check_wait("time_left_s", time_left_s)
 
 
 class _Note(NamedTuple):
@@ -78,6 +87,7 @@ class Preemption:
         Raises:
             OptionError: not on the main thread, no signals or a wrong one; the handlers stay.
         """
+        check_signals(signals, None)
         if not signals or threading.current_thread() is not threading.main_thread():
             raise OptionError(
                 f"watch signals {tuple(signals)}: give at least one, and call it on the main "

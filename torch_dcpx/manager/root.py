@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torch_dcpx._text import counted
 from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
 from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.pointer import Pointer, is_tag, read_pointer, write_pointer
@@ -202,9 +203,11 @@ class ManagerRoot:
             reasons = dict(skipped)
             shown = [f"'{n}' ({reasons.get(n, 'no checkpoint')})" for n in names[:_MAX_SHOWN]]
             more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+            entries = counted(len(names), "entry", "entries")
             raise NotCommittedError(
-                f"resume from '{self.path}': of {len(names)} entries none is a whole checkpoint: "
-                f"{', '.join(shown)}{more}; allow_fresh=True starts anew all the same",
+                f"resume from '{self.path}': none of {entries} is a whole checkpoint: "
+                f"{', '.join(shown)}{more}; CheckpointManager(..., allow_fresh=True) starts anew "
+                "all the same",
                 errno=errno.ENOENT,
                 path=str(self.path),
             )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
 from torch_dcpx.reader.generation import file_state
+from torch_dcpx.reader.hints import absent, uncommitted
 from torch_dcpx.reader.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -69,9 +70,7 @@ def find_files(path: Path) -> tuple[Path, str] | None:
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
-        raise NotCommittedError(
-            f"'{path}' is no directory: there is nothing to load", errno=error.errno, path=str(path)
-        ) from error
+        raise NotCommittedError(absent(path), errno=error.errno, path=str(path)) from error
     if METADATA_NAME in names or any(name.endswith(METADATA_NAME) for name in names):
         return None
     single = [name for name in names if name.endswith(".safetensors")]
@@ -79,9 +78,13 @@ def find_files(path: Path) -> tuple[Path, str] | None:
     for name in (_SINGLE_NAME, _INDEX_NAME, *only, _TORCH_NAME):
         if name in names:
             return path, name
+    wanted = (METADATA_NAME, _INDEX_NAME, _SINGLE_NAME)
+    message = uncommitted(path, sorted(names), wanted)
+    if single:
+        message = f"'{path}' holds {len(single)} safetensors files and no {_INDEX_NAME}: name one, "
+        message += f"such as '{path / min(single)}'"
     raise NotCommittedError(
-        f"'{path}' holds no {METADATA_NAME}, no {_INDEX_NAME} and no {_SINGLE_NAME}: name one "
-        f"of its {len(single)} safetensors files",
+        message,
         errno=errno.ENOENT,
         path=str(path),
     )

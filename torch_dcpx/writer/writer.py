@@ -58,7 +58,7 @@ from torch_dcpx.writer.table import WriteTable, transform_by
 
 logger = logging.getLogger("torch_dcpx")
 
-_WAY_OUT = "DcpxWriter writes to mounted file systems, torch's FsspecWriter to others"
+WAY_OUT = "DcpxWriter writes to mounted file systems, torch's FsspecWriter to others"
 
 
 class DcpxWriter(FileSystemWriter):
@@ -110,7 +110,7 @@ class DcpxWriter(FileSystemWriter):
         """
         self.options = merge_write_options(options, thread_count, sync_files)
         super().__init__(
-            checked_path(path, _WAY_OUT),
+            checked_path(path, WAY_OUT),
             single_file_per_rank,
             self.options.durability == "full",
             self.options.resolved_workers(),
@@ -150,7 +150,7 @@ class DcpxWriter(FileSystemWriter):
             UnsupportedError, OptionError: a URL as `checkpoint_id`; one with a NUL.
             ConcurrentSaveError: a save through this writer is under way.
         """
-        target = checked_path(checkpoint_id, _WAY_OUT) if checkpoint_id else None
+        target = checked_path(checkpoint_id, WAY_OUT) if checkpoint_id else None
         with self.__use.hold():
             self.__use.check()
             if target:
@@ -348,7 +348,9 @@ class DcpxWriter(FileSystemWriter):
         return min(max(ahead, self.options.slot_bytes), self.options.resolved_memory_bytes())
 
     def _metadata_exists(self) -> bool:
-        """Whether there is a checkpoint to overwrite: one of all ranks takes the place of any."""
+        """Whether there is a checkpoint that must stay: one of all ranks takes the place of any."""
+        if self.overwrite:
+            return False  # stock only warns of what was asked for
         if not self.use_collectives:
             return super()._metadata_exists()
         return any(is_metadata_name(path.name) for path in self.__directory_path().iterdir())
