@@ -109,10 +109,7 @@ class NamedReads:
         if not boxes:
             return
         target = _Regions(self.tensors[name].size)
-        held = [
-            torch.empty(box.lengths, dtype=box.place.dtype) if box.has_gaps else box.place
-            for box in boxes
-        ]
+        held = [box.place.new_empty(box.lengths) if box.has_gaps else box.place for box in boxes]
         for box, memory in zip(boxes, held, strict=True):
             target.add(StoredPart(name, box.offsets, box.lengths, memory))
         self._read({name: target})
