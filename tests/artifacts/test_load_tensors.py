@@ -173,6 +173,19 @@ def test_sparse_rows_with_blocks_between_them_are_boxes_of_their_own() -> None:
     assert not any(box.has_gaps for box in boxes)
 
 
+@pytest.mark.parametrize("target", ["ckpt", "y.pt"])
+def test_default_device_of_the_caller_changes_nothing(tmp_path: Path, target: str) -> None:
+    rows = torch.arange(600.0).view(20, 30)
+    if target == "ckpt":
+        save({"w": rows}, tmp_path / target)
+    else:
+        torch.save({"w": rows}, tmp_path / target)
+    with torch.device("meta"), dcpx.open_checkpoint(tmp_path / target) as checkpoint:
+        found = [checkpoint["w"][1::3, ::2], checkpoint["w"][4], checkpoint.load_tensors()["w"]]
+    for tensor, expected in zip(found, (rows[1::3, ::2], rows[4], rows), strict=True):
+        assert_equal(tensor, expected)
+
+
 def test_no_process_group_is_asked(tmp_path: Path) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -99,10 +99,12 @@ TABLE: Table = {
         {
             "source": (None, 3, [1], object(), "~/ckpt"),
             "path": (None, b"out", *NOT_PATHS),
-            "format": (None, "onnx", True, 3),
+            "format": ("onnx", True, 3),
             "keys": (3, [1], b"x"),
             "key_map": NOT_MAPS,
             "max_shard_bytes": (None, 0, -1, "5XB", 1.5, True),
+            "dtype": ("bfloat16", torch.int32, 3, float),
+            "metadata": ([("a", "b")], {"a": 1}, {1: "a"}, "a", {"format": "tf"}),
             "options": NOT_WRITE,
             **GROUP,
         },
@@ -117,6 +119,26 @@ TABLE: Table = {
             "options": NOT_READ,
             **LOADS,
             **GROUP,
+        },
+    ),
+    "open_checkpoint": (
+        dcpx.open_checkpoint,
+        {"path": "good"},
+        {
+            "path": (None, *NOT_PATHS),
+            "options": NOT_READ,
+            "rank": (-1, 1.5, "1", True),
+        },
+    ),
+    "load_tensors": (
+        dcpx.load_tensors,
+        {"path": "good"},
+        {
+            "path": (None, *NOT_PATHS),
+            "keys": (3, [1], b"w", {"w": 1}, object()),
+            "options": NOT_READ,
+            "device": (None, "gpu", "meta", object(), []),
+            "rank": (-1, 1.5, "1", True),
         },
     ),
     "verify": (

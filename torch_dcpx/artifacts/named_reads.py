@@ -109,10 +109,7 @@ class NamedReads:
         if not boxes:
             return
         target = _Regions(self.tensors[name].size)
-        held = [
-            torch.empty(box.lengths, dtype=box.place.dtype) if box.has_gaps else box.place
-            for box in boxes
-        ]
+        held = [box.place.new_empty(box.lengths) if box.has_gaps else box.place for box in boxes]
         for box, memory in zip(boxes, held, strict=True):
             target.add(StoredPart(name, box.offsets, box.lengths, memory))
         self._read({name: target})
@@ -130,8 +127,11 @@ class NamedReads:
         planner.set_up_planner({}, self._metadata, is_coordinator=True)
         planner.state_dict = state
         plan = planner.create_local_plan()
-        files = {reader.storage_data[item.storage_index].relative_path for item in plan.items}
-        seen = {name: self._states[name] for name in files & self._states.keys()}
+        seen: dict[str, FileState] = {}
+        if self._states:
+            places = (reader.storage_data[item.storage_index] for item in plan.items)
+            files = {place.relative_path for place in places}
+            seen = {name: self._states[name] for name in files & self._states.keys()}
         try:
             plan = planner.finish_plan(reader.prepare_local_plan(plan))
             reader.read_data(plan, planner).wait()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torch_dcpx._arguments import check_int, check_options
 from torch_dcpx.artifacts.named_reads import NamedReads
 from torch_dcpx.checkpoint.load_checks import NearNames
 from torch_dcpx.errors import (
@@ -25,6 +26,7 @@ from torch_dcpx.errors import (
 from torch_dcpx.options import ReadOptions
 
 _MAX_SHOWN = 10  # names in an error
+_MAX_RANK = 10**9 - 1  # that a file's name can have
 
 
 def open_checkpoint(
@@ -56,10 +58,8 @@ def open_checkpoint(
             `load`.
         OptionError: an argument that cannot work.
     """
-    if options is not None and not isinstance(options, ReadOptions):
-        raise must_be("options", options, "None or ReadOptions")
-    if rank is not None and (type(rank) is not int or rank < 0):
-        raise must_be("rank", rank, "None or an int of 0 or more")
+    check_options("options", options, ReadOptions)
+    check_int("rank", rank, 0, _MAX_RANK, or_none=True)
     return OpenCheckpoint(path, options or ReadOptions(), rank)
 
 
