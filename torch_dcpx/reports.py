@@ -1,7 +1,7 @@
 """Reports of saves and loads.
 
 `WriteReport` and `ReadReport` are of one rank (`writer.last_report`, `reader.last_report`);
-`SaveReport` and `LoadReport` are what `save` and `load` return.
+`SaveReport` is the result of a save's handle, `LoadReport` what `load` returns.
 """
 
 from __future__ import annotations
@@ -175,6 +175,11 @@ class SaveReport:
     blocked_s: float
     total_s: float
     write: WriteReport | None
+
+    def summary(self) -> str:
+        """Returns it as a line for people."""
+        by = _counted(self.ranks, "rank")
+        return f"{_decimal(self.file_bytes)} by {by} in {self.total_s:.3g} s"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from torch_dcpx.manager.save import Saves
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.members import keys_for
-from torch_dcpx.reports import SaveReport
 from torch_dcpx.storage.paths import AnyPath, checked_path
 
 logger = logging.getLogger("torch_dcpx")
@@ -100,7 +99,7 @@ class CheckpointManager:
         user_content: Any = None,
         metrics: dict[str, float] | None = None,
         step: int | None = None,
-    ) -> SaveHandle | SaveReport:
+    ) -> SaveHandle:
         """Saves a checkpoint.
 
         Args:
@@ -116,7 +115,7 @@ class CheckpointManager:
             step: of a tag that is no step. Default: that of "step-N", else of the last save.
 
         Returns:
-            With `async_save` a SaveHandle: all parts may change. Else the report of the checkpoint.
+            The save; all parts may change. With `async_save=False` it is finished.
 
         Raises:
             PlanError: ranks made different calls; nothing was written.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -36,8 +36,6 @@ from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reports import SaveReport
 from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.writer.writer import DcpxWriter
-
-_Saved: TypeAlias = SaveHandle | SaveReport
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -99,7 +97,9 @@ class Saves:
     last_save_s: float | None = None
     _handles: list[SaveHandle] = field(default_factory=list)
 
-    def save(self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None) -> _Saved:
+    def save(
+        self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None
+    ) -> SaveHandle:
         catalog, retention = self.catalog, self.catalog.retention
 
         def local() -> tuple[Small, Call]:
@@ -124,7 +124,7 @@ class Saves:
             undo.pop_all()  # the end of the save frees the tag
         return self._write(record, parts, small, exchange.rank)
 
-    def _write(self, record: Record, parts: Parts, small: Small, rank: int) -> _Saved:
+    def _write(self, record: Record, parts: Parts, small: Small, rank: int) -> SaveHandle:
         catalog, path = self.catalog, self.catalog.root.path / record.tag
         timeout_s = catalog.options.save_timeout_s
         name = "async_save" if self.is_async else "save"
@@ -136,17 +136,13 @@ class Saves:
                 self._forget_ended()
                 writer = _ManagedWriter(path, record, catalog)
             save: Any = async_save if self.is_async else save_now
-            saved: _Saved = save(state, path, storage_writer=writer, **catalog.ranks)
+            handle: SaveHandle = save(state, path, storage_writer=writer, **catalog.ranks)
         except BaseException:
             self._note_end(record.tag, None)
             raise
-        if isinstance(saved, SaveReport):
-            self._note_end(record.tag, saved)
-        else:
-            handle = saved
-            self._handles.append(handle)
-            handle.durable.add_done_callback(lambda _: self._note_end(record.tag, handle.report()))
-        return saved
+        self._handles.append(handle)
+        handle.add_done_callback(lambda ended: self._note_end(record.tag, ended.report()))
+        return handle
 
     def _note_end(self, tag: str, report: SaveReport | None) -> None:
         self.catalog.retention.free(tag)
@@ -158,7 +154,7 @@ class Saves:
         self._handles = [
             handle
             for handle in self._handles
-            if not handle.done() or (handle.report() is None and not handle.durable.is_collected)
+            if not handle.done() or handle.durable.has_uncollected_error
         ]
 
     def wait(self, timeout_s: float | None) -> None:
