@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from torch_dcpx._environment import options_from_environment, threads_of_rank
+from torch_dcpx._integers import plain_int, set_plain_ints
 from torch_dcpx.errors import OptionError, must_be
 
 ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
@@ -18,6 +19,7 @@ _MIN_SLOT_BYTES = 256 * KIB
 _MAX_SLOT_BYTES = 1 << 30
 _DEFAULT_MEMORY_BYTES = 64 * MIB
 _MAX_TIMEOUT_S = 1e9  # what clocks and stores can count
+_INTEGERS = ("host_memory_bytes", "workers", "slot_bytes")  # of both classes
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
@@ -135,6 +137,7 @@ class WriteOptions:
     node_local: bool = False
 
     def __post_init__(self) -> None:
+        set_plain_ints(self, *_INTEGERS, "files_per_rank", "max_in_flight")
         _check_choice("durability", self.durability, ("full", "none"))
         _check_memory(self.resolved_memory_bytes(), self.slot_bytes, self.workers)
         _check_bool("direct_io", self.direct_io)
@@ -203,6 +206,7 @@ class ReadOptions:
     node_local: bool = False
 
     def __post_init__(self) -> None:
+        set_plain_ints(self, *_INTEGERS)
         _check_choice("verify", self.verify, ("blocks", "none"))
         _check_bool("trusted", self.trusted)
         _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
@@ -227,6 +231,7 @@ def merge_write_options(
 
     Raises OptionError: two of them contradict each other.
     """
+    thread_count = plain_int(thread_count)
     if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
         raise must_be("thread_count", thread_count, "None or an int >= 1")
     if options is not None:

@@ -38,8 +38,8 @@ PYTHON_ROOMS = {"dcp", "bind"}
 
 # The ground of torch_dcpx: the modules of the folder itself, which import no room.
 GROUND = {
-    "__init__", "_compat", "_environment", "_gc", "_hooks", "_last_jobs", "_native",
-    "_plan_classes", "_text", "_version", "_waiting", "errors", "load_report",
+    "__init__", "_compat", "_environment", "_gc", "_hooks", "_integers", "_last_jobs",
+    "_native", "_plan_classes", "_text", "_version", "_waiting", "errors", "load_report",
     "options", "reports", "save_report",
 }  # fmt: skip
 
@@ -77,6 +77,7 @@ MODULES_WITHOUT_TORCH = {
     "__init__",
     "_version",
     "_environment",
+    "_integers",
     "errors",
     "staging.host_memory",
     "options",

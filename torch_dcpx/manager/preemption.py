@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import OptionError, RankLostError
-from torch_dcpx.manager.pointer import check_step
+from torch_dcpx.manager.pointer import checked_step
 from torch_dcpx.ranks.store_keys import Keys
 
 logger = logging.getLogger("torch_dcpx")
@@ -120,7 +120,7 @@ class Preemption:
             RankLostError: a rank did not call it within `save_timeout_s` of another's request.
             StoreLostError: the store does not answer.
         """
-        check_step(step)
+        step = checked_step(step)
         if self._world_size == 1:
             return self.is_signalled and self._answered(step, [self._own_note(step)])
         if not self._has_noted:

@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from torch_dcpx._integers import plain_int
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError
-from torch_dcpx.manager.pointer import check_step, not_one_of
+from torch_dcpx.manager.pointer import checked_step, not_one_of
 from torch_dcpx.manager.removal import remove_checkpoint, resume_removals, suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored, lies_there
@@ -40,20 +41,16 @@ class KeepRules(NamedTuple):
     @classmethod
     def of(cls, last: Any, every: Any, best: Any) -> KeepRules:
         """Returns the rules. Raises OptionError: a value that cannot work."""
-        for name, value in (("keep_last", last), ("keep_every", every)):
-            if value is not None:
-                check_step(value, name)
-                if value == 0:
-                    raise not_one_of(name, value, "at least 1, or None")
-        if best is not None and not (
-            isinstance(best, (tuple, list))
-            and len(best) == 3
-            and type(best[0]) is str
-            and best[1] in ("min", "max")
-            and type(best[2]) is int
-            and best[2] >= 1
-        ):
-            raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
+        last = None if last is None else checked_step(last, "keep_last", 1)
+        every = None if every is None else checked_step(every, "keep_every", 1)
+        if best is not None:
+            is_triple = isinstance(best, (tuple, list)) and len(best) == 3
+            metric, mode, count = best if is_triple else (None, None, None)
+            count = plain_int(count)
+            is_named = type(metric) is str and type(mode) is str and mode in ("min", "max")
+            if not is_named or type(count) is not int or count < 1:
+                raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
+            best = metric, mode, count
         return cls(last, every, None if best is None else tuple(best))
 
     @property

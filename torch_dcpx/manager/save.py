@@ -26,7 +26,7 @@ from torch_dcpx.checkpoint.save import async_save
 from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager.catalog import CheckpointCatalog
-from torch_dcpx.manager.pointer import check_step, step_of_name, tag_of
+from torch_dcpx.manager.pointer import checked_step, step_of_name, tag_of
 from torch_dcpx.manager.state import Parts, Small
 from torch_dcpx.manager.stored import OwnDirectory, Record
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
@@ -57,8 +57,8 @@ def _step_of(tag_or_step: str | int, step: int | None, default: int) -> int:
     if step is None:
         named = step_of_name(tag_of(tag_or_step))
         return default if named is None else named
-    check_step(step)
-    if type(tag_or_step) is int and step != tag_or_step:
+    step = checked_step(step)
+    if type(tag_or_step) is not str and step_of_name(tag_of(tag_or_step)) != step:
         problem = "give one of them, or a name and its step"
         message = f"save step {tag_or_step} with step={step}: {problem}"
         raise OptionError(message, option="step", value=step)
