@@ -38,9 +38,8 @@ PYTHON_ROOMS = {"dcp", "bind"}
 
 # The ground of torch_dcpx: the modules of the folder itself, which import no room.
 GROUND = {
-    "__init__", "_compat", "_environment", "_gc", "_hooks", "_integers", "_last_jobs",
-    "_native", "_plan_classes", "_text", "_version", "_waiting", "errors", "load_report",
-    "options", "reports", "save_report",
+    "__init__", "_compat", "_environment", "_gc", "_hooks", "_integers", "_last_jobs", "_native",
+    "_plan_classes", "_text", "_version", "_waiting", "errors", "options", "reports",
 }  # fmt: skip
 
 # Room of torch_dcpx -> rooms that its modules may import, beside their own and the ground.

@@ -132,7 +132,7 @@ def other_calls_are_refused_on_every_rank_before_the_first_byte(root: Path) -> N
     with pytest.raises(PlanError, match=r"rank 1 is at call .*latest of .*; rank 0 .*tags of "):
         manager.latest() if is_odd else manager.tags()
     with pytest.raises(PlanError, match=r"rank 1 is at call .*resume of .*; rank 0 .*save of "):
-        manager.resume() if is_odd else manager.save(1)
+        manager.resume() if is_odd else manager.save(1, user_content=0)
     with pytest.raises(
         PlanError, match=r"rank 1 is at .*save_on_signal of .*; rank 0 .*latest of "
     ):

@@ -54,3 +54,35 @@ def test_steps_that_are_no_integers_are_refused(tmp_path: Path, step: Any) -> No
     with pytest.raises(OptionError, match="step"):
         manager.save("named", state={"x": 1}, step=step)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", ["0.3", b"0.3", None, [1.0], "nan"], ids=repr)
+def test_metric_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
+    manager = manager_of(tmp_path / "run", keep_best=("loss", "min", 1))
+    with pytest.raises(OptionError, match="metrics") as info:
+        save_steps(manager, 1, metrics={"loss": value})
+    assert info.value.option == "metrics"
+    assert not (tmp_path / "run").exists()
+
+
+def test_save_without_a_part_is_refused(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path / "run")
+    with pytest.raises(OptionError, match="nothing to save"):
+        manager.save(1, metrics={"loss": 1.0})
+    assert not (tmp_path / "run").exists()
+    manager.save(1, user_content=0)
+
+
+def test_keep_best_warns_once_of_saves_without_its_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path, keep_best=("loss", "min", 1)) as manager:
+        save_steps(manager, 1, metrics={"loss": torch.tensor(0.5), "acc": 1})
+        assert caplog.records == []
+        save_steps(manager, 2, metrics={"acc": 0.5})
+        save_steps(manager, 3)
+        save_steps(manager, 4, metrics={"loss": float("nan")})
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "'loss'" in record.getMessage() and "'step-2'" in record.getMessage()
+    assert "'acc'" in record.getMessage()
+    assert on_disk(tmp_path) == {"step-1", "step-4"}

@@ -69,12 +69,13 @@ def weights_of(training: Training) -> dict[str, Any]:
     "`dcp.load(state, checkpoint_id=path)`",
     "`FileSystemWriter(path, ...)`",
     "`FileSystemReader(path)`",
+    "the `Metadata` that `dcp.save` returns",
     "a checkpoint of `DcpxWriter`, `dcpx.save`, `async_save`",
 )
 def calls_of_stock(root: Path) -> None:
     state = state_of(1)
     dcp.save(state, storage_writer=dcpx.DcpxWriter(root / "writer"))
-    dcpx.save(state, root / "save")
+    assert dcpx.save(state, root / "save").result() is not None
     dcpx.async_save(state, root / "async").result()
     dcp.save(state, checkpoint_id=root / "stock")
     for name in ("writer", "save", "async", "stock"):

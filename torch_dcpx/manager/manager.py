@@ -68,8 +68,8 @@ class CheckpointManager:
             no_dist: this process by itself. Default False.
             options: of the writer. Default None: `WriteOptions()`.
             read_options: of readers. Default None: `ReadOptions()`.
-            allow_fresh: starts fresh in a root that is not empty, but holds no whole checkpoint.
-                Default False: an error.
+            allow_fresh: starts fresh in a root where saves have begun, but no checkpoint is whole.
+                Default False: an error. Files that no save has made are no reason for one.
 
         Raises:
             OptionError: values that cannot work.
@@ -119,7 +119,7 @@ class CheckpointManager:
 
         Raises:
             PlanError: ranks made different calls; nothing was written.
-            OptionError: a tag or part that cannot work.
+            OptionError: a tag, part or metric that cannot work; or no part at all.
             UnsupportedError: a small value needs execution to load; or the tag's name is that of a
                 link or a pinned checkpoint. Nothing was changed.
             As `dcpx.save` and `dcpx.async_save`, also of an earlier save.
@@ -158,8 +158,8 @@ class CheckpointManager:
             fallback: whether the commit before takes a damaged newest one's place. Default True.
 
         Returns:
-            The resumed checkpoint. A fresh start has no tag: the root is missing or empty, or holds
-            no whole checkpoint and `allow_fresh` is set.
+            The resumed checkpoint. A fresh start has no tag: nothing in the root is of a save, or
+            no checkpoint is whole and `allow_fresh` is set.
 
         Raises:
             NotCommittedError: no whole checkpoint is there, or not the tag.

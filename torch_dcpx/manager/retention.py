@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch_dcpx._integers import plain_int
@@ -103,7 +103,9 @@ class Retention:
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
         self._has_run = False
+        self._has_warned = False  # of a metric that a save lacks
         self._is_ending = False
+        root.is_busy = lambda tag: tag in self.busy
         _all.add(self)
         self._run_guard = threading.Lock()  # held by the run that is under way
         self._saves: Counter[str] = Counter()  # under way, by tag
@@ -131,6 +133,21 @@ class Retention:
         except BaseException:
             self.free(tag)
             raise
+
+    def look_at_metrics(self, tag: str, metrics: Mapping[str, float]) -> None:
+        """Warns once if a save lacks the metric by which the best are kept."""
+        best = self._rules.best
+        if best is not None and best[0] not in metrics and not self._has_warned:
+            self._has_warned = True
+            given = ", ".join(map(repr, metrics)) or "none"
+            logger.warning(
+                "keep_best: the save of '%s' has no number as metric '%s' (metrics that it has: "
+                "%s), so it is never among the best; give save(metrics={'%s': value})",
+                tag,
+                best[0],
+                given,
+                best[0],
+            )
 
     def free(self, tag: str) -> None:
         """Ends one `reserve` of a tag: its save has ended, well or not."""

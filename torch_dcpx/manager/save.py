@@ -75,6 +75,8 @@ def _checked_metrics(metrics: Any) -> dict[str, float]:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             _refuse_metric(value)
+        if isinstance(value, (str, bytes, bytearray)):  # float() reads texts, too
+            _refuse_metric(value)
         if type(name) is not str:
             _refuse_metric(name)
         if not math.isnan(number):
@@ -105,6 +107,12 @@ class Saves:
         def local() -> tuple[Small, Call]:
             tag = tag_of(tag_or_step)
             parts.check()
+            if not parts.given:
+                raise OptionError(
+                    f"save '{tag}': no part was given, so there is nothing to save; give model=, "
+                    "state= or user_content=, for example",
+                    option="model",
+                )
             number = _step_of(tag_or_step, step, self.last_step)
             small = parts.small()
             call = parts.call("save", small.per_rank, tag=tag, step=number, is_async=self.is_async)
@@ -117,6 +125,7 @@ class Saves:
                 tag = calls[0].arguments["tag"]
                 retention.reserve(tag)
                 undo.callback(retention.free, tag)
+                retention.look_at_metrics(tag, calls[0].note[0])
                 return parts.record(calls, catalog.root.take_order())
 
             with catalog.exchange("save", tag_or_step, catalog.options.save_timeout_s) as exchange:
