@@ -19,6 +19,7 @@ from torch import nn
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.keys.key_map import DryRun, KeyMap
+from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge
 from torch_dcpx.manager.preemption import Preemption
@@ -48,6 +49,8 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
+        save_every: int | None = None,
+        save_every_s: float | None = None,
         async_save: bool = True,
         process_group: Any = None,
         no_dist: bool = False,
@@ -63,6 +66,9 @@ class CheckpointManager:
             keep_every: keeps checkpoints whose step is a multiple of this. Default None.
             keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. All
                 three None keep every checkpoint. Else the last commit and pinned ones stay, too.
+            save_every: steps from one multiple of it to the next, at which `should_save` is True.
+                Default None.
+            save_every_s: seconds from a save or resume until `should_save` is True. Default None.
             async_save: whether `save` returns before the checkpoint is written. Default True.
             process_group: the ranks of the training. Default None: all.
             no_dist: this process by itself. Default False.
@@ -83,7 +89,8 @@ class CheckpointManager:
         self._retention = Retention(self._root, rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
         self._catalog = CheckpointCatalog(self._root, self._retention, ranks, options, read_options)
-        self._saves = Saves(self._catalog, is_async=async_save)
+        self._cadence = Cadence(self._catalog, save_every, save_every_s)
+        self._saves = Saves(self._catalog, async_save, self._cadence)
         self._allow_fresh = allow_fresh
         self._watches: list[Preemption] = []
 
@@ -178,9 +185,25 @@ class CheckpointManager:
         info = Resume(
             self._catalog, parts, tag, strict, merge, translate, fallback, self._allow_fresh
         ).run()
-        if not info.is_fresh:
-            self._saves.last_step = info.step or 0
+        self._saves.note_step(self._saves.last_step if info.is_fresh else info.step or 0)
         return info
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether to save now: the same at the same step on every rank.
+
+        True from the first step that passes a multiple of `save_every`, or that comes
+        `save_every_s` after the last save or resume (or the first call), or that a signal of
+        `save_on_signal` asks for; until a save. Every rank calls it with the same steps, ascending.
+
+        Args:
+            step: the last one that was trained.
+
+        Raises:
+            OptionError: this is no step; or the manager has no rule and watches no signal.
+            PlanError: ranks made different calls, or have managers of other rules.
+            RankLostError: a rank did not make the call within `save_timeout_s`.
+        """
+        return self._cadence.should_save(step, self._watches)
 
     def latest(self) -> str | None:
         """Returns the tag that `resume` would try first; None where there is none."""
@@ -284,7 +307,9 @@ class CheckpointManager:
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         time_left_s: float | None = None,
     ) -> Preemption:
-        """Takes over signals that announce the end of the job; ask `.requested(step)` each step.
+        """Takes over signals that announce the end of the job; ask `should_save` each step.
+
+        The result's `.requested(step)` says whether a signal is the reason.
 
         Args:
             signals: it replaces their handlers, until `close`.

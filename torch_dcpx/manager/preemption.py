@@ -66,6 +66,7 @@ class Preemption:
         self._round = 0
         self._has_noted = False
         self._notes: list[_Note] = []
+        self._answer: tuple[int, bool] | None = None  # the last one, and its step
 
     @property
     def is_signalled(self) -> bool:
@@ -109,8 +110,9 @@ class Preemption:
     def requested(self, step: int) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
-        Every rank calls it once a step, with the steps ascending. It returns True once for each
-        request, or False if the time left is too short for a save.
+        Every rank calls it each step, with the steps ascending; again at one step it answers the
+        same. It returns True at one step for each request, or False if the time left is too short
+        for a save. `CheckpointManager.should_save` calls it, too.
 
         Args:
             step: the last one that was trained.
@@ -121,6 +123,11 @@ class Preemption:
             StoreLostError: the store does not answer.
         """
         step = checked_step(step)
+        if self._answer is None or self._answer[0] != step:
+            self._answer = step, self._is_requested(step)
+        return self._answer[1]
+
+    def _is_requested(self, step: int) -> bool:
         if self._world_size == 1:
             return self.is_signalled and self._answered(step, [self._own_note(step)])
         if not self._has_noted:

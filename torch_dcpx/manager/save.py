@@ -25,6 +25,7 @@ from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.save import async_save
 from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.errors import OptionError, StorageError
+from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import checked_step, step_of_name, tag_of
 from torch_dcpx.manager.state import Parts, Small
@@ -95,6 +96,7 @@ class Saves:
 
     catalog: CheckpointCatalog
     is_async: bool
+    cadence: Cadence
     last_step: int = 0
     last_save_s: float | None = None
     _handles: list[SaveHandle] = field(default_factory=list)
@@ -140,7 +142,7 @@ class Saves:
         call = CallId(name, last_component(path), is_target_compared=False, is_write=True)
         try:
             with told_to_next(**catalog.ranks, timeout_s=timeout_s, what="save", call=call):
-                self.last_step = record.step
+                self.note_step(record.step)
                 state = _state_of(parts, small, record, rank)
                 self._forget_ended()
                 writer = _ManagedWriter(path, record, catalog)
@@ -152,6 +154,11 @@ class Saves:
         self._handles.append(handle)
         handle.add_done_callback(lambda ended: self._note_end(record.tag, ended.report()))
         return handle
+
+    def note_step(self, step: int) -> None:
+        """Notes the step of a save or resume: later saves count from it."""
+        self.last_step = step
+        self.cadence.note_saved(step)
 
     def _note_end(self, tag: str, report: SaveReport | None) -> None:
         self.catalog.retention.free(tag)
