@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 from torch_dcpx._environment import options_from_environment, threads_of_rank
@@ -70,9 +71,30 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
     return max(1, min(threads_of_rank(_WORKERS_A_CORE), 16, host_memory_bytes // slot_bytes))
 
 
+def repr_of(plugin: Any) -> str:
+    """Returns a writer or reader as text: its path, and its options if any is not the default."""
+    options = repr(getattr(plugin, "options", None))
+    more = "" if options.endswith("()") else f", options={options}"
+    path = os.fspath(getattr(plugin, "path", ""))
+    return f"{type(plugin).__name__}({path!r}{more})"
+
+
+class _Told:
+    """Shows options by what is not their default."""
+
+    def __repr__(self) -> str:
+        own: Any = self
+        shown = [
+            f"{field.name}={getattr(own, field.name)!r}"
+            for field in fields(own)
+            if getattr(own, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 @options_from_environment
-@dataclass(frozen=True)
-class WriteOptions:
+@dataclass(frozen=True, repr=False)
+class WriteOptions(_Told):
     """The options of a save.
 
     An option that is not given comes from the environment variable DCPX_<NAME>, such as
@@ -161,8 +183,8 @@ class WriteOptions:
 
 
 @options_from_environment
-@dataclass(frozen=True)
-class ReadOptions:
+@dataclass(frozen=True, repr=False)
+class ReadOptions(_Told):
     """The options of a load.
 
     Environment variables count as in `WriteOptions`, but none can set `trusted=True` or

@@ -84,8 +84,11 @@ class CheckpointManager:
         rules = KeepRules.of(keep_last, keep_every, keep_best)
         options, read_options = options or WriteOptions(), read_options or ReadOptions()
         way_out = "a CheckpointManager's root is a directory of a mounted file system"
-        self.root = Path(checked_path(root, way_out)).absolute()
-        self._root = ManagerRoot(self.root, read_options, is_durable=options.durability == "full")
+        given = os.fsdecode(checked_path(root, way_out))
+        self.root = Path(given).absolute()
+        is_durable = options.durability == "full"
+        self._root = ManagerRoot(self.root, read_options, is_durable=is_durable, given=given)
+        self._rules = rules
         self._retention = Retention(self._root, rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
         self._catalog = CheckpointCatalog(self._root, self._retention, ranks, options, read_options)
@@ -353,6 +356,13 @@ class CheckpointManager:
                 self._watches.pop().close()
         finally:
             self.wait()
+
+    def __repr__(self) -> str:
+        rules = {f"keep_{name}": value for name, value in self._rules._asdict().items()}
+        rules |= {"save_every": self._cadence.every, "save_every_s": self._cadence.every_s}
+        told = [f"{name}={value!r}" for name, value in rules.items() if value is not None]
+        told += [] if self._saves.is_async else ["async_save=False"]
+        return f"CheckpointManager({', '.join([repr(self._root.given), *told])})"
 
     def __enter__(self) -> CheckpointManager:
         return self

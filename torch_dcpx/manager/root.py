@@ -47,9 +47,19 @@ _LOST_AND_FOUND = "lost+found"
 class ManagerRoot:
     """A root directory. Not thread-safe but for `committing` and `note_*`."""
 
-    def __init__(self, path: Path, options: ReadOptions | None, *, is_durable: bool) -> None:
-        """Reads nothing yet; `is_durable`: whether to fsync the pointer and entries."""
+    def __init__(
+        self, path: Path, options: ReadOptions | None, *, is_durable: bool, given: str = ""
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            path: absolute.
+            options: of readers.
+            is_durable: whether to fsync the pointer and entries.
+            given: the path in the user's words, for logs. Default: `path`.
+        """
         self.path = path
+        self.given = given or str(path)
         self.is_durable = is_durable
         self._options = options
         self.commit_guard = threading.Lock()  # one commit at a time: the pointer follows each

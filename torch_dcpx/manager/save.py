@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,12 +30,12 @@ from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import checked_step, step_of_name, tag_of
 from torch_dcpx.manager.state import Parts, Small
-from torch_dcpx.manager.stored import OwnDirectory, Record
+from torch_dcpx.manager.stored import OwnDirectory, Record, told_step
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
 from torch_dcpx.metadata.file import committed_save_id
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import told_to_next
-from torch_dcpx.reports import SaveReport
+from torch_dcpx.reports import SaveReport, saved_in_root_line
 from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.writer.writer import DcpxWriter
 
@@ -194,10 +195,12 @@ class _ManagedWriter(DcpxWriter):
 
     # Refuses a link that comes behind the coordinator's look, too.
     _DcpxWriter__opened = OwnDirectory
+    _DcpxWriter__log_level = logging.DEBUG  # the manager's own line says it
 
     def __init__(self, path: Path, record: Record, catalog: CheckpointCatalog) -> None:
         super().__init__(path, options=catalog.options)
         self.__record, self.__catalog = record, catalog
+        self.__began = time.monotonic()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits, and points to the checkpoint. Raises: as `DcpxWriter` and `committing`."""
@@ -215,4 +218,7 @@ class _ManagedWriter(DcpxWriter):
                 save_id = committed_save_id(path)
                 if save_id is not None:
                     root.note_committed(path.name, record.step, save_id, record.order)
+            nbytes = sum(file.nbytes for own in results for file in getattr(own, "files", ()))
+            seconds, what = time.monotonic() - self.__began, told_step(record.tag, record.step)
+            logger.info(saved_in_root_line(what, root.given, record.ranks, nbytes, seconds))
             retention.start()
