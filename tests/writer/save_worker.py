@@ -35,7 +35,7 @@ from torch_dcpx import (
 from torch_dcpx.checkpoint import pending as pending_saves
 
 SAVES = {
-    "save": save,
+    "save": lambda *args, **kwargs: save(*args, **kwargs).result(0),
     "async_save": lambda *args, **kwargs: async_save(*args, **kwargs).result(120),
 }
 
