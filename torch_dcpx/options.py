@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 from torch_dcpx._arguments import (
@@ -16,6 +17,7 @@ from torch_dcpx._arguments import (
     checked_globals,
 )
 from torch_dcpx._environment import options_from_environment, threads_of_rank
+from torch_dcpx._integers import plain_int, set_plain_ints
 from torch_dcpx.errors import OptionError, must_be
 
 ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
@@ -25,6 +27,7 @@ MIB = 1 << 20
 _MIN_SLOT_BYTES = 256 * KIB
 _MAX_SLOT_BYTES = 1 << 30
 _DEFAULT_MEMORY_BYTES = 64 * MIB
+_INTEGERS = ("host_memory_bytes", "workers", "slot_bytes")  # of both classes
 
 
 def _check_memory(host_memory_bytes: Any, slot_bytes: Any, workers: Any) -> None:
@@ -54,9 +57,30 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
     return max(1, min(threads_of_rank(_WORKERS_A_CORE), 16, host_memory_bytes // slot_bytes))
 
 
+def repr_of(plugin: Any) -> str:
+    """Returns a writer or reader as text: its path, and its options if any is not the default."""
+    options = repr(getattr(plugin, "options", None))
+    more = "" if options.endswith("()") else f", options={options}"
+    path = os.fspath(getattr(plugin, "path", ""))
+    return f"{type(plugin).__name__}({path!r}{more})"
+
+
+class _Told:
+    """Shows options by what is not their default."""
+
+    def __repr__(self) -> str:
+        own: Any = self
+        shown = [
+            f"{field.name}={getattr(own, field.name)!r}"
+            for field in fields(own)
+            if getattr(own, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 @options_from_environment
-@dataclass(frozen=True)
-class WriteOptions:
+@dataclass(frozen=True, repr=False)
+class WriteOptions(_Told):
     """The options of a save.
 
     An option that is not given comes from the environment variable DCPX_<NAME>, such as
@@ -121,6 +145,7 @@ class WriteOptions:
     node_local: bool = False
 
     def __post_init__(self) -> None:
+        set_plain_ints(self, *_INTEGERS, "files_per_rank", "max_in_flight")
         check_choice("durability", self.durability, ("full", "none"))
         _check_memory(self.resolved_memory_bytes(), self.slot_bytes, self.workers)
         check_bool("direct_io", self.direct_io)
@@ -144,8 +169,8 @@ class WriteOptions:
 
 
 @options_from_environment
-@dataclass(frozen=True)
-class ReadOptions:
+@dataclass(frozen=True, repr=False)
+class ReadOptions(_Told):
     """The options of a load.
 
     Environment variables count as in `WriteOptions`, but none can set `trusted=True` or
@@ -189,6 +214,7 @@ class ReadOptions:
     node_local: bool = False
 
     def __post_init__(self) -> None:
+        set_plain_ints(self, *_INTEGERS)
         check_choice("verify", self.verify, ("blocks", "none"))
         check_bool("trusted", self.trusted)
         _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
@@ -210,6 +236,7 @@ def merge_write_options(
     Raises OptionError: two of them contradict each other.
     """
     check_options("options", options, WriteOptions)
+    thread_count = plain_int(thread_count)
     check_int("thread_count", thread_count, 1, 256, or_none=True)
     if sync_files is not None:
         check_type("sync_files", sync_files, int, "True, False or None")  # as stock, 0 and 1, too

@@ -112,9 +112,9 @@ def test_metadata_is_in_the_header_of_every_file_beside_ours(tmp_path: Path) -> 
         ({"metadata": {"a": 1}}, "metadata must be None or a dict of texts"),
         ({"metadata": {"a": "\udc80"}}, "metadata must be None or a dict of texts"),
         ({"metadata": {"format": "tf"}}, "'format' other than 'pt'"),
-        ({"metadata": {"w": "x"}}, "metadata has the names of 1 tensors, 'w'"),
+        ({"metadata": {"w": "x"}}, "metadata has 1 tensor name, 'w'"),
         ({"metadata": {"a": "b"}, "format": "torch"}, "belongs to the header of safetensors"),
-        ({"format": "pickle"}, "format must be None, 'safetensors' or 'torch'"),
+        ({"format": "pickle"}, "format must be 'safetensors' or 'torch'"),
     ],
 )
 def test_argument_that_cannot_work_is_refused_before_a_file_is_made(

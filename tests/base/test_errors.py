@@ -26,6 +26,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "OptionError": (errors.DcpxError, ValueError),
     "PlanError": (errors.DcpxError, ValueError),
     "MismatchError": (errors.PlanError,),
+    "UnknownNameError": (errors.PlanError, KeyError),
     "StagingError": (errors.DcpxError, RuntimeError),
     "StorageError": (errors.DcpxError, OSError),
     "ShortReadError": (errors.StorageError, EOFError),

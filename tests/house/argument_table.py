@@ -279,6 +279,8 @@ TABLE: Table = {
             "root": (None, *NOT_PATHS),
             "keep_last": (0, -1, 1.5, "1", True),
             "keep_every": (0, -1, 1.5, "1", True),
+            "save_every": (0, -1, 1.5, "1", True),
+            "save_every_s": (0, *NOT_SECONDS),
             "keep_best": ("loss", 3, ("loss", "min"), ("loss", "low", 1), ("loss", "min", "1")),
             "async_save": NOT_SWITCHES,
             "options": NOT_WRITE,
@@ -346,6 +348,11 @@ TABLE |= {
         f"CheckpointManager.{name}": (getattr(MANAGER, name), {}, {"tag": (None, *NOT_TAGS)})
         for name in ("pin", "unpin", "delete")
     },
+    "CheckpointManager.should_save": (
+        CheckpointManager("out", save_every=2).should_save,
+        {"step": 1},
+        {"step": (None, "1", -1, 1.5, True)},
+    ),
     "CheckpointManager.save_on_signal": (
         MANAGER.save_on_signal,
         {},

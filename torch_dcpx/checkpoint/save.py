@@ -40,7 +40,6 @@ from torch_dcpx.options import WriteOptions
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.reports import SaveReport
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, stage_guarded, staging_workers
 from torch_dcpx.storage.paths import AnyPath, checked_path, own_path
@@ -68,7 +67,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     options: WriteOptions | None = None,
-) -> SaveReport:
+) -> SaveHandle:
     """Saves a checkpoint; it is committed, and durable on every rank, when this returns.
 
     Every rank of the group calls it. The checkpoint in `checkpoint_id` stays as it was until the
@@ -86,7 +85,7 @@ def save(
         options: of the new writer. Default None: `WriteOptions()`.
 
     Returns:
-        The report of the save.
+        The finished save; its `result()` is the report.
 
     Raises:
         DcpxError: any rank failed; nothing was committed. All ranks raise the first error.
@@ -105,7 +104,7 @@ def save(
         run.exchange.restart()
         plan = run.plan(pending_saves.raise_uncollected)
         committed = run.write_and_settle(lambda: (plan, run.planner))
-    return report_of(run, committed, begin)
+    return SaveHandle.finished(run.path, report_of(run, committed, begin))
 
 
 def async_save(
@@ -152,9 +151,7 @@ def async_save(
     try:
         if not _is_admitted(run):
             run.end()
-            handle.staged.set_result(None)
-            handle.durable.set_result(None)
-            return handle
+            return SaveHandle.finished(run.path, None)
         plan = run.plan(pending_saves.raise_uncollected)
         run.exchange.note_phase("staging")
         items = _items(run, plan, handle)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import OptionError, RankLostError, must_be
-from torch_dcpx.manager.pointer import check_step
+from torch_dcpx.manager.pointer import checked_step
 from torch_dcpx.ranks.store_keys import Keys
 
 logger = logging.getLogger("torch_dcpx")
@@ -75,6 +75,7 @@ class Preemption:
         self._round = 0
         self._has_noted = False
         self._notes: list[_Note] = []
+        self._answer: tuple[int, bool] | None = None  # the last one, and its step
 
     @property
     def is_signalled(self) -> bool:
@@ -119,8 +120,9 @@ class Preemption:
     def requested(self, step: int) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
-        Every rank calls it once a step, with the steps ascending. It returns True once for each
-        request, or False if the time left is too short for a save.
+        Every rank calls it each step, with the steps ascending; again at one step it answers the
+        same. It returns True at one step for each request, or False if the time left is too short
+        for a save. `CheckpointManager.should_save` calls it, too.
 
         Args:
             step: the last one that was trained.
@@ -130,7 +132,12 @@ class Preemption:
             RankLostError: a rank did not call it within `save_timeout_s` of another's request.
             StoreLostError: the store does not answer.
         """
-        check_step(step)
+        step = checked_step(step)
+        if self._answer is None or self._answer[0] != step:
+            self._answer = step, self._is_requested(step)
+        return self._answer[1]
+
+    def _is_requested(self, step: int) -> bool:
         if self._world_size == 1:
             return self.is_signalled and self._answered(step, [self._own_note(step)])
         if not self._has_noted:

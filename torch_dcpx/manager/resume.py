@@ -19,6 +19,7 @@ Where bytes of the newest checkpoint are wrong:
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -41,7 +42,8 @@ from torch_dcpx.manager.wanted import Wanted
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reader.pretrained_reader import stored_sizes
-from torch_dcpx.reports import LoadReport
+from torch_dcpx.reader.reader import quiet_reader
+from torch_dcpx.reports import LoadReport, resumed_line
 
 _MAX_SHOWN = 5  # names in one message
 
@@ -133,6 +135,8 @@ class Resume:
                 if self._passed:
                     more = "".join(f"; '{tag}': {reason}" for tag, reason in self._skipped)
                     self._raise(f"there is no other whole checkpoint{more}")
+                if rank == 0:
+                    logger.info("nothing to resume in '%s': a fresh start", catalog.root.given)
                 return ResumeInfo(skipped=self._skipped)
             path = str(chosen.path)
             call = CallId("load", last_component(path))
@@ -148,7 +152,7 @@ class Resume:
                     self._rules,
                     target,
                     path,
-                    options=options,
+                    storage_reader=quiet_reader(path, options),
                     key_map=wanted.rules,
                     **catalog.ranks,
                 )
@@ -159,9 +163,18 @@ class Resume:
             if self._passed and not self.strict:
                 self._check_filled(report.missing, has_rules=wanted.rules is not None)
         metrics, passed = wanted.record.metrics, tuple(self._passed)
+        if rank == 0:
+            logger.info(self._line(chosen, world_size))
         return ResumeInfo(
             chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, passed
         )
+
+    def _line(self, chosen: Stored, world_size: int) -> str:
+        """Returns the log's line of this resume."""
+        record, root = chosen.record, self.catalog.root.given
+        age_s = time.time() - record.saved_at if record is not None and record.saved_at else None
+        ranks = None if record is None else record.ranks
+        return resumed_line(chosen.told, root, age_s, ranks, world_size)
 
     def _call(self) -> tuple[KeyMap | None, Call]:
         """Returns the rules for the model's names, and this rank's call."""

@@ -8,6 +8,7 @@ collectives of the model's group.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -164,7 +165,8 @@ class Parts(NamedTuple):
         if len({call.note[1] for call in calls}) > 1:
             names.append(NAMED_GROUPS)
         metrics = calls[0].note[0]
-        return Record(tag, step, order, len(calls), metrics, tuple(names), tuple(per_rank))
+        now = int(time.time())
+        return Record(tag, step, order, len(calls), metrics, tuple(names), tuple(per_rank), now)
 
 
 class Small(NamedTuple):

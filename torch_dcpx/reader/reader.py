@@ -38,7 +38,7 @@ from torch_dcpx._native import _C
 from torch_dcpx._text import counted
 from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
-from torch_dcpx.options import ReadOptions
+from torch_dcpx.options import ReadOptions, repr_of
 from torch_dcpx.reader.coverage import check_coverage, meeting_targets
 from torch_dcpx.reader.files import read_items
 from torch_dcpx.reader.generation import Generation, check_same_generation
@@ -64,6 +64,8 @@ class DcpxReader(FileSystemReader):
     Nothing from a checkpoint is executed unless `ReadOptions(trusted=True)`. Reusable for many
     loads. Not thread-safe. Picklable. As in `DcpxWriter`, its own names meet no subclass's.
     """
+
+    __log_level = logging.INFO  # of the line of a load
 
     def __init__(
         self,
@@ -98,6 +100,9 @@ class DcpxReader(FileSystemReader):
         self.__pause = PlanningPause()
         self.__hold = ReadersHold()  # from the metadata to the last byte, of a load through DCP
         refuse_bypassed(self, DcpxReader)
+
+    def __repr__(self) -> str:
+        return repr_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files, a lock and a pause stay with the process.
@@ -239,7 +244,7 @@ class DcpxReader(FileSystemReader):
             total_s=self.__metadata_s + self.__hooks_s,
         )
         if self.__is_coordinator or not self.use_collectives:
-            logger.info(loaded_line(self.last_report, str(self.path)))
+            logger.log(self.__log_level, loaded_line(self.last_report, str(self.path)))
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -373,3 +378,12 @@ def fitting_workers(workers: int) -> int:
 
 def _empty_metadata() -> Metadata:
     return Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+
+
+def quiet_reader(path: AnyPath, options: ReadOptions | None) -> DcpxReader:
+    """Returns a reader whose loads are logged as DEBUG: the call that needs them has a line of its
+    own.
+    """
+    reader = DcpxReader(path, options=options)
+    vars(reader)["_DcpxReader__log_level"] = logging.DEBUG
+    return reader

@@ -31,7 +31,7 @@ from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
 from torch_dcpx._hooks import refuse_bypassed, refuse_changed
 from torch_dcpx.errors import DcpxError
-from torch_dcpx.options import WriteOptions, merge_write_options
+from torch_dcpx.options import WriteOptions, merge_write_options, repr_of
 from torch_dcpx.ranks.plan_wire import offered
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.staging.staged_state import note_state_written
@@ -72,6 +72,7 @@ class DcpxWriter(FileSystemWriter):
     """
 
     __opened: type[Directory] = Directory  # opens the checkpoint's directory
+    __log_level = logging.INFO  # of the line of a commit
 
     def __init__(
         self,
@@ -132,6 +133,9 @@ class DcpxWriter(FileSystemWriter):
         self.__pause = PlanningPause()
         refuse_bypassed(self, DcpxWriter)
         refuse_changed(self, self.options)
+
+    def __repr__(self) -> str:
+        return repr_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # Locks and the save under way stay with the process that has them.
@@ -274,7 +278,7 @@ class DcpxWriter(FileSystemWriter):
         nbytes, path = sum(file.nbytes for file in files), str(self.path)
         self.__release(has_ended_well=True)  # the next save may begin in another thread
         if report:
-            logger.info(saved_line(report, path, len(results), nbytes))
+            logger.log(self.__log_level, saved_line(report, path, len(results), nbytes))
 
     def __write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, WriteResults]:
         """Writes this rank's files; notes them as soon as nobody else would remove them."""
