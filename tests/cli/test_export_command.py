@@ -63,3 +63,30 @@ def test_what_is_not_there_is_an_error_and_leaves_nothing(tmp_path: Path) -> Non
     (tmp_path / "a" / data_files(tmp_path / "a")[0]).write_bytes(data)
     assert dcpx(tmp_path / "a", tmp_path / "y.pt", code=1)["error"]["type"] == "CorruptionError"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("dest", ["b", "run", "out", "y.pt", "a"])
+def test_nothing_that_is_there_is_replaced_by_chance(tmp_path: Path, dest: str) -> None:
+    for name in ("a", "b", "run/step-1"):
+        save({**STATE, "step": 1}, tmp_path / name)
+    dcpx(tmp_path / "a", tmp_path / "out")
+    dcpx(tmp_path / "a", tmp_path / "y.pt")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for source in ("a", "out", "y.pt"):
+        for flags in ((), ("--format", "dcp")) if not dest.endswith(".pt") else ((),):
+            error = dcpx(tmp_path / source, tmp_path / dest, *flags, code=2)["error"]
+            assert error["type"] == "OptionError" and "is there; name another" in error["message"]
+    error = dcpx(tmp_path / "out", tmp_path / "run", "--overwrite", code=2)["error"]
+    assert "no checkpoint that could be replaced" in error["message"]
+    error = dcpx(tmp_path / "a", tmp_path / "b", "--overwrite", code=2)["error"]
+    assert "no export that could be replaced" in error["message"]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_overwrite_replaces_what_is_of_the_same_kind(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "a")
+    save({"w": torch.zeros(3)}, tmp_path / "b")
+    dcpx(tmp_path / "a", tmp_path / "out")
+    dcpx(tmp_path / "a", tmp_path / "out", "--overwrite")
+    dcpx(tmp_path / "out", tmp_path / "b", "--overwrite")
+    assert_loads(STATE, tmp_path / "b")

@@ -64,6 +64,8 @@ def test_gc_touches_a_directory_without_metadata_only_by_its_name(tmp_path: Path
     (found,) = gc(tmp_path, "--delete")
     assert found["state"] == "left" and "dcpx repair" in found["problem"]
     assert {path.name for path in (tmp_path / "step-2").iterdir()} == names
+    (found,) = gc(tmp_path / "step-2")
+    assert found["state"] == "left" and "dcpx repair" in found["problem"]
     (found,) = gc(tmp_path / "step-2", "--delete")
     assert found["state"] == "removed"
     assert data_files(tmp_path / "step-2") == []

@@ -126,6 +126,7 @@ def diff(a: Path, b: Path, limit: int, rank: int | None, as_json: bool) -> int:
 @click.option("--key", "-k", "keys", multiple=True, help="only names that this glob fits")
 @click.option("--dtype", help="of floating tensors, such as bfloat16")
 @click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
+@click.option("--overwrite", is_flag=True, help="replace a DEST of the same kind")
 @command
 def export(source: Path, dest: Path, as_json: bool, **choices: Any) -> int:
     """Write a checkpoint as safetensors or one torch.save file, or such files as a checkpoint.

@@ -14,8 +14,9 @@ from torch_dcpx._text import counted
 from torch_dcpx.artifacts.export import export
 from torch_dcpx.artifacts.opened import open_checkpoint
 from torch_dcpx.checkpoint.save import save
+from torch_dcpx.cli.listing import holds_files
 from torch_dcpx.cli.output import FINE, put_json, put_lines
-from torch_dcpx.errors import must_be
+from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.integrity.artifact import find_artifact
 from torch_dcpx.reader.safetensors import TORCH_SUFFIXES
 from torch_dcpx.reader.torch_file import read_torch_file
@@ -31,12 +32,14 @@ def run_export(
     keys: Sequence[str],
     dtype: str | None,
     max_shard_bytes: str,
+    overwrite: bool,
     as_json: bool,
 ) -> int:
     """Converts, and prints what was written. Returns the exit code."""
     converted = _dtype(dtype)
     if kind is None and not dest.suffix and find_artifact(source) is not None:
         kind = "dcp"
+    _check_dest(source, dest, kind, overwrite)
     if kind == "dcp":
         found = _to_checkpoint(source, dest, keys, converted)
     else:
@@ -57,6 +60,22 @@ def run_export(
         if found["left_out"]:
             put_lines([f"left out, as no tensors: {', '.join(found['left_out'])}"])
     return FINE
+
+
+def _check_dest(source: Path, dest: Path, kind: Format | None, overwrite: bool) -> None:
+    """Raises OptionError where the export would replace, or lie beside, what is there."""
+    if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
+        return
+    way = "name another place"
+    if overwrite and not dest.samefile(source):
+        is_checkpoint = dest.is_dir() and holds_files(dest)
+        is_artifact = not is_checkpoint and find_artifact(dest) is not None
+        if is_checkpoint if kind == "dcp" else is_artifact:
+            return
+        way += f": it is no {'checkpoint' if kind == 'dcp' else 'export'} that could be replaced"
+    elif not dest.samefile(source):
+        way += ", or replace it by --overwrite"
+    raise OptionError(f"'{dest}' is there; {way}", option="dest", value=str(dest))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -21,8 +21,11 @@ def run_gc(paths: Sequence[Path], *, delete: bool, as_json: bool) -> int:
         state, problem = "left", ""
         try:
             found = find_leftovers(place)
-            if found.files and not found.is_committed and place not in paths:
-                problem = "no metadata here: `dcpx repair` may make it, gc removes a named one only"
+            if found.files and not found.is_committed and not (delete and place in paths):
+                problem = (
+                    f"no metadata: if it was a checkpoint, `dcpx repair {place}` may make it; "
+                )
+                problem += "--delete removes it only if it is named"
             elif found.files and delete:
                 found, state = remove_leftovers(place), "removed"
         except DcpxError as error:

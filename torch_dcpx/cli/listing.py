@@ -42,7 +42,7 @@ class _Listed(NamedTuple):
 
 def show(path: Path, *, with_all: bool, as_json: bool) -> int:
     """Prints the checkpoints at `path`. Returns the exit code."""
-    places = [path] if _holds_files(path) else _beneath(path)
+    places = [path] if holds_files(path) else _beneath(path)
     found = [_listed(place, place.name or str(place)) for place in places]
     if not with_all:
         found = [each for each in found if each.state != "none"]
@@ -59,7 +59,7 @@ def show(path: Path, *, with_all: bool, as_json: bool) -> int:
     return CANNOT if "unreadable" in states else FINE
 
 
-def _holds_files(path: Path) -> bool:
+def holds_files(path: Path) -> bool:
     """Returns whether files of a checkpoint lie in a directory."""
     with Directory(path) as directory:
         return any(
@@ -75,7 +75,7 @@ def _beneath(path: Path) -> list[Path]:
 
 def _listed(path: Path, name: str) -> _Listed:
     try:
-        if not _holds_files(path):
+        if not holds_files(path):
             return _Listed(name, "none")
         found = described(path)
     except NotCommittedError as error:
@@ -113,7 +113,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Returns `path`, or the directories beneath it that hold files of checkpoints."""
     if path.is_file() and find_artifact(path) is not None:
         return [path]
-    found = [] if _holds_files(path) else list(filter(_holds_files, _beneath(path)))
+    found = [] if holds_files(path) else list(filter(holds_files, _beneath(path)))
     return found or [path]
 
 
