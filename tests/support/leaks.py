@@ -10,16 +10,30 @@ from pathlib import Path
 
 import torch
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _NOISE_BYTES = 4 << 20  # what the allocator and caches of torch grow by, within a few saves
 _ENDING_S = 20.0  # of a thread, on a busy machine
 _libc = ctypes.CDLL(None)
 
 
-def _resident_bytes() -> int:
-    """Returns the resident size without what the allocator only keeps for later."""
-    _libc.malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(8)] + [
+        ("fordblks", ctypes.c_size_t),  # bytes of free chunks, in all arenas
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+_libc.mallinfo2.restype = _Mallinfo
+
+
+def _used_bytes() -> int:
+    """Returns the writable memory of this process without what malloc holds free.
+
+    Resident memory says nothing: how many free pages malloc keeps depends on what other tests have
+    left between them, and the kernel takes pages of files and gives them back.
+    """
+    status = Path("/proc/self/status").read_text().splitlines()
+    writable = next(int(line.split()[1]) for line in status if line.startswith("VmData:"))
+    return (writable << 10) - int(_libc.mallinfo2().fordblks)
 
 
 def _tensors() -> int:
@@ -34,7 +48,7 @@ class Held:
         self._tensors = _tensors()
         self._files = set(os.listdir("/proc/self/fd"))
         self._threads = set(os.listdir("/proc/self/task"))
-        self._resident_bytes = _resident_bytes()
+        self._used_bytes = _used_bytes()
 
     def assert_no_file_or_thread_more(self) -> None:
         """Cheap enough for after each call. A thread that is just ending gets time."""
@@ -56,5 +70,5 @@ class Held:
         while (tensors := _tensors()) > self._tensors:
             assert time.monotonic() < deadline, f"{tensors - self._tensors} tensors more"
             time.sleep(0.01)
-        grown = _resident_bytes() - self._resident_bytes
+        grown = _used_bytes() - self._used_bytes
         assert grown < _NOISE_BYTES + (collectives << 10), f"{grown} B more"
