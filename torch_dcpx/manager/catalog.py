@@ -29,7 +29,7 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
-from torch_dcpx.manager.pointer import tag_of, tag_or_none
+from torch_dcpx.manager.pointer import Tag, tag_of, tag_or_none
 from torch_dcpx.manager.removal import remove_checkpoint
 from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
@@ -208,7 +208,7 @@ class CheckpointCatalog:
 
     def export(
         self,
-        tag_or_model: str | int | nn.Module,
+        tag_or_model: Tag | nn.Module,
         path: str | os.PathLike[str],
         file_format: Any,
         keys: Iterable[str] | None,
@@ -257,7 +257,7 @@ class CheckpointCatalog:
                 **self.ranks,
             )
 
-    def dry_run(self, translate: Any, tag: str | int | None) -> DryRun:
+    def dry_run(self, translate: Any, tag: Tag | None) -> DryRun:
         with ExitStack() as stack:
 
             def local() -> tuple[KeyMap, Call]:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Deadline
@@ -117,7 +117,7 @@ class Preemption:
         signal.signal(number, self._before.get(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)
 
-    def requested(self, step: int) -> bool:
+    def requested(self, step: SupportsIndex) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
         Every rank calls it each step, with the steps ascending; again at one step it answers the
