@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+from torch_dcpx._integers import plain_int
 from torch_dcpx.errors import must_be, with_article
 
 _MAX_TIMEOUT_S = 1e9  # what clocks and stores can count
@@ -32,12 +33,14 @@ def check_bool(name: str, value: Any) -> None:
         raise must_be(name, value, "True or False", _way_out(value))
 
 
-def check_int(name: str, value: Any, low: int, high: int, *, or_none: bool = False) -> None:
-    """Raises OptionError for anything but an int within bounds."""
-    if value is None and or_none:
-        return
-    if type(value) is not int or not low <= value <= high:
+def checked_int(name: str, value: Any, low: int, high: int, *, or_none: bool = False) -> Any:
+    """Returns an integer of any type as an int. Raises OptionError: it is none within bounds."""
+    number = plain_int(value)
+    if number is None and or_none:
+        return None
+    if type(number) is not int or not low <= number <= high:
         raise must_be(name, value, f"{'None or ' if or_none else ''}an int from {low} to {high}")
+    return number
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -48,8 +51,8 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises OptionError unless a deadline of so many seconds can be kept."""
-    is_number = type(value) in (int, float) and math.isfinite(value)
-    if not is_number or not 0 < value <= _MAX_TIMEOUT_S:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and 0 < value <= _MAX_TIMEOUT_S):
         raise must_be(name, value, f"seconds above 0 and up to {_MAX_TIMEOUT_S:.0f}")
 
 
@@ -60,10 +63,10 @@ def check_wait(name: str, value: Any) -> None:
         raise must_be(name, value, f"None, or seconds from 0 to {_MAX_TIMEOUT_S:.0f}")
 
 
-def check_callable(name: str, value: Any) -> None:
-    """Raises OptionError for anything but None and what can be called."""
-    if value is not None and not callable(value):
-        raise must_be(name, value, "None or a function")
+def check_callable(name: str, value: Any, *, or_none: bool = True) -> None:
+    """Raises OptionError for anything but what can be called, and None where that is a value."""
+    if not callable(value) and not (value is None and or_none):
+        raise must_be(name, value, f"{'None or ' if or_none else ''}a function")
 
 
 def check_options(name: str, value: Any, cls: type) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_dcpx._arguments import check_int, check_options
+from torch_dcpx._arguments import check_options, checked_int
 from torch_dcpx.artifacts.named_reads import NamedReads
 from torch_dcpx.checkpoint.load_checks import NearNames
 from torch_dcpx.errors import (
@@ -59,7 +59,7 @@ def open_checkpoint(
         OptionError: an argument that cannot work.
     """
     check_options("options", options, ReadOptions)
-    check_int("rank", rank, 0, _MAX_RANK, or_none=True)
+    rank = checked_int("rank", rank, 0, _MAX_RANK, or_none=True)
     return OpenCheckpoint(path, options or ReadOptions(), rank)
 
 

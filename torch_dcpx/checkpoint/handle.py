@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
-from torch_dcpx._arguments import check_wait
+from torch_dcpx._arguments import check_callable, check_wait
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.reports import SaveReport
@@ -138,7 +138,11 @@ class SaveHandle:
 
         Args:
             fn: gets this handle. Its errors are logged, and change nothing in the save.
+
+        Raises:
+            OptionError: `fn` is no function.
         """
+        check_callable("fn", fn, or_none=False)
         self.durable.check_process()
         self.durable.add_done_callback(lambda _: self._call(fn))
 
