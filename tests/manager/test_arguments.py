@@ -65,6 +65,25 @@ def test_metric_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None
     assert not (tmp_path / "run").exists()
 
 
+def test_optimizer_and_scheduler_in_anothers_place_are_refused_with_theirs(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    adam = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
+    manager = manager_of(tmp_path / "run")
+    for given, name, place in (
+        ({"lr_scheduler": adam}, "lr_scheduler", "optimizer"),
+        ({"lr_scheduler": [scheduler, adam]}, "lr_scheduler", "optimizer"),
+        ({"optimizer": scheduler}, "optimizer", "lr_scheduler"),
+        ({"optimizer": {"a": scheduler}}, "optimizer", "lr_scheduler"),
+        ({"dataloader": adam}, "dataloader", "optimizer"),
+        ({"dataloader": scheduler}, "dataloader", "lr_scheduler"),
+    ):
+        for call in (lambda **parts: manager.save(1, **parts), manager.resume):
+            with pytest.raises(OptionError, match=f"{name} must be .*; give it as {place}="):
+                call(model=model, **given)
+    assert not (tmp_path / "run").exists()
+
+
 def test_save_without_a_part_is_refused(tmp_path: Path) -> None:
     manager = manager_of(tmp_path / "run")
     with pytest.raises(OptionError, match="nothing to save"):

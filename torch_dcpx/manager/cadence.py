@@ -89,7 +89,7 @@ class Cadence:
             self._last_step = max(0, step - 1)
         for watch in watches:  # each of them, for each counts the steps
             self._is_due |= watch.requested(step)
-        if self._is_to_agree(step):
+        if self._is_to_agree(step) or self._catalog.is_closed:  # which says so
             self._agree(step, len(watches))
         self._asked = step
         is_passed = self.every is not None and step // self.every > self._last_step // self.every
