@@ -17,7 +17,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 import torch
 from torch import nn
 
-from torch_dcpx._arguments import check_bool, check_options, check_wait
+from torch_dcpx._arguments import check_bool, check_options, check_wait, named_arguments
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call
@@ -39,6 +39,7 @@ from torch_dcpx.storage.paths import AnyPath, checked_path
 logger = logging.getLogger("torch_dcpx")
 
 
+@named_arguments("__init__", "save", "resume")
 class CheckpointManager:
     """The checkpoints of one training, each in a directory beneath one root.
 
@@ -191,8 +192,7 @@ class CheckpointManager:
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
             OptionError: a tag, part or other argument that cannot work.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
-            UnsupportedError: `translate` splits, merges or transposes a tensor, and the load
-                includes its optimizer.
+            UnsupportedError: `translate` splits, merges or transposes a tensor with an optimizer.
             As `dcpx.load`.
         """
         if load_optimizer is False:  # another value is refused where all ranks learn of it
