@@ -6,17 +6,20 @@ a state where a path belongs, options that were given by position. Imports no to
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
-from torch_dcpx.errors import must_be, with_article
+from torch_dcpx._integers import plain_int
+from torch_dcpx.errors import OptionError, must_be, shown, with_article
 
 _MAX_TIMEOUT_S = 1e9  # what clocks and stores can count
 _STATE = 'a dict of values by name, such as {"model": model}'
 
+_T = TypeVar("_T")
 _Classes: TypeAlias = type | tuple[type, ...]
 
 
@@ -32,12 +35,14 @@ def check_bool(name: str, value: Any) -> None:
         raise must_be(name, value, "True or False", _way_out(value))
 
 
-def check_int(name: str, value: Any, low: int, high: int, *, or_none: bool = False) -> None:
-    """Raises OptionError for anything but an int within bounds."""
-    if value is None and or_none:
-        return
-    if type(value) is not int or not low <= value <= high:
+def checked_int(name: str, value: Any, low: int, high: int, *, or_none: bool = False) -> Any:
+    """Returns an integer of any type as an int. Raises OptionError: it is none within bounds."""
+    number = plain_int(value)
+    if number is None and or_none:
+        return None
+    if type(number) is not int or not low <= number <= high:
         raise must_be(name, value, f"{'None or ' if or_none else ''}an int from {low} to {high}")
+    return number
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -48,8 +53,8 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises OptionError unless a deadline of so many seconds can be kept."""
-    is_number = type(value) in (int, float) and math.isfinite(value)
-    if not is_number or not 0 < value <= _MAX_TIMEOUT_S:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and 0 < value <= _MAX_TIMEOUT_S):
         raise must_be(name, value, f"seconds above 0 and up to {_MAX_TIMEOUT_S:.0f}")
 
 
@@ -60,10 +65,10 @@ def check_wait(name: str, value: Any) -> None:
         raise must_be(name, value, f"None, or seconds from 0 to {_MAX_TIMEOUT_S:.0f}")
 
 
-def check_callable(name: str, value: Any) -> None:
-    """Raises OptionError for anything but None and what can be called."""
-    if value is not None and not callable(value):
-        raise must_be(name, value, "None or a function")
+def check_callable(name: str, value: Any, *, or_none: bool = True) -> None:
+    """Raises OptionError for anything but what can be called, and None where that is a value."""
+    if not callable(value) and not (value is None and or_none):
+        raise must_be(name, value, f"{'None or ' if or_none else ''}a function")
 
 
 def check_options(name: str, value: Any, cls: type) -> None:
@@ -91,6 +96,45 @@ def check_part(name: str, value: Any, cls: type, hooks: Iterable[str] = ()) -> N
     if isinstance(value, type) or not has_hooks:
         way = "; call it" if isinstance(value, type) and has_hooks else _way_out(value)
         raise must_be(name, value, f"{with_article(cls.__name__)} or None", way)
+
+
+def named_arguments(*names: str) -> Callable[[type[_T]], type[_T]]:
+    """Returns a class decorator: methods of these names raise OptionError, with a text that leads
+    on, for arguments by position that they take by name.
+    """
+
+    def changed(cls: type[_T]) -> type[_T]:
+        for name in names:
+            setattr(cls, name, _with_names(cls.__name__, getattr(cls, name)))
+        return cls
+
+    return changed
+
+
+def _with_names(cls_name: str, method: Any) -> Any:
+    most = method.__code__.co_argcount
+    taken = ", ".join(method.__code__.co_varnames[1:most]) or "nothing"
+    call = cls_name if method.__name__ == "__init__" else f"{cls_name}.{method.__name__}"
+    option = next(iter(method.__kwdefaults__))  # the first one by name
+
+    @functools.wraps(method)
+    def checked(*args: Any, **given: Any) -> Any:
+        if len(args) > most:
+            came = " and ".join(map(shown, args[1:]))
+            places = [_name_of(value) for value in args[1:]]
+            way_out = ", ".join(f"{name}=" for name in places if name) or f"{option}= and the like"
+            text = f"{call} takes {taken} by position, and all else by name, got {came}"
+            raise OptionError(f"{text}; write {way_out}", option=option)
+        return method(*args, **given)
+
+    return checked
+
+
+def _name_of(value: Any) -> str:
+    """Returns the name of a manager's argument that a value looks like, "" of none."""
+    kinds = {"WriteOptions": "options", "ReadOptions": "read_options"}
+    found = kinds.get(type(value).__name__, "")
+    return found or ("model" if callable(getattr(value, "named_parameters", None)) else "")
 
 
 def check_state(call: str, state: Any, path: Any = None) -> None:

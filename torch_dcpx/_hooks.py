@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torch_dcpx._arguments import check_int, check_type
+from torch_dcpx._arguments import check_type, checked_int
 from torch_dcpx.errors import OptionError, UnsupportedError, must_be
 from torch_dcpx.options import WriteOptions
 
@@ -196,7 +196,8 @@ def _check_stock_arguments(writer: Any) -> None:
     """Raises OptionError for an argument of `FileSystemWriter` of another type than stock takes."""
     for name in ("single_file_per_rank", "cache_staged_state_dict", "overwrite"):
         check_type(name, getattr(writer, name), int, "True or False")  # as stock, 0 and 1, too
-    check_int("per_thread_copy_ahead", writer.per_thread_copy_ahead, 0, 1 << 60)
+    name = "per_thread_copy_ahead"
+    writer.per_thread_copy_ahead = checked_int(name, writer.per_thread_copy_ahead, 0, 1 << 60)
     name = "serialization_format"
     check_type(name, writer.serialization_format, SerializationFormat, "SerializationFormat")
     extensions, wanted = writer.transforms.extensions, "None or a list of StreamTransformExtension"

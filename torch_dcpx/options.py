@@ -10,14 +10,14 @@ from typing import Any, Literal, TypeAlias
 from torch_dcpx._arguments import (
     check_bool,
     check_choice,
-    check_int,
     check_options,
     check_seconds,
     check_type,
     checked_globals,
+    checked_int,
 )
 from torch_dcpx._environment import options_from_environment, threads_of_rank
-from torch_dcpx._integers import plain_int, set_plain_ints
+from torch_dcpx._integers import set_plain_ints
 from torch_dcpx.errors import OptionError, must_be
 
 ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
@@ -31,13 +31,13 @@ _INTEGERS = ("host_memory_bytes", "workers", "slot_bytes")  # of both classes
 
 
 def _check_memory(host_memory_bytes: Any, slot_bytes: Any, workers: Any) -> None:
-    check_int("slot_bytes", slot_bytes, _MIN_SLOT_BYTES, _MAX_SLOT_BYTES)
+    checked_int("slot_bytes", slot_bytes, _MIN_SLOT_BYTES, _MAX_SLOT_BYTES)
     if slot_bytes % (64 * KIB) != 0:
         raise must_be("slot_bytes", slot_bytes, "a multiple of 65536")
-    check_int("host_memory_bytes", host_memory_bytes, slot_bytes, 1 << 60)
+    checked_int("host_memory_bytes", host_memory_bytes, slot_bytes, 1 << 60)
     if workers is None:
         return
-    check_int("workers", workers, 1, 256)
+    checked_int("workers", workers, 1, 256)
     if workers * slot_bytes > host_memory_bytes:
         raise OptionError(
             f"workers={workers} with slots of {slot_bytes} B need {workers * slot_bytes} B, more "
@@ -145,16 +145,16 @@ class WriteOptions(_Told):
     node_local: bool = False
 
     def __post_init__(self) -> None:
-        set_plain_ints(self, *_INTEGERS, "files_per_rank", "max_in_flight")
+        set_plain_ints(self, *_INTEGERS, "files_per_rank", "max_in_flight", "save_timeout_s")
         check_choice("durability", self.durability, ("full", "none"))
         _check_memory(self.resolved_memory_bytes(), self.slot_bytes, self.workers)
         check_bool("direct_io", self.direct_io)
-        check_int("files_per_rank", self.files_per_rank, 1, 256)
+        checked_int("files_per_rank", self.files_per_rank, 1, 256)
         if type(self.progress) is not bool and not callable(self.progress):
             raise must_be("progress", self.progress, "True, False or a callable")
         check_choice("in_place", self.in_place, ("auto", "always", "never"))
         check_seconds("save_timeout_s", self.save_timeout_s)
-        check_int("max_in_flight", self.max_in_flight, 1, 16)
+        checked_int("max_in_flight", self.max_in_flight, 1, 16)
         check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
         check_bool("overlap", self.overlap)
         check_bool("node_local", self.node_local)
@@ -214,7 +214,7 @@ class ReadOptions(_Told):
     node_local: bool = False
 
     def __post_init__(self) -> None:
-        set_plain_ints(self, *_INTEGERS)
+        set_plain_ints(self, *_INTEGERS, "load_timeout_s")
         check_choice("verify", self.verify, ("blocks", "none"))
         check_bool("trusted", self.trusted)
         _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
@@ -236,8 +236,7 @@ def merge_write_options(
     Raises OptionError: two of them contradict each other.
     """
     check_options("options", options, WriteOptions)
-    thread_count = plain_int(thread_count)
-    check_int("thread_count", thread_count, 1, 256, or_none=True)
+    thread_count = checked_int("thread_count", thread_count, 1, 256, or_none=True)
     if sync_files is not None:
         check_type("sync_files", sync_files, int, "True, False or None")  # as stock, 0 and 1, too
     if options is not None:

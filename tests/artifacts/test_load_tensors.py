@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch as st
 import torch
@@ -203,12 +204,21 @@ def test_no_process_group_is_asked(tmp_path: Path) -> None:
 def test_metadata_of_a_rank_is_read_where_ranks_have_their_own(tmp_path: Path) -> None:
     for rank in range(2):
         save_rank_local({"w": torch.full((3,), float(rank)), "rank": rank}, tmp_path, rank)
-    with pytest.raises(dcpx.NotCommittedError, match="metadata of 2 other ranks"):
+    with pytest.raises(dcpx.NotCommittedError, match=r"metadata of 2 other ranks; .* take rank="):
         dcpx.load_tensors(tmp_path)
+    with pytest.raises(dcpx.NotCommittedError, match="but metadata of 2 other"):
+        dcpx.load_tensors(tmp_path, rank=2)
     for rank in range(2):
         with dcpx.open_checkpoint(tmp_path, rank=rank) as checkpoint:
             assert_equal(checkpoint["w"][...], torch.full((3,), float(rank)))
             assert checkpoint.objects["rank"] == rank
+
+
+def test_rank_of_a_checkpoint_of_all_ranks_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path)
+    for rank in (0, np.int64(1)):
+        with pytest.raises(dcpx.NotCommittedError, match=r"of all ranks.*: leave out rank"):
+            dcpx.load_tensors(tmp_path, rank=rank)
 
 
 # ---- Keys ----------------------------------------------------------------------------------------

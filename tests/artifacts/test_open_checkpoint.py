@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch as st
 import torch
@@ -128,6 +129,59 @@ def test_threads_and_a_forked_child_read_at_once(stored: Path) -> None:
             os._exit(0 if torch.equal(lazy[90:], expected[90:]) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert torch.equal(lazy[0], expected[0])
+
+
+# ---- Lazy tensors as arguments -------------------------------------------------------------------
+
+
+VALUES = {
+    "matrix": torch.arange(6.0).reshape(2, 3),
+    "empty": torch.zeros(0, 3),
+    "scalar": torch.tensor(3),
+    "bits": torch.tensor([True, False]),
+    "half": torch.ones(4, dtype=torch.bfloat16),
+}
+
+
+def test_functions_that_make_tensors_and_arrays_read_a_lazy_one_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(VALUES, tmp_path)
+    reads: list[Any] = []
+    getitem = dcpx.LazyTensor.__getitem__
+    monkeypatch.setattr(
+        dcpx.LazyTensor, "__getitem__", lambda t, index: reads.append(index) or getitem(t, index)
+    )
+    with dcpx.open_checkpoint(tmp_path) as checkpoint:
+        for name, value in VALUES.items():
+            lazy: Any = checkpoint[name]
+            for make in (torch.as_tensor, torch.tensor, torch.asarray, torch.from_dlpack):
+                made = make(lazy)
+                assert made.dtype == value.dtype and torch.equal(made, value), (name, make)
+            assert torch.equal(torch.as_tensor(lazy, dtype=torch.float64), value.double())
+            if name != "half":
+                array = np.asarray(lazy)
+                assert array.dtype == value.numpy().dtype and (array == value.numpy()).all()
+                assert np.array(lazy, dtype=np.float64).dtype == np.float64
+        with pytest.raises(UnsupportedError, match=r"'half': numpy has no torch.bfloat16; .*float"):
+            np.asarray(checkpoint["half"])
+    assert set(reads) == {...}
+    assert len(reads) == 5 * len(VALUES) + 2 * (len(VALUES) - 1) + 1  # each as a whole, once
+
+
+def test_other_functions_of_torch_refuse_a_lazy_tensor_and_say_how_to_read_it(
+    stored: Path,
+) -> None:
+    with dcpx.open_checkpoint(stored) as checkpoint:
+        lazy: Any = checkpoint["w"]
+        for call in (
+            lambda: torch.add(lazy, 1),
+            lambda: torch.ones(10) + lazy,
+            lambda: torch.cat([lazy, torch.ones(1, 10)]),
+            lambda: torch.zeros(100, 10).copy_(lazy),
+        ):
+            with pytest.raises(UnsupportedError, match=r"got a LazyTensor: read it first, as t\["):
+                call()
 
 
 # ---- What others do meanwhile --------------------------------------------------------------------

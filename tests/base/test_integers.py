@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import enum
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from torch_dcpx import OptionError, ReadOptions, WriteOptions
+from torch_dcpx import (
+    CheckpointManager,
+    DcpxStager,
+    DcpxWriter,
+    KeyMap,
+    Merge,
+    OptionError,
+    ReadOptions,
+    Split,
+    Transpose,
+    WriteOptions,
+    export,
+)
 from torch_dcpx._integers import plain_int
 
 Fruit = enum.IntEnum("Fruit", "apple pear plum")
@@ -39,6 +54,30 @@ def test_options_keep_plain_ints(value: Any) -> None:
     read = ReadOptions(workers=value, slot_bytes=slot_bytes, host_memory_bytes=8 * slot_bytes)
     numbers = (read.workers, read.slot_bytes, read.host_memory_bytes)
     assert [type(number) for number in numbers] == [int, int, int]
+
+
+@pytest.mark.parametrize("integer", [np.int64, torch.tensor])
+def test_every_argument_that_is_an_integer_takes_one_of_any_type(
+    integer: Any, tmp_path: Path
+) -> None:
+    stager = DcpxStager(host_memory_bytes=integer(1 << 20), workers=integer(2))
+    writer = DcpxWriter(tmp_path, thread_count=integer(2), per_thread_copy_ahead=integer(9))
+    rules = Split("a", ("b",), dim=integer(1)), Merge("a", "b", dim=integer(1))
+    dims = [getattr(rule, "dim", None) for rule in KeyMap(*rules).rules]
+    (transpose,) = KeyMap(Transpose("a", (integer(1), integer(0)))).rules
+    numbers = [stager.host_memory_bytes, stager.workers, writer.options.workers]
+    numbers += [writer.per_thread_copy_ahead, *dims, *transpose.dims]
+    assert numbers == [1 << 20, 2, 2, 9, 1, 1, 1, 0]
+    assert {type(number) for number in numbers} == {int}
+    state = {"w": torch.ones(2)}
+    assert export(state, tmp_path / "out", max_shard_bytes=integer(1 << 20)).tensors == 1
+    seconds = WriteOptions(save_timeout_s=integer(3)).save_timeout_s
+    assert (type(seconds), seconds) == (int, 3)
+    with CheckpointManager(tmp_path / "run") as manager:
+        watch = manager.save_on_signal([integer(signal.SIGUSR2)])
+        assert watch.requested(integer(3)) is False
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert watch.requested(integer(4)) is True
 
 
 @pytest.mark.parametrize("value", [*OTHERS[:-1], np.int64(0)], ids=repr)

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 from support.async_saves import assert_saved, failing_options, gated, no_save_is_left, state_of
 
-from torch_dcpx import SaveHandle, StorageError, UnsupportedError, WriteOptions, async_save, save
+from torch_dcpx import (
+    OptionError,
+    SaveHandle,
+    StorageError,
+    UnsupportedError,
+    WriteOptions,
+    async_save,
+    save,
+)
 from torch_dcpx import wait as wait_for_all
 
 __all__ = ["no_save_is_left"]
@@ -69,6 +77,12 @@ def test_callbacks_come_once_in_order_behind_the_end(tmp_path: Path) -> None:
     assert calls == [(handle, True), "dcpx-save"]
     handle.add_done_callback(lambda _: calls.append(threading.current_thread()))
     assert calls[2:] == [threading.current_thread()]
+
+
+@pytest.mark.parametrize("value", [None, "print", 3])
+def test_callback_that_is_no_function_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(OptionError, match=r"^fn must be a function, got "):
+        save(state_of(1), tmp_path).add_done_callback(value)
 
 
 def test_callback_of_a_failed_save_is_called_and_collects_no_error(tmp_path: Path) -> None:

@@ -31,18 +31,22 @@ def fails_on_both(call: Callable[..., Any], given: dict[str, Any], wrong: dict[s
 
 @rank_case()
 def wrong_arguments_of_one_rank_are_the_error_of_both(root: Path) -> None:
-    state = {"w": torch.arange(4.0)}
+    state: dict[str, Any] = {"w": torch.arange(4.0)}
+    endless: dict[str, Any] = {}
+    endless["x"] = endless
     dcpx.save(state, root / "good", options=WRITE)
     group = {"process_group": "gloo"}, {"no_dist": "yes"}
     save = {"state_dict": state, "checkpoint_id": root / "out", "options": WRITE}
     for call in (dcpx.save, dcpx.async_save):
         wrongs = [{"state_dict": [1]}, {"checkpoint_id": 3}, {"planner": DefaultLoadPlanner()}]
+        wrongs += [{"state_dict": endless}]
         for wrong in (*wrongs, {"options": READ}, {"storage_writer": 3}, *group):
             fails_on_both(call, save, wrong)
     # Rank 0 had begun: its directory and its lock may be there.
     assert {path.name for path in root.glob("out/*")} <= {".dcpx.lock"}
     load = {"state_dict": state, "checkpoint_id": root / "good", "options": READ}
     wrongs = [{"state_dict": "x"}, {"checkpoint_id": 3}, {"planner": DefaultSavePlanner()}]
+    wrongs += [{"state_dict": endless}]
     wrongs += [{"options": WRITE}, {"storage_reader": 3}, {"strict": "no"}, {"cast": "maybe"}]
     for wrong in (*wrongs, {"allow_missing": "w"}, {"key_map": {"a": "b"}}, *group):
         fails_on_both(dcpx.load, load, wrong)
@@ -59,13 +63,16 @@ def wrong_arguments_of_one_rank_are_the_error_of_both(root: Path) -> None:
 @rank_case()
 def wrong_arguments_of_a_managers_call_are_the_error_of_both_ranks(root: Path) -> None:
     model = nn.Linear(2, 2)
+    adam = torch.optim.Adam(model.parameters())
     with CheckpointManager(root / "run", options=WRITE, read_options=READ) as manager:
         manager.save(1, model=model)
         manager.wait()
         save = {"tag_or_step": 2, "model": model}
-        for wrong in ({"model": 3}, {"state": [1]}, {"metrics": 3}, {"step": "x"}):
+        wrongs = [{"model": 3}, {"state": [1]}, {"metrics": 3}, {"metrics": {"a": "1"}}]
+        for wrong in (*wrongs, {"step": "x"}, {"lr_scheduler": adam}, {"dataloader": adam}):
             fails_on_both(manager.save, save, wrong)
         wrongs = [{"tag": 1.5}, {"strict": 3}, {"allow_missing": "x"}, {"cast": 3}]
+        wrongs += [{"lr_scheduler": adam}]
         wrongs += [{"load_optimizer": "no"}, {"fallback": 3}, {"merge": 3}, {"translate": 3}]
         for wrong in wrongs:
             fails_on_both(manager.resume, {"model": model}, wrong)
@@ -76,3 +83,15 @@ def wrong_arguments_of_a_managers_call_are_the_error_of_both_ranks(root: Path) -
         fails_on_both(manager.save_on_signal, {"time_left_s": 1}, {"time_left_s": "soon"})
         assert manager.resume(model=model).tag == "step-1"
         assert manager.tags() == ["step-1"]
+    rules = {"save_every": 5, "options": WRITE}
+    with CheckpointManager(root / "run", **rules) as manager:
+        fails_on_both(manager.should_save, {"step": 1}, {"step": "1"})
+
+
+@rank_case()
+def closed_manager_of_one_rank_is_the_error_of_both(root: Path) -> None:
+    with CheckpointManager(root / "run", save_every_s=600, options=WRITE) as manager:
+        if dist.get_rank() == 1:
+            manager.close()
+        with pytest.raises(OptionError, match="this manager is closed"):
+            manager.should_save(1)

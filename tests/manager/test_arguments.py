@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainings import manager_of, on_disk, save_steps
 
-from torch_dcpx import CheckpointManager, OptionError
+from torch_dcpx import CheckpointManager, OptionError, ReadOptions, WriteOptions
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,48 @@ def test_metric_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None
     with pytest.raises(OptionError, match="metrics") as info:
         save_steps(manager, 1, metrics={"loss": value})
     assert info.value.option == "metrics"
+    assert not (tmp_path / "run").exists()
+
+
+def test_optimizer_and_scheduler_in_anothers_place_are_refused_with_theirs(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    adam = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
+    manager = manager_of(tmp_path / "run")
+    for given, name, place in (
+        ({"lr_scheduler": adam}, "lr_scheduler", "optimizer"),
+        ({"lr_scheduler": [scheduler, adam]}, "lr_scheduler", "optimizer"),
+        ({"optimizer": scheduler}, "optimizer", "lr_scheduler"),
+        ({"optimizer": {"a": scheduler}}, "optimizer", "lr_scheduler"),
+        ({"dataloader": adam}, "dataloader", "optimizer"),
+        ({"dataloader": scheduler}, "dataloader", "lr_scheduler"),
+    ):
+        for call in (lambda **parts: manager.save(1, **parts), manager.resume):
+            with pytest.raises(OptionError, match=f"{name} must be .*; give it as {place}="):
+                call(model=model, **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_arguments_by_position_that_have_names_are_refused_with_these(tmp_path: Path) -> None:
+    manager: Any = manager_of(tmp_path / "run")
+    make: Any = CheckpointManager
+    model = torch.nn.Linear(2, 2)
+    for call, text in (
+        (
+            lambda: make(WriteOptions(), "run"),
+            "takes root by position, .* WriteOptions and 'run'; write options=",
+        ),
+        (lambda: make("run", ReadOptions()), "CheckpointManager takes .*; write read_options="),
+        (
+            lambda: manager.save(model, 1),
+            "save takes tag_or_step by .* a Linear and 1; write model",
+        ),
+        (lambda: manager.save(1, {"w": 1}), "all else by name, .*; write model= and the like"),
+        (lambda: manager.resume(model), "resume takes nothing by position, .*; write model="),
+    ):
+        with pytest.raises(OptionError, match=text) as raised:
+            call()
+        assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -89,6 +89,16 @@ def test_manager_without_a_rule_and_a_step_that_is_none_are_refused(tmp_path: Pa
         manager_of(tmp_path, save_every=2).should_save(True)
 
 
+def test_should_save_of_a_closed_manager_is_refused_as_its_other_methods_are(
+    tmp_path: Path,
+) -> None:
+    manager = manager_of(tmp_path, save_every=1)
+    assert manager.should_save(1)
+    manager.close()
+    with pytest.raises(OptionError, match="this manager is closed"):
+        manager.should_save(2)
+
+
 # ---- Signals -------------------------------------------------------------------------------------
 
 
@@ -176,6 +186,7 @@ class OneRank:
     """The part of a catalog that a cadence has to do with, of one rank as a thread."""
 
     options = WriteOptions()
+    is_closed = False
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks, self._rank = ranks, rank

@@ -15,6 +15,7 @@ from torch import nn
 
 from torch_dcpx._arguments import check_choice, check_type, checked_globs
 from torch_dcpx._compat import dtype_by_name, dtype_name
+from torch_dcpx._integers import plain_int
 from torch_dcpx._text import counted
 from torch_dcpx.artifacts.layout import ExportTensor, is_name, is_quantized
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
@@ -166,7 +167,7 @@ def _notes(metadata: Any, *, is_torch: bool) -> dict[str, str]:
 def _shard_bytes(value: int | str) -> int:
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
-    number = int(found[1]) * unit if found else value
+    number = int(found[1]) * unit if found else plain_int(value)
     if type(number) is not int or number < 1:
         raise must_be("max_shard_bytes", value, "bytes, or a text such as '5GB'")
     return number

@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from torch_dcpx._arguments import check_int, check_options
+from torch_dcpx._arguments import check_options, checked_int
 from torch_dcpx.artifacts.named_reads import NamedReads
 from torch_dcpx.checkpoint.load_checks import NearNames
 from torch_dcpx.errors import (
@@ -27,6 +27,7 @@ from torch_dcpx.options import ReadOptions
 
 _MAX_SHOWN = 10  # names in an error
 _MAX_RANK = 10**9 - 1  # that a file's name can have
+_DLPACK_CPU = 1  # kDLCPU
 
 
 def open_checkpoint(
@@ -59,7 +60,7 @@ def open_checkpoint(
         OptionError: an argument that cannot work.
     """
     check_options("options", options, ReadOptions)
-    check_int("rank", rank, 0, _MAX_RANK, or_none=True)
+    rank = checked_int("rank", rank, 0, _MAX_RANK, or_none=True)
     return OpenCheckpoint(path, options or ReadOptions(), rank)
 
 
@@ -222,6 +223,7 @@ class LazyTensor:
     """A tensor of an open checkpoint; an index reads what it names, and nothing else.
 
     Integers, slices with steps from 1 on, and `...` are taken as by torch; `t[...]` is all of it.
+    `torch.as_tensor(t)` and `numpy.asarray(t)` read all of it, too; other functions refuse it.
     Blocks that must be verified are read whole (`ReadOptions.verify`). The result has memory of its
     own, on the CPU.
 
@@ -261,6 +263,27 @@ class LazyTensor:
         """
         self._checkpoint._check_open()
         return self._checkpoint._reads.read_part(self.name, index)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """Reads it whole: for `torch.as_tensor`, `torch.tensor`, `torch.from_dlpack`."""
+        return self[...].__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CPU, 0
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Reads it whole: for `numpy.asarray`. Raises UnsupportedError: numpy lacks its dtype."""
+        try:
+            array = self[...].numpy()
+        except TypeError as error:
+            problem = f"numpy has no {self.dtype}; t[...].float() is a tensor that it can take"
+            raise UnsupportedError(f"make an array of '{self.name}': {problem}") from error
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_types_and_arguments: Any) -> NoReturn:
+        name = getattr(func, "__name__", func)
+        raise UnsupportedError(f"torch's {name} got a LazyTensor: read it first, as t[...]")
 
     def __len__(self) -> int:
         if not self.shape:

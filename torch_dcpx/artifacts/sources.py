@@ -40,6 +40,7 @@ from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.keys.mapped_state import model_part
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.storage.paths import absolute
 from torch_dcpx.tensors.memory import has_strides, refuse_nested
@@ -96,7 +97,8 @@ class LiveSource:
             state: dict[str, Any] = source.state_dict()
         else:
             state = with_state_dicts(source)
-        self.state, paths = flatten_state_dict(state)
+        with naming_state_errors(state):
+            self.state, paths = flatten_state_dict(state)
         is_part = any(len(path) > 1 and path[0] == "model" for path in paths.values())
         self._part = "model." if is_part else ""
         self._memory: dict[tuple[int, Sizes], torch.Tensor] = {}

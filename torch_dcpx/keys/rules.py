@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
+from torch_dcpx._integers import plain_int
 from torch_dcpx.errors import OptionError, PlanError
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 
@@ -84,14 +85,23 @@ def checked_rule(rule: Rule) -> Rule:
                 raise _refused(
                     rule, f"{made!r} is no text that {pattern!r} could be replaced by: {rule!r}"
                 )
-    dims: Any = rule.dims if isinstance(rule, Transpose) else (getattr(rule, "dim", 0), 0)
-    if not isinstance(dims, tuple) or list(map(type, dims)) != [int, int]:
-        raise _refused(rule, f"dimensions are ints, got {rule!r}")
+    rule = _with_dims(rule)
     return _with_sizes(rule) if isinstance(rule, Split) and rule.sizes is not None else rule
 
 
 def _refused(rule: object, message: str) -> OptionError:
     return OptionError(message, option="rules", value=rule)
+
+
+def _with_dims(rule: Rule) -> Rule:
+    """Returns the rule with its dimensions as ints. Raises OptionError: they are none."""
+    given: Any = rule.dims if isinstance(rule, Transpose) else (getattr(rule, "dim", 0), 0)
+    dims = tuple(map(plain_int, given)) if isinstance(given, tuple) else ()
+    if [type(dim) for dim in dims] != [int, int]:
+        raise _refused(rule, f"dimensions are ints, got {rule!r}")
+    if isinstance(rule, Transpose):
+        return rule._replace(dims=dims)
+    return rule._replace(dim=dims[0]) if isinstance(rule, (Split, Merge)) else rule
 
 
 def _with_sizes(rule: Split) -> Split:

@@ -84,12 +84,16 @@ class Cadence:
 
     def should_save(self, step: Any, watches: Sequence[Preemption]) -> bool:
         """As `CheckpointManager.should_save`."""
-        step = checked_step(step)
+        try:
+            step = checked_step(step)
+        except OptionError:
+            self._agree(step, len(watches))  # raises it where the other ranks learn of it
+            raise
         if self._last_step is None:
             self._last_step = max(0, step - 1)
         for watch in watches:  # each of them, for each counts the steps
             self._is_due |= watch.requested(step)
-        if self._is_to_agree(step):
+        if self._is_to_agree(step) or self._catalog.is_closed:  # which says so
             self._agree(step, len(watches))
         self._asked = step
         is_passed = self.every is not None and step // self.every > self._last_step // self.every
@@ -102,11 +106,12 @@ class Cadence:
         is_step = step >= self._look_at or step < self._asked
         return is_step and self.pace is not None and not self._is_due
 
-    def _agree(self, step: int, watches: int) -> None:
+    def _agree(self, step: Any, watches: int) -> None:
         """Hears of the coordinator whether a save is due by seconds, and when to ask again."""
         pace = self.pace
 
         def local() -> tuple[None, Call]:
+            checked_step(step)
             if self.every is None and pace is None and not watches:
                 raise OptionError(
                     "should_save: this manager has no rule; give it save_every= or save_every_s=, "

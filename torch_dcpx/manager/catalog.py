@@ -29,7 +29,7 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
-from torch_dcpx.manager.pointer import tag_of, tag_or_none
+from torch_dcpx.manager.pointer import Tag, tag_of, tag_or_none
 from torch_dcpx.manager.removal import remove_checkpoint
 from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
@@ -62,7 +62,7 @@ class CheckpointCatalog:
     ranks: dict[str, Any]  # `process_group` and `no_dist`
     options: WriteOptions
     read_options: ReadOptions
-    _is_closed: bool = False
+    is_closed: bool = False
     _pid: int = field(default_factory=os.getpid)
 
     # ---- With all ranks ------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class CheckpointCatalog:
     def close(self) -> bool:
         """Refuses every later call. Returns False in a process that was forked from the owner."""
         is_own = os.getpid() == self._pid
-        self._is_closed = self._is_closed or is_own
+        self.is_closed = self.is_closed or is_own
         return is_own
 
     def _check_usable(self) -> None:
@@ -125,7 +125,7 @@ class CheckpointCatalog:
                 f"this manager belongs to process {self._pid}, which process {os.getpid()} was "
                 "forked from: only the parent can use it"
             )
-        if self._is_closed:
+        if self.is_closed:
             raise OptionError("this manager is closed: make a new one")
 
     # ---- CheckpointManager's methods, on the coordinator ---------------------------------------
@@ -208,7 +208,7 @@ class CheckpointCatalog:
 
     def export(
         self,
-        tag_or_model: str | int | nn.Module,
+        tag_or_model: Tag | nn.Module,
         path: str | os.PathLike[str],
         file_format: Any,
         keys: Iterable[str] | None,
@@ -257,7 +257,7 @@ class CheckpointCatalog:
                 **self.ranks,
             )
 
-    def dry_run(self, translate: Any, tag: str | int | None) -> DryRun:
+    def dry_run(self, translate: Any, tag: Tag | None) -> DryRun:
         with ExitStack() as stack:
 
             def local() -> tuple[KeyMap, Call]:

@@ -12,12 +12,12 @@ import signal
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import torch
 from torch import nn
 
-from torch_dcpx._arguments import check_bool, check_options, check_wait
+from torch_dcpx._arguments import check_bool, check_options, check_wait, named_arguments
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call
@@ -25,6 +25,7 @@ from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge
+from torch_dcpx.manager.pointer import Tag
 from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
@@ -38,6 +39,7 @@ from torch_dcpx.storage.paths import AnyPath, checked_path
 logger = logging.getLogger("torch_dcpx")
 
 
+@named_arguments("__init__", "save", "resume")
 class CheckpointManager:
     """The checkpoints of one training, each in a directory beneath one root.
 
@@ -106,7 +108,7 @@ class CheckpointManager:
 
     def save(
         self,
-        tag_or_step: str | int,
+        tag_or_step: Tag,
         *,
         model: Any = None,
         optimizer: Any = None,
@@ -114,8 +116,8 @@ class CheckpointManager:
         dataloader: Any = None,
         state: dict[str, Any] | None = None,
         user_content: Any = None,
-        metrics: dict[str, float] | None = None,
-        step: int | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        step: SupportsIndex | None = None,
     ) -> SaveHandle:
         """Saves a checkpoint.
 
@@ -137,8 +139,7 @@ class CheckpointManager:
         Raises:
             PlanError: ranks made different calls; nothing was written.
             OptionError: a tag, part or metric that cannot work; or no part at all.
-            UnsupportedError: a small value needs execution to load; or the tag's name is that of a
-                link or a pinned checkpoint. Nothing was changed.
+            UnsupportedError: a small value needs execution to load; or the tag is a link or pinned.
             As `dcpx.save` and `dcpx.async_save`, also of an earlier save.
         """
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
@@ -152,7 +153,7 @@ class CheckpointManager:
         lr_scheduler: Any = None,
         dataloader: Any = None,
         state: dict[str, Any] | None = None,
-        tag: str | int | None = None,
+        tag: Tag | None = None,
         strict: bool = True,
         allow_missing: Iterable[str] = (),
         cast: Literal["error", "allow"] = "error",
@@ -191,8 +192,7 @@ class CheckpointManager:
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
             OptionError: a tag, part or other argument that cannot work.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
-            UnsupportedError: `translate` splits, merges or transposes a tensor, and the load
-                includes its optimizer.
+            UnsupportedError: `translate` splits, merges or transposes a tensor with an optimizer.
             As `dcpx.load`.
         """
         if load_optimizer is False:  # another value is refused where all ranks learn of it
@@ -204,7 +204,7 @@ class CheckpointManager:
         self._saves.note_step(self._saves.last_step if info.is_fresh else info.step or 0)
         return info
 
-    def should_save(self, step: int) -> bool:
+    def should_save(self, step: SupportsIndex) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
         True from the first step that passes a multiple of `save_every`, or that comes
@@ -236,7 +236,7 @@ class CheckpointManager:
             "tags", None, lambda _: [stored.tag for stored in reversed(self._root.listed()[0])]
         )
 
-    def pin(self, tag: str | int) -> None:
+    def pin(self, tag: Tag) -> None:
         """Keeps a checkpoint from retention, `delete` and a `save` to its tag, until `unpin`.
 
         The pin outlives this job. A save to the tag that is under way commits nothing.
@@ -248,7 +248,7 @@ class CheckpointManager:
         """
         self._catalog.on_coordinator("pin", tag, self._catalog.pin)
 
-    def unpin(self, tag: str | int) -> None:
+    def unpin(self, tag: Tag) -> None:
         """Removes the mark of `pin`, if there is one.
 
         Raises:
@@ -257,7 +257,7 @@ class CheckpointManager:
         """
         self._catalog.on_coordinator("unpin", tag, self._catalog.unpin)
 
-    def delete(self, tag: str | int) -> None:
+    def delete(self, tag: Tag) -> None:
         """Deletes a checkpoint now.
 
         Raises:
@@ -270,7 +270,7 @@ class CheckpointManager:
 
     def export(
         self,
-        tag_or_model: str | int | nn.Module,
+        tag_or_model: Tag | nn.Module,
         path: str | os.PathLike[str],
         *,
         format: Literal["safetensors", "torch"] | None = None,  # noqa: A002 - as `dcpx.export`
@@ -304,7 +304,7 @@ class CheckpointManager:
         )
 
     def dry_run(
-        self, translate: KeyMap | Callable[[str], str | None], tag: str | int | None = None
+        self, translate: KeyMap | Callable[[str], str | None], tag: Tag | None = None
     ) -> DryRun:
         """Returns the model's names as `resume(translate=)` would make them. Loads nothing.
 

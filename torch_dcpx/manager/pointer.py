@@ -15,12 +15,14 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 from torch_dcpx._integers import plain_int
 from torch_dcpx.errors import CorruptionError, OptionError, StorageError, must_be
 from torch_dcpx.storage.directory import Directory, make_directory
 from torch_dcpx.storage.names import POINTER_NAME, is_pointer_temporary, temporary_name
+
+Tag: TypeAlias = str | SupportsIndex  # a name, or a step
 
 _MAX_TAG_BYTES = 249  # a name may have 255
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")

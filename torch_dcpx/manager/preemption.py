@@ -19,9 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from torch_dcpx._arguments import check_wait
+from torch_dcpx._integers import plain_int
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import OptionError, RankLostError, must_be
 from torch_dcpx.manager.pointer import checked_step
@@ -33,7 +34,7 @@ logger = logging.getLogger("torch_dcpx")
 def check_signals(signals: Any, time_left_s: Any) -> None:
     """Raises OptionError unless these are signal numbers, and seconds."""
     is_list = isinstance(signals, Iterable) and not isinstance(signals, (str, bytes))
-    if not is_list or not all(isinstance(number, int) for number in signals):
+    if not is_list or not all(isinstance(plain_int(number), int) for number in signals):
         raise must_be("signals", signals, "a list of signal numbers, such as [signal.SIGTERM]")
     check_wait("time_left_s", time_left_s)
 
@@ -96,7 +97,7 @@ class Preemption:
                 option="signals",
             )
         try:
-            for number in dict.fromkeys(signals):
+            for number in dict.fromkeys(map(plain_int, signals)):
                 before = signal.signal(number, self._note_signal)
                 self._before[number] = signal.SIG_DFL if before is None else before
         except (OSError, ValueError, TypeError) as error:
@@ -117,7 +118,7 @@ class Preemption:
         signal.signal(number, self._before.get(number, signal.SIG_DFL))
         os.kill(os.getpid(), number)
 
-    def requested(self, step: int) -> bool:
+    def requested(self, step: SupportsIndex) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
         Every rank calls it each step, with the steps ascending; again at one step it answers the

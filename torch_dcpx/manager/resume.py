@@ -34,7 +34,7 @@ from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError, Uns
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge, checked_merge
-from torch_dcpx.manager.pointer import tag_of
+from torch_dcpx.manager.pointer import Tag, tag_of
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.manager.stored import Skipped, Stored
 from torch_dcpx.manager.translate import checked_translate
@@ -93,7 +93,7 @@ class Resume:
 
     catalog: CheckpointCatalog
     parts: Parts
-    tag: str | int | None
+    tag: Tag | None
     strict: bool
     merge: Merge
     translate: Any

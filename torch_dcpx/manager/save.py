@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,7 +28,7 @@ from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.errors import OptionError, StorageError
 from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
-from torch_dcpx.manager.pointer import checked_step, step_of_name, tag_of
+from torch_dcpx.manager.pointer import Tag, checked_step, step_of_name, tag_of
 from torch_dcpx.manager.state import Parts, Small
 from torch_dcpx.manager.stored import OwnDirectory, Record, told_step
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
@@ -54,7 +54,7 @@ def _state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str
     return {**parts.stateful(has_named_groups=NAMED_GROUPS in record.parts), "dcpx": items}
 
 
-def _step_of(tag_or_step: str | int, step: int | None, default: int) -> int:
+def _step_of(tag_or_step: Tag, step: SupportsIndex | None, default: int) -> int:
     """Returns the step of a save. Raises OptionError: this is no step, or there are two."""
     if step is None:
         named = step_of_name(tag_of(tag_or_step))
@@ -103,7 +103,7 @@ class Saves:
     _handles: list[SaveHandle] = field(default_factory=list)
 
     def save(
-        self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None
+        self, tag_or_step: Tag, parts: Parts, metrics: Any, step: SupportsIndex | None
     ) -> SaveHandle:
         catalog, retention = self.catalog, self.catalog.retention
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LRScheduler
 
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.errors import OptionError, must_be
@@ -88,15 +89,19 @@ class Parts(NamedTuple):
                 )
             for one in flat(optimizer):
                 if not isinstance(one, torch.optim.Optimizer):
-                    raise must_be("optimizer", one, "an Optimizer, or a list or dict of them")
+                    wanted = "an Optimizer, or a list or dict of them"
+                    raise must_be("optimizer", one, wanted, _way_out(one, "optimizer"))
             if isinstance(optimizer, (list, tuple)):
                 _check_unshared(model, optimizer)
         stateful = "Stateful (state_dict, load_state_dict)"
         for one in flat(lr_scheduler):
-            if not isinstance(one, Stateful):
-                raise must_be("lr_scheduler", one, f"{stateful}, or a list or dict of such")
-        if dataloader is not None and not isinstance(dataloader, Stateful):
-            raise must_be("dataloader", dataloader, stateful)
+            way_out = _way_out(one, "lr_scheduler")
+            if way_out or not isinstance(one, Stateful):
+                wanted = f"a scheduler, {stateful}, or a list or dict of such"
+                raise must_be("lr_scheduler", one, wanted, way_out)
+        way_out = _way_out(dataloader, "dataloader")
+        if way_out or (dataloader is not None and not isinstance(dataloader, Stateful)):
+            raise must_be("dataloader", dataloader, f"a data loader, {stateful}", way_out)
         if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
             raise must_be("state", state, "a dict with str as keys")
 
@@ -176,6 +181,13 @@ class Small(NamedTuple):
     own: bytes  # this rank's own, b"" if there is nothing
     per_rank: list[str]  # their paths
     digests: dict[str, bytes]
+
+
+def _way_out(part: Any, given_as: str) -> str:
+    """Returns where an optimizer or a scheduler belongs that came as another part, else ""."""
+    kinds = {"optimizer": torch.optim.Optimizer, "lr_scheduler": LRScheduler}
+    places = (name for name, kind in kinds.items() if isinstance(part, kind) and name != given_as)
+    return next((f"; give it as {name}=" for name in places), "")
 
 
 def _check_unshared(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx._native import _C
 from torch_dcpx.planners.replicas import Replicas
+from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.tensors.memory import HOOKS
 
 MAX_PLANS = 4
@@ -182,8 +183,8 @@ def flattened(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a state as `DefaultSavePlanner.set_up_planner` keeps it, and the path of each name.
 
-    `is_flat` and `has_flat_shards` are the planner's `flatten_` options. Raises ValueError: two
-    values have one name (torch's text).
+    `is_flat` and `has_flat_shards` are the planner's `flatten_` options. Raises: as
+    `naming_state_errors`.
 
     Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict, and its caller.
     """
@@ -191,7 +192,8 @@ def flattened(
     has_sharded = True
     if is_flat:
         # Not by torch, whose names another thread's load of an old checkpoint may change meanwhile.
-        state, paths, has_sharded, _ = STATE_READER.flatten(state)
+        with naming_state_errors(state):
+            state, paths, has_sharded, _ = STATE_READER.flatten(state)
     if has_flat_shards and has_sharded:
         state = _flatten_sharded_tensors(state)
     return state, paths

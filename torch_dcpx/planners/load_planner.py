@@ -47,6 +47,7 @@ from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
 from torch_dcpx.metadata.lazy import StoredEntries, chunks_in, outline_of
 from torch_dcpx.planners.cache import STATE_READER
 from torch_dcpx.planners.kept_load_plan import KeptPlan, is_kept
+from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.tensors.tiling import box_text, way_out
@@ -138,15 +139,22 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes the state and the metadata. Source: DefaultLoadPlanner.set_up_planner."""
-        if self.flatten_state_dict:
-            with _unflattened(self):
-                super().set_up_planner(state_dict, metadata, is_coordinator)
-            flat = flattened_target(self.state_dict, has_flat_shards=self.flatten_sharded_tensors)
-            if flat is not None:
-                self.state_dict, self.mappings = flat
-                return
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        """Takes the state and the metadata. Source: DefaultLoadPlanner.set_up_planner.
+
+        Raises:
+            OptionError: the state contains itself.
+            PlanError: two values have one name (torch's text).
+        """
+        with naming_state_errors(state_dict):
+            if self.flatten_state_dict:
+                with _unflattened(self):
+                    super().set_up_planner(state_dict, metadata, is_coordinator)
+                state, has_flat_shards = self.state_dict, self.flatten_sharded_tensors
+                flat = flattened_target(state, has_flat_shards=has_flat_shards)
+                if flat is not None:
+                    self.state_dict, self.mappings = flat
+                    return
+            super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Returns the state's tensor, or shard, that a read item names."""

@@ -132,7 +132,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
         """Takes the state. Source: DefaultSavePlanner.set_up_planner.
 
         Raises:
-            ValueError: two values have one name (torch's text).
+            OptionError: the state contains itself.
+            PlanError: two values have one name (torch's text).
         """
         with paused_gc():
             self.state_dict, mappings = flattened(

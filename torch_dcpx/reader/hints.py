@@ -53,11 +53,14 @@ def uncommitted(path: Path, names: Sequence[str], wanted: Sequence[str]) -> str:
     Args:
         names: in the directory.
     """
+    if METADATA_NAME in names:  # it was not wanted
+        return f"'{path}' is a checkpoint of all ranks, not one for each rank: leave out rank"
     missing = " and ".join(f"no '{one}'" for one in wanted if one not in names)
     text = f"'{path}' holds no committed checkpoint: {missing}"
     ranks, files = sum(map(is_metadata_name, names)), sum(map(is_data_file_name, names))
     if ranks:
-        return f"{text}, but metadata of {counted(ranks, 'other rank')}"
+        way_out = "" if len(wanted) > 1 else "; load_tensors and open_checkpoint take rank="
+        return f"{text}, but metadata of {counted(ranks, 'other rank')}{way_out}"
     if files:
         return (
             f"{text}, but {counted(files, 'data file')} of an unfinished save; if it had ended "

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 
-from torch_dcpx._arguments import check_bool, check_int, check_seconds, check_state
+from torch_dcpx._arguments import check_bool, check_seconds, check_state, checked_int
 from torch_dcpx.errors import OptionError, StagingError, UnsupportedError, must_be
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, staging_workers
@@ -67,9 +67,9 @@ class DcpxStager(AsyncStager):
             UnsupportedError: a field of a newer torch's is set.
         """
         check_bool("is_shared", is_shared)
-        if host_memory_bytes is not None:
-            check_int("host_memory_bytes", host_memory_bytes, 0, 1 << 60)
-        check_int("workers", workers, 1, 256, or_none=True)
+        name = "host_memory_bytes"
+        host_memory_bytes = checked_int(name, host_memory_bytes, 0, 1 << 60, or_none=True)
+        workers = checked_int("workers", workers, 1, 256, or_none=True)
         check_seconds("timeout_s", timeout_s)
         check_bool("overlap", overlap)
         if config is not None:

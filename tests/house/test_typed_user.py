@@ -1,0 +1,49 @@
+"""The annotations of the public names, as users meet them: mypy --strict reads what users write."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch_dcpx
+
+SCRIPT = Path(__file__).with_name("typed_user.py")
+PACKAGES = Path(torch_dcpx.__file__).resolve().parents[1]
+
+
+def mypy(script: Path, cache: Path) -> tuple[int, str]:
+    """Returns the exit status of `mypy --strict` in an empty directory, and what it printed."""
+    paths = {} if PACKAGES.name == "site-packages" else {"MYPYPATH": str(PACKAGES)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(cache), str(script)],
+        cwd=cache.parent,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_users_script_passes_mypy_strict_and_one_with_a_wrong_name_does_not(
+    tmp_path: Path,
+) -> None:
+    cache = tmp_path / "cache"
+    assert mypy(SCRIPT, cache) == (0, "Success: no issues found in 1 source file\n")
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("import torch_dcpx\nprint(torch_dcpx.save({}, 'a').result().no_such_name)\n")
+    status, text = mypy(wrong, cache)
+    assert status == 1 and 'has no attribute "no_such_name"' in text
+
+
+def test_users_script_uses_every_public_name() -> None:
+    used: set[str] = set()
+    for node in ast.walk(ast.parse(SCRIPT.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dcpx":
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch_dcpx":
+            used |= {alias.name for alias in node.names}
+    assert used == set(torch_dcpx.__all__)
