@@ -9,6 +9,7 @@
 #include <memory>
 #include <utility>
 
+#include "common/first_touch.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
 
@@ -38,6 +39,14 @@ class Arena {
   // and Error(kStorage) where there is not enough.
   void prefault(unsigned workers, const PollFunction& poll);
 
+  // How many bytes from `data` on were touched, so that the next to fill them need take none; and
+  // how many may lie on huge pages. Of whoever fills the arena, who is alone.
+  std::uint64_t touched_bytes() const noexcept { return touched_bytes_; }
+  void note_touched(std::uint64_t nbytes) noexcept {
+    if (nbytes > touched_bytes_) touched_bytes_ = nbytes;
+  }
+  std::uint64_t huge_bytes() const noexcept;
+
   // Keeps something that must go before the mapping does, as a registration of its pages. A forked
   // child lets it be. Not thread-safe.
   void keep(std::shared_ptr<void> attached) noexcept { attached_ = std::move(attached); }
@@ -60,6 +69,7 @@ class Arena {
   UniqueFd fd_;
   std::byte* data_ = nullptr;
   std::uint64_t nbytes_ = 0;
+  std::uint64_t touched_bytes_ = 0;
   ::pid_t owner_ = 0;
   std::shared_ptr<void> attached_;
   std::atomic<std::uint64_t> lent_{0};

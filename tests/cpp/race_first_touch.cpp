@@ -1,0 +1,120 @@
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "common/arena.h"
+#include "common/first_touch.h"
+
+namespace {
+
+using dcpx::Arena;
+using dcpx::FirstTouch;
+
+constexpr std::uint64_t kPieceBytes = 4 << 20;
+constexpr std::uint64_t kArenaBytes = 12 * kPieceBytes + 4096;
+
+// A field of the mapping around `address`, as /proc/self/smaps has it; empty: no such mapping.
+std::string mapping_field(const std::byte* address, const std::string& field) {
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  std::ifstream maps("/proc/self/smaps");
+  bool is_inside = false;
+  for (std::string line; std::getline(maps, line);) {
+    const std::size_t dash = line.find('-');
+    if (dash != std::string::npos && dash < line.find(' ')) {
+      is_inside = std::stoull(line, nullptr, 16) <= at &&
+                  at < std::stoull(line.substr(dash + 1), nullptr, 16);
+    } else if (is_inside && line.rfind(field + ":", 0) == 0) {
+      return line.substr(field.size() + 1);
+    }
+  }
+  return {};
+}
+
+std::uint64_t mapping_bytes(const std::byte* address, const std::string& field) {
+  return std::stoull(mapping_field(address, field)) << 10;
+}
+
+bool is_advised(const std::byte* address) {
+  return mapping_field(address, "VmFlags").find(" hg") != std::string::npos;
+}
+
+bool gives_huge_pages() {
+  std::string text;
+  std::getline(std::ifstream("/sys/kernel/mm/transparent_hugepage/enabled"), text);
+  return text.find("[madvise]") != std::string::npos || text.find("[always]") != std::string::npos;
+}
+
+void take_all(FirstTouch& pages, unsigned workers) {
+  std::atomic<std::uint64_t> next{0};
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < workers; ++i)
+    threads.emplace_back([&] {
+      for (;;) {
+        const std::uint64_t at = next.fetch_add(kPieceBytes);
+        if (at >= kArenaBytes || !pages.take(at, std::min(at + kPieceBytes, kArenaBytes))) return;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(first_touch_takes_every_page_once_and_changes_no_byte) {
+  for (const std::uint64_t limit_ns : {std::uint64_t{0}, UINT64_MAX}) {
+    Arena arena(kArenaBytes, false);
+    std::fill_n(arena.data() + kPieceBytes, kPieceBytes, std::byte{7});
+    FirstTouch pages(arena.data(), arena.huge_bytes(), limit_ns);
+    take_all(pages, 3);
+    CHECK(arena.data()[kPieceBytes] == std::byte{7});
+    CHECK(arena.data()[2 * kPieceBytes - 1] == std::byte{7});
+    CHECK(arena.data()[2 * kPieceBytes] == std::byte{});
+    CHECK_EQ(mapping_bytes(arena.data(), "Rss"), arena.huge_bytes());
+  }
+}
+
+TEST(first_touch_goes_on_on_small_pages_where_huge_ones_cost_more) {
+  Arena arena(kArenaBytes, false);
+  FirstTouch pages(arena.data(), arena.huge_bytes(), 0);
+  take_all(pages, 2);
+  CHECK(pages.is_small());
+  // 8 MiB are tried, and what each of the two had begun meanwhile.
+  CHECK(mapping_bytes(arena.data(), "AnonHugePages") <= 4 * kPieceBytes);
+}
+
+TEST(first_touch_stays_on_huge_pages_where_they_cost_less) {
+  Arena arena(kArenaBytes, false);
+  FirstTouch pages(arena.data(), arena.huge_bytes(), UINT64_MAX);
+  take_all(pages, 2);
+  CHECK(!pages.is_small());
+  if (gives_huge_pages())
+    CHECK_EQ(mapping_bytes(arena.data(), "AnonHugePages"), arena.huge_bytes());
+}
+
+TEST(first_touch_leaves_the_advice_for_huge_pages_behind) {
+  Arena arena(kArenaBytes, false);
+  {
+    FirstTouch pages(arena.data(), arena.huge_bytes(), 0);
+    take_all(pages, 2);
+    CHECK(pages.is_small());
+    CHECK(!is_advised(arena.data()));
+  }
+  CHECK(is_advised(arena.data()));
+}
+
+TEST(memory_that_is_not_there_is_an_error_of_the_first_touch) {
+  constexpr std::uint64_t kBytes = 4 << 20;
+  void* const data = ::mmap(nullptr, kBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ::munmap(static_cast<std::byte*>(data) + kBytes / 2, kBytes / 2);
+  {
+    FirstTouch pages(static_cast<std::byte*>(data), 0, 0);
+    CHECK_THROWS(pages.take(kBytes / 2, kBytes), dcpx::ErrorCode::kStorage);
+  }
+  ::munmap(data, kBytes / 2);
+}
+
+}  // namespace
