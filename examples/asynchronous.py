@@ -1,6 +1,8 @@
 """Saves in the background: what is saved, what a failure does, what happens while one is under way.
 
-python examples/asynchronous.py
+    python examples/asynchronous.py
+
+One of its saves fails, for want of room that this example makes up.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def main(folder: str) -> None:
     planner = SmallPlanner({"model.bias": torch.full((3,), 0.5)})
     sizes = []
     for name, chosen in (("whole", None), ("small", planner)):
-        report = dcpx.save(state, f"{folder}/{name}", planner=chosen)
+        report = dcpx.save(state, f"{folder}/{name}", planner=chosen).result()
         sizes.append(report.file_bytes)
     print(f"whole: {sizes[0]} B; with the planner {sizes[1] / sizes[0]:.1f} of them")
 

@@ -1,6 +1,6 @@
 """Fine-tuning from pretrained weights without any rank holding the model.
 
-    torchrun --nproc-per-node 2 examples/finetune_meta.py [DIR]
+    torchrun --nproc-per-node 2 examples/finetune_meta.py [DIR]  # DIR: build
 
 1. Somebody has published safetensors, with other names and with q, k and v in one tensor.
 2. The model is made on `meta`, sharded by FSDP2, and filled: each rank reads its own shards.
@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import safetensors.torch
@@ -82,6 +82,7 @@ def main(path: Path) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pretrained, tuned = path / "pretrained", path / "tuned"
     if rank == 0:
+        shutil.rmtree(path, ignore_errors=True)
         pretrained.mkdir(parents=True)
         publish(pretrained)
         print(NAMES.dry_run(pretrained))
@@ -108,4 +109,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()) / "finetune")
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "build") / "finetune")

@@ -43,7 +43,7 @@ class Training:
         states = get_optimizer_state_dict(self.model, self.optimizer)["state"]
         for name, weight in sorted(self.model.state_dict().items()):
             for tensor in (weight, states[name]["exp_avg"], states[name]["exp_avg_sq"]):
-                found.update(tensor.full_tensor().numpy().tobytes())
+                found.update(bytes(tensor.full_tensor().view(torch.uint8).flatten().tolist()))
         return found.hexdigest()[:16]
 
 

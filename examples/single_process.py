@@ -40,10 +40,11 @@ def main(folder: str) -> None:
 
     # A training: the manager knows what a model's and an optimizer's state are.
     first = Training(seed=0)
-    with dcpx.CheckpointManager(f"{folder}/run", keep_last=1) as manager:
+    with dcpx.CheckpointManager(f"{folder}/run", keep_last=1, save_every=3) as manager:
         for step in (1, 2, 3):
             first.train(step)
-            manager.save(step, model=first.model, optimizer=first.optimizer)
+            if manager.should_save(step):
+                manager.save(step, model=first.model, optimizer=first.optimizer)
     expected = [first.train(step) for step in (4, 5)]
 
     again = Training(seed=1)

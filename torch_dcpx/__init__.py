@@ -21,6 +21,10 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .artifacts.export import ExportReport as ExportReport
     from .artifacts.export import export as export
+    from .artifacts.opened import LazyTensor as LazyTensor
+    from .artifacts.opened import OpenCheckpoint as OpenCheckpoint
+    from .artifacts.opened import load_tensors as load_tensors
+    from .artifacts.opened import open_checkpoint as open_checkpoint
     from .artifacts.pretrained import load_pretrained as load_pretrained
     from .checkpoint.handle import SaveHandle as SaveHandle
     from .checkpoint.load import load as load
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from .errors import StagingError as StagingError
     from .errors import StorageError as StorageError
     from .errors import StoreLostError as StoreLostError
+    from .errors import UnknownNameError as UnknownNameError
     from .errors import UnsafePickleError as UnsafePickleError
     from .errors import UnsupportedError as UnsupportedError
     from .integrity.findings import Finding as Finding
@@ -75,6 +80,7 @@ if TYPE_CHECKING:
 # Module -> the public names that it has.
 _PUBLIC = {
     "artifacts.export": "ExportReport export",
+    "artifacts.opened": "LazyTensor OpenCheckpoint load_tensors open_checkpoint",
     "artifacts.pretrained": "load_pretrained",
     "checkpoint.handle": "SaveHandle",
     "checkpoint.load": "load",
@@ -83,8 +89,8 @@ _PUBLIC = {
     "errors": (
         "ConcurrentSaveError CorruptionError DcpxError MismatchError NotCommittedError "
         "OptionError OutcomeUnknownError PlanError RankError RankLostError RepairError "
-        "ShortReadError StagingError StorageError StoreLostError UnsafePickleError "
-        "UnsupportedError"
+        "ShortReadError StagingError StorageError StoreLostError UnknownNameError "
+        "UnsafePickleError UnsupportedError"
     ),
     "integrity.findings": "Finding RepairReport VerifyReport",
     "integrity.repair": "repair",

@@ -10,7 +10,7 @@ newer torch are refused as well. docs/options.md, "Subclasses", is the table of 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx._arguments import check_int, check_type
+from torch_dcpx.errors import OptionError, UnsupportedError, must_be
 from torch_dcpx.options import WriteOptions
 
 _Planner = TypeVar("_Planner", bound=DefaultLoadPlanner)
@@ -165,8 +166,10 @@ def refuse_changed(writer: FileSystemWriter, options: WriteOptions) -> None:
 
     Raises:
         UnsupportedError: another serialization format.
-        OptionError: `sync_files` or `single_file_per_rank` contradicts the options.
+        OptionError: `sync_files` or `single_file_per_rank` contradicts the options, or an
+            attribute is of another type than stock takes.
     """
+    _check_stock_arguments(writer)
     if writer.serialization_format != SerializationFormat.TORCH_SAVE:
         raise UnsupportedError(
             f"serialization_format={writer.serialization_format} is not written by DcpxWriter; use "
@@ -187,3 +190,31 @@ def refuse_changed(writer: FileSystemWriter, options: WriteOptions) -> None:
             option="files_per_rank",
             value=options.files_per_rank,
         )
+
+
+def _check_stock_arguments(writer: Any) -> None:
+    """Raises OptionError for an argument of `FileSystemWriter` of another type than stock takes."""
+    for name in ("single_file_per_rank", "cache_staged_state_dict", "overwrite"):
+        check_type(name, getattr(writer, name), int, "True or False")  # as stock, 0 and 1, too
+    check_int("per_thread_copy_ahead", writer.per_thread_copy_ahead, 0, 1 << 60)
+    name = "serialization_format"
+    check_type(name, writer.serialization_format, SerializationFormat, "SerializationFormat")
+    extensions, wanted = writer.transforms.extensions, "None or a list of StreamTransformExtension"
+    check_type("_extensions", extensions, Sequence, wanted)
+    for one in extensions:
+        if isinstance(one, type) or not callable(getattr(one, "transform_to", None)):
+            raise must_be("_extensions", one, wanted)
+
+
+_SWITCHES = (
+    "flatten_state_dict",
+    "flatten_sharded_tensors",
+    "allow_partial_load",
+    "dedup_save_to_lowest_rank",
+)
+
+
+def check_switches(planner: object) -> None:
+    """Raises OptionError for an argument of a default planner that is no switch."""
+    for name in _SWITCHES:
+        check_type(name, getattr(planner, name, False), int, "True or False")  # as with stock

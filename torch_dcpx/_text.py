@@ -1,4 +1,4 @@
-"""Text for a terminal out of text that files may have chosen. Imports nothing."""
+"""Words of messages: text that files may have chosen, and counts. Imports nothing."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def printable(value: object) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def counted(count: int, noun: str, nouns: str = "") -> str:
+    """Returns "1 file" or "3 files". `nouns` is for several, default the noun with an s."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"

@@ -4,6 +4,7 @@
     +-- OptionError(ValueError)             an option or argument that cannot work
     +-- PlanError(ValueError)               items, regions or results that contradict each other
     |   +-- MismatchError                   a state asks for what the checkpoint does not hold
+    |   +-- UnknownNameError(KeyError)      a name or glob that the checkpoint does not hold
     +-- StagingError(RuntimeError)          no snapshot, or a copy from or to a device failed: fqn
     +-- StorageError(OSError)               a system call failed: errno, path, offset, nbytes
     |   +-- ShortReadError(EOFError)        the file ended before the range did
@@ -25,6 +26,7 @@ message that begins with rank, host and phase. Through `dcp.*`, DCP wraps them i
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -71,9 +73,43 @@ class OptionError(DcpxError, ValueError):
     value: Any
 
 
-def must_be(option: str, value: object, wanted: str) -> OptionError:
-    """Returns the error of an option that is not what is wanted, such as "an int above 0"."""
-    return OptionError(f"{option} must be {wanted}, got {value!r}", option=option, value=value)
+_MAX_SHOWN = 80  # characters of a value
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def must_be(option: str, value: object, wanted: str, way_out: str = "") -> OptionError:
+    """Returns the error of an option that is not what is wanted, such as "an int above 0".
+
+    Its text is one line, however long the value is. It keeps plain values only: ranks send each
+    other their errors, and a state or a model would go along.
+    """
+    kept = value if _is_plain(value) else None
+    message = f"{option} must be {wanted}, got {shown(value)}{way_out}"
+    return OptionError(message, option=option, value=kept)
+
+
+def shown(value: object) -> str:
+    """Returns a value as an error shows it: a short text, or of what is long its class."""
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    kind = type(value).__qualname__
+    is_path = isinstance(value, os.PathLike) and type(value).__module__.startswith("pathlib")
+    if not (_is_plain(value) or is_path or type(value).__module__ == "numpy"):
+        return with_article(kind)
+    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+    text = text.replace("\n", " ")
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'AEIOUaeiou' else 'a'} {noun}"
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) in (tuple, list):
+        parts: Any = value
+        return len(parts) <= 8 and all(type(part) in _PLAIN for part in parts)
+    return type(value) in _PLAIN
 
 
 class PlanError(DcpxError, ValueError):
@@ -100,6 +136,16 @@ class MismatchError(PlanError):
     kinds: tuple[tuple[str, str, str], ...] | None
     nearest: dict[str, tuple[str, ...]] | None
     ranks: tuple[int, ...] | None
+
+
+class UnknownNameError(PlanError, KeyError):
+    """The checkpoint at `path` holds no tensor of the name, or for the glob, `fqn`.
+
+    `nearest` suggests stored names. Raised by `load_tensors` and what `open_checkpoint` returns.
+    """
+
+    path: str | None
+    nearest: tuple[str, ...] | None
 
 
 class StagingError(DcpxError, RuntimeError):
@@ -206,12 +252,14 @@ class RepairError(DcpxError, ValueError):
 
     `path` is the file of metadata that was to be made anew, or their directory, `candidates` the
     data files from which nobody can choose, or that lack something. `assumptions` is what was not
-    accepted, where that is all that is missing.
+    accepted, where that is all that is missing. `is_good`: the metadata is good; whether the
+    data are too, `verify` says.
     """
 
     path: str | None
     candidates: tuple[str, ...] | None
     assumptions: tuple[str, ...] | None
+    is_good: bool | None
 
 
 class UnsupportedError(DcpxError, NotImplementedError):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
+from torch_dcpx._arguments import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_options,
+    check_seconds,
+    check_type,
+    checked_globals,
+)
 from torch_dcpx._environment import options_from_environment, threads_of_rank
+from torch_dcpx._integers import plain_int, set_plain_ints
 from torch_dcpx.errors import OptionError, must_be
 
 ProgressFunction: TypeAlias = Callable[[int, int], object]  # (done bytes, total bytes)
@@ -17,38 +27,17 @@ MIB = 1 << 20
 _MIN_SLOT_BYTES = 256 * KIB
 _MAX_SLOT_BYTES = 1 << 30
 _DEFAULT_MEMORY_BYTES = 64 * MIB
-_MAX_TIMEOUT_S = 1e9  # what clocks and stores can count
-
-
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise must_be(name, value, f"an int from {low} to {high}")
-
-
-def _check_bool(name: str, value: Any) -> None:
-    if type(value) is not bool:
-        raise must_be(name, value, "True or False")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise must_be(name, value, f"one of {choices}")
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    is_number = type(value) in (int, float) and math.isfinite(value)
-    if not is_number or not 0 < value <= _MAX_TIMEOUT_S:
-        raise must_be(name, value, f"seconds above 0 and up to {_MAX_TIMEOUT_S:.0f}")
+_INTEGERS = ("host_memory_bytes", "workers", "slot_bytes")  # of both classes
 
 
 def _check_memory(host_memory_bytes: Any, slot_bytes: Any, workers: Any) -> None:
-    _check_int("slot_bytes", slot_bytes, _MIN_SLOT_BYTES, _MAX_SLOT_BYTES)
+    check_int("slot_bytes", slot_bytes, _MIN_SLOT_BYTES, _MAX_SLOT_BYTES)
     if slot_bytes % (64 * KIB) != 0:
         raise must_be("slot_bytes", slot_bytes, "a multiple of 65536")
-    _check_int("host_memory_bytes", host_memory_bytes, slot_bytes, 1 << 60)
+    check_int("host_memory_bytes", host_memory_bytes, slot_bytes, 1 << 60)
     if workers is None:
         return
-    _check_int("workers", workers, 1, 256)
+    check_int("workers", workers, 1, 256)
     if workers * slot_bytes > host_memory_bytes:
         raise OptionError(
             f"workers={workers} with slots of {slot_bytes} B need {workers * slot_bytes} B, more "
@@ -68,9 +57,30 @@ def _usable_workers(workers: int | None, host_memory_bytes: int, slot_bytes: int
     return max(1, min(threads_of_rank(_WORKERS_A_CORE), 16, host_memory_bytes // slot_bytes))
 
 
+def repr_of(plugin: Any) -> str:
+    """Returns a writer or reader as text: its path, and its options if any is not the default."""
+    options = repr(getattr(plugin, "options", None))
+    more = "" if options.endswith("()") else f", options={options}"
+    path = os.fspath(getattr(plugin, "path", ""))
+    return f"{type(plugin).__name__}({path!r}{more})"
+
+
+class _Told:
+    """Shows options by what is not their default."""
+
+    def __repr__(self) -> str:
+        own: Any = self
+        shown = [
+            f"{field.name}={getattr(own, field.name)!r}"
+            for field in fields(own)
+            if getattr(own, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 @options_from_environment
-@dataclass(frozen=True)
-class WriteOptions:
+@dataclass(frozen=True, repr=False)
+class WriteOptions(_Told):
     """The options of a save.
 
     An option that is not given comes from the environment variable DCPX_<NAME>, such as
@@ -135,18 +145,19 @@ class WriteOptions:
     node_local: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("durability", self.durability, ("full", "none"))
+        set_plain_ints(self, *_INTEGERS, "files_per_rank", "max_in_flight")
+        check_choice("durability", self.durability, ("full", "none"))
         _check_memory(self.resolved_memory_bytes(), self.slot_bytes, self.workers)
-        _check_bool("direct_io", self.direct_io)
-        _check_int("files_per_rank", self.files_per_rank, 1, 256)
+        check_bool("direct_io", self.direct_io)
+        check_int("files_per_rank", self.files_per_rank, 1, 256)
         if type(self.progress) is not bool and not callable(self.progress):
             raise must_be("progress", self.progress, "True, False or a callable")
-        _check_choice("in_place", self.in_place, ("auto", "always", "never"))
-        _check_seconds("save_timeout_s", self.save_timeout_s)
-        _check_int("max_in_flight", self.max_in_flight, 1, 16)
-        _check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
-        _check_bool("overlap", self.overlap)
-        _check_bool("node_local", self.node_local)
+        check_choice("in_place", self.in_place, ("auto", "always", "never"))
+        check_seconds("save_timeout_s", self.save_timeout_s)
+        check_int("max_in_flight", self.max_in_flight, 1, 16)
+        check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
+        check_bool("overlap", self.overlap)
+        check_bool("node_local", self.node_local)
 
     def resolved_memory_bytes(self) -> int:
         """Returns the bound on slots, and on temporaries, in bytes."""
@@ -158,8 +169,8 @@ class WriteOptions:
 
 
 @options_from_environment
-@dataclass(frozen=True)
-class ReadOptions:
+@dataclass(frozen=True, repr=False)
+class ReadOptions(_Told):
     """The options of a load.
 
     Environment variables count as in `WriteOptions`, but none can set `trusted=True` or
@@ -203,17 +214,14 @@ class ReadOptions:
     node_local: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("verify", self.verify, ("blocks", "none"))
-        _check_bool("trusted", self.trusted)
+        set_plain_ints(self, *_INTEGERS)
+        check_choice("verify", self.verify, ("blocks", "none"))
+        check_bool("trusted", self.trusted)
         _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
-        _check_bool("direct_io", self.direct_io)
-        _check_seconds("load_timeout_s", self.load_timeout_s)
-        _check_bool("node_local", self.node_local)
-        object.__setattr__(self, "safe_globals", tuple(self.safe_globals))
-        for item in self.safe_globals:
-            if not callable(item) or not hasattr(item, "__qualname__"):
-                text = f"safe_globals must hold classes and functions, got {item!r}"
-                raise OptionError(text, option="safe_globals", value=item)
+        check_bool("direct_io", self.direct_io)
+        check_seconds("load_timeout_s", self.load_timeout_s)
+        check_bool("node_local", self.node_local)
+        object.__setattr__(self, "safe_globals", checked_globals(self.safe_globals))
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a load starts."""
@@ -227,8 +235,11 @@ def merge_write_options(
 
     Raises OptionError: two of them contradict each other.
     """
-    if thread_count is not None and (type(thread_count) is not int or thread_count < 1):
-        raise must_be("thread_count", thread_count, "None or an int >= 1")
+    check_options("options", options, WriteOptions)
+    thread_count = plain_int(thread_count)
+    check_int("thread_count", thread_count, 1, 256, or_none=True)
+    if sync_files is not None:
+        check_type("sync_files", sync_files, int, "True, False or None")  # as stock, 0 and 1, too
     if options is not None:
         if sync_files is not None and sync_files != (options.durability == "full"):
             raise _contradiction("sync_files", sync_files, f"durability={options.durability!r}")

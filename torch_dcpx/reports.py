@@ -1,7 +1,7 @@
 """Reports of saves and loads.
 
 `WriteReport` and `ReadReport` are of one rank (`writer.last_report`, `reader.last_report`);
-`SaveReport` and `LoadReport` are what `save` and `load` return.
+`SaveReport` is the result of a save's handle, `LoadReport` what `load` returns.
 """
 
 from __future__ import annotations
@@ -80,6 +80,37 @@ def _phases(report: WriteReport | ReadReport, *phases: str) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in its largest whole unit: "12 min", "1 day"."""
+    for unit, unit_s in (("day", 86400), ("h", 3600), ("min", 60)):
+        count = int(seconds // unit_s)
+        if count:
+            return _counted(count, unit) if unit == "day" else f"{count} {unit}"
+    return f"{int(seconds)} s"
+
+
+def saved_in_root_line(what: str, root: str, ranks: int, file_bytes: int, seconds: float) -> str:
+    """Returns the log's line of a manager's save."""
+    by = _counted(ranks, "rank")
+    return f"saved {what} in '{root}': {_decimal(file_bytes)} by {by} in {seconds:.3g} s"
+
+
+def resumed_line(what: str, root: str, age_s: float | None, ranks: int | None, now: int) -> str:
+    """Returns the log's line of a resume.
+
+    Args:
+        age_s: seconds since the save; None: unknown.
+        ranks: that saved; None: unknown.
+        now: ranks that resume.
+    """
+    saved = "" if age_s is None or age_s < 0 else f"{duration(age_s)} ago"
+    by = "" if ranks is None else f"by {_counted(ranks, 'rank')}"
+    how = " ".join(filter(None, ("saved", saved, by)))
+    how = f", {how}" if saved or by else ""
+    since = "" if now == ranks else f"; {_counted(now, 'rank')} now"
+    return f"resumed {what} of '{root}'{how}{since}"
 
 
 def _decimal(nbytes: int) -> str:
@@ -175,6 +206,11 @@ class SaveReport:
     blocked_s: float
     total_s: float
     write: WriteReport | None
+
+    def summary(self) -> str:
+        """Returns it as a line for people."""
+        by = _counted(self.ranks, "rank")
+        return f"{_decimal(self.file_bytes)} by {by} in {self.total_s:.3g} s"
 
 
 @dataclass(frozen=True)

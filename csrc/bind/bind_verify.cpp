@@ -76,7 +76,7 @@ py::tuple to_row(const IndexRow& row) {
       to_tuple(row.global_sizes), to_tuple(row.offsets), to_tuple(row.sizes),
       to_text(row.dtype, "backslashreplace"), to_text(row.prop_dtype, "backslashreplace"),
       to_text(row.layout, "backslashreplace"), to_text(row.fqn, "surrogatepass"),
-      to_text(row.path, "surrogatepass"));
+      to_text(row.path, "surrogatepass"), row.payload_crc, to_tuple(row.strides));
 }
 
 py::object to_tail(const engine::FooterFacts& facts) {

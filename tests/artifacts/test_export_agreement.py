@@ -83,6 +83,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "format": ({}, {"format": "torch"}, ["format='torch' where rank 0 has 'safetensors'"]),
     "size": ({}, {"max_shard_bytes": "1GB"}, ["max_shard_bytes=1000000000 where", "5000000000"]),
+    "dtype": ({}, {"dtype": torch.bfloat16}, ["dtype='bfloat16' where rank 0 has None"]),
+    "metadata": (
+        {"metadata": {"a": "b"}}, {"metadata": {"a": "c"}}, ["metadata={'a': 'c'} where rank 0"],
+    ),
     "rules": (
         {"key_map": KeyMap({"a": "x", "b": "y"})},
         {"key_map": KeyMap({"a": "y", "b": "x"})},
@@ -111,6 +115,18 @@ def test_argument_that_differs_is_refused_on_all_ranks(
     assert not out.exists()
     exports(sources, [out, out], {}, {})  # the next common call works
     assert_artifact(out, WHOLE)
+
+
+@pytest.mark.parametrize("kind", ["state", "stored"])
+def test_two_ranks_convert_their_own_parts(tmp_path: Path, exports: Exports, kind: str) -> None:
+    sources: Any = halves(WHOLE)
+    if kind == "stored":
+        dcpx.save(WHOLE, tmp_path / "ckpt")
+        sources = [tmp_path / "ckpt"] * 2
+    out, arguments = tmp_path / "out", {"dtype": torch.bfloat16, "metadata": {"who": "us"}}
+    results = exports(sources, [out, out], arguments, arguments)
+    assert all(isinstance(one, dcpx.ExportReport) for one in results), results
+    assert_artifact(out, {name: tensor.bfloat16() for name, tensor in WHOLE.items()})
 
 
 def test_path_that_differs_is_refused_on_all_ranks(tmp_path: Path, exports: Exports) -> None:

@@ -84,7 +84,7 @@ def test_quantized_tensors_are_refused_by_name_whatever_the_format(
         dcpx.export(source, tmp_path / "out", format=file_format)
     what = "safetensors" if file_format == "safetensors" else "a torch archive"
     assert str(raised.value) == (
-        f"{what} cannot hold 1 tensors: 'scaled' (quint8); leave them out by keys, or export what "
+        f"{what} cannot hold 1 tensor: 'scaled' (quint8); leave them out by keys, or export what "
         "dequantize() gives"
     )
     assert not (tmp_path / "out").exists()

@@ -85,7 +85,7 @@ def test_export_of_nothing_is_refused_and_leaves_what_is_there(
 
 
 def test_objects_alone_are_an_artifact_of_torch_and_none_of_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(dcpx.PlanError, match="1 objects, which safetensors cannot hold"):
+    with pytest.raises(dcpx.PlanError, match="1 object, which safetensors cannot hold"):
         dcpx.export({"step": 7}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     dcpx.export({"step": 7}, tmp_path / "out", format="torch")

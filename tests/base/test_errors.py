@@ -26,6 +26,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "OptionError": (errors.DcpxError, ValueError),
     "PlanError": (errors.DcpxError, ValueError),
     "MismatchError": (errors.PlanError,),
+    "UnknownNameError": (errors.PlanError, KeyError),
     "StagingError": (errors.DcpxError, RuntimeError),
     "StorageError": (errors.DcpxError, OSError),
     "ShortReadError": (errors.StorageError, EOFError),
@@ -50,6 +51,7 @@ VALUES: dict[str, Any] = {
     "waited_s": 30.0, "missing": ("a.b",), "shapes": (("w", (4,), (2, 2)),),
     "dtypes": (("w", "float32", "bfloat16"),), "kinds": (("lr", "object", "tensor"),),
     "nearest": {"a.b": ("b",)}, "candidates": ("__0_0.distcp",), "assumptions": ("it had ended",),
+    "is_good": True,
 }  # fmt: skip
 
 

@@ -335,5 +335,8 @@ def test_guarded_optimizer_steps_behind_the_copies_of_saves(
 
 
 def test_optimizer_without_hooks_is_refused_with_the_way_out() -> None:
+    class Steps:
+        def step(self) -> None: ...
+
     with pytest.raises(UnsupportedError, match=r"handle\.guard\.wait"):
-        guard_optimizer(object())
+        guard_optimizer(Steps())

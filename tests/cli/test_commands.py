@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from click.testing import CliRunner, Result
 from support.saves import assert_whole, data_files, save
 
 import torch_dcpx
+from torch_dcpx.cli import inspect as cli_inspect
+from torch_dcpx.cli import output as cli_output
 from torch_dcpx.cli.app import app
 
 ROOT = Path(torch_dcpx.__file__).parents[1]
@@ -49,7 +54,7 @@ def test_inspect_shows_what_a_checkpoint_holds(tmp_path: Path, writer: Any) -> N
     assert items["step"]["kind"] == "object"
     text = dcpx("inspect", tmp_path).stdout
     assert "model.w  float32  [20, 30]" in text
-    assert "2 tensors, 1 objects, 1 files" in text
+    assert "2 tensors, 1 object, 1 file," in text
 
 
 def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
@@ -57,6 +62,44 @@ def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
     (found,) = printed("inspect", tmp_path, "-k", "*.b", "-k", "st*")
     assert [item["fqn"] for item in found["items"]] == ["model.b", "step"]
     assert "and 2 more" in dcpx("inspect", tmp_path, "--limit", 1).stdout
+
+
+def test_inspect_of_names_that_nothing_fits_is_a_fault(tmp_path: Path) -> None:
+    save(STATE, tmp_path)
+    result = dcpx("inspect", tmp_path, "-k", "*.B")
+    assert result.exit_code == 1
+    assert f"no name in '{tmp_path}' fits '*.B'" in result.stderr
+    (found,) = printed("inspect", tmp_path, "-k", "*.B", code=1)
+    assert found["items"] == []
+
+
+def test_inspect_makes_only_the_items_that_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({f"t{number}": torch.ones(1) for number in range(200)}, tmp_path)
+    made: list[str] = []
+    make = cli_inspect._item
+    monkeypatch.setattr(
+        cli_inspect, "_item", lambda found, fqn: made.append(fqn) or make(found, fqn)
+    )
+    assert "200 tensors" in dcpx("inspect", tmp_path, "--limit", 7).stdout
+    assert len(made) == 7
+
+
+@pytest.mark.parametrize("width", [16, 40, 80, 200])
+def test_a_table_cuts_nothing_on_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = partial(cli_output._on_stdout, force_terminal=True, width=width, no_color=True)
+    monkeypatch.setattr(cli_output, "_on_stdout", terminal)
+    names = ["model.layers.31.self_attn.q_proj.weight_and_more", "b" * 90]
+    rows = [[name, 10**12 + number, "text " * 9] for number, name in enumerate(names)]
+    cli_output.put_table(["name", "#bytes", "problem"], rows)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, text.splitlines())) <= width
+    for name in ("name", "bytes", "problem", *names, "10000000000001"):
+        assert Counter(name.replace(" ", "")) <= Counter(text)
+    assert (text.count("b") >= 90 + 1 and text.count("text") == 18) or width == 16
 
 
 def test_inspect_shows_each_ranks_own_checkpoint(tmp_path: Path) -> None:
@@ -144,9 +187,49 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path, writer: Any) -> None:
     assert name in dcpx("verify", tmp_path).stdout
 
 
+def test_verify_takes_roots_and_several_paths(tmp_path: Path) -> None:
+    for name in ("run/step-1", "run/step-2", "other"):
+        save(STATE, tmp_path / name)
+    (tmp_path / "run/logs").mkdir()
+    found = printed("verify", tmp_path / "run", tmp_path / "other", tmp_path / "run/step-2")
+    assert [Path(each["path"]).name for each in found] == ["step-1", "step-2", "other"]
+    cut(tmp_path / "run/step-2")
+    result = dcpx("verify", tmp_path / "run")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "2 checkpoints, 1 with faults"
+    assert [each["ok"] for each in printed("verify", tmp_path / "run", code=1)] == [True, False]
+    (tmp_path / "run/step-1/.metadata").unlink()  # a save that did not end
+    assert printed("verify", tmp_path / "run", code=1)[0]["findings"][0]["kind"] == "uncommitted"
+    assert printed("verify", tmp_path / "run", tmp_path / "none", code=2)["error"]["errno"] == 2
+
+
+def test_verify_of_a_directory_without_any_checkpoint_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    assert printed("verify", tmp_path, code=1)["findings"][0]["kind"] == "uncommitted"
+
+
+def test_verify_takes_an_exported_file_and_a_folder(tmp_path: Path) -> None:
+    torch_dcpx.export({"w": torch.ones(100)}, tmp_path / "y.pt", no_dist=True)
+    torch_dcpx.export({"w": torch.ones(100)}, tmp_path / "out", no_dist=True)
+    for target in ("y.pt", "out"):
+        result = dcpx("verify", tmp_path / target)
+        assert result.exit_code == 0, result.output
+        assert "1 item in 1 file," in result.output
+    (tmp_path / "y.pt").write_bytes((tmp_path / "y.pt").read_bytes()[:-9])
+    assert dcpx("verify", tmp_path / "y.pt").exit_code == 1
+    assert dcpx("verify", tmp_path / "nope.pt").exit_code == 2
+
+
 def test_repair_makes_lost_metadata_anew_and_spares_a_good_one(tmp_path: Path) -> None:
     save(STATE, tmp_path)
+    before = (tmp_path / ".metadata").read_bytes()
+    assert printed("repair", tmp_path)["repaired"] == []
+    assert "it is good, and stays as it is" in dcpx("repair", tmp_path).stdout
+    assert (tmp_path / ".metadata").read_bytes() == before
+    (name,) = data_files(tmp_path)
+    (tmp_path / name).rename(tmp_path / "away")  # the metadata is good, the checkpoint is not
     assert printed("repair", tmp_path, code=1)["error"]["type"] == "RepairError"
+    (tmp_path / "away").rename(tmp_path / name)
     (tmp_path / ".metadata").unlink()
     said = printed("repair", tmp_path, "--dry-run", code=1)
     assert said["is_dry_run"] and "the save had ended" in said["assumptions"][0]
@@ -174,14 +257,19 @@ def test_doctor_tries_what_a_save_does_and_leaves_nothing(tmp_path: Path) -> Non
     assert printed("doctor", tmp_path / "none", code=2)["error"]["errno"] == 2
 
 
-def test_command_fails_clearly_without_its_extra(tmp_path: Path) -> None:
+def test_command_fails_clearly_without_click_or_rich(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(name='rich')")
     result = run("--help", path=f"{tmp_path}:{ROOT}")
     assert result.returncode == 2
-    assert "torch-dcpx[cli]" in result.stderr
+    assert "pip install click rich" in result.stderr
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["doctor"], ["inspect", "--help"]])
+NOWHERE = [[name, "nope"] for name in ("ls", "inspect", "verify", "repair")]
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["doctor"], ["inspect", "--help"], *NOWHERE]
+)
 def test_commands_that_need_no_torch_do_not_import_it(args: list[str]) -> None:
     code = (
         "import sys, atexit, torch_dcpx.cli as cli\n"
@@ -190,12 +278,12 @@ def test_commands_that_need_no_torch_do_not_import_it(args: list[str]) -> None:
         "cli.main()"
     )
     result = run(code=code)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == (2 if "nope" in args else 0), result.stderr
     assert result.stderr.splitlines()[-1] == "False"
 
 
 def run(*args: str, code: str = "", path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(("-c", code) if code else ("-m", "torch_dcpx.cli", *args))]
+    command = [sys.executable, *(("-c", code) if code else ("-m", "torch_dcpx", *args))]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
     )

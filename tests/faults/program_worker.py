@@ -112,6 +112,7 @@ class Player:
         self.root = ROOT / f"program{program.number}"
         self.timeouts = {"durability": "none", "workers": 1, "save_timeout_s": program.timeout_s}
         self.read = ReadOptions(workers=1, load_timeout_s=program.timeout_s)
+        self.is_async = program.is_async  # saves of the manager
         self.manager = dcpx.CheckpointManager(
             self.root / "managed",
             async_save=program.is_async,
@@ -214,9 +215,8 @@ class Player:
                 given["storage_writer"] = dcpx.DcpxWriter(path)  # and options: one too many
             function = getattr(dcpx, call.name)
             made = function(state, path, options=WriteOptions(**options), **given)
-        if not isinstance(made, dcpx.SaveHandle):
-            self.returned.append(str(path))
-        elif step.waits:
+        is_blocking = call.name == "save" or not (call.name == "async_save" or self.is_async)
+        if is_blocking or step.waits:
             self.settle(made)
         else:
             self.waits.append((str(call), made))

@@ -99,7 +99,7 @@ def test_directory_without_metadata_is_not_committed_and_says_what_it_holds(ckpt
     with raises_one(NotCommittedError) as raised:
         load(state_of(), ckpt)
     assert raised.error.errno == 2
-    assert "1 data files of an unfinished save" in str(raised.error)
+    assert "1 data file of an unfinished save" in str(raised.error)
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "link to nothing"])

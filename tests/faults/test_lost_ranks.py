@@ -120,7 +120,8 @@ def test_lost_rank_is_named_in_time_and_nothing_is_mixed(
     assert steps_in(path) == {step}
     workers[lost].kill()
     workers[lost].wait(DEADLINE_S)
-    report = save({f"rank{r}": torch.full((1000,), 3.0) for r in range(RANKS)} | {"step": 3}, path)
+    state = {f"rank{r}": torch.full((1000,), 3.0) for r in range(RANKS)} | {"step": 3}
+    report = save(state, path).result()
     assert steps_in(path) == {3.0}
     names = {entry.name for entry in path.glob("*.distcp")}
     assert len(names) == report.files == 1, names

@@ -22,7 +22,7 @@ SAMPLES: dict[str, Any] = {
     "global_name": "os.system", "owner": "host 1",
     "missing": ("a",), "shapes": {"b": ((1,), (2,))}, "dtypes": {"c": ("x", "y")},
     "kinds": {"d": "e"}, "nearest": {"a": "aa"}, "candidates": ("x",), "assumptions": ("y",),
-    "ranks": (1, 2), "waited_s": 2.5,
+    "is_good": True, "ranks": (1, 2), "waited_s": 2.5,
     "phases": ("writing", "planning"),
     "rank": 1, "host": "node1", "phase": "writing", "original": "builtins.KeyError",
 }  # fmt: skip
@@ -131,7 +131,7 @@ def metadata_of_one_rank_missing(path: Path) -> None:
     assert set(shipped) == {1}
     assert isinstance(shipped[1], errors.NotCommittedError)
     assert shipped[1].path == str(path / "__1.metadata")
-    assert "no '.metadata' and no '__1.metadata', but metadata of 1 other ranks" in str(shipped[1])
+    assert "no '.metadata' and no '__1.metadata', but metadata of 1 other rank" in str(shipped[1])
 
 
 @rank_case()

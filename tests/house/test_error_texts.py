@@ -197,7 +197,7 @@ def test_directory_without_a_checkpoint_is_not_committed(tmp_path: Path, kind: s
     assert isinstance(raised.error, FileNotFoundError)
     assert raised.error.path is not None
     assert raised.error.path.startswith(str(path))
-    assert ("1 data files of an unfinished save" in str(raised.error)) == kind.startswith("data")
+    assert ("1 data file of an unfinished save" in str(raised.error)) == kind.startswith("data")
 
 
 @pytest.mark.parametrize("writer", WRITERS)

@@ -12,6 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rooms import (
+    GROUND,
+    MODULES_WITHOUT_TORCH,
+    OTHER_TESTS,
+    PACKAGE_ROOMS,
+    PYTHON_ROOMS,
+    ROOMS,
+)
 
 import torch_dcpx
 
@@ -20,67 +28,6 @@ CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "torch_dcpx"
 
 MAX_LINES = 400
-
-# Room -> rooms that its files may include beside their own.
-ROOMS: dict[str, set[str]] = {
-    "common": set(),
-    "format": {"common"},
-    "plan": {"common"},
-    "io": {"common"},
-    "device": {"common", "plan"},
-    "engine": {"common", "format", "plan", "io", "device"},
-    "dcp": {"common", "format", "plan", "io", "device", "engine"},
-    "bind": {"common", "format", "plan", "io", "device", "engine", "dcp"},
-}
-
-# Rooms that know Python.
-PYTHON_ROOMS = {"dcp", "bind"}
-
-# The ground of torch_dcpx: the modules of the folder itself, which import no room.
-GROUND = {
-    "__init__", "_compat", "_environment", "_gc", "_hooks", "_last_jobs", "_native",
-    "_plan_classes", "_text", "_version", "_waiting", "errors", "load_report",
-    "options", "reports", "save_report",
-}  # fmt: skip
-
-# Room of torch_dcpx -> rooms that its modules may import, beside their own and the ground.
-PACKAGE_ROOMS: dict[str, set[str]] = {
-    "storage": set(),
-    "tensors": set(),
-    "ranks": {"tensors"},
-    "unpickle": set(),
-    "metadata": {"storage", "unpickle"},
-    "staging": {"tensors"},
-    "reader": {"storage", "tensors", "unpickle", "metadata"},
-    "keys": {"tensors", "metadata", "reader"},
-    "writer": {"storage", "tensors", "ranks", "metadata", "staging"},
-    "planners": {"tensors", "ranks", "metadata", "reader", "keys", "writer"},
-    "checkpoint": {
-        "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
-        "writer", "planners",
-    },
-    "integrity": {"storage", "tensors", "metadata", "reader", "writer"},
-    "artifacts": {"storage", "tensors", "ranks", "reader", "keys", "planners", "checkpoint"},
-    "manager": {
-        "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
-        "writer", "planners", "checkpoint", "integrity", "artifacts",
-    },
-    "cli": {"storage", "metadata", "integrity"},
-}  # fmt: skip
-
-# Folders of tests beside those of the rooms: the ground and csrc through the door, stock DCP and
-# other torches, what goes wrong.
-OTHER_TESTS = {"base", "bench", "cuda", "fake_cuda", "faults", "house", "interop", "native"}
-
-# Modules that work, and start at once, without torch.
-MODULES_WITHOUT_TORCH = {
-    "__init__",
-    "_version",
-    "_environment",
-    "errors",
-    "staging.host_memory",
-    "options",
-}
 
 FOREIGN_HEADER = re.compile(
     r"^(torch|ATen|c10|caffe2)/|^(cuda|cuda_runtime|cuda_runtime_api|cudaTypedefs|driver_types)\.h$"

@@ -26,7 +26,9 @@ NAMED = {
 REQUIRED = object()
 MANAGER_CALLS = ("save", "resume", "dry_run", "export", "save_on_signal", "wait")
 # What is made by us for the caller, or has one argument that says all.
-NO_OPTIONS = {"CopyGuard", "Finding", "PerRank", "Preemption", "SaveHandle"}
+NO_OPTIONS = {
+    "CopyGuard", "Finding", "LazyTensor", "OpenCheckpoint", "PerRank", "Preemption", "SaveHandle",
+}  # fmt: skip
 
 
 def value_of(text: str) -> Any:

@@ -33,6 +33,7 @@ PYTHON = [
     ("What can the caller of async_save do with what it returns?", "checkpoint", "SaveHandle"),
     ("What is wrong with a damaged checkpoint?", "integrity", "verify"),
     ("Where would a new exporter go?", "artifacts", "safetensors_layout"),
+    ("What reads rows 3 to 7 of one tensor of a checkpoint?", "artifacts", "LazyTensor"),
     ("Which checkpoints does keep_last delete?", "manager", "Retention"),
     ("Which step is saved when the cluster sends SIGTERM?", "manager", "Preemption"),
     ("What does `dcpx doctor` look at?", "cli", "examine"),

@@ -264,7 +264,7 @@ def test_of_two_generations_none_is_guessed_but_the_named_one_taken(tmp_path: Pa
         note_save(tmp_path / name)
     error = refused(tmp_path, "may be file 0 of rank 0")
     assert set(error.candidates) == {own, "__0_0.distcp"}
-    refused(tmp_path, "not several", OptionError, files=own)
+    refused(tmp_path, "a list of names", OptionError, files=own)
     refused(tmp_path, "No such file", files=["__4_0.distcp"])
     for rank_local in (False, True):
         refused(tmp_path, "no data file that it could name", files=[], rank_local=rank_local)

@@ -23,6 +23,7 @@ from torch_dcpx import (
     CheckpointManager,
     DcpxError,
     MismatchError,
+    OptionError,
     PerRank,
     PlanError,
     RankError,
@@ -128,11 +129,11 @@ def other_calls_are_refused_on_every_rank_before_the_first_byte(root: Path) -> N
     ]
     for kind, text, tag, arguments in calls:
         with pytest.raises(kind, match=text):
-            manager.save(tag, **arguments)
+            manager.save(tag, **{"user_content": 0, **arguments})
     with pytest.raises(PlanError, match=r"rank 1 is at call .*latest of .*; rank 0 .*tags of "):
         manager.latest() if is_odd else manager.tags()
     with pytest.raises(PlanError, match=r"rank 1 is at call .*resume of .*; rank 0 .*save of "):
-        manager.resume() if is_odd else manager.save(1)
+        manager.resume() if is_odd else manager.save(1, user_content=0)
     with pytest.raises(
         PlanError, match=r"rank 1 is at .*save_on_signal of .*; rank 0 .*latest of "
     ):
@@ -144,6 +145,51 @@ def other_calls_are_refused_on_every_rank_before_the_first_byte(root: Path) -> N
     dist.barrier()
     assert not list(root.glob("none/*/.metadata"))
     assert manager.latest() is None
+
+
+@rank_case("save")
+def ranks_agree_when_to_save(root: Path) -> None:
+    is_odd = dist.get_rank() == 1
+    value = {"x": torch.zeros(3)}
+    with manager_of(root / "due", save_every=3, save_every_s=0.001) as manager:
+        saved = []
+        for step in range(1, 8):
+            if manager.should_save(step):
+                saved.append(step)
+                handle = manager.save(step, state=value)
+    report = handle.result(60)
+    assert report is not None and report.ranks == 2
+    steps: list[Any] = [None, None]
+    dist.all_gather_object(steps, saved)
+    assert steps[0] == steps[1] and len(saved) >= 2
+    manager = manager_of(root / "due", save_every=3)
+    with pytest.raises(PlanError, match=r"rank 1 is at .*save of 'step-9'; rank 0 .*should_save"):
+        manager.save(9, state=value) if is_odd else manager.should_save(9)
+    with pytest.raises(PlanError, match="rank 1: step=8 where rank 0 has 9"):
+        manager.should_save(8 if is_odd else 9)
+    with pytest.raises(PlanError, match="rank 1: save_every=4 where rank 0 has 3"):
+        manager_of(root / "due", save_every=4 if is_odd else 3).should_save(9)
+    with pytest.raises(OptionError, match=r"rank 1.*no part was given"):
+        manager.save(9, state=None if is_odd else value)
+    with no_collectives():
+        assert not manager.should_save(8) and manager.should_save(9)
+
+
+@rank_case("save")
+def signal_of_one_rank_makes_a_save_due_on_both(root: Path) -> None:
+    with manager_of(root / "signal") as manager:
+        watch = manager.save_on_signal([signal.SIGUSR2])
+        answers = []
+        for step in range(1, 6):
+            if step == 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            is_due = manager.should_save(step)
+            assert watch.requested(step) is is_due
+            answers.append(is_due)
+            if is_due:
+                manager.save(step, state={"x": torch.zeros(3)})
+            dist.barrier()
+    assert answers.count(True) == 1 and answers.index(True) in (2, 3)
 
 
 @rank_case("save")

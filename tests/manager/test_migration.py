@@ -30,6 +30,7 @@ IN_WORDS = {
     "`FsspecWriter`, other storage": "test_options.py, a URL is refused",
     "`enable_plan_caching=True`": "test_plan_cache.py",
     "`process_group`, `no_dist`": "test_calls.py",
+    "`_load_state_dict_from_keys`, `_EmptyStateDictLoadPlanner`": "test_load_tensors.py",
     "tensors in a format that only this torch has": "stock's",
     "another number of ranks, other degrees of parallelism": "test_manager_ranks.py",
 }
@@ -69,12 +70,13 @@ def weights_of(training: Training) -> dict[str, Any]:
     "`dcp.load(state, checkpoint_id=path)`",
     "`FileSystemWriter(path, ...)`",
     "`FileSystemReader(path)`",
+    "the `Metadata` that `dcp.save` returns",
     "a checkpoint of `DcpxWriter`, `dcpx.save`, `async_save`",
 )
 def calls_of_stock(root: Path) -> None:
     state = state_of(1)
     dcp.save(state, storage_writer=dcpx.DcpxWriter(root / "writer"))
-    dcpx.save(state, root / "save")
+    assert dcpx.save(state, root / "save").result() is not None
     dcpx.async_save(state, root / "async").result()
     dcp.save(state, checkpoint_id=root / "stock")
     for name in ("writer", "save", "async", "stock"):

@@ -31,11 +31,11 @@ def test_resume_that_is_refused_leaves_a_new_optimizer_without_state(
         saves.resume(model=other.model, optimizer=other.optimizer)
     assert not other.optimizer.state
 
-    def failing(target: Any, *args: Any, **kwargs: Any) -> Any:
+    def failing(_: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         target["optimizer"].state_dict()
         raise StorageError("read")
 
-    monkeypatch.setattr(resume, "load", failing)
+    monkeypatch.setattr(resume, "load_by", failing)
     with pytest.raises(StorageError, match="read"):
         saves.resume(model=other.model, optimizer=other.optimizer)
     assert not other.optimizer.state

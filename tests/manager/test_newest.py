@@ -207,9 +207,9 @@ def test_root_with_nothing_whole_raises_and_names_what_lies_there(tmp_path: Path
     save_steps(manager_of(tmp_path), 4)
     lose_metadata(tmp_path / "step-4")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(NotCommittedError, match=r"step-4.*notes\.txt|notes\.txt.*step-4") as info:
+    with pytest.raises(NotCommittedError, match="step-4") as info:
         manager_of(tmp_path).resume()
-    assert "allow_fresh=True" in str(info.value)
+    assert "allow_fresh=True" in str(info.value) and "notes.txt" not in str(info.value)
     fresh = manager_of(tmp_path, allow_fresh=True).resume()
     assert fresh.is_fresh and fresh.skipped[0][0] == "step-4"
 

@@ -169,7 +169,7 @@ def test_save_waits_for_the_removal_of_what_lay_there(
 ) -> None:
     """With keep_last=1 and two tags in turn, each save is to where the last but one goes."""
     manager = manager_of(tmp_path, keep_last=1)
-    manager.save("a", step=1)
+    manager.save("a", step=1, user_content=0)
     asked = threading.Event()
     failed: list[BaseException] = []
 
@@ -188,7 +188,7 @@ def test_save_waits_for_the_removal_of_what_lay_there(
 
     def save_again() -> None:
         try:
-            manager.save("a", step=3)
+            manager.save("a", step=3, user_content=0)
         except BaseException as error:  # noqa: BLE001 - looked at below
             failed.append(error)
         finally:
@@ -205,7 +205,7 @@ def test_save_waits_for_the_removal_of_what_lay_there(
 
     monkeypatch.setattr(manager._retention, "_run_guard", Guard())
     monkeypatch.setattr(removal, "_empty", emptied)
-    manager.save("b", step=2)
+    manager.save("b", step=2, user_content=0)
     manager._retention.wait()
     again.join(60)
     manager.wait()

@@ -70,7 +70,7 @@ def test_every_allowed_type_comes_back_as_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [None, 0, "", [], {}, (), b"", torch.zeros(0)], ids=repr)
 def test_content_may_be_any_value(tmp_path: Path, content: Any) -> None:
     manager = manager_of(tmp_path)
-    manager.save(1, user_content=content)
+    manager.save(1, user_content=content, state={"x": 1})
     assert same(content, manager.resume().user_content)
 
 

@@ -10,8 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from torch_dcpx._arguments import check_choice, check_type, checked_globs
+from torch_dcpx._compat import dtype_by_name, dtype_name
+from torch_dcpx._text import counted
 from torch_dcpx.artifacts.layout import ExportTensor, is_name, is_quantized
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_globs, told_rules
@@ -19,13 +23,13 @@ from torch_dcpx.errors import CorruptionError, OptionError, PlanError, Unsupport
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.reader.safetensors import TORCH_SUFFIXES
 from torch_dcpx.reader.safetensors_header import DTYPE_CODES
 from torch_dcpx.storage.paths import absolute, checked_path
 from torch_dcpx.tensors.tiling import untiled
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _STEMS = {"safetensors": "model", "torch": "pytorch_model.bin"}  # where the path names no file
 _PLACES = ("path", "source")  # arguments that are paths
 _MAX_SHOWN = 10  # names in an error
@@ -41,6 +45,8 @@ class ExportArguments(NamedTuple):
     key_map: KeyMap
     max_shard_bytes: int
     is_torch: bool
+    dtype: str | None  # of floating tensors in the artifact, by torch's name; None: as they are
+    notes: dict[str, str]  # of a safetensors header
 
     def told(self) -> dict[str, Any]:
         """Returns the arguments as ranks compare them; small."""
@@ -52,6 +58,8 @@ class ExportArguments(NamedTuple):
             "keys": told_globs(self.keys),
             "key_map": told_rules(self.key_map),
             "max_shard_bytes": self.max_shard_bytes,
+            "dtype": self.dtype,
+            "metadata": dict(sorted(self.notes.items())),
         }
 
 
@@ -60,8 +68,8 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
     if isinstance(source, (nn.Module, Mapping)):
         return LiveSource(source)
     if not isinstance(source, (str, os.PathLike)):
-        wrong = f"source must be a path, a module or a state dict, got {type(source).__name__}"
-        raise OptionError(wrong, option="source", value=source)
+        raise must_be("source", source, "a path, a module or a state dict")
+    checked_path(source, "mount it, and name the directory", "source")
     return StoredSource(source, options)
 
 
@@ -86,28 +94,38 @@ def _same_places(call: Call, first: Mapping[str, Any]) -> dict[str, str]:
 
 def checked_arguments(
     path: str | os.PathLike[str],
-    file_format: str,
+    file_format: str | None,
     keys: Iterable[str] | None,
     key_map: KeyMap | None,
     max_shard_bytes: int | str,
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str] | None,
 ) -> ExportArguments:
     """Returns the checked arguments. Raises: OptionError for one that cannot work."""
-    if file_format not in ("safetensors", "torch"):
-        raise must_be("format", file_format, "'safetensors' or 'torch'")
-    is_torch = file_format == "torch"
+    if file_format is not None:
+        check_choice("format", file_format, ("safetensors", "torch"))
     globs = None
     if keys is not None:
-        globs = (keys,) if isinstance(keys, str) else tuple(keys)
-        if not all(isinstance(glob, str) for glob in globs):
-            raise must_be("keys", keys, "globs")
-    if not isinstance(path, (str, os.PathLike)) or "://" in os.fspath(path):
-        raise must_be("path", path, "a path")
-    checked_path(path, "")
-    directory, stem = Path(path), _STEMS[file_format]
-    if is_torch and directory.suffix in _TORCH_SUFFIXES:
-        directory, stem = directory.parent, directory.name
-    elif not is_torch and directory.suffix == ".safetensors":
-        directory, stem = directory.parent, directory.stem
+        globs = (keys,) if isinstance(keys, str) else checked_globs("keys", keys, "['model.*']")
+    if isinstance(path, (nn.Module, Mapping)):
+        way = "; source and path are swapped: export(source, path)"
+        raise must_be("path", path, "a path", way)
+    check_type("path", path, (str, os.PathLike), "a path")
+    checked_path(path, "an export writes to mounted file systems")
+    directory = Path(path)
+    by_name = "torch" if directory.suffix in TORCH_SUFFIXES else None
+    by_name = "safetensors" if directory.suffix == ".safetensors" else by_name
+    is_torch = (file_format or by_name) == "torch"
+    if file_format is not None and by_name not in (None, file_format):
+        raise OptionError(
+            f"format={file_format!r} contradicts the path '{path}', which names a file of "
+            f"{by_name}; leave format out, or name another file",
+            option="format",
+            value=file_format,
+        )
+    stem = _STEMS["torch" if is_torch else "safetensors"]
+    if by_name is not None:
+        directory, stem = directory.parent, directory.name if is_torch else directory.stem
     if any("\ud800" <= one <= "\udfff" for one in stem):
         raise OptionError(
             f"the file's name {stem!r} is no UTF-8, and no index could name its files; a "
@@ -115,8 +133,34 @@ def checked_arguments(
             option="path",
             value=path,
         )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise must_be("dtype", dtype, "None or a floating torch.dtype such as torch.bfloat16")
     limit, names = _shard_bytes(max_shard_bytes), checked_map(key_map) or KeyMap()
-    return ExportArguments(directory, stem, globs, names, limit, is_torch)
+    to = None if dtype is None else dtype_name(dtype)
+    notes = _notes(metadata, is_torch=is_torch)
+    return ExportArguments(directory, stem, globs, names, limit, is_torch, to, notes)
+
+
+def _notes(metadata: Any, *, is_torch: bool) -> dict[str, str]:
+    """Returns the texts for a safetensors header. Raises: OptionError."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping) or not all(
+        isinstance(text, str) and not any("\ud800" <= one <= "\udfff" for one in text)
+        for pair in metadata.items()
+        for text in pair
+    ):
+        raise must_be("metadata", metadata, "None or a dict of texts in UTF-8")
+    if metadata.get("format", "pt") != "pt":
+        raise must_be("metadata", metadata, "without a 'format' other than 'pt'")
+    if metadata and is_torch:
+        raise OptionError(
+            "metadata belongs to the header of safetensors; what torch.load gives has no place for "
+            "it: export to safetensors, or leave it out",
+            option="metadata",
+            value=metadata,
+        )
+    return dict(metadata)
 
 
 def _shard_bytes(value: int | str) -> int:
@@ -170,12 +214,19 @@ def tensors_of(
         if entry.sizes is None:
             objects.append(name)
             continue
-        dtypes = {str(entries[source].dtype) for source in entry.sources}
+        dtypes = {_exported(str(entries[source].dtype), arguments) for source in entry.sources}
         if len(dtypes) > 1:
             raise PlanError(f"'{name}' is merged of dtypes {sorted(dtypes)}", fqn=name)
         tensors.append(ExportTensor(name, dtypes.pop(), entry.sizes))
     _check_held(tensors, objects, arguments)
     return tensors, mapped, objects
+
+
+def _exported(stored: str, arguments: ExportArguments) -> str:
+    """Returns the dtype in the artifact of a source's tensor, by torch's names."""
+    dtype = dtype_by_name(stored)
+    is_floating = dtype is not None and dtype.is_floating_point
+    return arguments.dtype if is_floating and arguments.dtype is not None else stored
 
 
 def _check_held(
@@ -185,7 +236,16 @@ def _check_held(
     names = [repr(one.name) for one in tensors if not is_torch and not is_name(one.name)]
     if names:
         raise UnsupportedError(
-            f"safetensors cannot hold {len(names)} names: {_listed(names)}; rename them by key_map"
+            f"safetensors cannot hold {counted(len(names), 'name')}: {_listed(names)}; rename them "
+            "by key_map"
+        )
+    noted = [repr(one.name) for one in tensors if one.name in arguments.notes]
+    if noted:
+        raise OptionError(
+            f"metadata has {counted(len(noted), 'tensor name')}, {_listed(noted)}, which the "
+            "header keeps for tied weights",
+            option="metadata",
+            value=arguments.notes,
         )
     refused = [
         f"'{one.name}' ({one.dtype})"
@@ -195,18 +255,23 @@ def _check_held(
     if refused:
         has_quantized = any(is_quantized(tensor.dtype) for tensor in tensors)
         raise UnsupportedError(
-            f"{'a torch archive' if is_torch else 'safetensors'} cannot hold {len(refused)} "
-            f"tensors: {_listed(refused)}; leave them out by keys, or "
+            f"{'a torch archive' if is_torch else 'safetensors'} cannot hold "
+            f"{counted(len(refused), 'tensor')}: {_listed(refused)}; leave them out by keys, or "
             + ("export what dequantize() gives" if has_quantized else "use format='torch'")
         )
     if objects and arguments.keys is not None and not is_torch:
         shown = _listed([repr(name) for name in objects])
-        raise UnsupportedError(f"safetensors cannot hold {len(objects)} objects: {shown}")
+        raise UnsupportedError(
+            f"safetensors cannot hold {counted(len(objects), 'object')}: {shown}; leave them out "
+            "by keys, or use format='torch'"
+        )
     if not tensors and not (is_torch and objects):
-        skipped = f", but {len(objects)} objects, which safetensors cannot hold" if objects else ""
+        skipped, way = "", "keys= names what to export"
+        if objects:
+            skipped = f", but {counted(len(objects), 'object')}, which safetensors cannot hold"
+            way = "format='torch' keeps objects, too"
         raise PlanError(
-            f"export: there is no tensor to export{skipped}; nothing was written; keys= names "
-            "what to export"
+            f"export: there is no tensor to export{skipped}; nothing was written; {way}"
         )
 
 

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from torch_dcpx._arguments import check_options
 from torch_dcpx._native import _C
 from torch_dcpx.artifacts.arguments import (
     ExportArguments,
@@ -84,10 +86,12 @@ def export(
     source: str | os.PathLike[str] | nn.Module | Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
-    format: Literal["safetensors", "torch"] = "safetensors",  # noqa: A002 - as torch and HF say
+    format: Literal["safetensors", "torch"] | None = None,  # noqa: A002 - as torch and HF say
     keys: Iterable[str] | None = None,
     key_map: KeyMap | None = None,
     max_shard_bytes: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
     process_group: Any = None,
     no_dist: bool = False,
     options: WriteOptions | None = None,
@@ -99,14 +103,15 @@ def export(
     `options.host_memory_bytes` of other ranks' bytes, or of copies.
 
     Args:
-        source: path of a checkpoint of torch-dcpx or stock DCP, or of safetensors; or a module or
-            state dict, whose tensors may be sharded (DTensor).
-        path: directory, or the file in it (`*.safetensors`; `*.bin`, `*.pt`, `*.pth`). Missing
-            directories are made.
-        format: "safetensors" (default): `model.safetensors`, or `model-00001-of-00002.safetensors`
-            and so on with `model.safetensors.index.json`, as by Hugging Face. "torch":
-            `pytorch_model.bin`, a flat dict for `torch.load(weights_only=True)`, with plain
-            objects, too.
+        source: path of a checkpoint of torch-dcpx or stock DCP, or of files as `load_pretrained`
+            takes them; or a module or state dict, whose tensors may be sharded (DTensor).
+        path: the file (`*.safetensors`; `*.bin`, `*.pt`, `*.pth`), whose suffix says the format, or
+            a directory. Missing directories are made.
+        format: of the files in a directory. "safetensors" (default): `model.safetensors`, or
+            `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`, as by
+            Hugging Face. "torch": `pytorch_model.bin`, a flat dict for
+            `torch.load(weights_only=True)`, with plain objects, too. Default None: as the path
+            says, for a directory safetensors.
         keys: globs (`fnmatch`) of names in `source`, flattened by dots. Default None: the model's
             tensors without their prefix if the source has parts (a dict with a dict under
             "model"), else all tensors.
@@ -114,6 +119,10 @@ def export(
             without wrappers.
         max_shard_bytes: tensor bytes in a file, an int or a text such as "5GB"; a larger tensor has
             a file of its own. Default "5GB". A torch archive is one file.
+        dtype: floating tensors are converted to it, as `Tensor.to` does; others stay as they are.
+            Default None: none is converted.
+        metadata: texts by name for the header of each safetensors file. Default None: only
+            "format": "pt", which is always there.
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
         options: durability, host_memory_bytes, workers, slot_bytes, direct_io and save_timeout_s
@@ -136,10 +145,12 @@ def export(
     call = CallId("export", last_component(path), is_target_compared=False, is_write=True)
     timeout_s = WriteOptions.save_timeout_s
     with exchange_for(process_group, no_dist, timeout_s, "export", call) as exchange:
+        check_options("options", options, WriteOptions)
         own_options = options if options is not None else WriteOptions()
         exchange.restart(own_options.save_timeout_s)
         run = _Export(exchange, own_options)
-        checked = partial(checked_arguments, path, format, keys, key_map, max_shard_bytes)
+        given = path, format, keys, key_map, max_shard_bytes, dtype, metadata
+        checked = partial(checked_arguments, *given)
         stored = source if isinstance(source, (str, os.PathLike)) else None
         try:
             with being_read(stored):
@@ -299,10 +310,11 @@ class _Export:
             objects = {name: one for part in reversed(parts) for name, one in part.objects.items()}
             layout, self._records = torch_layout(kept, objects, arguments.stem)
         else:
-            layout = safetensors_layout(kept, arguments.stem, arguments.max_shard_bytes)
+            most, notes = arguments.max_shard_bytes, arguments.notes
+            layout = safetensors_layout(kept, arguments.stem, most, notes)
             if len(layout.files) > 1:
                 stem = files.shard_stem(arguments.stem)
-                layout = safetensors_layout(kept, stem, arguments.max_shard_bytes)
+                layout = safetensors_layout(kept, stem, most, notes)
         files.make(layout)
         places = {tensor.name: number for number, tensor in enumerate(kept)}
         numbers = tuple(places.get(tensor.name, -1) for tensor in tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,11 +66,13 @@ class Layout(NamedTuple):
     payloads: tuple[Payload, ...]  # of each tensor
 
 
-def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_bytes: int) -> Layout:
+def safetensors_layout(
+    tensors: Sequence[ExportTensor], stem: str, max_shard_bytes: int, notes: Mapping[str, str]
+) -> Layout:
     """Returns the files of safetensors, shards named as by Hugging Face.
 
     Tensors fill the files in order. A file holds `max_shard_bytes` of them, or one larger tensor,
-    and no more tensors than our readers take.
+    and no more tensors than our readers take. Each header has the `notes`.
 
     Raises:
         UnsupportedError: a header is longer than readers take.
@@ -100,7 +102,7 @@ def safetensors_layout(tensors: Sequence[ExportTensor], stem: str, max_shard_byt
             at = end
         # As safetensors.torch.save_model notes them.
         aliases = {alias: tensors[i].name for i in shard for alias in tensors[i].aliases}
-        head = encode_header(rows, {**aliases, "format": "pt"})
+        head = encode_header(rows, {**notes, **aliases, "format": "pt"})
         if len(head) - LENGTH_BYTES > MAX_HEADER_BYTES:
             raise UnsupportedError(
                 f"the header of '{name}', of {len(rows)} tensors, is {len(head) - LENGTH_BYTES} B "

@@ -18,11 +18,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torch_dcpx._arguments import check_options
+from torch_dcpx._text import counted
 from torch_dcpx.artifacts.handed_state import EXTRA_STATE, HandedState
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import RankLoad
-from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.errors import UnsupportedError, must_be
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
@@ -30,6 +32,7 @@ from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.reports import LoadReport
+from torch_dcpx.storage.paths import checked_path
 from torch_dcpx.storage.reader_lock import being_read
 
 
@@ -56,9 +59,10 @@ def load_pretrained(
             on `meta` get memory first, and are on `meta` again after an error. If `state_dict()`
             gives copies (FSDP1, hooks), `load_state_dict` gets the loaded values, and
             `state_dict()` is compared with them.
-        path: a checkpoint; a safetensors file; an index of such (`*.index.json`); or a directory
-            with `.metadata`, `model.safetensors.index.json`, `model.safetensors` or one
-            `*.safetensors`.
+        path: a checkpoint; a file of safetensors, or of torch.save (`*.pt`, `*.pth`, `*.bin`); an
+            index of safetensors (`*.index.json`); or a directory with `.metadata`,
+            `model.safetensors.index.json`, `model.safetensors`, one `*.safetensors` or
+            `pytorch_model.bin`.
         key_map: stored names and shapes to the model's. Default `KeyMap()`: names without wrappers.
         strict: whether names that are not stored are an error. Default True. With False their
             tensors stay as they are, maybe on `meta`.
@@ -67,7 +71,9 @@ def load_pretrained(
         device: of tensors on `meta`. Default None: the mesh's device for shards, else the CPU.
         process_group: ranks that load together. Default None: all of them.
         no_dist: loads in this process alone. Default False.
-        options: see `ReadOptions`. Safetensors files hold no checksums that could be checked.
+        options: see `ReadOptions`. Of a file of torch.save no class is made but those in
+            `safe_globals`, also with `trusted=True`. Such files, and those of safetensors, hold no
+            checksums that could be checked.
 
     Returns:
         The report of this rank. A name is not missing if another name of its parameter is stored.
@@ -90,7 +96,9 @@ def load_pretrained(
         target.update(model.state_dict())
         run.handed = handed = HandedState(model, target, is_strict=strict)
         twins = {n: group for n, group in twins.items() if handed.copies.keys().isdisjoint(group)}
-        rules = LoadRules.of(strict, allow_missing, cast)
+        check_options("options", options, ReadOptions)
+        checked_path(path, "mount it, and name the directory")
+        rules = LoadRules.of(strict, allow_missing, cast, "load_pretrained")
         rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
         names = checked_map(key_map) or KeyMap()
         reader, planner = PretrainedReader(path, options=own_options), DcpxLoadPlanner()
@@ -102,8 +110,10 @@ def load_pretrained(
     timeout_s = ReadOptions.load_timeout_s
     try:
         with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
-            _check_module(model)
-            own_options = options if options is not None else ReadOptions()
+            _check_module(model, path)
+            _check_device(device)
+            # Wrong ones are refused when all ranks have called `state_dict`.
+            own_options = options if isinstance(options, ReadOptions) else ReadOptions()
             exchange.restart(own_options.load_timeout_s)
             exchange.agree_on(strict=strict, cast=cast, node_local=own_options.node_local)
             if own_options.node_local:
@@ -119,10 +129,21 @@ def load_pretrained(
     return report
 
 
-def _check_module(model: Any) -> None:
+def _check_module(model: Any, path: Any) -> None:
     if not isinstance(model, nn.Module):
-        wrong = f"model must be a torch.nn.Module, got {type(model).__name__}"
-        raise OptionError(wrong, option="model", value=model)
+        is_swapped = isinstance(path, nn.Module)
+        way = "; model and path are swapped: load_pretrained(model, path)" if is_swapped else ""
+        raise must_be("model", model, "a torch.nn.Module", way)
+
+
+def _check_device(device: Any) -> None:
+    """Raises OptionError unless torch knows the device."""
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            wanted = "a device, such as 'cpu' or 'cuda:0'"
+            raise must_be("device", device, wanted) from error
 
 
 class _PretrainedRun(LoadRun):
@@ -230,7 +251,8 @@ def _refuse_transient(model: nn.Module) -> None:
     if names:
         shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         raise UnsupportedError(
-            f"{len(names)} buffers on meta are not persistent, so no file holds them: {shown}; "
+            f"{counted(len(names), 'buffer')} on meta {'is' if len(names) == 1 else 'are'} not "
+            f"persistent, so no file holds {'it' if len(names) == 1 else 'them'}: {shown}; "
             "make them on their device before load_pretrained"
         )
 

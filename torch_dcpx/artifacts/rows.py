@@ -61,15 +61,17 @@ class ExportRows:
         self._copied_bytes = 0
 
     def add(self, source: torch.Tensor, place: torch.Tensor, target: Target, fqn: str) -> None:
-        """Adds memory of the shape of `place`, a view with the payload's strides."""
+        """Adds memory of the shape of `place`, a view with the payload's strides and dtype."""
         if source.numel() == 0:
             return
-        if is_plain(source) and device_memory.is_host(source):
+        if is_plain(source) and device_memory.is_host(source) and source.dtype == place.dtype:
             check_storage(source, fqn)
             self._add_row(source, place, target)
             return
-        for offsets, lengths in slabs(source.shape, source.element_size(), self._piece_bytes):
-            piece = narrowed(source, offsets, lengths)
+        # Converted before it is copied from a device, and held as both for a moment.
+        width = source.element_size() + (place.element_size() if source.dtype != place.dtype else 0)
+        for offsets, lengths in slabs(source.shape, width, self._piece_bytes):
+            piece = narrowed(source, offsets, lengths).to(place.dtype)
             host = piece.cpu().resolve_conj().resolve_neg().contiguous()
             self.add_copy(host, narrowed(place, offsets, lengths), target)
 

@@ -7,6 +7,7 @@ one before, into memory that it uses again.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 import os
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
 from torch_dcpx._hooks import takes_in_any_order
+from torch_dcpx._text import counted
 from torch_dcpx.artifacts.files import slots_within
 from torch_dcpx.artifacts.layout import ExportTensor, file_view
 from torch_dcpx.artifacts.rows import BackgroundRows, ExportRows, Target, narrowed, slabs
@@ -71,7 +73,11 @@ def selected(
         match = re.compile(fnmatch.translate(glob)).match
         found = {name: one for name, one in entries.items() if match(name)}
         if not found:
-            raise PlanError(f"keys: nothing is named {glob!r} among {len(entries)} names")
+            near = difflib.get_close_matches(glob, list(entries)[:1000], 3) or list(entries)[:3]
+            raise PlanError(
+                f"keys: nothing is named {glob!r} among {counted(len(entries), 'name')}, such as "
+                f"{', '.join(map(repr, near))}"
+            )
         chosen |= found
     return {name: one for name, one in entries.items() if name in chosen}, ""
 

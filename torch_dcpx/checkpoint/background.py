@@ -49,7 +49,7 @@ class BackgroundSave:
             thread.start()
         except RuntimeError as error:
             raise StagingError(f"start the thread that writes: {error}") from error
-        pending_saves.add(self._handle)
+        pending_saves.add(self._handle, thread)
 
     def withdraw(self) -> bool:
         """Takes the save from the thread. Returns False if the thread has it, and will end it."""

@@ -1,21 +1,27 @@
-"""The handle of an `async_save`: may the state change, is the checkpoint there, what failed.
+"""The handle of a save: may the state change, is the checkpoint there, what failed.
 
 No error is lost: `pending` raises or logs those that nobody has read from the handle.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.reports import SaveReport
 from torch_dcpx.tensors.copy_guard import CopyGuard
 
 T = TypeVar("T")
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class WatchedFuture(Future[T]):
@@ -39,6 +45,7 @@ class WatchedFuture(Future[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `Future.exception`; UnsupportedError in a forked child."""
         self.check_process()
+        check_wait("timeout", timeout)
         error = super().exception(timeout)
         self.is_collected = True  # not if the wait was interrupted, though the save may have ended
         return error
@@ -62,10 +69,10 @@ class WatchedFuture(Future[T]):
 
 
 class SaveHandle:
-    """A save that goes on in the background.
+    """A save: under way in the background, or finished when the call that made it blocks.
 
     As a context manager it waits for the save at the end of the block, and raises its error unless
-    the block has raised one.
+    the block has raised one. `await` waits for it in any asyncio loop, and returns as `result`.
 
     Attributes:
         checkpoint_id: its directory.
@@ -87,6 +94,14 @@ class SaveHandle:
         self.durable: WatchedFuture[SaveReport | None] = WatchedFuture()
         self._cancel = cancel
 
+    @classmethod
+    def finished(cls, checkpoint_id: str, report: SaveReport | None) -> SaveHandle:
+        """Returns the handle of a save that has ended well; without a report it was skipped."""
+        handle = cls(checkpoint_id, lambda: False, lambda _: None)
+        handle.staged.set_result(None)
+        handle.durable.set_result(report)
+        return handle
+
     def result(self, timeout: float | None = None) -> SaveReport | None:
         """Waits until the checkpoint is there, and returns its report as `durable` does.
 
@@ -99,6 +114,45 @@ class SaveHandle:
             OutcomeUnknownError: the coordinator was lost while it committed.
         """
         return self.durable.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits until the save has ended, and returns its error; None if it ended well.
+
+        Args:
+            timeout: seconds; None (default) waits for the save's own deadlines.
+
+        Raises:
+            TimeoutError: the save is still under way.
+        """
+        return self.durable.exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
+        """Calls a function once the save has ended, well or not.
+
+        The call comes from the thread that saves. If the save has ended already, it comes from
+        this one, before this method returns. Functions are called in the order in which they were
+        added. The end of the interpreter waits for them as for saves.
+
+        Args:
+            fn: gets this handle. Its errors are logged, and change nothing in the save.
+        """
+        self.durable.check_process()
+        self.durable.add_done_callback(lambda _: self._call(fn))
+
+    def _call(self, fn: Callable[[SaveHandle], object]) -> None:
+        try:
+            fn(self)
+        except BaseException as error:
+            logger.exception("a done callback of the save to '%s' failed", self.checkpoint_id)
+            # On the save's thread an exit would keep later callbacks, and who awaits, from the end.
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and not isinstance(error, Exception):
+                raise
+
+    def __await__(self) -> Generator[Any, None, SaveReport | None]:
+        self.durable.check_process()
+        future = asyncio.wrap_future(self.durable, loop=asyncio.get_running_loop())
+        return (yield from future.__await__())
 
     def report(self) -> SaveReport | None:
         """Returns the report of a save that has ended well, else None."""
@@ -119,6 +173,18 @@ class SaveHandle:
         """
         self.durable.check_process()
         return not self.durable.done() and self._cancel()
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle of {self.checkpoint_id!r}: {self._state()}>"
+
+    def _state(self) -> str:
+        if not self.durable.done():
+            return "writing" if self.staged.done() else "copying"
+        error = Future.exception(self.durable)
+        if error is not None:
+            return f"failed, {type(error).__name__}: {error}"
+        report = Future.result(self.durable)
+        return "skipped" if report is None else f"saved, {report.summary()}"
 
     def __enter__(self) -> SaveHandle:
         return self

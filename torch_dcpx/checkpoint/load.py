@@ -20,22 +20,33 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torch_dcpx._arguments import check_options, check_part, check_state
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
-from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError
+from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError, must_be
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.reader.reader import DcpxReader
+from torch_dcpx.reader.reader import WAY_OUT, DcpxReader
 from torch_dcpx.reports import LoadReport
-from torch_dcpx.storage.paths import AnyPath
+from torch_dcpx.storage.paths import AnyPath, checked_path
 from torch_dcpx.storage.reader_lock import being_read
 
 logger = logging.getLogger("torch_dcpx")
+
+_PLANNER_HOOKS = (
+    "set_up_planner",
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "load_bytes",
+    "resolve_tensor",
+    "commit_tensor",
+)
 
 
 def load(
@@ -94,22 +105,56 @@ def load(
         RankError, RankLostError, StoreLostError: another rank failed, or did not come within
             `ReadOptions.load_timeout_s`.
     """
+    return load_by(
+        (strict, allow_missing, cast),
+        state_dict,
+        checkpoint_id,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        options=options,
+        key_map=key_map,
+    )
+
+
+def load_by(
+    given: LoadRules | tuple[Any, Any, Any],
+    state_dict: dict[str, Any],
+    checkpoint_id: AnyPath | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    options: ReadOptions | None = None,
+    key_map: KeyMap | None = None,
+) -> LoadReport:
+    """As `load`, for a call whose checked rules these are, or with arguments of `LoadRules.of`."""
     began = time.perf_counter()
-
-    def prepared() -> RankLoad:
-        reader = _reader_for(storage_reader, checkpoint_id, options)
-        rules = LoadRules.of(strict, allow_missing, cast)
-        own_planner = DcpxLoadPlanner() if planner is None else planner
-        return RankLoad(reader, own_planner, rules, checked_map(key_map))
-
     call = CallId("load", last_component(checkpoint_id) or path_name(storage_reader))
     timeout_s = ReadOptions.load_timeout_s
     with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
+        check_state("load", state_dict, checkpoint_id)
+        check_part("planner", planner, LoadPlanner, _PLANNER_HOOKS)
+        if checkpoint_id is not None:
+            checked_path(checkpoint_id, WAY_OUT, "checkpoint_id")
+        rules = given if isinstance(given, LoadRules) else LoadRules.of(*given)
         own_options = _options_of(options, storage_reader)
         exchange.restart(own_options.load_timeout_s)
-        exchange.agree_on(strict=strict, cast=cast, node_local=own_options.node_local)
+        exchange.agree_on(
+            strict=rules.is_strict,
+            cast="allow" if rules.is_cast_allowed else "error",
+            node_local=own_options.node_local,
+        )
         if own_options.node_local:
             exchange.leave_out_target()
+
+        def prepared() -> RankLoad:
+            reader = _reader_for(storage_reader, checkpoint_id, options)
+            own_planner = DcpxLoadPlanner() if planner is None else planner
+            return RankLoad(reader, own_planner, rules, checked_map(key_map))
+
         run = LoadRun(exchange, state_dict, began)
         with being_read(checkpoint_id or getattr(storage_reader, "path", None)):
             error = run.run(prepared)
@@ -260,14 +305,9 @@ def _is_last(value: Any) -> bool:
 
 
 def _options_of(options: ReadOptions | None, reader: StorageReader | None) -> ReadOptions:
+    check_options("options", options, ReadOptions)
     if options is None:
         return reader.options if isinstance(reader, DcpxReader) else ReadOptions()
-    if not isinstance(options, ReadOptions):
-        raise OptionError(
-            f"options must be ReadOptions, got {type(options).__name__}",
-            option="options",
-            value=options,
-        )
     return options
 
 
@@ -277,11 +317,12 @@ def _reader_for(
     if reader is None:
         if checkpoint_id:
             return DcpxReader(checkpoint_id, options=options)
-        wrong = "load needs a checkpoint_id or a storage_reader"
-        raise OptionError(wrong, option="checkpoint_id", value=checkpoint_id)
+        wrong = "a path, or there must be a storage_reader, which has one"
+        raise must_be("checkpoint_id", checkpoint_id, wrong)
     if not isinstance(reader, DcpxReader):
+        check_part("storage_reader", reader, StorageReader, ("read_metadata", "read_data"))
         raise UnsupportedError(
-            f"dcpx.load reads through a DcpxReader, not {type(reader).__name__}; use "
+            f"storage_reader={type(reader).__name__}: dcpx.load reads through a DcpxReader; use "
             "torch.distributed.checkpoint.load (dcp.load) for other readers"
         )
     if options is not None and options != reader.options:

@@ -11,15 +11,17 @@ import difflib
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torch_dcpx._arguments import check_bool, check_choice, checked_globs
 from torch_dcpx._compat import dtype_name, wanted_sizes
-from torch_dcpx.errors import MismatchError, must_be
-from torch_dcpx.keys.key_map import WRAPPERS
+from torch_dcpx._text import counted
+from torch_dcpx.errors import MismatchError
+from torch_dcpx.keys.key_map import WRAPPERS, unwrapped
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.planners.load_planner import unlike_names
@@ -40,20 +42,17 @@ class LoadRules(NamedTuple):
     is_strict: bool  # whether a name that is not stored is an error
     may_miss: Callable[[str], object]  # true for names that may be missing even so
     is_cast_allowed: bool
+    globs: tuple[str, ...] = ()  # of names that may be missing
+    call: str = "load"  # whose arguments a message names
 
     @classmethod
-    def of(cls, strict: Any, allow_missing: Any, cast: Any) -> LoadRules:
+    def of(cls, strict: Any, allow_missing: Any, cast: Any, call: str = "load") -> LoadRules:
         """Returns the rules of `load`'s arguments. Raises OptionError: one of them cannot work."""
-        if type(strict) is not bool:
-            raise must_be("strict", strict, "True or False")
-        if cast not in ("error", "allow"):
-            raise must_be("cast", cast, "'error' or 'allow'")
-        is_list = isinstance(allow_missing, Iterable) and not isinstance(allow_missing, str)
-        globs = tuple(allow_missing) if is_list else (allow_missing,)
-        if not is_list or not all(isinstance(glob, str) for glob in globs):
-            raise must_be("allow_missing", allow_missing, "a list of globs, such as ['head.*']")
+        check_bool("strict", strict)
+        check_choice("cast", cast, ("error", "allow"))
+        globs = checked_globs("allow_missing", allow_missing, "['head.*']")
         any_of = "|".join(map(fnmatch.translate, globs)) or "(?!)"
-        return cls(strict, re.compile(any_of).match, cast == "allow")
+        return cls(strict, re.compile(any_of).match, cast == "allow", globs, call)
 
 
 class Differences(NamedTuple):
@@ -65,7 +64,8 @@ class Differences(NamedTuple):
     dtypes: tuple[tuple[str, str, str], ...] = ()  # name, stored, wanted; forgiven or not
     kinds: tuple[tuple[str, str, str], ...] = ()  # name, stored, wanted
     nearest: Mapping[str, tuple[str, ...]] = {}  # stored names for the first refused ones
-    wrapped: int = 0  # number of refused ones that differ from a stored name by wrappers only
+    wrapped: int = 0  # number of refused ones that `KeyMap()` finds
+    way_in: tuple[str, str] = ("", "")  # part of the stored names, or of the state's, that is more
 
     def is_refused(self, rules: LoadRules) -> bool:
         """Returns whether the load cannot go on."""
@@ -123,7 +123,9 @@ def compare(
         return found
     near = NearNames(name for name in stored if name not in state)
     nearest = {fqn: near.nearest(fqn) for fqn in refused[:_MAX_SHOWN]}
-    return found._replace(nearest=nearest, wrapped=sum(map(near.is_wrapped, refused)))
+    if mapped is None:
+        found = found._replace(wrapped=near.count_wrapped(refused), way_in=near.way_in(refused))
+    return found._replace(nearest=nearest)
 
 
 def mismatch_error(
@@ -140,15 +142,13 @@ def mismatch_error(
         "kinds": _union(own.kinds for own in all_differences),
     }
     nearest = {fqn: near for own in all_differences for fqn, near in own.nearest.items() if near}
-    counts = {"missing names": missing, **tables}
-    differing = ", ".join(f"{len(rows)} {what}" for what, rows in counts.items() if rows)
+    differing = ", ".join(_counts(len(missing), tables))
     where = ""
     if len(ranks) < len(all_differences):
         which = f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks, str)}"
         where = f" on {which} of {len(all_differences)}"
     lines = [
-        f"the state does not fit the checkpoint in '{path}': {differing} differ{where}; "
-        "nothing was read"
+        f"the state does not fit the checkpoint in '{path}': {differing}{where}; nothing was read"
     ]
     if missing:
         lines.append(f"missing: {_listed(missing, lambda fqn: _missing_text(fqn, nearest))}")
@@ -156,13 +156,7 @@ def mismatch_error(
             groups = Counter(fqn.partition(".")[0] for fqn in missing).most_common(5)
             shown = ", ".join(f"{n} in {_short(group)}" for group, n in groups)
             lines.append(f"  of these {shown}")
-        wrapped = max(own.wrapped for own in all_differences)
-        if wrapped:
-            lines.append(
-                f"  {wrapped} of them are stored under names with other wrappers: "
-                "key_map=KeyMap() leaves them out"
-            )
-        lines.append("  strict=False, or allow_missing=[globs], leaves them as they are")
+        lines += [f"  {way}" for way in _ways_out(all_differences, missing, rules)]
     for what, rows in tables.items():
         if rows:
             way = "; cast='allow' converts them" if what == "dtypes" else ""
@@ -177,6 +171,39 @@ def mismatch_error(
         ranks=tuple(ranks),
         **tables,
     )
+
+
+_TABLES = {"shapes": "shape", "dtypes": "dtype", "kinds": "kind"}
+
+
+def _counts(missing: int, tables: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """Yields "3 names are missing", "1 dtype differs" and so on."""
+    if missing:
+        yield f"{counted(missing, 'name')} {'is' if missing == 1 else 'are'} missing"
+    for what, rows in tables.items():
+        if rows:
+            yield f"{counted(len(rows), _TABLES[what])} {'differs' if len(rows) == 1 else 'differ'}"
+
+
+def _ways_out(
+    all_differences: Sequence[Differences], missing: Sequence[str], rules: LoadRules
+) -> Iterator[str]:
+    """Yields what a caller can do about missing names, by arguments that the call has."""
+    wrapped = max(own.wrapped for own in all_differences)
+    if wrapped:
+        name = "translate" if rules.call == "resume" else "key_map"
+        stored = "is stored under a name" if wrapped == 1 else "are stored under names"
+        yield f"{wrapped} of them {stored} with other wrappers: {name}=KeyMap() leaves them out"
+    ways = {own.way_in for own in all_differences if own.refused}
+    (more, less), *others = ways
+    is_plain = not (others or wrapped) and rules.call == "load"
+    if is_plain and more:
+        yield f"they are stored beneath {more!r}: load({{{more!r}: state_dict}}, ...)"
+    if is_plain and less:
+        yield f"they are stored without {less + '.'!r}: load(state_dict[{less!r}], ...)"
+    if rules.call == "resume" and any(name.startswith("optimizer.") for name in missing):
+        yield "load_optimizer=False leaves optimizer and scheduler as they are"
+    yield "strict=False, or allow_missing=[globs], leaves them as they are"
 
 
 def _unwrapped(name: str) -> str:
@@ -200,9 +227,27 @@ class NearNames:
         for name in self._stored:
             self._by_unwrapped.setdefault(_unwrapped(name), []).append(name)
 
-    def is_wrapped(self, name: str) -> bool:
-        """Returns whether a stored name differs from `name` by wrappers only."""
-        return _unwrapped(name) in self._by_unwrapped
+    def count_wrapped(self, names: Sequence[str]) -> int:
+        """Returns how many of these names differ from a stored one by wrappers only, which
+        `KeyMap()` leaves out. Of names that would then meet none counts.
+        """
+        stored = Counter(map(unwrapped, self._stored))
+        wanted = Counter(map(unwrapped, names))
+        return sum(stored[bare] == 1 for bare, count in wanted.items() if count == 1)
+
+    def way_in(self, names: Sequence[str]) -> tuple[str, str]:
+        """Returns the first part of the stored names that all these lack, and the first part that
+        all these have and the stored ones lack; "" where there is none.
+        """
+        stored, first = set(self._stored), names[0]
+        mores = [one.removesuffix(f".{first}") for one in stored if one.endswith(f".{first}")]
+        for more in mores:
+            if "." not in more and all(f"{more}.{name}" in stored for name in names):
+                return more, ""
+        less = first.partition(".")[0]
+        if all(name.startswith(f"{less}.") and name[len(less) + 1 :] in stored for name in names):
+            return "", less
+        return "", ""
 
     def nearest(self, name: str) -> tuple[str, ...]:
         """Returns up to three stored names, the most likely first."""

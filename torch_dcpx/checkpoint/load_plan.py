@@ -188,6 +188,11 @@ class RankLoad:
         is_stock = has_stock_hooks(planner, ("create_local_plan",))
         if is_stock:
             self.differences = compared(_planned_state(planner, stored), stored, rules)
+            more, less = self.differences.way_in
+            if self._key_map is not None:  # it has done what it can
+                self.differences = self.differences._replace(wrapped=0, way_in=("", ""))
+            elif not isinstance(self.state.get(less), Mapping):
+                self.differences = self.differences._replace(way_in=(more, ""))
             if self.differences.is_refused(rules):
                 return False
         if isinstance(planner, DefaultLoadPlanner):

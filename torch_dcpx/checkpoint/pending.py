@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch_dcpx import _last_jobs as last_jobs
+from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.errors import OptionError, must_be
@@ -28,15 +29,18 @@ _EXIT_TIMEOUT_S = 600.0
 
 _guard = Guard()  # a signal handler may wait while its thread holds it
 _handles: list[SaveHandle] = []  # under way, or with an uncollected error
+_threads: list[threading.Thread] = []  # of saves; they call what waits for the end of one
 _followers: list[Callable[[Deadline], None]] = []
 _own = threading.local()  # .handle: the save that the current thread makes
 
 
-def add(handle: SaveHandle) -> None:
-    """Notes a save that has begun."""
+def add(handle: SaveHandle, thread: threading.Thread) -> None:
+    """Notes a save that has begun on a thread."""
     with _guard.held():
         _sweep()
         _handles.append(handle)
+        _threads[:] = [each for each in _threads if each.is_alive()]
+        _threads.append(thread)
 
 
 def set_own(handle: SaveHandle) -> None:
@@ -99,8 +103,10 @@ def wait(timeout_s: float | None = None) -> None:
 
     Raises:
         TimeoutError: some are still under way.
+        OptionError: no number of seconds.
         DcpxError: of a save that failed, if nobody has read it from the handle.
     """
+    check_wait("timeout_s", timeout_s)
     late = _drain(timeout_s)
     if late:
         places = ", ".join(f"'{handle.checkpoint_id}'" for handle in late)
@@ -153,6 +159,10 @@ def _at_exit() -> None:
         )
     for follower in _followers:
         follower(deadline)
+    with _guard.held():
+        threads = _threads.copy()
+    for thread in threads:
+        thread.join(deadline.remaining_s)  # it calls what the handle was given
     deadline = Deadline(last_jobs.LAST_WAIT_S)
     for handle in late:  # stopped, it removes its files, unless it hangs in a system call
         handle.durable.is_collected = True  # logged above
@@ -213,6 +223,7 @@ def _forget_parents_saves() -> None:
     global _guard
     _guard = Guard()  # another thread of the parent may have held it
     _handles.clear()
+    _threads.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parents_saves)

@@ -20,28 +20,41 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from torch_dcpx._arguments import check_options, check_part, check_state
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.checkpoint.background import BackgroundSave, report_of
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.save_items import ItemsInWaves, stage_items, staged_bytes
 from torch_dcpx.checkpoint.save_plan import default_save_planner, forget_default_plans
-from torch_dcpx.checkpoint.save_run import SaveRun
+from torch_dcpx.checkpoint.save_run import SaveRun, named
 from torch_dcpx.checkpoint.stateful import with_state_dicts
-from torch_dcpx.errors import ConcurrentSaveError, OptionError, StagingError, UnsupportedError
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    OptionError,
+    StagingError,
+    UnsupportedError,
+    must_be,
+)
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.reports import SaveReport
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, stage_guarded, staging_workers
-from torch_dcpx.storage.paths import AnyPath
+from torch_dcpx.storage.paths import AnyPath, checked_path, own_path
 from torch_dcpx.writer.items import StagedItems, planned_bytes, split_items
-from torch_dcpx.writer.writer import DcpxWriter
+from torch_dcpx.writer.writer import WAY_OUT, DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")
 
+_PLANNER_HOOKS = (
+    "set_up_planner",
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "resolve_data",
+)
 _NOTED_WAIT_S = 0.001  # a shorter wait is not logged
 
 
@@ -54,7 +67,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     options: WriteOptions | None = None,
-) -> SaveReport:
+) -> SaveHandle:
     """Saves a checkpoint; it is committed, and durable on every rank, when this returns.
 
     Every rank of the group calls it. The checkpoint in `checkpoint_id` stays as it was until the
@@ -72,14 +85,14 @@ def save(
         options: of the new writer. Default None: `WriteOptions()`.
 
     Returns:
-        The report of the save.
+        The finished save; its `result()` is the report.
 
     Raises:
         DcpxError: any rank failed; nothing was committed. All ranks raise the first error.
         RankLostError: a rank did not come within `options.save_timeout_s` seconds.
         OutcomeUnknownError: the coordinator was lost while it committed.
         UnsupportedError: a `storage_writer` that is no DcpxWriter.
-        OptionError: arguments that contradict each other.
+        OptionError: an argument that cannot work, or two that contradict each other.
         DcpxError of an earlier `async_save`, if nobody has read it from the handle.
     """
     begin = time.monotonic()
@@ -91,7 +104,7 @@ def save(
         run.exchange.restart()
         plan = run.plan(pending_saves.raise_uncollected)
         committed = run.write_and_settle(lambda: (plan, run.planner))
-    return report_of(run, committed, begin)
+    return SaveHandle.finished(run.path, report_of(run, committed, begin))
 
 
 def async_save(
@@ -138,9 +151,7 @@ def async_save(
     try:
         if not _is_admitted(run):
             run.end()
-            handle.staged.set_result(None)
-            handle.durable.set_result(None)
-            return handle
+            return SaveHandle.finished(run.path, None)
         plan = run.plan(pending_saves.raise_uncollected)
         run.exchange.note_phase("staging")
         items = _items(run, plan, handle)
@@ -170,7 +181,10 @@ def prewarm(state_dict: dict[str, Any], *, options: WriteOptions | None = None) 
 
     Raises:
         StagingError: there is not so much memory.
+        OptionError: an argument that cannot work.
     """
+    check_state("prewarm", state_dict)
+    check_options("options", options, WriteOptions)
     options = options or WriteOptions()
     planner = DcpxSavePlanner(enable_plan_caching=False)
     planner.set_up_planner(with_state_dicts(state_dict), is_coordinator=True)
@@ -222,6 +236,11 @@ def _begin(
     """Begins a save with all ranks. From here on every rank learns of an error of any rank."""
     exchange = exchange_for(process_group, no_dist, WriteOptions.save_timeout_s, call=call)
     try:
+        check_state(call.name, state_dict, checkpoint_id)
+        check_part("planner", planner, SavePlanner, _PLANNER_HOOKS)
+        check_options("options", options, WriteOptions)
+        if checkpoint_id is not None:
+            checked_path(checkpoint_id, WAY_OUT, "checkpoint_id")
         writer = _writer(storage_writer, checkpoint_id, options)
         exchange.restart(writer.options.save_timeout_s)
         if writer.options.node_local:
@@ -229,7 +248,7 @@ def _begin(
         if call.name == "async_save":
             exchange.agree_on(on_busy=writer.options.on_busy)
         exchange.note_phase("planning")
-        path = os.fsdecode(checkpoint_id or writer.path)
+        path = os.fsdecode(checkpoint_id) if checkpoint_id else own_path(writer.path)
         return SaveRun(state_dict, path, writer, planner or default_save_planner(), exchange)
     except BaseException as error:
         exchange.fail(error)
@@ -269,9 +288,10 @@ def _writer(
     if writer is None:
         if checkpoint_id:
             return DcpxWriter(checkpoint_id, options=options)
-        wrong = "a save needs a checkpoint_id, or a storage_writer that has a path"
-        raise OptionError(wrong, option="checkpoint_id", value=checkpoint_id)
+        wrong = "a path, or there must be a storage_writer, which has one"
+        raise must_be("checkpoint_id", checkpoint_id, wrong)
     if not isinstance(writer, DcpxWriter):
+        check_part("storage_writer", writer, StorageWriter, ("write_data", "finish"))
         raise UnsupportedError(
             f"storage_writer={type(writer).__name__}: torch_dcpx saves through a DcpxWriter; use "
             "torch.distributed.checkpoint.save for others"
@@ -312,7 +332,13 @@ def _items(run: SaveRun, plan: SavePlan, handle: SaveHandle) -> StagedItems | It
 
     has_extensions = bool(run.writer.transforms.extensions)
     with paused_gc_of_many():
-        return stage_items(plan, run.planner, stage, is_transformed=has_extensions)
+        try:
+            return stage_items(plan, run.planner, stage, is_transformed=has_extensions)
+        except Exception as error:
+            known = named(error)
+            if known is error:
+                raise
+            raise known from error
 
 
 def _staged_bytes(plan: SavePlan) -> int:

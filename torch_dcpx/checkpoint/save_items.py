@@ -24,7 +24,13 @@ from torch_dcpx.staging.snapshot import stage_guarded
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import is_plain_tensor
 from torch_dcpx.writer.items import StagedItems, planned_bytes
-from torch_dcpx.writer.table import check_shapes, gives_state_as_it_is, is_kept_as_it_is, vetted
+from torch_dcpx.writer.table import (
+    check_shapes,
+    gives_state_as_it_is,
+    is_kept_as_it_is,
+    note_item,
+    vetted,
+)
 
 _ARENA_BYTES = 2 << 20  # the smallest arena
 _MAX_GROUP_BYTES = 32 << 20  # of small tensors that leave a device together
@@ -60,7 +66,7 @@ def stage_items(
         value: Any = lookup(index.fqn, staged)
         if item.type is byte_io:
             if is_transformed or not is_kept_as_it_is(value):
-                value = _own_bytes(planner.resolve_data(item))
+                value = _own_bytes(planner, item, is_stock=is_stock)
             staged.keep(item, value)
         # Nearly all are like this. No check is made twice: `stage` makes the others.
         elif (
@@ -87,7 +93,13 @@ def staged_bytes(nbytes: int) -> int:
     return nbytes + (4096 if nbytes >= 64 << 10 else 64) if nbytes else 0
 
 
-def _own_bytes(data: Any) -> io.BytesIO:
+def _own_bytes(planner: SavePlanner, item: WriteItem, *, is_stock: bool) -> io.BytesIO:
+    try:
+        data: Any = planner.resolve_data(item)
+    except Exception as error:
+        if is_stock:
+            note_item(error, item)
+        raise
     if not isinstance(data, io.BytesIO):
         raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")
     return io.BytesIO(data.getvalue())
@@ -126,7 +138,7 @@ class ItemsInWaves:
         """As a planner's: returns a copy of the item's data."""
         self._next += 1
         if item.type is WriteItemType.BYTE_IO:
-            data: Any = _own_bytes(self._planner.resolve_data(item))
+            data: Any = _own_bytes(self._planner, item, is_stock=self.dcpx_gives_state)
         elif item.index in self._ahead:
             data = self._ahead.pop(item.index).clone()
         else:

@@ -23,6 +23,7 @@ from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
 from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer, SaveOffer
 from torch_dcpx.checkpoint.stateful import with_state_dicts
+from torch_dcpx.errors import DcpxError, UnsupportedError
 from torch_dcpx.metadata.file import stored_save_id
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange
@@ -38,6 +39,19 @@ class Committed(NamedTuple):
     ranks: int
     files: int
     file_bytes: int  # of all ranks, framing and checksums included
+
+
+def named(error: Exception) -> Exception:
+    """Returns the error of a value that pickle refuses with its name; any other as it is."""
+    fqn = getattr(error, "dcpx_fqn", None)
+    if fqn is None or isinstance(error, (DcpxError, MemoryError, OSError)):
+        return error
+    text = UnsupportedError(
+        f"'{fqn}' cannot be pickled: {type(error).__name__}: {error}; save what it is made of "
+        "(numbers, texts, tensors, dicts and lists), or leave it out"
+    )
+    text.__cause__ = error
+    return text
 
 
 class SaveRun:
@@ -143,7 +157,7 @@ class SaveRun:
             future.wait()
             results = future.value()
         except Exception as error:  # noqa: BLE001  (settle raises it, or an earlier one)
-            ballot.fail(error)
+            ballot.fail(named(error))
         else:
             ballot.vote(results)
         committed = ballot.settle(self._commit, self._was_committed)

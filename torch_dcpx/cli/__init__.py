@@ -1,14 +1,13 @@
 """The `dcpx` command: looks at checkpoints, of torch-dcpx and of stock DCP, and mends them.
 
-It needs no process group and no GPU. click and rich come with the extra `torch-dcpx[cli]`; without
-them it prints so and exits with 2. Only commands that look into a checkpoint import torch.
+It needs no process group and no GPU. Only commands that look into a checkpoint import torch.
 """
 
 from __future__ import annotations
 
 import sys
 
-_MISSING = "dcpx needs {name}, which is not installed: pip install 'torch-dcpx[cli]'\n"
+_MISSING = "dcpx needs {name}, which is not installed: pip install click rich\n"
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,6 +11,17 @@ from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import command
 
 _PATH = click.Path(path_type=Path)
+_RANK = click.option(
+    "--rank", type=click.IntRange(min=0), help="whose checkpoint, where each rank saved its own"
+)
+
+
+def _look(*paths: Path) -> None:
+    """Raises StorageError where a path is no directory: at once, before torch is imported."""
+    from torch_dcpx.storage.directory import Directory
+
+    for path in paths:
+        Directory(path).close()
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -30,6 +42,7 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 
     Compares sizes, reads no data: see `verify`. Exits with 1 if one is not whole.
     """
+    _look(path)
     from torch_dcpx.cli.listing import show
 
     return show(path, with_all=with_all, as_json=as_json)
@@ -44,21 +57,87 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @command
 def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
-    """Show a checkpoint's names, dtypes, shapes, chunks and files. Reads no data."""
+    """Show a checkpoint's names, dtypes, shapes, chunks and files. Reads no data.
+
+    Exits with 1 if a file is missing or has a wrong size, or if no name fits a --key.
+    """
+    _look(path)
     from torch_dcpx.cli.inspect import show
 
     return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json)
 
 
 @app.command()
-@click.argument("path", type=_PATH)
+@click.argument("paths", type=_PATH, nargs=-1, required=True, metavar="PATH...")
 @click.option("--workers", type=click.IntRange(min=1), help="threads that read and sum")
 @command
-def verify(path: Path, workers: int | None, as_json: bool) -> int:
-    """Compare every byte of a checkpoint with its checksums, and list all faults."""
+def verify(paths: tuple[Path, ...], workers: int | None, as_json: bool) -> int:
+    """Compare every byte of checkpoints with its checksums, and list all faults.
+
+    Each PATH is a checkpoint, a directory with checkpoints in it, or what `export` wrote.
+    """
+    _look(*(path for path in paths if not path.is_file()))
     from torch_dcpx.cli.listing import run_verify
 
-    return run_verify(path, workers=workers, as_json=as_json)
+    return run_verify(paths, workers=workers, as_json=as_json)
+
+
+@app.command()
+@click.argument("path", type=_PATH)
+@click.argument("names", nargs=-1, required=True, metavar="NAME[ROWS]...")
+@click.option("--full", is_flag=True, help="every value; default: torch's summary")
+@_RANK
+@command
+def cat(path: Path, names: tuple[str, ...], full: bool, rank: int | None, as_json: bool) -> int:
+    """Print values: 'model.weight', 'model.weight[3:7]', 'model.weight[0, ::2]', 'step'.
+
+    Reads the blocks that hold these rows, and executes nothing.
+    """
+    _look(path)
+    from torch_dcpx.cli.cat import run_cat
+
+    return run_cat(path, names, is_full=full, rank=rank, as_json=as_json)
+
+
+@app.command()
+@click.argument("a", type=_PATH)
+@click.argument("b", type=_PATH)
+@click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
+@_RANK
+@command
+def diff(a: Path, b: Path, limit: int, rank: int | None, as_json: bool) -> int:
+    """Show how checkpoint B differs from A: names, shapes, dtypes, then values.
+
+    Compares values by their checksums, where both have these of the same parts; else it reads.
+    Exits with 1 if they differ.
+    """
+    _look(a, b)
+    from torch_dcpx.cli.diff import run_diff
+
+    return run_diff(a, b, rank=rank, limit=limit, as_json=as_json)
+
+
+@app.command()
+@click.argument("source", type=_PATH)
+@click.argument("dest", type=_PATH)
+@click.option(
+    "--format", "-f", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), help="of DEST"
+)
+@click.option("--key", "-k", "keys", multiple=True, help="only names that this glob fits")
+@click.option("--dtype", help="of floating tensors, such as bfloat16")
+@click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
+@click.option("--overwrite", is_flag=True, help="replace a DEST of the same kind")
+@command
+def export(source: Path, dest: Path, as_json: bool, **choices: Any) -> int:
+    """Write a checkpoint as safetensors or one torch.save file, or such files as a checkpoint.
+
+    DEST's suffix (.safetensors, .pt, .pth, .bin) says the format. A DEST without one is a directory
+    of safetensors if SOURCE is a checkpoint, and a checkpoint if SOURCE is such files.
+    """
+    _look(*(() if source.is_file() else (source,)))
+    from torch_dcpx.cli.export import run_export
+
+    return run_export(source, dest, as_json=as_json, **choices)
 
 
 @app.command()
@@ -78,9 +157,27 @@ def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | No
     Exits with 1, and writes nothing, if they do not prove what the metadata held. If they do with
     assumptions, --dry-run lists them, and --accept-assumptions takes them.
     """
+    _look(path)
     from torch_dcpx.cli.listing import run_repair
 
     return run_repair(path, as_json=as_json, files=files or None, **flags)
+
+
+@app.command()
+@click.argument("paths", type=_PATH, nargs=-1, required=True, metavar="PATH...")
+@click.option("--delete", is_flag=True, help="remove them")
+@command
+def gc(paths: tuple[Path, ...], delete: bool, as_json: bool) -> int:
+    """List data files that no metadata names: of saves that did not end, or were replaced.
+
+    Each PATH is a checkpoint, or a directory with checkpoints in it. --delete removes them, under
+    the lock of a save. In a directory without metadata it removes files only if PATH names it. A
+    save of stock DCP takes no lock: do not use --delete while one is under way.
+    """
+    _look(*paths)
+    from torch_dcpx.cli.gc import run_gc
+
+    return run_gc(paths, delete=delete, as_json=as_json)
 
 
 @app.command()

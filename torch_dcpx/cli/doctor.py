@@ -53,6 +53,7 @@ def _of_machine() -> Iterator[Check]:
     system = f"Python {platform.python_version()}, Linux {platform.release()} {platform.machine()}"
     yield Check("versions", "fine", f"torch-dcpx {__version__}, {system}")
     yield _torch()
+    yield _numpy()
     yield from _extension()
     yield _huge_pages()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -72,6 +73,16 @@ def _torch() -> Check:
     if release < (2, 9):
         return Check("torch", "failure", f"{version}; torch-dcpx needs 2.9 or newer")
     return Check("torch", "fine", version)
+
+
+def _numpy() -> Check:
+    try:
+        return Check("numpy", "fine", importlib.metadata.version("numpy"))
+    except importlib.metadata.PackageNotFoundError:
+        text = (
+            "not installed; dcp.save and dcp.load on several ranks need it (torch_dcpx.save does "
+        )
+        return Check("numpy", "warning", text + "not): pip install numpy")
 
 
 def _extension() -> Iterator[Check]:

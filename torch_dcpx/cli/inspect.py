@@ -5,14 +5,25 @@ from __future__ import annotations
 import errno
 import fnmatch
 import os
+import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from torch_dcpx.cli.output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
+from torch_dcpx._gc import paused_gc
+from torch_dcpx._text import counted
+from torch_dcpx.cli.output import (
+    FINE,
+    UNSOUND,
+    human_bytes,
+    put_json,
+    put_lines,
+    put_problem,
+    put_table,
+)
 from torch_dcpx.errors import NotCommittedError
 from torch_dcpx.integrity.contents import commits_among, read_commit, wanted_sizes
 from torch_dcpx.storage.directory import Directory
@@ -56,14 +67,24 @@ class FileSize(NamedTuple):
 
 
 class Described(NamedTuple):
-    """One `.metadata`, with its items and files."""
+    """One `.metadata`, with its names and files."""
 
     path: str
     metadata_file: str
     written_by: str  # "torch-dcpx" or "stock"
     save_id: str
-    items: tuple[Item, ...]
+    metadata: Metadata
+    fqns: list[str]  # those that were asked for
     files: dict[str, FileSize]  # by name
+
+    def items(self, fqns: Iterable[str]) -> Iterator[Item]:
+        """Yields the items of these names. Makes each now: a checkpoint may have 100,000."""
+        return (_item(self.metadata, fqn) for fqn in fqns)
+
+    @property
+    def tensors(self) -> int:
+        entries = self.metadata.state_dict_metadata
+        return sum(isinstance(entries[fqn], TensorStorageMetadata) for fqn in self.fqns)
 
     @property
     def nbytes(self) -> int:
@@ -81,44 +102,55 @@ class Described(NamedTuple):
         ]
 
 
+@paused_gc()
 def show(path: Path, keys: Sequence[str], *, with_chunks: bool, limit: int, as_json: bool) -> int:
-    """Prints the checkpoint at `path`. Returns the exit code."""
+    """Prints the checkpoint at `path`. Returns the exit code: globs without a name are a fault."""
     found = described(path, keys)
-    code = UNSOUND if any(each.faults for each in found) else FINE
+    nothing = "" if not keys or any(each.fqns for each in found) else _no_name(path, keys)
+    code = UNSOUND if nothing or any(each.faults for each in found) else FINE
     if as_json:
         put_json([_json(each, with_chunks) for each in found])
-        return code
-    for each in found:
-        tensors = sum(item.kind == "tensor" for item in each.items)
-        objects, size = len(each.items) - tensors, human_bytes(each.nbytes)
-        name, save_id = Path(each.path) / each.metadata_file, each.save_id[:12]
-        put_lines([f"{name}: written by {each.written_by}, save {save_id}"])
-        put_lines([f"{tensors} tensors, {objects} objects, {len(each.files)} files, {size}"])
-        put_lines([*each.faults, ""])
-        _put_items(each.items, limit, with_chunks)
+    else:
+        for each in found:
+            _put(each, limit, with_chunks)
+    if nothing:
+        put_problem(nothing)
     return code
+
+
+def _no_name(path: Path, keys: Sequence[str]) -> str:
+    globs = " or ".join(map(repr, keys))
+    return f"no name in '{path}' fits {globs}; `dcpx inspect {path}` lists all"
 
 
 def _json(found: Described, with_chunks: bool) -> dict[str, Any]:
     items = [
         {**item._asdict(), "chunks": item.chunks if with_chunks else len(item.chunks)}
-        for item in found.items
+        for item in found.items(found.fqns)
     ]
-    return {**found._asdict(), "nbytes": found.nbytes, "faults": found.faults, "items": items}
+    fields = {name: getattr(found, name) for name in ("path", "metadata_file", "written_by")}
+    more = {"save_id": found.save_id, "items": items, "files": found.files}
+    return {**fields, **more, "nbytes": found.nbytes, "faults": found.faults}
 
 
-def _put_items(items: Sequence[Item], limit: int, with_chunks: bool) -> None:
-    shown = items[:limit] if limit > 0 else items
+def _put(found: Described, limit: int, with_chunks: bool) -> None:
+    name, save_id = Path(found.path) / found.metadata_file, found.save_id[:12]
+    put_lines([f"{name}: written by {found.written_by}, save {save_id}"])
+    tensors, files = found.tensors, len(found.files)
+    objects, size = len(found.fqns) - tensors, human_bytes(found.nbytes)
+    counts = f"{counted(tensors, 'tensor')}, {counted(objects, 'object')}, {counted(files, 'file')}"
+    put_lines([f"{counts}, {size}", *found.faults, ""])
+    shown = found.fqns[:limit] if limit > 0 else found.fqns
     columns = ["offsets", "sizes", "file", "#at byte"] if with_chunks else ["shape", "#chunks"]
     rows: list[Sequence[Any]] = []
-    for item in shown:
+    for item in found.items(shown):
         values: list[Sequence[Any]] = [(_text(item.shape), len(item.chunks), item.nbytes)]
         if with_chunks:
             values = [(_text(one.offsets), _text(one.sizes), *one[2:]) for one in item.chunks]
         rows += [(item.fqn, item.dtype or "object", *each) for each in values]
     put_table(["name", "dtype", *columns, "#bytes"], rows)
-    if len(shown) < len(items):
-        put_lines([f"... and {len(items) - len(shown)} more (--limit 0 shows all)"])
+    if len(shown) < len(found.fqns):
+        put_lines([f"... and {len(found.fqns) - len(shown)} more (--limit 0 shows all)"])
 
 
 def _text(sizes: Sequence[int] | None) -> str:
@@ -148,18 +180,17 @@ def described(path: Path, keys: Sequence[str] = ()) -> list[Described]:
 
 def _described(directory: Directory, path: Path, name: str, keys: Sequence[str]) -> Described:
     found = read_commit(directory, name)
-    items = tuple(
-        item
-        for item in _items(found.metadata)
-        if not keys or any(fnmatch.fnmatchcase(item.fqn, key) for key in keys)
-    )
+    fqns = list(found.metadata.state_dict_metadata)
+    if keys:
+        fits = re.compile("|".join(map(fnmatch.translate, keys))).match
+        fqns = list(filter(fits, fqns))
     is_exact = found.files is not None
     sizes = {
         name: FileSize(_size(directory, name), nbytes, is_exact)
         for name, nbytes in sorted(wanted_sizes(found).items())
     }
     written_by = "torch-dcpx" if is_exact else "stock"
-    return Described(str(path), name, written_by, found.save_id, items, sizes)
+    return Described(str(path), name, written_by, found.save_id, found.metadata, fqns, sizes)
 
 
 def _size(directory: Directory, name: str) -> int | None:
@@ -178,19 +209,17 @@ def _size(directory: Directory, name: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _items(metadata: Metadata) -> Iterator[Item]:
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            whole = _chunk(metadata, MetadataIndex(fqn), ())
-            yield Item(fqn, "object", None, None, whole.nbytes, (whole,))
-            continue
-        chunks = tuple(
-            _chunk(metadata, MetadataIndex(fqn, chunk.offsets, at), chunk.sizes)
-            for at, chunk in enumerate(entry.chunks)
-        )
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        nbytes = sum(chunk.nbytes for chunk in chunks)
-        yield Item(fqn, "tensor", dtype, tuple(entry.size), nbytes, chunks)
+def _item(metadata: Metadata, fqn: str) -> Item:
+    entry = metadata.state_dict_metadata[fqn]
+    if not isinstance(entry, TensorStorageMetadata):
+        whole = _chunk(metadata, MetadataIndex(fqn), ())
+        return Item(fqn, "object", None, None, whole.nbytes, (whole,))
+    chunks = tuple(
+        _chunk(metadata, MetadataIndex(fqn, chunk.offsets, at), chunk.sizes)
+        for at, chunk in enumerate(entry.chunks)
+    )
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return Item(fqn, "tensor", dtype, tuple(entry.size), sum(c.nbytes for c in chunks), chunks)
 
 
 def _chunk(metadata: Metadata, index: MetadataIndex, sizes: Sequence[int]) -> Chunk:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_dcpx._text import counted
 from torch_dcpx.cli.inspect import described
 from torch_dcpx.cli.output import (
     CANNOT,
@@ -17,7 +19,8 @@ from torch_dcpx.cli.output import (
     put_table,
     showing_progress,
 )
-from torch_dcpx.errors import DcpxError, NotCommittedError
+from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError
+from torch_dcpx.integrity.artifact import find_artifact
 from torch_dcpx.integrity.findings import RepairReport, VerifyReport
 from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.verify import verify
@@ -39,12 +42,8 @@ class _Listed(NamedTuple):
 
 def show(path: Path, *, with_all: bool, as_json: bool) -> int:
     """Prints the checkpoints at `path`. Returns the exit code."""
-    with Directory(path) as directory:
-        names = directory.names()
-    if any(map(_is_of_checkpoint, names)):
-        found = [_listed(path, path.name or str(path))]
-    else:
-        found = [_listed(path / name, name) for name in names if (path / name).is_dir()]
+    places = [path] if holds_files(path) else _beneath(path)
+    found = [_listed(place, place.name or str(place)) for place in places]
     if not with_all:
         found = [each for each in found if each.state != "none"]
     if as_json:
@@ -60,15 +59,24 @@ def show(path: Path, *, with_all: bool, as_json: bool) -> int:
     return CANNOT if "unreadable" in states else FINE
 
 
-def _is_of_checkpoint(name: str) -> bool:
-    return is_metadata_name(name) or is_data_file_name(name) or is_temporary_name(name)
+def holds_files(path: Path) -> bool:
+    """Returns whether files of a checkpoint lie in a directory."""
+    with Directory(path) as directory:
+        return any(
+            is_metadata_name(name) or is_data_file_name(name) or is_temporary_name(name)
+            for name in directory.names()
+        )
+
+
+def _beneath(path: Path) -> list[Path]:
+    with Directory(path) as directory:
+        return [path / name for name in directory.names() if (path / name).is_dir()]
 
 
 def _listed(path: Path, name: str) -> _Listed:
     try:
-        with Directory(path) as directory:
-            if not any(map(_is_of_checkpoint, directory.names())):
-                return _Listed(name, "none")
+        if not holds_files(path):
+            return _Listed(name, "none")
         found = described(path)
     except NotCommittedError as error:
         return _Listed(name, "uncommitted", problem=str(error))
@@ -77,31 +85,53 @@ def _listed(path: Path, name: str) -> _Listed:
         return _Listed(name, state, problem=f"{type(error).__name__}: {error}")
     faults = [fault for each in found for fault in each.faults]
     state, problem = ("damaged", faults[0]) if faults else ("whole", "")
-    items = sum(len(each.items) for each in found)
+    items = sum(len(each.fqns) for each in found)
     nbytes = sum(each.nbytes for each in found)
     files: set[str] = set().union(*(each.files for each in found))
     return _Listed(name, state, found[0].written_by, items, len(files), nbytes, problem)
 
 
-def run_verify(path: Path, *, workers: int | None, as_json: bool) -> int:
-    """Prints the report of `verify`. Returns the exit code."""
-    Directory(path).close()  # a missing one is an error of the path, not of a checkpoint
-    with showing_progress(f"verify {path.name}", is_shown=not as_json) as tell:
-        report = verify(path, workers=workers, progress=tell)
-    _put(report, as_json, ok=report.ok)
-    return FINE if report.ok else UNSOUND
+def run_verify(paths: Sequence[Path], *, workers: int | None, as_json: bool) -> int:
+    """Prints a report of `verify` for each checkpoint at these paths. Returns the exit code."""
+    places = list(dict.fromkeys(place for path in paths for place in checkpoints_at(path)))
+    reports: list[VerifyReport] = []
+    for place in places:
+        with showing_progress(f"verify {place.name}", is_shown=not as_json) as tell:
+            reports.append(verify(place, workers=workers, progress=tell))
+        if not as_json:
+            put_lines(str(reports[-1]).splitlines())
+    found = [{"ok": report.ok, **vars(report)} for report in reports]
+    damaged = sum(not report.ok for report in reports)
+    if as_json:
+        put_json(found[0] if places == list(paths) and len(found) == 1 else found)
+    elif len(reports) > 1:
+        put_lines([f"{counted(len(reports), 'checkpoint')}, {damaged} with faults"])
+    return UNSOUND if damaged else FINE
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Returns `path`, or the directories beneath it that hold files of checkpoints."""
+    if path.is_file() and find_artifact(path) is not None:
+        return [path]
+    found = [] if holds_files(path) else list(filter(holds_files, _beneath(path)))
+    return found or [path]
 
 
 def run_repair(path: Path, *, as_json: bool, **arguments: Any) -> int:
     """Prints the report of `repair`. Returns the exit code: of a dry run, that of the repair."""
-    Directory(path).close()
-    report = repair(path, **arguments)
-    _put(report, as_json, assumptions=report.assumptions)
-    return UNSOUND if report.assumptions and not arguments["accept_assumptions"] else FINE
-
-
-def _put(report: VerifyReport | RepairReport, as_json: bool, **more: Any) -> None:
+    try:
+        report = repair(path, **arguments)
+    except RepairError as error:
+        if not error.is_good or any(each.faults for each in described(path)):
+            raise
+        if as_json:
+            nothing = RepairReport(str(path), (), arguments["dry_run"])
+            put_json({"assumptions": (), **vars(nothing)})
+        else:
+            put_lines([f"nothing to do: {error}"])
+        return FINE
     if as_json:
-        put_json({**more, **vars(report)})
+        put_json({"assumptions": report.assumptions, **vars(report)})
     else:
         put_lines(str(report).splitlines())
+    return UNSOUND if report.assumptions and not arguments["accept_assumptions"] else FINE

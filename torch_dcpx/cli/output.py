@@ -58,10 +58,10 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
             if kwargs.get("as_json"):
                 put_json({"error": {"type": type(error).__name__, **_fields(error)}})
             else:
-                put_lines([f"dcpx: {error}"], _on_stderr())
-            code = UNSOUND if is_of_checkpoint(error) else CANNOT
+                put_problem(str(error))
+            code = exit_code(error)
         except KeyboardInterrupt:
-            put_lines(["dcpx: interrupted"], _on_stderr())
+            put_problem("interrupted")
         except Exception:  # noqa: BLE001 - a bug is printed, and is no damage
             put_lines(traceback.format_exc().splitlines(), _on_stderr())
         sys.exit(code)
@@ -72,6 +72,11 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
 def is_of_checkpoint(error: Exception) -> bool:
     """Returns whether an error is a fault of a checkpoint."""
     return isinstance(error, _OF_CHECKPOINT)
+
+
+def exit_code(error: Exception) -> int:
+    """Returns the exit code that an error stands for."""
+    return UNSOUND if is_of_checkpoint(error) else CANNOT
 
 
 def _fields(error: Exception) -> dict[str, Any]:
@@ -105,24 +110,34 @@ def put_lines(lines: Iterable[str], console: Console | None = None) -> None:
         shown.print(Text(printable(line)), soft_wrap=True)
 
 
+def put_problem(text: str) -> None:
+    """Prints one line on stderr."""
+    put_lines([f"dcpx: {text}"], _on_stderr())
+
+
 def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Prints a table; columns that begin with '#' are numbers.
 
-    A terminal wraps the last column; in a pipe each row is one line.
+    A terminal that is too narrow folds texts, then numbers; it cuts nothing. In a pipe each row is
+    one line.
     """
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for number, name in enumerate(columns):
-        table.add_column(
-            name.lstrip("#"),
-            justify="right" if name.startswith("#") else "left",
-            no_wrap=number < len(columns) - 1,
-            overflow="fold",
-        )
-    for row in rows:
-        table.add_row(*(Text(printable(each)) for each in row))
     console = _on_stdout()
     if not console.is_terminal:
         console.width = _ENDLESS
+    shown = [[printable(each) for each in row] for row in rows]
+    numbers = [at for at, name in enumerate(columns) if name.startswith("#")]
+    widest = sum(max(len(row[at]) + 1 for row in [columns, *shown]) for at in numbers)
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for at, name in enumerate(columns):
+        is_number = at in numbers
+        table.add_column(
+            name.lstrip("#"),
+            justify="right" if is_number else "left",
+            no_wrap=is_number and widest < console.width // 2,  # else rich would cut them
+            overflow="fold",
+        )
+    for row in shown:
+        table.add_row(*map(Text, row))
     console.print(table, soft_wrap=not console.is_terminal)
 
 

@@ -10,8 +10,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch_dcpx.errors import NotCommittedError, StorageError
+from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
+from torch_dcpx.reader.hints import absent, add_repair
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, is_metadata_name
 from torch_dcpx.storage.paths import checked_path
@@ -31,8 +32,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
-        message = f"'{text}' is no directory: there is no checkpoint"
-        raise NotCommittedError(message, errno=error.errno, path=text) from error
+        raise NotCommittedError(absent(text), errno=error.errno, path=text) from error
 
 
 def commits_among(names: Iterable[str]) -> list[str]:
@@ -44,7 +44,11 @@ def commits_among(names: Iterable[str]) -> list[str]:
 def read_commit(directory: Directory, name: str) -> CheckpointMetadata:
     """Reads a file of metadata. Raises as `Directory.open_small` and `decode_metadata`."""
     with directory.open_small(name) as file:
-        return decode_metadata(file, str(directory.path / name))
+        try:
+            return decode_metadata(file, str(directory.path / name))
+        except CorruptionError as error:
+            add_repair(error, directory.path, directory.names())
+            raise
 
 
 def wanted_sizes(found: CheckpointMetadata) -> dict[str, int]:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
 
-from torch_dcpx._text import printable
+from torch_dcpx._text import counted, printable
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.footers import RawFinding
 
@@ -123,9 +123,10 @@ class VerifyReport:
 
     def __str__(self) -> str:
         faults = len(self.faults)
-        verdict = "is whole" if self.ok else f"has {faults} fault{'s' * (faults != 1)}"
+        verdict = "is whole" if self.ok else f"has {counted(faults, 'fault')}"
         lines = [
-            f"'{printable(self.path)}' {verdict}: {self.items} items in {self.files} files, "
+            f"'{printable(self.path)}' {verdict}: {counted(self.items, 'item')} in "
+            f"{counted(self.files, 'file')}, "
             f"{self.checked_bytes} B compared with their checksums in {self.total_s:.2f} s "
             f"({self.gb_per_s:.2f} GB/s)"
         ]
@@ -245,7 +246,7 @@ class RepairReport:
         verb, path = "would make" if self.is_dry_run else "made", printable(self.path)
         lines = []
         for one in self.repaired:
-            held = f"{one.items} items in {len(one.files)} files"
+            held = f"{counted(one.items, 'item')} in {counted(len(one.files), 'file')}"
             lines.append(f"{verb} '{one.name}' in '{path}' of the {one.source}: {held}")
             lines += [f"  assumed: {text}" for text in one.assumed]
         return "\n".join(lines)

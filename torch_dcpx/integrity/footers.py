@@ -44,6 +44,8 @@ class FooterRow(NamedTuple):
     layout: str
     fqn: str
     path: str  # JSON, or empty
+    payload_crc: int  # CRC-32
+    strides: tuple[int, ...]  # of the payload as it is stored
 
 
 class Tail(NamedTuple):

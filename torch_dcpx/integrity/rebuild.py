@@ -37,7 +37,7 @@ from torch_dcpx.storage.names import data_file_parts
 
 _WAY_OUT = (
     "move the files of other saves out of the directory, or name those of this one: "
-    "repair(..., files=[...])"
+    "`dcpx repair` with --file, repair(..., files=[...])"
 )
 
 

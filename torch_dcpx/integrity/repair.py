@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from torch_dcpx.errors import CorruptionError, OptionError, RepairError, UnsafePickleError
+from torch_dcpx._arguments import check_bool, checked_globals, checked_globs
+from torch_dcpx.errors import CorruptionError, RepairError, UnsafePickleError
 from torch_dcpx.integrity.compare import (
     StoredCheckpoint,
     items_by_file,
@@ -42,6 +43,7 @@ from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_m
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader.hints import beneath, command
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,
@@ -92,9 +94,15 @@ def repair(
         NotCommittedError: `path` is no directory.
         ConcurrentSaveError: a save is under way there.
         StorageError: a file cannot be read or written; the old metadata is still there.
+        OptionError: an argument that cannot work.
     """
-    if isinstance(files, str):
-        raise OptionError(f"files={files!r} is one name, not several", option="files", value=files)
+    if files is not None:
+        files = checked_globs("files", files, "['__0_0.distcp']", "names")
+    if rank_local is not None:
+        check_bool("rank_local", rank_local)
+    check_bool("dry_run", dry_run)
+    check_bool("accept_assumptions", accept_assumptions)
+    safe_globals = checked_globals(safe_globals)
     with open_checkpoint(path) as directory:
         run = _Repair(directory, files, safe_globals)
         locks = SaveLocks()
@@ -124,7 +132,8 @@ def _refuse_assumed(report: RepairReport) -> None:
         raise RepairError(
             f"repair '{report.path}': nothing was written, for the files prove a checkpoint only "
             f"if {'; if '.join(report.assumptions)}. Where you know that, say so: "
-            "repair(..., accept_assumptions=True), dcpx repair --accept-assumptions",
+            f"{command('repair --accept-assumptions', report.path)}, or "
+            "repair(..., accept_assumptions=True)",
             path=report.path,
             candidates=tuple(files),
             assumptions=report.assumptions,
@@ -166,12 +175,13 @@ class _Repair:
                 # The locks stay when a save of all ranks replaces those of each.
                 why = (
                     "ranks have saved checkpoints of their own here, and perhaps all of them one "
-                    "since: say which of them is lost, repair(..., rank_local=True) or False"
+                    "since: say which of them is lost, `dcpx repair` with --rank-local or "
+                    "--all-ranks, repair(..., rank_local=True) or False"
                 )
                 raise self._refusal(METADATA_NAME, why)
         if not rank_local:
             if METADATA_NAME in names and self._is_good(METADATA_NAME):
-                raise self._refusal(METADATA_NAME, "it is good, and stays as it is")
+                raise self._refusal(METADATA_NAME, "it is good, and stays as it is", is_good=True)
             return [METADATA_NAME]
         if METADATA_NAME in names:
             raise self._refusal(METADATA_NAME, "every load would prefer it to those of the ranks")
@@ -179,7 +189,8 @@ class _Repair:
         wanted = {f"__{rank}{METADATA_NAME}" for rank in ranks} | set(own)
         lost = [name for name in sorted(wanted) if name not in names or not self._is_good(name)]
         if not lost:
-            raise self._refusal(METADATA_NAME, "the metadata of all ranks that have files are good")
+            why = "the metadata of all ranks that have files are good, and stay as they are"
+            raise self._refusal(METADATA_NAME, why, is_good=True)
         return lost
 
     def _is_good(self, name: str) -> bool:
@@ -239,7 +250,8 @@ class _Repair:
             own = (name, METADATA_NAME)  # the latter for a name without a rank: refused below
             facts = [one for one in facts if metadata_name(data_file_rank(one.name)) in own]
         if not facts:
-            raise self._refusal(name, "there is no data file that it could name")
+            why = "there is no data file that it could name" + beneath(self._directory.path)
+            raise self._refusal(name, why)
         save_id, of_one_save = one_save(facts, path, is_chosen=self._chosen is not None)
         one_generation(facts, path, is_chosen=self._chosen is not None)
         if is_whole and self._chosen is None:
@@ -318,9 +330,12 @@ class _Repair:
             why = f"not all of its data files are there and whole: {shown}{more}"
             raise self._refusal(name, why, sorted({finding.file for finding in faults}))
 
-    def _refusal(self, name: str, why: str, candidates: Iterable[str] = ()) -> RepairError:
+    def _refusal(
+        self, name: str, why: str, candidates: Iterable[str] = (), *, is_good: bool = False
+    ) -> RepairError:
         path = str(self._directory.path / name)
-        return RepairError(f"repair '{path}': {why}", path=path, candidates=tuple(candidates))
+        message = f"repair '{path}': {why}"
+        return RepairError(message, path=path, candidates=tuple(candidates), is_good=is_good)
 
 
 def _entry(facts: FileFacts) -> FileEntry:

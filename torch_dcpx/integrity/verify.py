@@ -6,6 +6,7 @@
 3. Several workers read and sum all bytes that a checksum covers.
 
 Nothing ends at the first finding, no process group is needed, and nothing of a file is trusted.
+Files of safetensors and torch.save are `artifact`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch_dcpx._arguments import check_callable, checked_globals
 from torch_dcpx._native import _C
+from torch_dcpx._text import counted
+from torch_dcpx.integrity.artifact import find_artifact, verify_artifact
 from torch_dcpx.integrity.compare import (
     LookedAt,
     StoredCheckpoint,
@@ -29,6 +33,7 @@ from torch_dcpx.integrity.contents import commits_among, open_checkpoint
 from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, of_raw
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader.hints import beneath, command
 from torch_dcpx.reader.reader import fitting_workers
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
@@ -55,7 +60,9 @@ def verify(
     """Compares a whole checkpoint with its checksums, and reports all its faults.
 
     Args:
-        path: directory of a checkpoint, of ours or of stock's, of all ranks or of each rank's own.
+        path: directory of a checkpoint, of ours or of stock's, of all ranks or of each rank's own;
+            or what `export` writes, as `load_pretrained` finds it. Safetensors hold no checksums:
+            headers, sizes and the index are compared, and a note says so.
         workers: threads that read and sum. Default None: as in `ReadOptions`.
         host_memory_bytes: bound on the memory that files are read into. Default None: 64 MiB.
         safe_globals: classes that the metadata's pickle may name beside stock's own.
@@ -68,12 +75,19 @@ def verify(
     Raises:
         NotCommittedError: `path` is no directory.
         StorageError: the directory cannot be opened or listed.
-        OptionError: workers or memory that cannot work.
+        OptionError: an argument that cannot work.
     """
+    check_callable("progress", progress)
+    safe_globals = checked_globals(safe_globals)
     began = time.perf_counter()
     options = ReadOptions(workers=workers)
     if host_memory_bytes is not None:
         options = replace(options, host_memory_bytes=host_memory_bytes)
+    artifact = find_artifact(path)
+    if artifact is not None:
+        with open_checkpoint(artifact.directory) as directory:
+            job = verify_job(directory, options)
+            return verify_artifact(directory, artifact.name, job, safe_globals, progress)
     with open_checkpoint(path) as directory, being_read(path):
         run = _Run(directory, verify_job(directory, options), safe_globals)
         run.look()
@@ -134,9 +148,13 @@ class _Run:
         if not self.commits:
             message = (
                 f"'{self.directory.path}' holds no committed checkpoint: no '{METADATA_NAME}' and "
-                f"none of a rank, but {len(data_names)} data files; if a save of theirs ended "
-                "well, `torch_dcpx.repair` can make it anew of their footers"
+                f"none of a rank, but {counted(len(data_names), 'data file')}"
             )
+            if data_names:
+                repair = command("repair", self.directory.path)
+                message += f"; if a save of theirs ended well, {repair} makes it anew"
+            else:
+                message += beneath(self.directory.path)
             self.findings.append(file_finding("uncommitted", METADATA_NAME, message))
         if len(known) < len(self.commits) or not known:
             for name in unnamed:  # nobody knows their save: each is looked at by itself

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch_dcpx.errors import OptionError, must_be
+from torch_dcpx._arguments import check_bool
+from torch_dcpx.errors import must_be
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.keys.rules import Entries, Rule, applied, checked_rule
 from torch_dcpx.reader.pretrained_reader import stored_sizes
+from torch_dcpx.storage.paths import checked_path
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 
@@ -48,8 +50,7 @@ class KeyMap:
     """
 
     def __init__(self, *rules: Rule, wrappers: bool = True) -> None:
-        if type(wrappers) is not bool:
-            raise must_be("wrappers", wrappers, "True or False")
+        check_bool("wrappers", wrappers)
         self.rules = tuple(map(checked_rule, rules))
         self.wrappers = wrappers
 
@@ -90,10 +91,15 @@ class KeyMap:
 
         Raises:
             PlanError: as a load with this map would.
+            OptionError: `source` is neither a path nor names.
             NotCommittedError, CorruptionError, StorageError: the path cannot be read.
         """
         if isinstance(source, (str, os.PathLike)):
+            checked_path(source, "mount it, and name the directory", "source")
             source = stored_sizes(source)
+        given: Any = source
+        if not isinstance(given, Iterable) or isinstance(given, bytes):
+            raise must_be("source", source, "a path, or names of what is stored")
         stored = source if isinstance(source, Mapping) else dict.fromkeys(source)
         entries = self.resolve(stored, tensors_only=stored is not source)
         rows = tuple((entry.sources, name) for name, entry in entries.items())
@@ -111,12 +117,10 @@ def keeps_names(key_map: KeyMap, names: Iterable[str]) -> bool:
 
 def checked_map(key_map: KeyMap | None) -> KeyMap | None:
     """Returns the argument of an entry point. Raises: OptionError."""
-    if key_map is not None and not isinstance(key_map, KeyMap):
-        raise OptionError(
-            f"key_map must be a KeyMap or None, got {type(key_map).__name__}",
-            option="key_map",
-            value=key_map,
-        )
+    given: Any = key_map
+    if given is not None and not isinstance(given, KeyMap):
+        is_rules = isinstance(given, (Mapping, tuple)) or callable(given)
+        raise must_be("key_map", given, "a KeyMap or None", "; write KeyMap(...)" * is_rules)
     return key_map
 
 

@@ -49,6 +49,7 @@ _Own = TypeVar("_Own")
 
 logger = logging.getLogger("torch_dcpx")
 
+_NEED_TAG = frozenset({"save", "pin", "unpin", "delete"})
 _MAX_CHOICES = 8  # while others delete the chosen checkpoint
 
 
@@ -68,7 +69,8 @@ class CheckpointCatalog:
 
     def exchange(self, what: str, tag: Any = None, timeout_s: float | None = None) -> Exchange:
         """Begins an operation of all ranks; the default timeout is that of loads."""
-        name = self.root.path.name if tag is None else tag_or_none(tag)
+        has_tag = tag is not None or what in _NEED_TAG
+        name = tag_or_none(tag) if has_tag else self.root.path.name
         call = CallId(f"CheckpointManager.{what}", name, is_write=what in ("save", "export"))
         seconds = self.read_options.load_timeout_s if timeout_s is None else timeout_s
         return exchange_for(**self.ranks, timeout_s=seconds, what=what, call=call)
@@ -107,7 +109,7 @@ class CheckpointCatalog:
             return self.agree(
                 exchange,
                 name,
-                lambda: (None, Call(name, {} if tag is None else {"tag": tag_of(tag)})),
+                lambda: (None, Call(name, {"tag": tag_of(tag)} if name in _NEED_TAG else {})),
                 lambda calls, _: work(calls[0].arguments.get("tag")),
             )[1]
 
@@ -212,12 +214,16 @@ class CheckpointCatalog:
         keys: Iterable[str] | None,
         key_map: KeyMap | None,
         max_shard_bytes: int | str,
+        dtype: Any,
+        metadata: Any,
         options: WriteOptions | None,
     ) -> ExportReport:
         with ExitStack() as stack:
 
             def local() -> tuple[ExportArguments, Call]:
-                own = checked_arguments(path, file_format, keys, key_map, max_shard_bytes)
+                own = checked_arguments(
+                    path, file_format, keys, key_map, max_shard_bytes, dtype, metadata
+                )
                 tag = None if isinstance(tag_or_model, nn.Module) else tag_of(tag_or_model)
                 return own, Call("export", {"tag": tag, **own.told()})
 
@@ -245,6 +251,8 @@ class CheckpointCatalog:
                 keys=checked.keys,
                 key_map=checked.key_map,
                 max_shard_bytes=checked.max_shard_bytes,
+                dtype=dtype,
+                metadata=metadata,
                 options=options or self.options,
                 **self.ranks,
             )

@@ -10,26 +10,29 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
+from torch_dcpx._arguments import check_bool, check_options, check_wait
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
+from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.keys.key_map import DryRun, KeyMap
+from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge
-from torch_dcpx.manager.preemption import Preemption
+from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.save import Saves
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.ranks.members import keys_for
-from torch_dcpx.reports import SaveReport
+from torch_dcpx.ranks.members import check_ranks, keys_for
 from torch_dcpx.storage.paths import AnyPath, checked_path
 
 logger = logging.getLogger("torch_dcpx")
@@ -49,6 +52,8 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
+        save_every: int | None = None,
+        save_every_s: float | None = None,
         async_save: bool = True,
         process_group: Any = None,
         no_dist: bool = False,
@@ -64,27 +69,38 @@ class CheckpointManager:
             keep_every: keeps checkpoints whose step is a multiple of this. Default None.
             keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. All
                 three None keep every checkpoint. Else the last commit and pinned ones stay, too.
+            save_every: `should_save` is True at multiples of so many steps. Default None.
+            save_every_s: seconds from a save or resume until `should_save` is True. Default None.
             async_save: whether `save` returns before the checkpoint is written. Default True.
             process_group: the ranks of the training. Default None: all.
             no_dist: this process by itself. Default False.
             options: of the writer. Default None: `WriteOptions()`.
             read_options: of readers. Default None: `ReadOptions()`.
-            allow_fresh: starts fresh in a root that is not empty, but holds no whole checkpoint.
-                Default False: an error.
+            allow_fresh: starts fresh in a root where saves have begun, but no checkpoint is whole.
+                Default False: an error. Files that no save has made are no reason for one.
 
         Raises:
             OptionError: values that cannot work.
             UnsupportedError: a URL as root.
         """
+        check_ranks(process_group, no_dist)
+        check_options("options", options, WriteOptions)
+        check_options("read_options", read_options, ReadOptions)
+        check_bool("async_save", async_save)
+        check_bool("allow_fresh", allow_fresh)
         rules = KeepRules.of(keep_last, keep_every, keep_best)
         options, read_options = options or WriteOptions(), read_options or ReadOptions()
         way_out = "a CheckpointManager's root is a directory of a mounted file system"
-        self.root = Path(checked_path(root, way_out)).absolute()
-        self._root = ManagerRoot(self.root, read_options, is_durable=options.durability == "full")
+        given = checked_path(root, way_out, "root")
+        self.root = Path(given).absolute()
+        is_durable = options.durability == "full"
+        self._root = ManagerRoot(self.root, read_options, is_durable=is_durable, given=given)
+        self._rules = rules
         self._retention = Retention(self._root, rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
         self._catalog = CheckpointCatalog(self._root, self._retention, ranks, options, read_options)
-        self._saves = Saves(self._catalog, is_async=async_save)
+        self._cadence = Cadence(self._catalog, save_every, save_every_s)
+        self._saves = Saves(self._catalog, async_save, self._cadence)
         self._allow_fresh = allow_fresh
         self._watches: list[Preemption] = []
 
@@ -100,7 +116,7 @@ class CheckpointManager:
         user_content: Any = None,
         metrics: dict[str, float] | None = None,
         step: int | None = None,
-    ) -> SaveHandle | SaveReport:
+    ) -> SaveHandle:
         """Saves a checkpoint.
 
         Args:
@@ -116,11 +132,11 @@ class CheckpointManager:
             step: of a tag that is no step. Default: that of "step-N", else of the last save.
 
         Returns:
-            With `async_save` a SaveHandle: all parts may change. Else the report of the checkpoint.
+            The save; all parts may change. With `async_save=False` it is finished.
 
         Raises:
             PlanError: ranks made different calls; nothing was written.
-            OptionError: a tag or part that cannot work.
+            OptionError: a tag, part or metric that cannot work; or no part at all.
             UnsupportedError: a small value needs execution to load; or the tag's name is that of a
                 link or a pinned checkpoint. Nothing was changed.
             As `dcpx.save` and `dcpx.async_save`, also of an earlier save.
@@ -138,6 +154,8 @@ class CheckpointManager:
         state: dict[str, Any] | None = None,
         tag: str | int | None = None,
         strict: bool = True,
+        allow_missing: Iterable[str] = (),
+        cast: Literal["error", "allow"] = "error",
         load_optimizer: bool = True,
         merge: Merge = None,
         translate: KeyMap | Callable[[str], str | None] | None = None,
@@ -150,6 +168,9 @@ class CheckpointManager:
                 filled in place.
             tag: which checkpoint; a link to one will do. Default None: the newest.
             strict: whether a name that the checkpoint does not hold is an error. Default True.
+            allow_missing: globs (`fnmatch`) of names that may be missing all the same, with their
+                part: "model.head.*", "lr_scheduler". Default ().
+            cast: as `dcpx.load`: "error" (default) or "allow" where stored dtypes differ.
             load_optimizer: with False, optimizer and scheduler stay as they are. Default True.
             merge: for each rank's own values, after a change of the number of ranks:
                 function(values_by_rank, rank, world_size), or one a name ("dataloader",
@@ -159,8 +180,8 @@ class CheckpointManager:
             fallback: whether the commit before takes a damaged newest one's place. Default True.
 
         Returns:
-            The resumed checkpoint. A fresh start has no tag: the root is missing or empty, or holds
-            no whole checkpoint and `allow_fresh` is set.
+            The resumed checkpoint. A fresh start has no tag: nothing in the root is of a save, or
+            no checkpoint is whole and `allow_fresh` is set.
 
         Raises:
             NotCommittedError: no whole checkpoint is there, or not the tag.
@@ -168,20 +189,37 @@ class CheckpointManager:
                 has parameters of different saved settings, or of no saved optimizer.
             RankError: code of the caller (`merge`, a `load_state_dict`) raised on a rank: on all.
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
+            OptionError: a tag, part or other argument that cannot work.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
             UnsupportedError: `translate` splits, merges or transposes a tensor, and the load
                 includes its optimizer.
             As `dcpx.load`.
         """
-        if not load_optimizer:
+        if load_optimizer is False:  # another value is refused where all ranks learn of it
             optimizer = lr_scheduler = None
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
-        info = Resume(
-            self._catalog, parts, tag, strict, merge, translate, fallback, self._allow_fresh
-        ).run()
-        if not info.is_fresh:
-            self._saves.last_step = info.step or 0
+        loads = load_optimizer, allow_missing, cast
+        choices = tag, strict, merge, translate, fallback, self._allow_fresh, *loads
+        info = Resume(self._catalog, parts, *choices).run()
+        self._saves.note_step(self._saves.last_step if info.is_fresh else info.step or 0)
         return info
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether to save now: the same at the same step on every rank.
+
+        True from the first step that passes a multiple of `save_every`, or that comes
+        `save_every_s` after the last save or resume (or the first call), or that a signal of
+        `save_on_signal` asks for; until a save. Every rank calls it with the same steps, ascending.
+
+        Args:
+            step: the last one that was trained.
+
+        Raises:
+            OptionError: this is no step; or the manager has no rule and watches no signal.
+            PlanError: ranks made different calls, or have managers of other rules.
+            RankLostError: a rank did not make the call within `save_timeout_s`.
+        """
+        return self._cadence.should_save(step, self._watches)
 
     def latest(self) -> str | None:
         """Returns the tag that `resume` would try first; None where there is none."""
@@ -235,10 +273,12 @@ class CheckpointManager:
         tag_or_model: str | int | nn.Module,
         path: str | os.PathLike[str],
         *,
-        format: Literal["safetensors", "torch"] = "safetensors",  # noqa: A002 - as `dcpx.export`
+        format: Literal["safetensors", "torch"] | None = None,  # noqa: A002 - as `dcpx.export`
         keys: Iterable[str] | None = None,
         key_map: KeyMap | None = None,
         max_shard_bytes: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+        metadata: Mapping[str, str] | None = None,
         options: WriteOptions | None = None,
     ) -> ExportReport:
         """Writes one artifact for inference, by all ranks at once, and returns its report.
@@ -247,8 +287,9 @@ class CheckpointManager:
             tag_or_model: a checkpoint by tag or step, which stays meanwhile; or a module as it is
                 now, by the names in a checkpoint of it.
             path: directory, or the file in it, of the artifact; the same on every rank.
-            format, keys, key_map, max_shard_bytes: as `torch_dcpx.export`. Default: the model only,
-                as safetensors. Of a tag, `keys` are names with "model.", "optimizer." and so on.
+            format, keys, key_map, max_shard_bytes, dtype, metadata: as `torch_dcpx.export`.
+                Default: the model only, as safetensors. Of a tag, `keys` are names with "model.",
+                "optimizer." and so on.
             options: of the export. Default None: those of the manager.
 
         Raises:
@@ -259,7 +300,7 @@ class CheckpointManager:
             As `torch_dcpx.export`.
         """
         return self._catalog.export(
-            tag_or_model, path, format, keys, key_map, max_shard_bytes, options
+            tag_or_model, path, format, keys, key_map, max_shard_bytes, dtype, metadata, options
         )
 
     def dry_run(
@@ -285,7 +326,9 @@ class CheckpointManager:
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         time_left_s: float | None = None,
     ) -> Preemption:
-        """Takes over signals that announce the end of the job; ask `.requested(step)` each step.
+        """Takes over signals that announce the end of the job; ask `should_save` each step.
+
+        The result's `.requested(step)` says whether a signal is the reason.
 
         Args:
             signals: it replaces their handlers, until `close`.
@@ -297,7 +340,13 @@ class CheckpointManager:
             PlanError: ranks made different calls.
         """
         catalog = self._catalog
-        name = catalog.on_coordinator("save_on_signal", None, lambda _: uuid.uuid4().hex)
+
+        def local() -> tuple[None, Call]:
+            check_signals(signals, time_left_s)
+            return None, Call("save_on_signal", {})
+
+        with catalog.exchange("save_on_signal") as exchange:
+            name = catalog.agree(exchange, "name", local, lambda *_: uuid.uuid4().hex)[1]
         watch = Preemption(
             *keys_for(**catalog.ranks, what="save on a signal", name=f"signals/{name}"),
             timeout_s=catalog.options.save_timeout_s,
@@ -317,7 +366,9 @@ class CheckpointManager:
         Raises:
             DcpxError: of a save that failed, once; of several the first, others are logged.
             TimeoutError: a save is still under way.
+            OptionError: no number of seconds.
         """
+        check_wait("timeout_s", timeout_s)
         self._saves.wait(timeout_s)
 
     def close(self) -> None:
@@ -329,6 +380,13 @@ class CheckpointManager:
                 self._watches.pop().close()
         finally:
             self.wait()
+
+    def __repr__(self) -> str:
+        rules = {f"keep_{name}": value for name, value in self._rules._asdict().items()}
+        rules |= {"save_every": self._cadence.every, "save_every_s": self._cadence.every_s}
+        told = [f"{name}={value!r}" for name, value in rules.items() if value is not None]
+        told += [] if self._saves.is_async else ["async_save=False"]
+        return f"CheckpointManager({', '.join([repr(self._root.given), *told])})"
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -8,7 +8,7 @@ save writes the present state, and a resume gives each parameter its stored stat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from torch_dcpx._text import counted
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import MismatchError
 from torch_dcpx.manager.optimizer_state import blank_groups, blank_states, rekeyed, stored_names
@@ -53,6 +54,7 @@ class _Own:
     present: dict[str, dict[Any, Any]]  # states that are there, by parameter
     saved: set[str] = field(default_factory=set)  # parameters with stored settings, if by name
     unsaved: set[int] = field(default_factory=set)  # groups without stored parameters, by number
+    prefix: str = ""  # of the names of its states in the checkpoint
     new: dict[str, Any] = field(default_factory=dict)  # groups and states, checked
 
 
@@ -69,6 +71,7 @@ class OptimizerPart(LoadPart):
     strict: bool = True
     has_named_groups: bool = False
     rules: TrainingRules | None = None
+    may_miss: Callable[[str], object] = lambda _: False  # of names in the checkpoint
 
     def __post_init__(self) -> None:
         self._is_named = isinstance(self.optimizer, Mapping)
@@ -104,6 +107,7 @@ class OptimizerPart(LoadPart):
                 has_wrappers=self.rules is not None and self.rules.wrappers,
             )
             kept = state[name] if self._is_named else state
+            own.prefix = prefix + _STATE
             made[name] = {**kept, _STATE: states}
             stored = beneath(f"{_GROUPS}.", names.items())
             settings = self._settings(own, stored)
@@ -169,10 +173,13 @@ class OptimizerPart(LoadPart):
         if strange and not self._has_flat:
             templates = self._templates(own)
             strange = [name for name in strange if templates[name].requires_grad]
+        strange = [name for name in strange if not self.may_miss(f"{own.prefix}.{name}")]
         if strange and self.strict:
             raise MismatchError(
-                f"{len(strange)} parameters of the optimizer were not in the one that was saved: "
-                f"{', '.join(map(repr, strange[:5]))}; strict=False leaves them as they are",
+                f"{counted(len(strange), 'parameter')} of the optimizer had no state in the one "
+                f"that was saved: {', '.join(map(repr, strange[:5]))}; strict=False, or "
+                f"allow_missing=['{own.prefix}.*'], leaves that of each as it is; "
+                "load_optimizer=False leaves the whole optimizer",
                 fqn=strange[0],
                 missing=tuple(strange),
             )

@@ -17,7 +17,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcpx.errors import CorruptionError, OptionError, StorageError
+from torch_dcpx._integers import plain_int
+from torch_dcpx.errors import CorruptionError, OptionError, StorageError, must_be
 from torch_dcpx.storage.directory import Directory, make_directory
 from torch_dcpx.storage.names import POINTER_NAME, is_pointer_temporary, temporary_name
 
@@ -30,9 +31,9 @@ _MAX_BYTES = 1 << 20  # of the pointer
 
 def tag_of(tag_or_step: Any) -> str:
     """Returns a checkpoint's tag, "step-N" of a step. Raises: OptionError."""
-    if type(tag_or_step) is int:
-        check_step(tag_or_step)
-        return f"step-{tag_or_step}"
+    step = plain_int(tag_or_step)
+    if type(step) is int:
+        return f"step-{checked_step(step, 'tag')}"
     is_text = type(tag_or_step) is str
     problem = _problem_of(tag_or_step) if is_text else "it is neither a str nor a step"
     if problem:
@@ -74,15 +75,12 @@ def is_tag(name: str) -> bool:
     return not _problem_of(name)
 
 
-def check_step(step: Any, option: str = "step") -> None:
-    """Raises OptionError unless this is a step."""
-    if type(step) is not int or not 0 <= step <= _MAX_STEP:
-        raise not_one_of(option, step, f"an int from 0 to {_MAX_STEP}")
-
-
-def not_one_of(option: str, value: Any, wanted: str) -> OptionError:
-    """Returns the error of an option, as `errors.must_be`, with at most 80 characters of it."""
-    return OptionError(f"{option} must be {wanted}, got {value!r:.80}", option=option, value=value)
+def checked_step(value: Any, option: str = "step", low: int = 0) -> int:
+    """Returns a step of any integer type as an int. Raises OptionError: it is none."""
+    step = plain_int(value)
+    if type(step) is not int or not low <= step <= _MAX_STEP:
+        raise must_be(option, value, f"an int from {low} to {_MAX_STEP}")
+    return step
 
 
 def step_of_name(tag: str) -> int | None:

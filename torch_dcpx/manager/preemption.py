@@ -17,16 +17,25 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Deadline
-from torch_dcpx.errors import OptionError, RankLostError
-from torch_dcpx.manager.pointer import check_step
+from torch_dcpx.errors import OptionError, RankLostError, must_be
+from torch_dcpx.manager.pointer import checked_step
 from torch_dcpx.ranks.store_keys import Keys
 
 logger = logging.getLogger("torch_dcpx")
+
+
+def check_signals(signals: Any, time_left_s: Any) -> None:
+    """Raises OptionError unless these are signal numbers, and seconds."""
+    is_list = isinstance(signals, Iterable) and not isinstance(signals, (str, bytes))
+    if not is_list or not all(isinstance(number, int) for number in signals):
+        raise must_be("signals", signals, "a list of signal numbers, such as [signal.SIGTERM]")
+    check_wait("time_left_s", time_left_s)
 
 
 class _Note(NamedTuple):
@@ -66,6 +75,7 @@ class Preemption:
         self._round = 0
         self._has_noted = False
         self._notes: list[_Note] = []
+        self._answer: tuple[int, bool] | None = None  # the last one, and its step
 
     @property
     def is_signalled(self) -> bool:
@@ -78,6 +88,7 @@ class Preemption:
         Raises:
             OptionError: not on the main thread, no signals or a wrong one; the handlers stay.
         """
+        check_signals(signals, None)
         if not signals or threading.current_thread() is not threading.main_thread():
             raise OptionError(
                 f"watch signals {tuple(signals)}: give at least one, and call it on the main "
@@ -109,8 +120,9 @@ class Preemption:
     def requested(self, step: int) -> bool:
         """Returns whether to save now: the same at the same step on every rank.
 
-        Every rank calls it once a step, with the steps ascending. It returns True once for each
-        request, or False if the time left is too short for a save.
+        Every rank calls it each step, with the steps ascending; again at one step it answers the
+        same. It returns True at one step for each request, or False if the time left is too short
+        for a save. `CheckpointManager.should_save` calls it, too.
 
         Args:
             step: the last one that was trained.
@@ -120,7 +132,12 @@ class Preemption:
             RankLostError: a rank did not call it within `save_timeout_s` of another's request.
             StoreLostError: the store does not answer.
         """
-        check_step(step)
+        step = checked_step(step)
+        if self._answer is None or self._answer[0] != step:
+            self._answer = step, self._is_requested(step)
+        return self._answer[1]
+
+    def _is_requested(self, step: int) -> bool:
         if self._world_size == 1:
             return self.is_signalled and self._answered(step, [self._own_note(step)])
         if not self._has_noted:

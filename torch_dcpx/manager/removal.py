@@ -108,13 +108,11 @@ def _empty(root: ManagerRoot, directory: Directory) -> Path | None:
     remove_replaced(directory, named or set(), "everybody")
     rest = [name for name in directory.names() if name not in _OWN_NAMES]
     if rest:
-        is_open = all(map(is_name_of_open_file, rest))  # goes when its last reader closes it
         if not any(is_data_file_name(name) or is_name_of_open_file(name) for name in rest):
             directory.unlink(TOMBSTONE_NAME)
             directory.unlink(PIN_NAME)
-        level = logging.INFO if is_open else logging.WARNING
-        shown = ", ".join(rest[:5])
-        logger.log(level, "'%s' stays, for it holds %s besides", directory.path, shown)
+        # The user's own, or open: that goes when its last reader closes it.
+        logger.info("'%s' stays, for it holds %s besides", directory.path, ", ".join(rest[:5]))
         return None
     if root.is_durable:
         directory.sync()  # the data are gone before the name is

@@ -19,14 +19,17 @@ Where bytes of the newest checkpoint are wrong:
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, Literal, NamedTuple, NoReturn, TypeGuard
 
-from torch_dcpx.checkpoint.load import load
-from torch_dcpx.checkpoint.same_call import Call, told_rules
+from torch_dcpx._arguments import check_bool
+from torch_dcpx.checkpoint.load import load_by
+from torch_dcpx.checkpoint.load_checks import LoadRules
+from torch_dcpx.checkpoint.same_call import Call, told_globs, told_rules
 from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError, UnsupportedError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
@@ -39,7 +42,8 @@ from torch_dcpx.manager.wanted import Wanted
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reader.pretrained_reader import stored_sizes
-from torch_dcpx.reports import LoadReport
+from torch_dcpx.reader.reader import quiet_reader
+from torch_dcpx.reports import LoadReport, resumed_line
 
 _MAX_SHOWN = 5  # names in one message
 
@@ -95,6 +99,9 @@ class Resume:
     translate: Any
     fallback: bool
     allow_fresh: bool
+    load_optimizer: bool
+    allow_missing: Iterable[str]
+    cast: Literal["error", "allow"]
     _passed: list[PassedOver] = field(default_factory=list)
     # Of the first damage. Not the error itself: its frames would keep the loaded values.
     _fields: dict[str, Any] = field(default_factory=dict)
@@ -128,21 +135,24 @@ class Resume:
                 if self._passed:
                     more = "".join(f"; '{tag}': {reason}" for tag, reason in self._skipped)
                     self._raise(f"there is no other whole checkpoint{more}")
+                if rank == 0:
+                    logger.info("nothing to resume in '%s': a fresh start", catalog.root.given)
                 return ResumeInfo(skipped=self._skipped)
             path = str(chosen.path)
             call = CallId("load", last_component(path))
             timeout_s = options.load_timeout_s
             with told_to_next(**catalog.ranks, timeout_s=timeout_s, what="load", call=call):
+                loads = self._rules
                 wanted = Wanted(
-                    self.parts, chosen, rank, world_size, self.strict, self.merge, rules, options
+                    self.parts, chosen, rank, world_size, loads, self.merge, rules, options
                 )
                 target = wanted.target()
             try:
-                report = load(
+                report = load_by(
+                    self._rules,
                     target,
                     path,
-                    options=options,
-                    strict=self.strict,
+                    storage_reader=quiet_reader(path, options),
                     key_map=wanted.rules,
                     **catalog.ranks,
                 )
@@ -153,17 +163,33 @@ class Resume:
             if self._passed and not self.strict:
                 self._check_filled(report.missing, has_rules=wanted.rules is not None)
         metrics, passed = wanted.record.metrics, tuple(self._passed)
+        if rank == 0:
+            logger.info(self._line(chosen, world_size))
         return ResumeInfo(
             chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, passed
         )
 
+    def _line(self, chosen: Stored, world_size: int) -> str:
+        """Returns the log's line of this resume."""
+        record, root = chosen.record, self.catalog.root.given
+        age_s = time.time() - record.saved_at if record is not None and record.saved_at else None
+        ranks = None if record is None else record.ranks
+        return resumed_line(chosen.told, root, age_s, ranks, world_size)
+
     def _call(self) -> tuple[KeyMap | None, Call]:
         """Returns the rules for the model's names, and this rank's call."""
         self.parts.check()
+        check_bool("strict", self.strict)
+        check_bool("load_optimizer", self.load_optimizer)
+        check_bool("fallback", self.fallback)
+        self._rules = LoadRules.of(self.strict, self.allow_missing, self.cast, "resume")
+        self.allow_missing = self._rules.globs  # an iterator gives them once
         rules = checked_translate(self.translate, self.parts.model)
         arguments = {
             "tag": None if self.tag is None else tag_of(self.tag),
             "strict": self.strict,
+            "allow_missing": told_globs(self._rules.globs),
+            "cast": self.cast,
             "merge": checked_merge(self.merge),
             "translate": told_rules(rules),
             "fallback": self.fallback,

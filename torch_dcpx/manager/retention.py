@@ -12,13 +12,14 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from torch_dcpx._integers import plain_int
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint import pending as pending_saves
-from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError
-from torch_dcpx.manager.pointer import check_step, not_one_of
+from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError, must_be
+from torch_dcpx.manager.pointer import checked_step
 from torch_dcpx.manager.removal import remove_checkpoint, resume_removals, suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored, lies_there
@@ -40,20 +41,16 @@ class KeepRules(NamedTuple):
     @classmethod
     def of(cls, last: Any, every: Any, best: Any) -> KeepRules:
         """Returns the rules. Raises OptionError: a value that cannot work."""
-        for name, value in (("keep_last", last), ("keep_every", every)):
-            if value is not None:
-                check_step(value, name)
-                if value == 0:
-                    raise not_one_of(name, value, "at least 1, or None")
-        if best is not None and not (
-            isinstance(best, (tuple, list))
-            and len(best) == 3
-            and type(best[0]) is str
-            and best[1] in ("min", "max")
-            and type(best[2]) is int
-            and best[2] >= 1
-        ):
-            raise not_one_of("keep_best", best, '(metric, "min" or "max", how many)')
+        last = None if last is None else checked_step(last, "keep_last", 1)
+        every = None if every is None else checked_step(every, "keep_every", 1)
+        if best is not None:
+            is_triple = isinstance(best, (tuple, list)) and len(best) == 3
+            metric, mode, count = best if is_triple else (None, None, None)
+            count = plain_int(count)
+            is_named = type(metric) is str and type(mode) is str and mode in ("min", "max")
+            if not is_named or type(count) is not int or count < 1:
+                raise must_be("keep_best", best, '(metric, "min" or "max", how many)')
+            best = metric, mode, count
         return cls(last, every, None if best is None else tuple(best))
 
     @property
@@ -106,7 +103,9 @@ class Retention:
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
         self._has_run = False
+        self._has_warned = False  # of a metric that a save lacks
         self._is_ending = False
+        root.is_busy = lambda tag: tag in self.busy
         _all.add(self)
         self._run_guard = threading.Lock()  # held by the run that is under way
         self._saves: Counter[str] = Counter()  # under way, by tag
@@ -134,6 +133,21 @@ class Retention:
         except BaseException:
             self.free(tag)
             raise
+
+    def look_at_metrics(self, tag: str, metrics: Mapping[str, float]) -> None:
+        """Warns once if a save lacks the metric by which the best are kept."""
+        best = self._rules.best
+        if best is not None and best[0] not in metrics and not self._has_warned:
+            self._has_warned = True
+            given = ", ".join(map(repr, metrics)) or "none"
+            logger.warning(
+                "keep_best: the save of '%s' has no number as metric '%s' (metrics that it has: "
+                "%s), so it is never among the best; give save(metrics={'%s': value})",
+                tag,
+                best[0],
+                given,
+                best[0],
+            )
 
     def free(self, tag: str) -> None:
         """Ends one `reserve` of a tag: its save has ended, well or not."""

@@ -14,29 +14,53 @@ import errno
 import logging
 import stat
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torch_dcpx._text import counted
 from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
 from torch_dcpx.integrity.contents import open_checkpoint
-from torch_dcpx.manager.pointer import Pointer, is_tag, read_pointer, write_pointer
+from torch_dcpx.manager.pointer import (
+    Pointer,
+    is_tag,
+    read_pointer,
+    step_of_name,
+    write_pointer,
+)
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine, identity_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import POINTER_NAME, TRASH_PREFIX, is_pointer_temporary
+from torch_dcpx.storage.names import (
+    METADATA_NAME,
+    POINTER_NAME,
+    TRASH_PREFIX,
+    is_of_checkpoint,
+    is_pointer_temporary,
+)
 
 logger = logging.getLogger("torch_dcpx")
 
 _MAX_SHOWN = 8
+_LOST_AND_FOUND = "lost+found"
 
 
 class ManagerRoot:
     """A root directory. Not thread-safe but for `committing` and `note_*`."""
 
-    def __init__(self, path: Path, options: ReadOptions | None, *, is_durable: bool) -> None:
-        """Reads nothing yet; `is_durable`: whether to fsync the pointer and entries."""
+    def __init__(
+        self, path: Path, options: ReadOptions | None, *, is_durable: bool, given: str = ""
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            path: absolute.
+            options: of readers.
+            is_durable: whether to fsync the pointer and entries.
+            given: the path in the user's words, for logs. Default: `path`.
+        """
         self.path = path
+        self.given = given or str(path)
         self.is_durable = is_durable
         self._options = options
         self.commit_guard = threading.Lock()  # one commit at a time: the pointer follows each
@@ -47,6 +71,7 @@ class ManagerRoot:
         self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
         self._damaged: set[str] = set()  # saves, by their ids
         self._warned: dict[str, str] = {}  # why a tag was skipped, since the last `newest`
+        self.is_busy: Callable[[str], bool] = lambda _: False  # whether this job saves to a tag
 
     def names(self) -> list[str]:
         """Returns the names in the root, none where it does not exist. Raises: StorageError."""
@@ -190,21 +215,50 @@ class ManagerRoot:
             try:
                 stored.append(self.examined(tag, looks_at_data=looks_at_data))
             except DcpxError as error:
-                skipped.append((tag, f"{type(error).__name__}: {error}"))
+                if not self._is_foreign(tag) and not self.is_busy(tag):
+                    skipped.append((tag, f"{type(error).__name__}: {error}"))
         stored.sort(key=lambda each: each.rank_among, reverse=True)
         return stored, tuple(skipped)
 
+    def _is_foreign(self, name: str) -> bool:
+        """Returns whether an entry of the root is neither a manager's nor perhaps a checkpoint."""
+        path = self.path / name
+        if name == _LOST_AND_FOUND:
+            return True  # of the file system; only root may read it
+        try:
+            if not stat.S_ISDIR(path.stat().st_mode):
+                return not is_of_checkpoint(name)
+            with Directory(path) as directory:
+                within = directory.names()
+        except (OSError, DcpxError):
+            return False  # a link that leads nowhere at the moment, or nobody may look
+        if not within:  # where a save was killed before its first file
+            return step_of_name(name) is None
+        return not any(map(is_of_checkpoint, within))
+
     def check_fresh(self, skipped: Skipped) -> None:
-        """Raises NotCommittedError where a root without a whole checkpoint is not empty."""
+        """Raises NotCommittedError where a root without a whole checkpoint may hold parts of one.
+
+        Files and directories that no save has made do not count.
+        """
         names = [n for n in self.names() if n != POINTER_NAME and not n.startswith(TRASH_PREFIX)]
-        names = [name for name in names if not is_pointer_temporary(name)]
+        names = [n for n in names if not is_pointer_temporary(n) and not self._is_foreign(n)]
+        if METADATA_NAME in names:
+            raise NotCommittedError(
+                f"resume from '{self.path}': it is a checkpoint itself; the root of a manager is "
+                f"the directory above, here '{self.path.parent}'",
+                errno=errno.ENOENT,
+                path=str(self.path),
+            )
         if names:
             reasons = dict(skipped)
             shown = [f"'{n}' ({reasons.get(n, 'no checkpoint')})" for n in names[:_MAX_SHOWN]]
             more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+            entries = counted(len(names), "entry", "entries")
             raise NotCommittedError(
-                f"resume from '{self.path}': of {len(names)} entries none is a whole checkpoint: "
-                f"{', '.join(shown)}{more}; allow_fresh=True starts anew all the same",
+                f"resume from '{self.path}': none of {entries} is a whole checkpoint: "
+                f"{', '.join(shown)}{more}; CheckpointManager(..., allow_fresh=True) starts anew "
+                "all the same",
                 errno=errno.ENOENT,
                 path=str(self.path),
             )

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -25,19 +26,18 @@ from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.save import async_save
 from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.errors import OptionError, StorageError
+from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
-from torch_dcpx.manager.pointer import check_step, step_of_name, tag_of
+from torch_dcpx.manager.pointer import checked_step, step_of_name, tag_of
 from torch_dcpx.manager.state import Parts, Small
-from torch_dcpx.manager.stored import OwnDirectory, Record
+from torch_dcpx.manager.stored import OwnDirectory, Record, told_step
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
 from torch_dcpx.metadata.file import committed_save_id
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import told_to_next
-from torch_dcpx.reports import SaveReport
+from torch_dcpx.reports import SaveReport, saved_in_root_line
 from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.writer.writer import DcpxWriter
-
-_Saved: TypeAlias = SaveHandle | SaveReport
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -59,8 +59,8 @@ def _step_of(tag_or_step: str | int, step: int | None, default: int) -> int:
     if step is None:
         named = step_of_name(tag_of(tag_or_step))
         return default if named is None else named
-    check_step(step)
-    if type(tag_or_step) is int and step != tag_or_step:
+    step = checked_step(step)
+    if type(tag_or_step) is not str and step_of_name(tag_of(tag_or_step)) != step:
         problem = "give one of them, or a name and its step"
         message = f"save step {tag_or_step} with step={step}: {problem}"
         raise OptionError(message, option="step", value=step)
@@ -76,6 +76,8 @@ def _checked_metrics(metrics: Any) -> dict[str, float]:
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):
+            _refuse_metric(value)
+        if isinstance(value, (str, bytes, bytearray)):  # float() reads texts, too
             _refuse_metric(value)
         if type(name) is not str:
             _refuse_metric(name)
@@ -95,16 +97,25 @@ class Saves:
 
     catalog: CheckpointCatalog
     is_async: bool
+    cadence: Cadence
     last_step: int = 0
     last_save_s: float | None = None
     _handles: list[SaveHandle] = field(default_factory=list)
 
-    def save(self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None) -> _Saved:
+    def save(
+        self, tag_or_step: str | int, parts: Parts, metrics: Any, step: int | None
+    ) -> SaveHandle:
         catalog, retention = self.catalog, self.catalog.retention
 
         def local() -> tuple[Small, Call]:
             tag = tag_of(tag_or_step)
             parts.check()
+            if not parts.given:
+                raise OptionError(
+                    f"save '{tag}': no part was given, so there is nothing to save; give model=, "
+                    "state= or user_content=, for example",
+                    option="model",
+                )
             number = _step_of(tag_or_step, step, self.last_step)
             small = parts.small()
             call = parts.call("save", small.per_rank, tag=tag, step=number, is_async=self.is_async)
@@ -117,6 +128,7 @@ class Saves:
                 tag = calls[0].arguments["tag"]
                 retention.reserve(tag)
                 undo.callback(retention.free, tag)
+                retention.look_at_metrics(tag, calls[0].note[0])
                 return parts.record(calls, catalog.root.take_order())
 
             with catalog.exchange("save", tag_or_step, catalog.options.save_timeout_s) as exchange:
@@ -124,29 +136,30 @@ class Saves:
             undo.pop_all()  # the end of the save frees the tag
         return self._write(record, parts, small, exchange.rank)
 
-    def _write(self, record: Record, parts: Parts, small: Small, rank: int) -> _Saved:
+    def _write(self, record: Record, parts: Parts, small: Small, rank: int) -> SaveHandle:
         catalog, path = self.catalog, self.catalog.root.path / record.tag
         timeout_s = catalog.options.save_timeout_s
         name = "async_save" if self.is_async else "save"
         call = CallId(name, last_component(path), is_target_compared=False, is_write=True)
         try:
             with told_to_next(**catalog.ranks, timeout_s=timeout_s, what="save", call=call):
-                self.last_step = record.step
+                self.note_step(record.step)
                 state = _state_of(parts, small, record, rank)
                 self._forget_ended()
                 writer = _ManagedWriter(path, record, catalog)
             save: Any = async_save if self.is_async else save_now
-            saved: _Saved = save(state, path, storage_writer=writer, **catalog.ranks)
+            handle: SaveHandle = save(state, path, storage_writer=writer, **catalog.ranks)
         except BaseException:
             self._note_end(record.tag, None)
             raise
-        if isinstance(saved, SaveReport):
-            self._note_end(record.tag, saved)
-        else:
-            handle = saved
-            self._handles.append(handle)
-            handle.durable.add_done_callback(lambda _: self._note_end(record.tag, handle.report()))
-        return saved
+        self._handles.append(handle)
+        handle.add_done_callback(lambda ended: self._note_end(record.tag, ended.report()))
+        return handle
+
+    def note_step(self, step: int) -> None:
+        """Notes the step of a save or resume: later saves count from it."""
+        self.last_step = step
+        self.cadence.note_saved(step)
 
     def _note_end(self, tag: str, report: SaveReport | None) -> None:
         self.catalog.retention.free(tag)
@@ -158,7 +171,7 @@ class Saves:
         self._handles = [
             handle
             for handle in self._handles
-            if not handle.done() or (handle.report() is None and not handle.durable.is_collected)
+            if not handle.done() or handle.durable.has_uncollected_error
         ]
 
     def wait(self, timeout_s: float | None) -> None:
@@ -182,10 +195,12 @@ class _ManagedWriter(DcpxWriter):
 
     # Refuses a link that comes behind the coordinator's look, too.
     _DcpxWriter__opened = OwnDirectory
+    _DcpxWriter__log_level = logging.DEBUG  # the manager's own line says it
 
     def __init__(self, path: Path, record: Record, catalog: CheckpointCatalog) -> None:
         super().__init__(path, options=catalog.options)
         self.__record, self.__catalog = record, catalog
+        self.__began = time.monotonic()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits, and points to the checkpoint. Raises: as `DcpxWriter` and `committing`."""
@@ -203,4 +218,7 @@ class _ManagedWriter(DcpxWriter):
                 save_id = committed_save_id(path)
                 if save_id is not None:
                     root.note_committed(path.name, record.step, save_id, record.order)
+            nbytes = sum(file.nbytes for own in results for file in getattr(own, "files", ()))
+            seconds, what = time.monotonic() - self.__began, told_step(record.tag, record.step)
+            logger.info(saved_in_root_line(what, root.given, record.ranks, nbytes, seconds))
             retention.start()

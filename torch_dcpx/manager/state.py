@@ -8,7 +8,8 @@ collectives of the model's group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torch_dcpx.checkpoint.same_call import Call
-from torch_dcpx.errors import OptionError
+from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
 from torch_dcpx.manager.stored import Record
@@ -79,23 +80,25 @@ class Parts(NamedTuple):
         """Raises OptionError for a part of the wrong type."""
         model, optimizer, lr_scheduler, dataloader, state, _ = self
         if model is not None and not isinstance(model, torch.nn.Module):
-            _refuse("model", model, "a torch.nn.Module; other things go into `state`")
+            raise must_be("model", model, "a torch.nn.Module", "; other things go into `state`")
         if optimizer is not None:
             if model is None:
-                _refuse("optimizer", optimizer, "given with its model, whose names its state has")
+                raise must_be(
+                    "optimizer", optimizer, "given with its model, whose names its state has"
+                )
             for one in flat(optimizer):
                 if not isinstance(one, torch.optim.Optimizer):
-                    _refuse("optimizer", one, "an Optimizer, or a list or dict of them")
+                    raise must_be("optimizer", one, "an Optimizer, or a list or dict of them")
             if isinstance(optimizer, (list, tuple)):
                 _check_unshared(model, optimizer)
         stateful = "Stateful (state_dict, load_state_dict)"
         for one in flat(lr_scheduler):
             if not isinstance(one, Stateful):
-                _refuse("lr_scheduler", one, f"{stateful}, or a list or dict of such")
+                raise must_be("lr_scheduler", one, f"{stateful}, or a list or dict of such")
         if dataloader is not None and not isinstance(dataloader, Stateful):
-            _refuse("dataloader", dataloader, stateful)
+            raise must_be("dataloader", dataloader, stateful)
         if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
-            _refuse("state", state, "a dict with str as keys")
+            raise must_be("state", state, "a dict with str as keys")
 
     @property
     def per_rank(self) -> dict[str, PerRank]:
@@ -113,7 +116,12 @@ class Parts(NamedTuple):
         }
 
     def stateful(
-        self, *, has_named_groups: bool, strict: bool = True, rules: TrainingRules | None = None
+        self,
+        *,
+        has_named_groups: bool,
+        strict: bool = True,
+        rules: TrainingRules | None = None,
+        may_miss: Callable[[str], object] = lambda _: False,
     ) -> dict[str, Any]:
         """Returns model, optimizer and state for a save or load, as `Stateful` objects."""
         found: dict[str, Any] = {}
@@ -121,7 +129,7 @@ class Parts(NamedTuple):
             found["model"] = ModelPart(self.model, strict)
         if self.optimizer is not None:
             found["optimizer"] = OptimizerPart(
-                self.model, self.optimizer, strict, has_named_groups, rules
+                self.model, self.optimizer, strict, has_named_groups, rules, may_miss
             )
         if self.state is not None:
             found["state"] = StatePart(self.state)
@@ -157,7 +165,8 @@ class Parts(NamedTuple):
         if len({call.note[1] for call in calls}) > 1:
             names.append(NAMED_GROUPS)
         metrics = calls[0].note[0]
-        return Record(tag, step, order, len(calls), metrics, tuple(names), tuple(per_rank))
+        now = int(time.time())
+        return Record(tag, step, order, len(calls), metrics, tuple(names), tuple(per_rank), now)
 
 
 class Small(NamedTuple):
@@ -183,10 +192,6 @@ def _check_unshared(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opt
                     "one of their states would be lost: give them as a dict by name",
                     option="optimizer",
                 )
-
-
-def _refuse(name: str, value: Any, wanted: str) -> None:
-    raise OptionError(f"{name} must be {wanted}; got a {type(value).__name__}", option=name)
 
 
 def states_of(parts: Any) -> Any:

@@ -29,6 +29,7 @@ from torch_dcpx.errors import (
 from torch_dcpx.integrity.contents import open_checkpoint, read_commit, wanted_sizes
 from torch_dcpx.manager.pointer import step_of_name
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader.reader import quiet_reader
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.system_calls import uninterrupted
@@ -54,6 +55,7 @@ class Record(NamedTuple):
     metrics: dict[str, float]
     parts: tuple[str, ...]  # arguments of `save`, sorted: "model", "optimizer" ...
     per_rank: tuple[str, ...]  # paths of each rank's own values, sorted
+    saved_at: int = 0  # seconds since 1970 by the coordinator's clock, for people; 0: unknown
 
     def encoded(self) -> str:
         """Returns the record as JSON."""
@@ -64,10 +66,12 @@ class Record(NamedTuple):
         """Returns the record in a text of `encoded`. Raises CorruptionError: there is none."""
         try:
             found = json.loads(text)
-            tag, step, order, ranks, metrics, parts, per_rank = (found[key] for key in cls._fields)
+            names = cls._fields[:-1]
+            tag, step, order, ranks, metrics, parts, per_rank = (found[name] for name in names)
+            saved_at = found.get("saved_at", 0)  # earlier versions noted none
             metrics = {key: float(n) for key, n in metrics.items() if not math.isnan(float(n))}
-            record = cls(tag, step, order, ranks, metrics, tuple(parts), tuple(per_rank))
-            numbers = (found["format"], step, order, ranks)
+            record = cls(tag, step, order, ranks, metrics, tuple(parts), tuple(per_rank), saved_at)
+            numbers = (found["format"], step, order, ranks, saved_at)
             if not (
                 all(type(number) is int and number >= 0 for number in numbers)
                 and ranks <= _MAX_RANKS
@@ -100,6 +104,11 @@ class Stored(NamedTuple):
         return step_of_name(self.tag) if self.record is None else self.record.step
 
     @property
+    def told(self) -> str:
+        """Its step, and its tag where the step does not say it; for people."""
+        return told_step(self.tag, self.step)
+
+    @property
     def order(self) -> int:
         return 0 if self.record is None else self.record.order
 
@@ -109,6 +118,13 @@ class Stored(NamedTuple):
         # Clocks prove nothing, and steps fall when a training goes back.
         step = -1 if self.step is None else self.step
         return self.record is not None, self.order, step, self.tag
+
+
+def told_step(tag: str, step: int | None) -> str:
+    """Returns a checkpoint by its step, and by its tag where that is another: for people."""
+    if step is not None and step_of_name(tag) == step:
+        return f"step {step}"
+    return repr(tag) if step is None else f"{tag!r} (step {step})"
 
 
 def identity_of(path: Path) -> tuple[int, int, int] | None:
@@ -165,7 +181,7 @@ def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, Dat
     record = None
     if _RECORD_ITEM in found.metadata.state_dict_metadata:
         item: dict[str, Any] = {"dcpx": {"manager": ""}}
-        load(item, path, no_dist=True, options=options)
+        load(item, path, storage_reader=quiet_reader(path, options), no_dist=True)
         text = item["dcpx"]["manager"]
         is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
         record = Record.decoded(text if is_text else "", path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.key_map import KeyMap
@@ -29,7 +30,7 @@ class Wanted(LoadPart):
     chosen: Stored
     rank: int
     world_size: int
-    strict: bool
+    loads: LoadRules
     merge: Merge
     translate: KeyMap | None
     options: ReadOptions
@@ -63,8 +64,10 @@ class Wanted(LoadPart):
         parts, record = self.parts, self.record
         missing = [n for n in _SMALL if n in parts.given and n not in record.parts]
         missing += [name for name in parts.per_rank if name not in record.per_rank]
-        if missing and self.strict:
-            problem = f"{', '.join(missing)} was not saved there; strict=False leaves it as it is"
+        missing = [name for name in missing if not self.loads.may_miss(name)]
+        if missing and self.loads.is_strict:
+            ways = f"allow_missing={missing}, or strict=False, leaves what is missing as it is"
+            problem = f"{', '.join(missing)} was not saved there; {ways}"
             message = f"resume from '{self._path}': {problem}"
             raise MismatchError(message, fqn=missing[0], path=self._path, missing=tuple(missing))
 
@@ -74,7 +77,12 @@ class Wanted(LoadPart):
         if self.translate is not None:
             names = () if parts.optimizer is None else by_name(parts.optimizer)
             self.rules = TrainingRules(self.translate, names, has_named_groups=is_named)
-        target = parts.stateful(strict=self.strict, has_named_groups=is_named, rules=self.rules)
+        target = parts.stateful(
+            strict=self.loads.is_strict,
+            has_named_groups=is_named,
+            rules=self.rules,
+            may_miss=self.loads.may_miss,
+        )
         if self.state_dict():
             target["dcpx"] = self
         return target

@@ -61,8 +61,15 @@ def has_tail(content: Content) -> bool:
 
 def scan_stock(data: bytes, path: str) -> int:
     """Scans a file of stock's, which one pickle must fill; returns its number of compound keys."""
-    with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
-        end, compound_keys = _C.scan_keys(data)
+    try:
+        with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
+            end, compound_keys = _C.scan_keys(data)
+    except CorruptionError as error:
+        # Where the scan has stopped says nothing of where the damage is.
+        what = f"its {len(data)} B are not what a save writes" if data else "it is empty"
+        fields = {"path": path, "offset": error.offset, "nbytes": error.nbytes}
+        message = f"{path!r} is no metadata of a checkpoint, or damaged: {what}"
+        raise CorruptionError(message, **fields) from error
     behind = len(data) - end
     if behind:
         message = f"read {path!r}: {behind} bytes behind the pickle are no valid trailer"

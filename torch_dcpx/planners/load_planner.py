@@ -40,7 +40,7 @@ from torch_dcpx._compat import (
     wanted_sizes,
 )
 from torch_dcpx._gc import bounded_pause
-from torch_dcpx._hooks import has_stock_hooks, plans_as_stock
+from torch_dcpx._hooks import check_switches, has_stock_hooks, plans_as_stock
 from torch_dcpx._plan_classes import MAKER
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
@@ -113,12 +113,24 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         flatten_sharded_tensors: take a ShardedTensor of ShardedTensors for one. Default True.
         allow_partial_load: leave names that the checkpoint does not hold as they are. Default
             False: they are an error.
+
+    Raises:
+        OptionError: an argument that is no switch.
     """
 
     _kept: KeptPlan | None = None  # the plan at hand, if other ranks do not see its items
     # The planned state, and its items, which fill it once.
     _covered: tuple[Any, tuple[ReadItem, ...]] | None = None
     dcpx_is_mapped = False  # the state goes by stored names, which a KeyMap has found
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        check_switches(self)
 
     def set_up_planner(
         self,

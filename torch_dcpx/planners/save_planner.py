@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.tensor import DTensor
 
+from torch_dcpx._arguments import check_bool, check_choice, check_type
 from torch_dcpx._compat import HAS_KNOWN_ITEMS, stock_write_items
 from torch_dcpx._gc import bounded_pause, paused_gc
-from torch_dcpx._hooks import has_hooks, is_own
+from torch_dcpx._hooks import check_switches, has_hooks, is_own
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.errors import PlanError, must_be
+from torch_dcpx.errors import PlanError
 from torch_dcpx.planners.cache import KnownPlan, Planning, fingerprint_of, flattened
 from torch_dcpx.planners.replicas import (
     Replicas,
@@ -43,6 +44,7 @@ from torch_dcpx.tensors.tiling import offence_text
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
 # Hooks that see the tensor of an item: where one is overridden, items are not cut.
 _LOOKUP_HOOKS = ("resolve_data", "lookup_object", "transform_object")
+_SWITCH = (int, type(None))
 _DATA_HOOKS = (*_LOOKUP_HOOKS, "finish_plan")
 
 
@@ -83,7 +85,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             `resolve_data`, `finish_plan`) when it plans.
 
     Raises:
-        OptionError: an unknown `on_conflict`.
+        OptionError: an argument that cannot work.
     """
 
     _can_split = False  # whether this rank may get rows
@@ -107,8 +109,12 @@ class DcpxSavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank,
             enable_plan_caching=False,  # stock's, by the name of the class
         )
-        if on_conflict not in ("warn", "error"):
-            raise must_be("on_conflict", on_conflict, "'warn' or 'error'")
+        check_switches(self)
+        check_type("dedup_replicated_tensors", dedup_replicated_tensors, _SWITCH, "None: no effect")
+        check_bool("enable_plan_caching", enable_plan_caching)
+        check_choice("on_conflict", on_conflict, ("warn", "error"))
+        if split_replicas is not None:
+            check_bool("split_replicas", split_replicas)
         self.on_conflict = on_conflict
         self.split_replicas = split_replicas
         self.dcpx_planning = Planning(enable_plan_caching)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch_dcpx.errors import DcpxError, OptionError
+from torch_dcpx._arguments import check_bool
+from torch_dcpx.errors import DcpxError, OptionError, must_be
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.store import StoreExchange
@@ -39,16 +40,37 @@ def exchange_for(
     `no_dist`, in a group of one, and where torch.distributed is unavailable or uninitialised.
 
     Raises:
-        OptionError: this rank is no member of the group; or a launcher has started this process
-            and others, without a group.
+        OptionError: arguments that name no ranks; this rank is no member of the group; or a
+            launcher has started this process and others, without a group.
         StoreLostError: the group's store does not answer.
         UnsupportedError: this process was forked from the group's member.
     """
+    try:
+        check_ranks(process_group, no_dist)
+    except OptionError as error:
+        # The other ranks are in the default group, or by themselves.
+        with exchange_for(None, False, timeout_s, what, call):
+            raise error from None
     group, rank, world_size = _members(process_group, no_dist, what)
     if world_size == 1:
         return Exchange(timeout_s, what, call)
     exchange = StoreExchange(client_of(group), rank, world_size, timeout_s, what, call)
     return exchange.entered()
+
+
+def check_ranks(process_group: Any, no_dist: Any) -> None:
+    """Raises OptionError unless these name the ranks of a call, or this process alone."""
+    import torch.distributed as dist
+
+    check_bool("no_dist", no_dist)
+    if process_group is None or not dist.is_available():
+        return
+    is_outside = process_group is dist.GroupMember.NON_GROUP_MEMBER  # of `new_group`
+    if not isinstance(process_group, dist.ProcessGroup) and not is_outside:
+        is_mesh = callable(getattr(process_group, "get_group", None))
+        way = "; of a DeviceMesh, give mesh.get_group()" if is_mesh else ""
+        wanted = "None, or a group of torch.distributed.new_group()"
+        raise must_be("process_group", process_group, wanted, way)
 
 
 @contextmanager

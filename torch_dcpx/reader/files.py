@@ -27,11 +27,13 @@ from torch_dcpx._compat import increment_version
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx._hooks import TAKING_HOOKS, has_plain_state, has_stock_hooks, is_any_order
 from torch_dcpx._native import _C
+from torch_dcpx._text import counted
 from torch_dcpx.errors import CorruptionError, StagingError, StorageError
 from torch_dcpx.metadata.lazy import outline_of, raw_entries
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.bytes import BytesFinisher, BytesRead
 from torch_dcpx.reader.claims import Claim, disjoint_groups
+from torch_dcpx.reader.hints import add_verify, listed
 from torch_dcpx.reader.locate import Found, Located
 from torch_dcpx.reader.rows import (
     ON_HOST,
@@ -317,7 +319,19 @@ def _note_touched(error: BaseException, touched: Sequence[str]) -> None:
     vars(error)["touched"] = tuple(touched)
     if touched and hasattr(error, "add_note"):  # Python 3.11
         shown = ", ".join(map(repr, touched[:5])) + (", ..." if len(touched) > 5 else "")
-        error.add_note(f"{len(touched)} tensors may hold new bytes: {shown}")
+        error.add_note(f"{counted(len(touched), 'tensor')} may hold new bytes: {shown}")
+
+
+def name_items(error: CorruptionError, found: Found) -> None:
+    """Adds to the error of damaged bytes which of the wanted items they belong to."""
+    if error.offset is None or error.path is None or error.path not in found.names:
+        return
+    names = found.names_in(error.path, error.offset, error.offset + (error.nbytes or 0))
+    if names and f"'{names[0]}'" not in error.message:
+        error.fqn = error.fqn if error.fqn in names else names[0]
+        error.message += f"; these hold {listed(names)}"
+        if not all(found.is_foreign):  # else there is nothing to check against
+            add_verify(error, found.directory)
 
 
 def read_items(
@@ -348,6 +362,8 @@ def read_items(
             window.prepare()
     except (CorruptionError, StagingError, StorageError) as error:
         error.touched = window.touched
+        if isinstance(error, CorruptionError):
+            name_items(error, found)
         raise
     except BaseException as error:  # an interruption, or a planner's own error
         _note_touched(error, window.touched)

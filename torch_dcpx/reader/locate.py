@@ -96,6 +96,15 @@ class Found(NamedTuple):
         form, *place = self.places[number]
         return Located(file, self.names[file], self.forms[form], *place)
 
+    def names_in(self, path: str, begin: int, end: int) -> list[str]:
+        """Returns the names of the plan's items that have bytes in a range of a file."""
+        found: dict[str, None] = {}
+        for number, item in enumerate(self.items):
+            _, at, nbytes, _ = self.places[number]
+            if at < end and at + nbytes > begin and self.names[self.files[number]] == path:
+                found[item.storage_index.fqn] = None
+        return list(found)
+
     def serving(
         self, items: Sequence[ReadItem], directory: str, storage_data: Mapping[Any, Any]
     ) -> Found | None:

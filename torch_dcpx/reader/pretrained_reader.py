@@ -1,13 +1,14 @@
-"""PretrainedReader: a checkpoint, or safetensors files from anywhere, for `load_pretrained`.
+"""PretrainedReader: a checkpoint, or files of safetensors or torch.save, for `load_pretrained`.
 
-Safetensors files become a Metadata of one chunk a tensor, and places without a frame around them:
-from there on, plan and reads are those of a checkpoint.
+Other files become a Metadata of one chunk a tensor, and places without a frame around them: from
+there on, plan and reads are those of a checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +25,46 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx.metadata.lazy import sizes_of
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.reader.generation import Generation
+from torch_dcpx.reader.generation import Generation, check_not_replaced
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.reader.rows import stored_dtype
 from torch_dcpx.reader.safetensors import (
+    TORCH_SUFFIXES,
     Safetensors,
-    check_not_replaced,
-    find_safetensors,
+    find_files,
     read_safetensors,
 )
+from torch_dcpx.reader.torch_file import TorchFile, read_torch_file
 
 
 class PretrainedReader(DcpxReader):
-    """A DcpxReader that also reads the safetensors files that a path means."""
+    """A DcpxReader that also reads the files of safetensors or torch.save that a path means."""
 
     def __init__(self, path: str | os.PathLike[str], *, options: ReadOptions | None = None) -> None:
-        """Reads `path`: a directory of either kind, a safetensors file, or an index of such.
+        """Reads `path`: a directory of any kind, a file of safetensors or torch.save, or an index.
 
         Raises:
             NotCommittedError, StorageError: there is nothing to read.
             UnsupportedError: a URL.
         """
         DcpxReader(path)  # refuses an argument that is no path before a look at the disk
-        directory, file_name = find_safetensors(Path(path)) or (path, None)
+        directory, file_name = find_files(Path(path)) or (path, None)
         super().__init__(directory, options=options)
         self._file_name = file_name
-        self._held: Safetensors | None = None
+        self._held: Safetensors | TorchFile | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads `.metadata`, or the headers of the safetensors files. Raises: as they do."""
+        """Reads `.metadata`, or what the files say of their tensors. Raises: as they do."""
         if self._file_name is None:
             return super().read_metadata(*args, **kwargs)
+        meta = StorageMeta(load_id=self.load_id)
+        if self._file_name.endswith(TORCH_SUFFIXES):
+            file = read_torch_file(Path(self.path), self._file_name, self.options.safe_globals)
+            self._held = file
+            return _metadata_of(file.places, meta, file.paths)
         self._held = read_safetensors(Path(self.path), self._file_name)
-        return _metadata_of(self._held, StorageMeta(load_id=self.load_id))
+        return _metadata_of(_places_of(self._held), meta, None)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Opens every file that the plan needs, and notes which headers were read.
@@ -67,12 +74,12 @@ class PretrainedReader(DcpxReader):
         plan = super().prepare_local_plan(plan)
         if self._held is None:
             return plan
-        check_not_replaced(self._held)
+        check_not_replaced(self._held.directory, self._held.files)
         return dataclasses.replace(plan, storage_data=self.generation)
 
     @property
     def generation(self) -> Generation | None:
-        """Returns the save whose metadata was read, or the digest of the headers."""
+        """Returns the save whose metadata was read, or the digest of headers or pickle."""
         if self._held is None:
             return super().generation
         return Generation(os.path.abspath(self.path), self._held.digest)  # noqa: PTH100 - as there
@@ -86,21 +93,30 @@ def stored_sizes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | No
     return sizes_of(PretrainedReader(path).read_metadata().state_dict_metadata)
 
 
-def _metadata_of(held: Safetensors, storage_meta: StorageMeta) -> Metadata:
-    entries: dict[str, Any] = {}
-    places: dict[Any, Any] = {}
+def _places_of(held: Safetensors) -> dict[str, RawPlace]:
+    places = {}
     forms: dict[tuple[str, tuple[int, ...]], Form] = {}
     for name, (file, offset, row) in held.tensors.items():
         key = row.dtype, row.sizes
         if key not in forms:
             forms[key] = Form("plain", row.sizes, _strides(row.sizes), row.dtype, "", "", False)
-        properties = TensorProperties(dtype=stored_dtype(forms[key], name))
-        sizes, zeros = torch.Size(row.sizes), torch.Size([0] * len(row.sizes))
-        chunk = ChunkStorageMetadata(zeros, sizes)
-        entries[name] = TensorStorageMetadata(properties, sizes, [chunk])
-        place = RawPlace(file, offset, row.end - row.begin, forms[key])
+        places[name] = RawPlace(file, offset, row.end - row.begin, forms[key])
+    return places
+
+
+def _metadata_of(
+    tensors: Mapping[str, RawPlace], storage_meta: StorageMeta, paths: Any
+) -> Metadata:
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for name, place in tensors.items():
+        properties = TensorProperties(dtype=stored_dtype(place.form, name))
+        sizes, zeros = torch.Size(place.form.sizes), torch.Size([0] * len(place.form.sizes))
+        entries[name] = TensorStorageMetadata(
+            properties, sizes, [ChunkStorageMetadata(zeros, sizes)]
+        )
         places[MetadataIndex(name, zeros, 0)] = place
-    return Metadata(entries, storage_data=places, storage_meta=storage_meta)
+    return Metadata(entries, paths, places, storage_meta)
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

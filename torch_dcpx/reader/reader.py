@@ -30,26 +30,30 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from torch_dcpx._arguments import check_options, check_part
 from torch_dcpx._compat import is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 from torch_dcpx._hooks import is_own, refuse_bypassed
 from torch_dcpx._native import _C
-from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
+from torch_dcpx._text import counted
+from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
-from torch_dcpx.options import ReadOptions
+from torch_dcpx.options import ReadOptions, repr_of
 from torch_dcpx.reader.coverage import check_coverage, meeting_targets
 from torch_dcpx.reader.files import read_items
 from torch_dcpx.reader.generation import Generation, check_same_generation
+from torch_dcpx.reader.hints import absent, add_repair, add_verify, uncommitted
 from torch_dcpx.reader.locate import Found, locate_items, refuse_foreign_places
 from torch_dcpx.reports import ReadReport, loaded_line
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.paths import AnyPath, checked_path, metadata_file
 from torch_dcpx.storage.reader_lock import ReadersHold
 
 logger = logging.getLogger("torch_dcpx")
 
-_WAY_OUT = "DcpxReader reads mounted file systems. Use torch's FsspecReader"
+WAY_OUT = "DcpxReader reads mounted file systems. Use torch's FsspecReader"
+_REGISTRY_HOOKS = ("from_descriptor_list",)
 # With these a subclass can change the planner's plan.
 _PLAN_HOOKS = ("prepare_local_plan", "prepare_global_plan", "read_data")
 
@@ -60,6 +64,8 @@ class DcpxReader(FileSystemReader):
     Nothing from a checkpoint is executed unless `ReadOptions(trusted=True)`. Reusable for many
     loads. Not thread-safe. Picklable. As in `DcpxWriter`, its own names meet no subclass's.
     """
+
+    __log_level = logging.INFO  # of the line of a load
 
     def __init__(
         self,
@@ -76,11 +82,13 @@ class DcpxReader(FileSystemReader):
             options: see `ReadOptions`.
 
         Raises:
-            OptionError: a path with a NUL.
+            OptionError: a path that no system call takes, or another wrong argument.
             UnsupportedError: a URL as path, or a subclass that overrides what would not be called
                 (docs/options.md).
         """
-        super().__init__(checked_path(path, _WAY_OUT), _extension_registry)
+        check_part("_extension_registry", _extension_registry, ExtensionRegistry, _REGISTRY_HOOKS)
+        check_options("options", options, ReadOptions)
+        super().__init__(checked_path(path, WAY_OUT), _extension_registry)
         self.options = options if options is not None else ReadOptions()
         self.last_report: ReadReport | None = None
         self.__checkpoint: CheckpointMetadata | None = None
@@ -93,6 +101,9 @@ class DcpxReader(FileSystemReader):
         self.__hold = ReadersHold()  # from the metadata to the last byte, of a load through DCP
         refuse_bypassed(self, DcpxReader)
 
+    def __repr__(self) -> str:
+        return repr_of(self)
+
     def __getstate__(self) -> dict[str, Any]:
         # Open files, a lock and a pause stay with the process.
         own = {"_DcpxReader__found": None, "_DcpxReader__pause": PlanningPause()}
@@ -100,7 +111,7 @@ class DcpxReader(FileSystemReader):
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """Starts another load, of `checkpoint_id` where given. Raises: as the constructor."""
-        super().reset(checked_path(checkpoint_id, _WAY_OUT) if checkpoint_id else None)
+        super().reset(checked_path(checkpoint_id, WAY_OUT) if checkpoint_id else None)
         self.__checkpoint = self.__generation = None
         self.__kept_error = None
         self.__pause.end()
@@ -233,7 +244,7 @@ class DcpxReader(FileSystemReader):
             total_s=self.__metadata_s + self.__hooks_s,
         )
         if self.__is_coordinator or not self.use_collectives:
-            logger.info(loaded_line(self.last_report, str(self.path)))
+            logger.log(self.__log_level, loaded_line(self.last_report, str(self.path)))
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -242,6 +253,11 @@ class DcpxReader(FileSystemReader):
     def generation(self) -> Generation | None:
         """Returns the save whose metadata was read. None: none yet."""
         return self.__generation
+
+    @property
+    def is_of_ours(self) -> bool:
+        """Returns whether the metadata that was read vouches for its data files."""
+        return self.__checkpoint is not None and self.__checkpoint.files is not None
 
     @contextmanager
     def __hook(self) -> Iterator[None]:
@@ -271,6 +287,8 @@ class DcpxReader(FileSystemReader):
                 job.close()
                 if isinstance(error, StorageError):
                     self.__check_not_replaced(error)
+                if self.__checkpoint is not None:
+                    add_verify(error, path)
                 if isinstance(error, (AttributeError, TypeError)):
                     refuse_foreign_places(items, self.storage_data, path)
                 raise
@@ -291,11 +309,8 @@ class DcpxReader(FileSystemReader):
         except StorageError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
-            raise NotCommittedError(
-                f"'{self.path}' is no directory: there is no checkpoint to load",
-                errno=error.errno,
-                path=str(self.path),
-            ) from error
+            path = str(self.path)
+            raise NotCommittedError(absent(path), errno=error.errno, path=path) from error
 
     def __read_checkpoint(self, rank: int | None) -> CheckpointMetadata:
         refuse_bypassed(self, DcpxReader)
@@ -309,19 +324,15 @@ class DcpxReader(FileSystemReader):
                         safe_globals=self.options.safe_globals,
                         trusted=self.options.trusted,
                     )
+            except CorruptionError as error:
+                add_repair(error, directory.path, directory.names())
+                raise
             except StorageError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                names = directory.names()
                 wanted = (name,) if rank is None else (METADATA_NAME, name)
-                found = " and ".join(f"no '{one}'" for one in wanted if one not in names)
-                ranks, files = sum(map(is_metadata_name, names)), sum(map(is_data_file_name, names))
-                if ranks:
-                    found += f", but metadata of {ranks} other ranks"
-                elif files:
-                    found += f", but {files} data files of an unfinished save"
                 raise NotCommittedError(
-                    f"'{directory.path}' holds no committed checkpoint: {found}",
+                    uncommitted(directory.path, directory.names(), wanted),
                     errno=errno.ENOENT,
                     path=str(directory.path / name),
                 ) from error
@@ -338,7 +349,7 @@ class DcpxReader(FileSystemReader):
             touched = error.touched or ()
             raise StorageError(
                 f"the checkpoint in '{self.path}' was replaced by save {current.save_id} while it "
-                f"was read; {len(touched)} tensors were touched, load it again",
+                f"was read ({counted(len(touched), 'tensor')} touched); load it again",
                 errno=errno.ESTALE,
                 path=error.path,
                 touched=touched,
@@ -367,3 +378,12 @@ def fitting_workers(workers: int) -> int:
 
 def _empty_metadata() -> Metadata:
     return Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+
+
+def quiet_reader(path: AnyPath, options: ReadOptions | None) -> DcpxReader:
+    """Returns a reader whose loads are logged as DEBUG: the call that needs them has a line of its
+    own.
+    """
+    reader = DcpxReader(path, options=options)
+    vars(reader)["_DcpxReader__log_level"] = logging.DEBUG
+    return reader

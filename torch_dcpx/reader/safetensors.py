@@ -1,17 +1,18 @@
-"""Finds the safetensors files that a path means, and the tensors in them."""
+"""Finds the files of tensors that a path means, and the tensors in those of safetensors."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
+from torch_dcpx.reader.generation import file_state
+from torch_dcpx.reader.hints import absent, uncommitted
 from torch_dcpx.reader.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -20,11 +21,13 @@ from torch_dcpx.reader.safetensors_header import (
     parse_header,
     unique_keys,
 )
-from torch_dcpx.storage.directory import Directory, storage_error
+from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")  # of files of torch.save
+_TORCH_NAME = "pytorch_model.bin"
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udfff]{1,240}\.safetensors")  # beside the index alone
 
 
@@ -42,22 +45,24 @@ class Safetensors(NamedTuple):
     directory: Path
     tensors: dict[str, StoredTensor]
     digest: str  # of all headers
-    files: dict[str, tuple[int, ...]]  # by name, `_state_of` the file
+    files: dict[str, tuple[int, ...]]  # by name, `file_state`
 
 
-def find_safetensors(path: Path) -> tuple[Path, str] | None:
+def find_files(path: Path) -> tuple[Path, str] | None:
     """Returns (directory, name of the file or index) that a path means; None: a checkpoint of DCP.
 
     Args:
-        path: a file `*.safetensors` or `*.index.json`, or a directory. In a directory, a
-            `.metadata` comes first, then `model.safetensors`, then the index, then the only
-            `*.safetensors`: the order of Hugging Face's loaders.
+        path: a file `*.safetensors`, `*.index.json`, `*.pt`, `*.pth` or `*.bin`, or a directory.
+            In a directory, a `.metadata` comes first, then `model.safetensors`, then the index,
+            then the only `*.safetensors`, then `pytorch_model.bin`: the order of Hugging Face's
+            loaders.
 
     Raises:
         NotCommittedError: it holds none of these.
         StorageError: it cannot be listed.
     """
-    if path.name.endswith((".safetensors", ".index.json")) and not path.is_dir():
+    suffixes = (".safetensors", ".index.json", *TORCH_SUFFIXES)
+    if path.name.endswith(suffixes) and not path.is_dir():
         return path.parent, path.name
     try:
         with Directory(path) as directory:
@@ -65,18 +70,21 @@ def find_safetensors(path: Path) -> tuple[Path, str] | None:
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
-        raise NotCommittedError(
-            f"'{path}' is no directory: there is nothing to load", errno=error.errno, path=str(path)
-        ) from error
+        raise NotCommittedError(absent(path), errno=error.errno, path=str(path)) from error
     if METADATA_NAME in names or any(name.endswith(METADATA_NAME) for name in names):
         return None
     single = [name for name in names if name.endswith(".safetensors")]
-    for name in (_SINGLE_NAME, _INDEX_NAME, *(single if len(single) == 1 else ())):
+    only = single if len(single) == 1 else ()
+    for name in (_SINGLE_NAME, _INDEX_NAME, *only, _TORCH_NAME):
         if name in names:
             return path, name
+    wanted = (METADATA_NAME, _INDEX_NAME, _SINGLE_NAME)
+    message = uncommitted(path, sorted(names), wanted)
+    if single:
+        message = f"'{path}' holds {len(single)} safetensors files and no {_INDEX_NAME}: name one, "
+        message += f"such as '{path / min(single)}'"
     raise NotCommittedError(
-        f"'{path}' holds no {METADATA_NAME}, no {_INDEX_NAME} and no {_SINGLE_NAME}: name one "
-        f"of its {len(single)} safetensors files",
+        message,
         errno=errno.ENOENT,
         path=str(path),
     )
@@ -90,23 +98,23 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
         StorageError: a file cannot be read.
     """
     with Directory(directory_path) as directory:
-        weight_map = _weight_map(directory, name) if name.endswith(".json") else None
+        weight_map = read_index(directory, name) if name.endswith(".json") else None
         held: dict[str, dict[str, StoredTensor]] = {}
         seen = {}
         digest = hashlib.sha256()
         for file in [name] if weight_map is None else sorted(set(weight_map.values())):
-            seen[file] = _state_of(directory, file)
-            held[file], header = _tensors(directory, file)
+            seen[file] = file_state(directory, file)
+            held[file], header = read_header(directory, file)
             digest.update(header)
     if weight_map is None:
         tensors = held[name]
     else:
-        _check_index(weight_map, held, str(directory_path / name))
+        check_index(weight_map, held, str(directory_path / name))
         tensors = {fqn: held[file][fqn] for fqn, file in weight_map.items()}
     return Safetensors(directory_path, tensors, digest.hexdigest(), seen)
 
 
-def _check_index(
+def check_index(
     weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, StoredTensor]], path: str
 ) -> None:
     """Raises CorruptionError unless the index at `path` and its files name the same tensors.
@@ -136,32 +144,11 @@ def _check_index(
             )
 
 
-def check_not_replaced(held: Safetensors) -> None:
-    """Raises StorageError if a name means another file by now than when its header was read."""
-    with Directory(held.directory) as directory:
-        for name, state in held.files.items():
-            if _state_of(directory, name) != state:
-                path = str(held.directory / name)
-                raise StorageError(
-                    f"'{path}' was replaced while it was loaded; no tensor was touched, load it "
-                    "again",
-                    errno=errno.ESTALE,
-                    path=path,
-                    touched=(),
-                )
+def read_header(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
+    """Returns the tensors of one file, and its header with the length before it.
 
-
-def _state_of(directory: Directory, name: str) -> tuple[int, ...]:
-    """Returns numbers that differ once a name means another file, or its file was written to."""
-    try:
-        found = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-    except OSError as error:
-        raise storage_error("stat", directory.path / name, error, is_read=True) from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
-    """Returns the tensors of one file, and its header with the length before it."""
+    Raises: CorruptionError, StorageError, UnsupportedError.
+    """
     path = str(directory.path / name)
     with directory.open_regular(name) as file:
         prefix = file.part(0, min(LENGTH_BYTES, file.nbytes))
@@ -173,8 +160,8 @@ def _tensors(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], 
     return rows, prefix + header
 
 
-def _weight_map(directory: Directory, name: str) -> dict[str, str]:
-    """Returns the index's file by tensor."""
+def read_index(directory: Directory, name: str) -> dict[str, str]:
+    """Returns an index's file by tensor. Raises: CorruptionError, StorageError."""
     path = str(directory.path / name)
 
     def fail(what: str) -> CorruptionError:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 
-from torch_dcpx.errors import OptionError, StagingError, UnsupportedError
+from torch_dcpx._arguments import check_bool, check_int, check_seconds, check_state
+from torch_dcpx.errors import OptionError, StagingError, UnsupportedError, must_be
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, staging_workers
 from torch_dcpx.staging.staged_state import StagedState, StateWalk
@@ -62,9 +63,15 @@ class DcpxStager(AsyncStager):
                 `guard_optimizer` does that for an optimizer's steps. Default False.
 
         Raises:
-            OptionError: `config` is no `StagingOptions`, or a field of it no bool.
+            OptionError: an argument that cannot work, or a field of `config` that is no bool.
             UnsupportedError: a field of a newer torch's is set.
         """
+        check_bool("is_shared", is_shared)
+        if host_memory_bytes is not None:
+            check_int("host_memory_bytes", host_memory_bytes, 0, 1 << 60)
+        check_int("workers", workers, 1, 256, or_none=True)
+        check_seconds("timeout_s", timeout_s)
+        check_bool("overlap", overlap)
         if config is not None:
             _check_config(config)
             is_shared = is_shared and config.use_shared_memory
@@ -125,7 +132,9 @@ class DcpxStager(AsyncStager):
 
         Raises:
             StagingError: as `stage`.
+            OptionError: no state.
         """
+        check_state("prewarm", state_dict)
         walk = StateWalk(state_dict)
         needs = StagePlan(walk.tensors, walk.name_of)
         process_pool().prewarm(
@@ -147,12 +156,9 @@ class DcpxStager(AsyncStager):
 
 def _check_config(config: Any) -> None:
     if not isinstance(config, StagingOptions):
-        raise OptionError(
-            f"config must be a StagingOptions of torch.distributed.checkpoint.staging, not "
-            f"{config!r:.80}; options of DcpxStager are given by name, such as overlap=True",
-            option="config",
-            value=config,
-        )
+        wanted = "a StagingOptions of torch.distributed.checkpoint.staging"
+        way = "; options of DcpxStager are given by name, such as overlap=True"
+        raise must_be("config", config, wanted, way)
     for name, value in vars(config).items():
         if name in _KNOWN and type(value) is not bool:
             raise OptionError(

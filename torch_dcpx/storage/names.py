@@ -100,6 +100,17 @@ def is_pointer_temporary(name: str) -> bool:
     return _POINTER_TEMPORARY.fullmatch(name) is not None
 
 
+def is_of_checkpoint(name: str) -> bool:
+    """Whether `name`, in a directory, says that a save, ours or stock's, has been there."""
+    return (
+        name in (LOCK_NAME, READERS_NAME, PIN_NAME, TOMBSTONE_NAME)
+        or name.endswith(".distcp")  # also behind a prefix of a user's own
+        or is_metadata_name(name)
+        or is_temporary_name(name)
+        or is_rank_lock(name)
+    )
+
+
 def rank_lock_name(rank: int) -> str:
     """Returns the name of a rank's lock in rank-local mode."""
     return f".dcpx.{rank}.lock"

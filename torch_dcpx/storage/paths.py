@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx._arguments import check_type
+from torch_dcpx.errors import OptionError, UnsupportedError, must_be
 from torch_dcpx.storage.names import metadata_name
 
 if TYPE_CHECKING:
@@ -18,28 +19,50 @@ if TYPE_CHECKING:
 AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
-def checked_path(path: AnyPath, way_out: str) -> str:
+def checked_path(path: AnyPath, way_out: str, name: str = "path") -> str:
     """Returns a path as text, by `os.fsdecode`.
 
+    Args:
+        way_out: ends the message for a URL.
+        name: of the argument.
+
     Raises:
-        UnsupportedError: it is a URL; `way_out` ends the message.
-        OptionError: it holds a NUL, or a character that the file system's encoding lacks.
+        UnsupportedError: it is a URL.
+        OptionError: it is no path; it begins with "~", which no system call knows; it holds a NUL,
+            or a character that the file system's encoding lacks.
     """
-    text = os.fsdecode(path)
+    check_type(name, path, (str, bytes, os.PathLike), "a path")
+    try:
+        text = os.fsdecode(path)
+    except TypeError as error:  # of an `__fspath__`
+        raise must_be(name, path, "a path", f": {error}") from error
     if "://" in text:
-        raise UnsupportedError(f"'{text}' is a URL; {way_out}")
+        raise UnsupportedError(f"{name}={text!r} is a URL; {way_out}")
+    if text.startswith("~"):
+        whole = os.path.expanduser(text)  # noqa: PTH111 - a text
+        way = f"write {whole!r}" if whole != text else "there is no such user here"
+        why = f"begins with '~', which only a shell expands: {way}; {'./' + text!r} is a name"
+        raise _no_path(name, text, f"{why} like any other")
     if "\0" in text:
-        raise OptionError(f"{text!r} holds a NUL: no path can", option="path", value=text)
+        raise _no_path(name, text, "holds a NUL: no path can")
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise OptionError(
-            f"{text!r} holds {text[error.start]!r}, which the file system's encoding "
-            f"({error.encoding}) has not: no path can",
-            option="path",
-            value=text,
-        ) from error
+        what = f"holds {text[error.start]!r}, which the file system's encoding ({error.encoding})"
+        raise _no_path(name, text, f"{what} has not: no path can") from error
     return text
+
+
+def _no_path(name: str, text: str, why: str) -> OptionError:
+    return OptionError(f"{name}={text!r} {why}", option=name, value=text)
+
+
+def own_path(path: AnyPath) -> str:
+    """Returns a writer's or reader's path as a text that `checked_path` takes: as a Path, "./~"
+    has lost its dot.
+    """
+    text = os.fsdecode(path)
+    return f"./{text}" if text.startswith("~") else text
 
 
 def metadata_file(reader: FileSystemReader, rank: int | None) -> str:

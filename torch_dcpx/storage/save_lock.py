@@ -70,6 +70,27 @@ def holders_of(fd: int) -> str:
     return f"host={socket.gethostname()} pid={','.join(pids[:_MAX_OTHERS])}" if pids else ""
 
 
+def saves_elsewhere(directory: Directory, name: str) -> list[str]:
+    """Returns a line for each save of another machine that took the lock and did not end.
+
+    Takes no lock and changes nothing. Raises: StorageError.
+    """
+    if not directory.is_regular(name):
+        return []
+    with directory.open_regular(name) as file:
+        record = file.part(0, min(file.nbytes, _MAX_RECORD_BYTES))
+    return _elsewhere(_lines(record))
+
+
+def _lines(record: bytes) -> list[str]:
+    return record.decode("utf-8", "replace").splitlines()
+
+
+def _elsewhere(lines: list[str]) -> list[str]:
+    boot = f"boot={boot_id()}"
+    return [line for line in lines if boot not in line.split()]
+
+
 class SaveLock:
     """A lock of one save. Released by `release`, by garbage collection and by process exit."""
 
@@ -183,15 +204,15 @@ class SaveLock:
 
     def _take_over_record(self) -> None:
         """Reads the record and writes a new one; a write that fails is no more than a warning."""
-        boot = f"boot={boot_id()}"
         left = self._record()
         # Other machines' lines stay until a save has ended well: one that fails knows no better.
-        elsewhere = [line for line in left if boot not in line.split()]
+        elsewhere = _elsewhere(left)
         if left:
             self.left_by = "another machine" if elsewhere else "this machine"
         if not self._is_writable:
             return
-        lines = [f"host={socket.gethostname()} pid={os.getpid()} {boot}", *elsewhere[:_MAX_OTHERS]]
+        own = f"host={socket.gethostname()} pid={os.getpid()} boot={boot_id()}"
+        lines = [own, *elsewhere[:_MAX_OTHERS]]
         owner = "".join(f"{line}\n" for line in lines).encode()
         try:
             done = 0
@@ -209,7 +230,7 @@ class SaveLock:
             raise storage_error(
                 "read", self.path, error, offset=0, nbytes=_MAX_RECORD_BYTES, is_read=True
             ) from error
-        return record.decode("utf-8", "replace").splitlines()
+        return _lines(record)
 
     def _concurrent(self) -> ConcurrentSaveError:
         try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_dcpx._native import _C
-from torch_dcpx.errors import StagingError, UnsupportedError
+from torch_dcpx.errors import StagingError, UnsupportedError, must_be
 from torch_dcpx.tensors import device as device_memory
 
 _TIMEOUT_S = 1800.0
@@ -125,11 +125,14 @@ def guard_optimizer(optimizer: Any) -> Any:
 
     Raises:
         UnsupportedError: an optimizer without hooks before its step.
+        OptionError: no optimizer.
     """
     register = getattr(optimizer, "register_step_pre_hook", None)
-    if register is None:
+    if register is None or isinstance(optimizer, type):
+        if isinstance(optimizer, type) or not callable(getattr(optimizer, "step", None)):
+            raise must_be("optimizer", optimizer, "a torch.optim.Optimizer")
         raise UnsupportedError(
-            f"{type(optimizer).__name__} has no register_step_pre_hook; call `handle.guard.wait()` "
-            "of a save before each step that follows it"
+            f"optimizer={type(optimizer).__name__} has no register_step_pre_hook; call "
+            "`handle.guard.wait()` of a save before each step that follows it"
         )
     return register(lambda *_: wait_for_copies())

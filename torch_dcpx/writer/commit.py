@@ -279,29 +279,43 @@ def remove_replaced(
         leftovers: whose files of failed saves to remove as well; needs the directory's lock.
         published: files that the caller's metadata names, by its own name: it is not read again.
     """
-    known = published or {}
     try:
-        names = directory.names()
-        own: tuple[str, ...] = ()
-        if leftovers == "everybody":
-            own = ("__", ".metadata.")
-        elif leftovers != "nobody":
-            own = (f"__{leftovers}_", f"__{leftovers}.metadata.")
-        candidates = replaced | {name for name in names if name.startswith(own)}
-        candidates = {c for c in candidates if is_data_file_name(c) or is_temporary_name(c)}
-        candidates = candidates.difference(*known.values())
-        if not candidates:
-            return
-        for name in filter(is_metadata_name, names):
-            files = set() if name in known else referenced_files(directory, name)
-            if files is None:
-                return  # it may name any of them
-            candidates -= files
-        for name in sorted(candidates):
+        found = unnamed_files(directory, replaced, leftovers, published)
+        for name in sorted(found or ()):
             if directory.is_regular(name):
                 directory.unlink(name)
     except StorageError as error:
         logger.warning("files of a replaced checkpoint stay: %s", str(error))
+
+
+def unnamed_files(
+    directory: Directory,
+    replaced: Iterable[str] = (),
+    leftovers: Leftovers = "everybody",
+    published: Mapping[str, Iterable[str]] | None = None,
+) -> set[str] | None:
+    """Returns the data files and temporary metadata that no metadata of the directory names.
+
+    None: some metadata cannot be read, and may name any of them. Args: as `remove_replaced`.
+    """
+    known = published or {}
+    names = directory.names()
+    own: tuple[str, ...] = ()
+    if leftovers == "everybody":
+        own = ("__", ".metadata.")
+    elif leftovers != "nobody":
+        own = (f"__{leftovers}_", f"__{leftovers}.metadata.")
+    candidates = {*replaced, *(name for name in names if name.startswith(own))}
+    candidates = {c for c in candidates if is_data_file_name(c) or is_temporary_name(c)}
+    candidates = candidates.difference(*known.values())
+    if not candidates:
+        return candidates
+    for name in filter(is_metadata_name, names):
+        files = set() if name in known else referenced_files(directory, name)
+        if files is None:
+            return None
+        candidates -= files
+    return candidates
 
 
 def remove_unpublished(directory: Directory, name: str, own_files: Iterable[str]) -> None:

@@ -86,6 +86,13 @@ def is_kept_as_it_is(value: object) -> bool:
     return type(value) in _SCALARS or (type(value) is str and len(value) <= _MAX_CHARS)
 
 
+def note_item(error: Exception, item: WriteItem) -> None:
+    """Notes on an error of pickle, which is stock's own through DCP, whose value it refused."""
+    vars(error).setdefault("dcpx_fqn", item.index.fqn)
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"of item '{item.index.fqn}'")
+
+
 def gives_state_as_it_is(planner: SavePlanner | StagedItems) -> bool:
     """Returns whether the planner hands out the tensors of its state, never temporaries."""
     return isinstance(planner, StagedItems) or (
@@ -190,7 +197,12 @@ class WriteTable:
             if is_kept_as_it_is(value):  # torch.save needs 50 us for it, and a pickle 1 us
                 pickled = pickle.dumps(value, protocol=torch.serialization.DEFAULT_PROTOCOL)
                 return self._serialised(item, file, PICKLE, 0, pickled)
-        data = self._planner.resolve_data(item)
+        try:
+            data = self._planner.resolve_data(item)
+        except Exception as error:
+            if self.gives_state_as_it_is:
+                note_item(error, item)
+            raise
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
                 raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")

@@ -31,7 +31,7 @@ from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
 from torch_dcpx._hooks import refuse_bypassed, refuse_changed
 from torch_dcpx.errors import DcpxError
-from torch_dcpx.options import WriteOptions, merge_write_options
+from torch_dcpx.options import WriteOptions, merge_write_options, repr_of
 from torch_dcpx.ranks.plan_wire import offered
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.staging.staged_state import note_state_written
@@ -58,7 +58,7 @@ from torch_dcpx.writer.table import WriteTable, transform_by
 
 logger = logging.getLogger("torch_dcpx")
 
-_WAY_OUT = "DcpxWriter writes to mounted file systems, torch's FsspecWriter to others"
+WAY_OUT = "DcpxWriter writes to mounted file systems, torch's FsspecWriter to others"
 
 
 class DcpxWriter(FileSystemWriter):
@@ -72,6 +72,7 @@ class DcpxWriter(FileSystemWriter):
     """
 
     __opened: type[Directory] = Directory  # opens the checkpoint's directory
+    __log_level = logging.INFO  # of the line of a commit
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class DcpxWriter(FileSystemWriter):
         """
         self.options = merge_write_options(options, thread_count, sync_files)
         super().__init__(
-            checked_path(path, _WAY_OUT),
+            checked_path(path, WAY_OUT),
             single_file_per_rank,
             self.options.durability == "full",
             self.options.resolved_workers(),
@@ -133,6 +134,9 @@ class DcpxWriter(FileSystemWriter):
         refuse_bypassed(self, DcpxWriter)
         refuse_changed(self, self.options)
 
+    def __repr__(self) -> str:
+        return repr_of(self)
+
     def __getstate__(self) -> dict[str, Any]:
         # Locks and the save under way stay with the process that has them.
         return {
@@ -150,7 +154,7 @@ class DcpxWriter(FileSystemWriter):
             UnsupportedError, OptionError: a URL as `checkpoint_id`; one with a NUL.
             ConcurrentSaveError: a save through this writer is under way.
         """
-        target = checked_path(checkpoint_id, _WAY_OUT) if checkpoint_id else None
+        target = checked_path(checkpoint_id, WAY_OUT) if checkpoint_id else None
         with self.__use.hold():
             self.__use.check()
             if target:
@@ -274,7 +278,7 @@ class DcpxWriter(FileSystemWriter):
         nbytes, path = sum(file.nbytes for file in files), str(self.path)
         self.__release(has_ended_well=True)  # the next save may begin in another thread
         if report:
-            logger.info(saved_line(report, path, len(results), nbytes))
+            logger.log(self.__log_level, saved_line(report, path, len(results), nbytes))
 
     def __write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, WriteResults]:
         """Writes this rank's files; notes them as soon as nobody else would remove them."""
@@ -348,7 +352,9 @@ class DcpxWriter(FileSystemWriter):
         return min(max(ahead, self.options.slot_bytes), self.options.resolved_memory_bytes())
 
     def _metadata_exists(self) -> bool:
-        """Whether there is a checkpoint to overwrite: one of all ranks takes the place of any."""
+        """Whether there is a checkpoint that must stay: one of all ranks takes the place of any."""
+        if self.overwrite:
+            return False  # stock only warns of what was asked for
         if not self.use_collectives:
             return super()._metadata_exists()
         return any(is_metadata_name(path.name) for path in self.__directory_path().iterdir())

@@ -1,4 +1,4 @@
-"""`python -m torch_dcpx.cli`, where no `dcpx` is on the path."""
+"""`python -m torch_dcpx` is `dcpx`, where that is not on the path."""
 
 from __future__ import annotations
 

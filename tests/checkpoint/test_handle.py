@@ -1,0 +1,272 @@
+"""SaveHandle: one type for every save, and a save's end as futures and asyncio tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.async_saves import assert_saved, failing_options, gated, no_save_is_left, state_of
+
+from torch_dcpx import SaveHandle, StorageError, UnsupportedError, WriteOptions, async_save, save
+from torch_dcpx import wait as wait_for_all
+
+__all__ = ["no_save_is_left"]
+pytestmark = pytest.mark.usefixtures("no_save_is_left")
+
+
+def test_blocking_save_returns_a_finished_handle(tmp_path: Path) -> None:
+    with save(state_of(1), tmp_path) as handle:
+        assert type(handle) is SaveHandle
+        assert handle.done() and handle.staged.done()
+    report = handle.result(0)
+    assert report is not None and report.checkpoint_id == handle.checkpoint_id == str(tmp_path)
+    assert handle.report() is report
+    assert handle.exception(0) is None
+    assert handle.cancel() is False
+    handle.guard.wait()
+
+
+# ---- exception -----------------------------------------------------------------------------------
+
+
+def test_exception_returns_the_error_of_a_save_and_collects_it(tmp_path: Path) -> None:
+    handle = async_save(state_of(1), tmp_path, options=failing_options())
+    error = handle.exception(60)
+    assert isinstance(error, StorageError)
+    wait_for_all(60)  # raises what nobody has read
+
+
+def test_exception_of_a_save_under_way_is_a_timeout(tmp_path: Path) -> None:
+    gate, options = gated()
+    handle = async_save(state_of(1), tmp_path, options=options)
+    with pytest.raises(TimeoutError):
+        handle.exception(0)
+    gate.open()
+    assert handle.exception(60) is None
+
+
+# ---- add_done_callback ---------------------------------------------------------------------------
+
+
+def test_callbacks_come_once_in_order_behind_the_end(tmp_path: Path) -> None:
+    gate, options = gated()
+    handle = async_save(state_of(1), tmp_path, options=options)
+    calls: list[Any] = []
+    called = threading.Event()
+    handle.add_done_callback(lambda ended: calls.append((ended, ended.done())))
+    handle.add_done_callback(lambda _: calls.append(threading.current_thread().name))
+    handle.add_done_callback(lambda _: called.set())
+    assert calls == []
+    gate.open()
+    assert called.wait(60)
+    assert calls == [(handle, True), "dcpx-save"]
+    handle.add_done_callback(lambda _: calls.append(threading.current_thread()))
+    assert calls[2:] == [threading.current_thread()]
+
+
+def test_callback_of_a_failed_save_is_called_and_collects_no_error(tmp_path: Path) -> None:
+    handle = async_save(state_of(1), tmp_path, options=failing_options())
+    called = threading.Event()
+    handle.add_done_callback(lambda _: called.set())
+    assert called.wait(60)
+    with pytest.raises(StorageError):
+        wait_for_all(60)
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_error_of_a_callback_is_logged_and_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
+    def fail(_ended: SaveHandle) -> None:
+        raise error("my own")
+
+    gate, options = gated()
+    handle = async_save(state_of(1), tmp_path, options=options)
+    called = threading.Event()
+    handle.add_done_callback(fail)
+    handle.add_done_callback(lambda _: called.set())
+    gate.open()
+    assert called.wait(60)
+    assert handle.exception() is None
+    (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert record.name == "torch_dcpx" and str(tmp_path) in record.getMessage()
+    assert record.exc_info is not None and isinstance(record.exc_info[1], error)
+
+
+def test_error_of_a_callback_of_an_ended_save_is_logged_and_not_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = save(state_of(1), tmp_path)
+
+    def fail(_ended: SaveHandle) -> None:
+        raise ValueError("my own")
+
+    handle.add_done_callback(fail)
+    assert ["my own" in (each.exc_text or "") for each in caplog.records].count(True) == 1
+
+    def stop(_ended: SaveHandle) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # on the main thread it is the user's
+        handle.add_done_callback(stop)
+
+
+EXIT = """
+import threading, torch, torch_dcpx
+from concurrent.futures import wait
+reached = threading.Event()
+join = threading.Thread.join
+def joined(self, timeout=None):
+    if self.name == "dcpx-save":
+        reached.set()
+    join(self, timeout)
+threading.Thread.join = joined
+def callback(handle):
+    assert reached.wait(60)
+    print("called", handle.result().ranks)
+handle = torch_dcpx.async_save({"w": torch.zeros(3)}, "ckpt", no_dist=True)
+handle.add_done_callback(callback)
+wait([handle.durable])
+"""
+
+
+def test_the_end_of_the_interpreter_waits_for_callbacks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "called 1\n"), done.stderr
+
+
+# ---- await ---------------------------------------------------------------------------------------
+
+
+def test_await_returns_the_report_and_does_not_block_the_loop(tmp_path: Path) -> None:
+    state, (gate, options) = state_of(1), gated()
+    handle = async_save(state, tmp_path, options=options)
+
+    async def main() -> Any:
+        both = asyncio.gather(handle, handle)  # type: ignore[call-overload]
+        await asyncio.sleep(0)
+        assert not both.done()
+        gate.open()  # by the loop itself: a blocked one would never come here
+        return await both
+
+    assert asyncio.run(main()) == [handle.result(0)] * 2
+    assert_saved(tmp_path, state)
+
+
+def test_await_of_a_finished_save_returns_at_once(tmp_path: Path) -> None:
+    handle = save(state_of(1), tmp_path)
+
+    async def main() -> Any:
+        return await handle
+
+    assert asyncio.run(main()) is handle.result(0)
+
+
+def test_await_in_two_loops_of_two_threads(tmp_path: Path) -> None:
+    gate, options = gated()
+    handle = async_save(state_of(1), tmp_path, options=options)
+    waiting = threading.Barrier(3)
+    found: list[Any] = []
+
+    async def main() -> None:
+        task = asyncio.ensure_future(handle)
+        await asyncio.sleep(0)
+        waiting.wait(60)
+        found.append(await task)
+
+    threads = [threading.Thread(target=lambda: asyncio.run(main())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    waiting.wait(60)
+    gate.open()
+    for thread in threads:
+        thread.join(60)
+    assert found == [handle.result(0)] * 2
+
+
+def test_await_raises_the_error_of_the_save_and_collects_it(tmp_path: Path) -> None:
+    handle = async_save(state_of(1), tmp_path, options=failing_options())
+
+    async def main() -> None:
+        await handle
+
+    with pytest.raises(StorageError):
+        asyncio.run(main())
+    wait_for_all(60)
+
+
+def test_an_await_that_is_given_up_leaves_the_save_under_way(tmp_path: Path) -> None:
+    state, (gate, options) = state_of(1), gated()
+    handle = async_save(state, tmp_path, options=options)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(handle)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert not handle.done()
+    gate.open()
+    handle.result(60)
+    assert_saved(tmp_path, state)
+
+
+def test_a_forked_child_can_neither_await_nor_add_a_callback(tmp_path: Path) -> None:
+    handle = save(state_of(1), tmp_path)
+
+    async def main() -> None:
+        await handle
+
+    tries = (
+        lambda: handle.add_done_callback(print),
+        handle.exception,
+        lambda: asyncio.run(main()),
+    )
+    pid = os.fork()
+    if pid == 0:
+        refused = 0
+        for attempt in tries:
+            try:
+                attempt()
+            except UnsupportedError:
+                refused += 1
+            except BaseException:  # noqa: BLE001 - the count says so
+                break
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(tries)
+
+
+# ---- repr ----------------------------------------------------------------------------------------
+
+
+def test_repr_says_how_far_the_save_is(tmp_path: Path) -> None:
+    gate, options = gated(on_busy="skip")
+    handle = async_save(state_of(1), tmp_path / "a", options=options)
+    assert repr(handle) == f"<SaveHandle of '{tmp_path / 'a'}': writing>"
+    skipped = async_save(state_of(1), tmp_path / "b", options=WriteOptions(on_busy="skip"))
+    assert repr(skipped) == f"<SaveHandle of '{tmp_path / 'b'}': skipped>"
+    gate.open()
+    handle.result(60)
+    assert repr(handle).startswith(f"<SaveHandle of '{tmp_path / 'a'}': saved, 2.")
+    assert " by 1 rank in " in repr(handle)
+
+
+def test_repr_of_a_failed_save_names_the_error_and_leaves_it_uncollected(tmp_path: Path) -> None:
+    handle = async_save(state_of(1), tmp_path, options=failing_options())
+    called = threading.Event()
+    handle.add_done_callback(lambda _: called.set())
+    assert called.wait(60)
+    assert repr(handle) == f"<SaveHandle of '{tmp_path}': failed, StorageError: no room>"
+    with pytest.raises(StorageError):
+        wait_for_all(60)

@@ -1,0 +1,141 @@
+"""`dcpx cat` prints values, `dcpx diff` compares them: by checksums where it can."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.saves import data_files, save
+
+from torch_dcpx.cli import diff as cli_diff
+from torch_dcpx.cli.app import app
+
+STATE: dict[str, Any] = {
+    "w": torch.arange(600.0).view(20, 30),
+    "half": torch.ones(4, dtype=torch.bfloat16),
+    "step": 3,
+    "more": {"lr": 2.5, "betas": [0.9, "x"]},
+}
+
+
+class Own:
+    """Of a user: no reader rebuilds it unless it is told to."""
+
+
+def dcpx(*args: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [*map(str, args), "--json"])
+    assert result.exit_code == code, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**STATE, **changes}
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_cat_prints_tensors_rows_and_objects(tmp_path: Path, writer: Any) -> None:
+    save({**STATE, "odd[0]": torch.tensor(7)}, tmp_path, writer)
+    names = ["w[3:5, 0]", "w[-1, ::10]", "w[..., 29]", "half", "step", "more.lr", "odd[0]"]
+    found = [each["value"] for each in dcpx("cat", tmp_path, *names)]
+    w = STATE["w"]
+    assert found[:3] == [w[3:5, 0].tolist(), w[-1, ::10].tolist(), w[..., 29].tolist()]
+    assert found[3:] == [[1.0] * 4, 3, 2.5, 7]
+    text = CliRunner().invoke(app, ["cat", str(tmp_path), "w[0, :2]", "step"]).stdout
+    assert text.splitlines() == ["w[0, :2]: float32 [2]", "tensor([0., 1.])", "step: 3"]
+    full = CliRunner().invoke(app, ["cat", str(tmp_path), "--full", "w"]).stdout
+    assert "..." not in full and "599." in full
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("v", "UnknownNameError", "'w'"),
+        ("w[a]", "OptionError", "begin:end"),
+        ("w[1:2:3:4]", "OptionError", "begin:end"),
+        ("w[]", "OptionError", "begin:end"),
+        ("w[0,0,0]", "OptionError", "3 indices"),
+        ("w[99]", "OptionError", "99"),
+        ("step[0]", "UnknownNameError", "is an object"),
+    ],
+)
+def test_cat_names_what_it_cannot_print(tmp_path: Path, name: str, kind: str, words: str) -> None:
+    save(STATE, tmp_path)
+    error = dcpx("cat", tmp_path, name, code=2)["error"]
+    assert error["type"] == kind and words in error["message"]
+
+
+@pytest.mark.parametrize("sides", [("ours", "ours"), ("ours", "stock"), ("stock", "stock")])
+def test_diff_of_equal_checkpoints_finds_nothing(tmp_path: Path, sides: Any) -> None:
+    for name, writer in zip("ab", sides, strict=True):
+        save(STATE, tmp_path / name, writer)
+    found = dcpx("diff", tmp_path / "a", tmp_path / "b")
+    assert (found["differences"], found["equal"]) == ([], 5)
+    is_by_sums = sides == ("ours", "ours")
+    assert found["read_bytes"] == (0 if is_by_sums else 2 * (2400 + 8))
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_diff_says_what_differs_in_which_name(tmp_path: Path, writer: Any) -> None:
+    bit = STATE["w"].clone()
+    bit.view(torch.int32)[19, 29] ^= 1
+    other = {
+        "w": bit, "half": STATE["half"].float(), "step": torch.tensor(3), "more": {"lr": 3.5},
+        "new": torch.zeros(2, 3),
+    }  # fmt: skip
+    save(STATE, tmp_path / "a")
+    save(other, tmp_path / "b", writer)
+    found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert {row["name"]: (row["what"], row["a"], row["b"]) for row in found["differences"]} == {
+        "w": ("values", "", ""),
+        "half": ("dtype", "bfloat16", "float32"),
+        "step": ("kind", "object", "int64 []"),
+        "more.lr": ("values", "", ""),
+        "more.betas": ("only in A", "object", ""),
+        "new": ("only in B", "", "float32 [2, 3]"),
+    }
+    assert found["equal"] == 0
+    text = CliRunner().invoke(
+        app, ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--limit", "2"]
+    )
+    assert "6 differences (4 not shown), 0 equal names;" in text.stdout
+
+
+def test_diff_reads_tensors_that_are_stored_in_other_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = STATE["w"]
+    save(changed(w=w), tmp_path / "a")
+    save(changed(w=w.t().contiguous().t()), tmp_path / "b")  # equal values, transposed memory
+    found = dcpx("diff", tmp_path / "a", tmp_path / "b")
+    assert (found["differences"], found["read_bytes"]) == ([], 2 * w.nbytes)
+    monkeypatch.setattr(cli_diff, "_PIECE_BYTES", 100)  # in pieces of less than a row
+    assert dcpx("diff", tmp_path / "a", tmp_path / "b") == found
+    other = w.clone()
+    other[7, 29] += 1
+    save(changed(w=other.t().contiguous().t()), tmp_path / "b")
+    (row,) = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)["differences"]
+    assert (row["name"], row["what"]) == ("w", "values")
+
+
+def test_diff_reads_where_a_footer_is_not_of_the_checkpoint(tmp_path: Path) -> None:
+    save(STATE, tmp_path / "a")
+    save(STATE, tmp_path / "b")
+    (name,) = data_files(tmp_path / "b")
+    data = bytearray((tmp_path / "b" / name).read_bytes())
+    data[-60] ^= 1  # in the tail, where the index's checksum is
+    (tmp_path / "b" / name).write_bytes(data)
+    error = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)["error"]
+    assert error["type"] == "CorruptionError"
+
+
+def test_diff_executes_nothing_and_calls_refused_objects_different(tmp_path: Path) -> None:
+    hostile = {"x": OrderedDict(a=1), "y": Own()}
+    save(hostile, tmp_path / "a", "stock")
+    save(hostile, tmp_path / "b", "stock")
+    found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert [row["name"] for row in found["differences"]] == ["y"]

@@ -1,0 +1,88 @@
+"""Steps, counts, metrics and parts of a manager: what is taken, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainings import manager_of, on_disk, save_steps
+
+from torch_dcpx import CheckpointManager, OptionError
+
+
+@pytest.mark.parametrize(
+    "integer", [np.int64, np.array, torch.tensor], ids=lambda kind: kind.__name__
+)
+def test_integers_of_any_type_are_steps_and_counts(tmp_path: Path, integer: Any) -> None:
+    rules = {
+        "keep_last": integer(1),
+        "keep_every": integer(2),
+        "keep_best": ("m", "max", integer(1)),
+    }
+    with manager_of(tmp_path, **rules) as manager:
+        for step in (1, 2, 3, 5):
+            save_steps(manager, integer(step), metrics={"m": -step})
+        manager.save("named", state={"x": torch.zeros(2)}, step=integer(7))
+    assert on_disk(tmp_path) == {"step-1", "step-2", "named"}
+    again = manager_of(tmp_path)
+    step = again.resume(state={"x": torch.zeros(2)}).step
+    assert (type(step), step) == (int, 7)
+    again.pin(integer(2))
+    with pytest.raises(OptionError, match="step"):
+        manager_of(tmp_path).save(integer(4), state={"x": 1}, step=integer(5))
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.bool_(1), torch.tensor(True), 1.0, "1", -1, 0], ids=repr
+)
+@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_best"])
+def test_counts_that_are_no_integers_above_0_are_refused(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    with pytest.raises(OptionError, match=name):
+        CheckpointManager(tmp_path, **{name: ("m", "min", value) if name == "keep_best" else value})
+
+
+@pytest.mark.parametrize("step", [True, np.bool_(1), torch.tensor(False), 1.0, -1], ids=repr)
+def test_steps_that_are_no_integers_are_refused(tmp_path: Path, step: Any) -> None:
+    manager = manager_of(tmp_path / "run")
+    with pytest.raises(OptionError):
+        save_steps(manager, step)
+    with pytest.raises(OptionError, match="step"):
+        manager.save("named", state={"x": 1}, step=step)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", ["0.3", b"0.3", None, [1.0], "nan"], ids=repr)
+def test_metric_that_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
+    manager = manager_of(tmp_path / "run", keep_best=("loss", "min", 1))
+    with pytest.raises(OptionError, match="metrics") as info:
+        save_steps(manager, 1, metrics={"loss": value})
+    assert info.value.option == "metrics"
+    assert not (tmp_path / "run").exists()
+
+
+def test_save_without_a_part_is_refused(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path / "run")
+    with pytest.raises(OptionError, match="nothing to save"):
+        manager.save(1, metrics={"loss": 1.0})
+    assert not (tmp_path / "run").exists()
+    manager.save(1, user_content=0)
+
+
+def test_keep_best_warns_once_of_saves_without_its_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path, keep_best=("loss", "min", 1)) as manager:
+        save_steps(manager, 1, metrics={"loss": torch.tensor(0.5), "acc": 1})
+        assert caplog.records == []
+        save_steps(manager, 2, metrics={"acc": 0.5})
+        save_steps(manager, 3)
+        save_steps(manager, 4, metrics={"loss": float("nan")})
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "'loss'" in record.getMessage() and "'step-2'" in record.getMessage()
+    assert "'acc'" in record.getMessage()
+    assert on_disk(tmp_path) == {"step-1", "step-4"}

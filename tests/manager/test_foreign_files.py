@@ -1,0 +1,144 @@
+"""Files in a root that no save has made: they neither stop a fresh start nor are warned of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.async_saves import gated
+from trainings import manager_of, save_steps
+
+from torch_dcpx import CheckpointManager, NotCommittedError
+from torch_dcpx import save as save_alone
+
+
+def fill_with_foreign(root: Path) -> None:
+    """Makes what users and file systems leave beside checkpoints."""
+    (root / "logs" / "step-3").mkdir(parents=True)
+    (root / "logs" / "events.out").write_text("x")
+    (root / "lost+found").mkdir()
+    (root / "empty").mkdir()
+    (root / ".git").mkdir()
+    (root / "step-3.png").write_text("x")
+    (root / "notes.txt").write_text("mine")
+    (root / "config.yaml").write_text("lr: 0.1")
+    (root / "tensorboard").symlink_to("logs")
+
+
+def test_foreign_files_do_not_stop_a_fresh_start_and_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill_with_foreign(tmp_path)
+    (tmp_path / "lost+found").chmod(0)
+    before = sorted(tmp_path.rglob("*.*"))
+    with manager_of(tmp_path) as manager:
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert info.is_fresh and info.skipped == ()
+        assert manager.tags() == [] and manager.latest() is None
+        assert sorted(tmp_path.rglob("*.*")) == before
+        save_steps(manager, 1, 2)
+    again = manager_of(tmp_path).resume(state={"x": torch.zeros(3)})
+    assert (again.step, again.skipped) == (2, ())
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def only_data(root: Path) -> None:
+    (root / "any" / "__0_0.distcp").mkdir(parents=True)
+
+
+def prefixed_data(root: Path) -> None:
+    (root / "any").mkdir()
+    (root / "any" / "mine_0_0.distcp").touch()
+
+
+def rank_local_metadata(root: Path) -> None:
+    (root / "any").mkdir()
+    (root / "any" / "__3.metadata").touch()
+
+
+def tombstone(root: Path) -> None:
+    (root / "any").mkdir()
+    (root / "any" / ".dcpx.deleted").touch()
+
+
+def begun_save(root: Path) -> None:
+    (root / "any").mkdir()
+    (root / "any" / ".dcpx.lock").touch()
+
+
+def begun_first_save(root: Path) -> None:
+    (root / "step-100").mkdir()
+
+
+def link_to_nothing(root: Path) -> None:
+    (root / "latest").symlink_to("/none/of/this/is/mounted")
+
+
+def link_to_a_checkpoint(root: Path) -> None:
+    save_alone({"x": torch.zeros(3)}, root.parent / "elsewhere", no_dist=True)
+    (root / "latest").symlink_to(root.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        only_data,
+        prefixed_data,
+        rank_local_metadata,
+        tombstone,
+        begun_save,
+        begun_first_save,
+        link_to_nothing,
+        link_to_a_checkpoint,
+    ],
+)
+def test_what_may_be_of_a_checkpoint_stops_a_fresh_start(
+    tmp_path: Path, leave: Callable[[Path], None]
+) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    fill_with_foreign(root)
+    leave(root)
+    with pytest.raises(NotCommittedError, match="allow_fresh=True") as info:
+        manager_of(root).resume(state={"x": torch.zeros(3)})
+    assert "notes.txt" not in str(info.value) and "of 1 entry" in str(info.value)
+    assert manager_of(root, allow_fresh=True).resume(state={"x": torch.zeros(3)}).is_fresh
+
+
+def test_checkpoint_as_root_is_told_where_the_root_is(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path), 1)
+    with pytest.raises(NotCommittedError, match="checkpoint itself") as info:
+        manager_of(tmp_path / "step-1").resume(state={"x": torch.zeros(3)})
+    assert repr(str(tmp_path)) in str(info.value)
+
+
+def test_save_under_way_is_no_broken_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, options = gated(max_in_flight=2)
+    with CheckpointManager(tmp_path, options=options) as manager:
+        first = manager.save(1, state={"x": torch.zeros(3)})
+        assert gate.reached.wait(60)  # its directory is there, its metadata is not
+        assert manager.tags() == [] and manager.latest() is None
+        manager.save(2, state={"x": torch.zeros(3)})
+        assert not first.done()
+        gate.open()
+    assert caplog.records == []
+
+
+def test_delete_is_not_warned_of_whatever_else_lies_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path) as manager:
+        save_steps(manager, 1, 2, 3)
+        (tmp_path / "step-2" / "notes.txt").write_text("mine")
+        manager.delete(2)
+        manager.delete(3)
+        assert manager.tags() == ["step-1"]
+        save_steps(manager, 4)
+    assert manager_of(tmp_path).resume(state={"x": torch.zeros(3)}).skipped == ()
+    assert (tmp_path / "step-2" / "notes.txt").read_text() == "mine"
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []

@@ -1,0 +1,183 @@
+"""Reads tensors, parts of tensors and objects by their stored names.
+
+The metadata is read once, and managers' retention leaves the checkpoint alone. Each read plans for
+itself, so threads and forked children may read at once. It opens files by name: if a save has
+replaced them, the read is an error, never a mix of two saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from torch_dcpx._compat import dtype_name
+from torch_dcpx.artifacts.layout import is_quantized
+from torch_dcpx.artifacts.slices import Box, boxes_of, cut_of
+from torch_dcpx.errors import (
+    DcpxError,
+    StagingError,
+    StorageError,
+    UnsupportedError,
+)
+from torch_dcpx.keys.mapped_state import MappedTarget
+from torch_dcpx.keys.mapped_tensor import StoredPart
+from torch_dcpx.metadata.lazy import outline_of
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.planners.load_planner import DcpxLoadPlanner
+from torch_dcpx.reader.generation import FileState, check_not_replaced, file_states
+from torch_dcpx.reader.pretrained_reader import PretrainedReader
+from torch_dcpx.storage.reader_lock import ReadersHold
+
+
+class NamedReads:
+    """A checkpoint whose metadata was read. Thread-safe.
+
+    Attributes:
+        path: its directory.
+        tensors: entries of the metadata without chunks, by name.
+        objects: names of what is no tensor.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], options: ReadOptions, rank: int | None
+    ) -> None:
+        """Reads the metadata. Args, Raises: as `open_checkpoint`."""
+        self._reader = PretrainedReader(path, options=options)
+        self.path = os.fsdecode(self._reader.path)
+        self._hold = ReadersHold()
+        self._hold.take(self.path)
+        self._of_rank: dict[str, Any] = {} if rank is None else {"rank": rank}
+        states: dict[str, FileState] = {}
+        try:
+            with contextlib.suppress(StorageError):  # the next step says it better
+                states = file_states(self.path)  # as they were before the metadata
+            self._metadata = self._reader.read_metadata(**self._of_rank)
+        except BaseException:
+            self._hold.release()
+            raise
+        self._states = {} if self._reader.is_of_ours else states
+        stored = self._metadata.state_dict_metadata
+        entries = {name: outline_of(stored)(name) for name in stored}
+        self.tensors = {
+            name: one for name, one in entries.items() if isinstance(one, TensorStorageMetadata)
+        }
+        self.objects = [name for name in entries if name not in self.tensors]
+
+    def close(self) -> None:
+        """Lets managers delete the checkpoint; safe to call twice."""
+        self._hold.release()
+
+    def read_tensors(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+        """Returns whole tensors, read at once."""
+        tensors = {name: self._memory(name, self.tensors[name].size, device) for name in names}
+        self._read({name: tensor for name, tensor in tensors.items() if tensor.numel()})
+        return tensors
+
+    def read_object(self, name: str) -> Any:
+        """Returns an object. Raises: UnsafePickleError: it may not be decoded."""
+        state = {name: None}
+        self._read(state)
+        return state[name]
+
+    def read_part(self, name: str, index: Any) -> torch.Tensor:
+        """Returns what `index` takes of a tensor. Raises: as `LazyTensor.__getitem__`."""
+        sizes = tuple(self.tensors[name].size)
+        cut = cut_of(index, sizes, name)
+        memory = self._memory(name, cut.counts, torch.device("cpu"))
+        most = self._reader.options.host_memory_bytes
+        boxes: list[Box] = []
+        used = 0
+        for box in boxes_of(cut, sizes, memory, most):
+            cost = math.prod(box.lengths) * memory.itemsize if box.has_gaps else 0
+            if used and used + cost > most:
+                self._read_boxes(name, boxes)
+                boxes, used = [], 0
+            boxes.append(box)
+            used += cost
+        self._read_boxes(name, boxes)
+        return cut.result(memory)
+
+    def _read_boxes(self, name: str, boxes: Sequence[Box]) -> None:
+        """Reads regions of one tensor to their places."""
+        if not boxes:
+            return
+        target = _Regions(self.tensors[name].size)
+        held = [box.place.new_empty(box.lengths) if box.has_gaps else box.place for box in boxes]
+        for box, memory in zip(boxes, held, strict=True):
+            target.add(StoredPart(name, box.offsets, box.lengths, memory))
+        self._read({name: target})
+        for box, memory in zip(boxes, held, strict=True):
+            if box.has_gaps:
+                box.place.copy_(memory[tuple(slice(None, None, step) for step in box.steps)])
+
+    def _read(self, state: dict[str, Any]) -> None:
+        """Reads into a state by stored names; objects replace what is there."""
+        if not state:
+            return
+        reader = copy.copy(self._reader)  # a reader has one load at a time
+        self._set_up(reader)
+        planner = DcpxLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner({}, self._metadata, is_coordinator=True)
+        planner.state_dict = state
+        plan = planner.create_local_plan()
+        seen: dict[str, FileState] = {}
+        if self._states:
+            places = (reader.storage_data[item.storage_index] for item in plan.items)
+            files = {place.relative_path for place in places}
+            seen = {name: self._states[name] for name in files & self._states.keys()}
+        try:
+            plan = planner.finish_plan(reader.prepare_local_plan(plan))
+            reader.read_data(plan, planner).wait()
+        except DcpxError:
+            self._check_same(seen)
+            raise
+        self._check_same(seen)
+
+    def _set_up(self, reader: PretrainedReader) -> None:
+        extra = {**self._of_rank, "use_collectives": False} if self._of_rank else {}
+        reader.set_up_storage_reader(self._metadata, is_coordinator=False, **extra)
+
+    def _check_same(self, states: Mapping[str, FileState]) -> None:
+        """Raises StorageError if files without checksums are no longer those of the metadata."""
+        if states:  # else a directory is opened for nothing
+            check_not_replaced(self.path, states, "open it again")
+
+    def _memory(self, name: str, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Returns memory for values of a tensor. Raises: UnsupportedError, StagingError."""
+        dtype, layout = self.tensors[name].properties.dtype, self.tensors[name].properties.layout
+        if layout is not torch.strided or is_quantized(dtype_name(dtype)):
+            raise UnsupportedError(
+                f"'{name}' is stored as {dtype} of layout {layout}, which is not read without a "
+                "tensor to fill: give `load` one"
+            )
+        try:
+            return torch.empty(tuple(sizes), dtype=dtype, device=device)
+        except RuntimeError as error:  # more than there is, or than a size can be
+            raise StagingError(
+                f"make '{name}' of {math.prod(sizes) * dtype.itemsize} B on {device}: {error}",
+                fqn=name,
+            ) from error
+
+
+class _Regions(MappedTarget):
+    """The memory of many regions of one stored tensor."""
+
+    def __init__(self, sizes: torch.Size) -> None:
+        super().__init__(sizes)
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def add(self, part: StoredPart) -> None:
+        """Adds a region."""
+        self.parts.append(part)
+        self._views[part.offsets] = part.view
+
+    def view(self, index: MetadataIndex) -> torch.Tensor:
+        """Returns the memory of the region that a read item names."""
+        return self._views[tuple(index.offset or ())]

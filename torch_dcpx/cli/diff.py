@@ -1,0 +1,203 @@
+"""`dcpx diff`: how two checkpoints differ: names, shapes, dtypes, then values.
+
+Values are compared by the checksums in the footers, which read nothing but these, wherever both
+checkpoints cut a tensor alike. Else, as on another number of ranks, and in checkpoints of stock
+DCP, both tensors are read piece by piece.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_dcpx._text import counted
+from torch_dcpx.artifacts.opened import LazyTensor, OpenCheckpoint, open_checkpoint
+from torch_dcpx.artifacts.rows import slabs
+from torch_dcpx.cli.output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
+from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.integrity.contents import read_commit
+from torch_dcpx.integrity.footers import TORCH_TENSOR, FooterRow, add_file
+from torch_dcpx.integrity.verify import verify_job
+from torch_dcpx.options import ReadOptions
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import metadata_name
+
+_PIECE_BYTES = 32 << 20  # of each side, in memory at one time
+
+
+class Difference(NamedTuple):
+    """One name that differs."""
+
+    name: str
+    what: str  # "only in A", "only in B", "kind", "shape", "dtype" or "values"
+    a: str = ""
+    b: str = ""
+
+
+class Sum(NamedTuple):
+    """The checksum of one stored chunk, and all that its bytes depend on besides values."""
+
+    form: tuple[Any, ...]
+    numel: int
+    crc: int
+
+
+def run_diff(a: Path, b: Path, *, rank: int | None, limit: int, as_json: bool) -> int:
+    """Prints how two checkpoints differ. Returns the exit code: 1 if they do."""
+    with open_checkpoint(a, rank=rank) as one, open_checkpoint(b, rank=rank) as two:
+        run = _Run(one, two, _sums(a, rank), _sums(b, rank))
+        found = run.differences()
+    if as_json:
+        put_json({"equal": run.equal, "read_bytes": run.read_bytes, "differences": found})
+    else:
+        if found:
+            put_table(["name", "difference", "A", "B"], found[:limit] if limit > 0 else found)
+        more = f" ({len(found) - limit} not shown)" if 0 < limit < len(found) else ""
+        names = f"{counted(len(found), 'difference')}{more}, {counted(run.equal, 'equal name')}"
+        put_lines([f"{names}; read {human_bytes(run.read_bytes)} of values, the rest by checksums"])
+    return UNSOUND if found else FINE
+
+
+class _Run:
+    """One comparison. Not thread-safe."""
+
+    def __init__(
+        self,
+        one: OpenCheckpoint,
+        two: OpenCheckpoint,
+        sums_of_one: dict[str, dict[Any, Sum]],
+        sums_of_two: dict[str, dict[Any, Sum]],
+    ) -> None:
+        self._sides = one, two
+        self._sums = sums_of_one, sums_of_two
+        self.equal = 0
+        self.read_bytes = 0
+
+    def differences(self) -> list[Difference]:
+        """Returns the names that differ: A's in their order, then those of B alone."""
+        one, two = self._sides
+        found: dict[str, Difference] = {}
+        unclear: list[str] = []  # tensors that the checksums cannot tell
+        names = (*one, *one.objects)
+        for name in names:
+            is_tensor = name in one
+            if name not in two and name not in two.objects:
+                found[name] = Difference(name, "only in A", _shown(one, name))
+            elif is_tensor != (name in two):
+                found[name] = Difference(name, "kind", _shown(one, name), _shown(two, name))
+            elif is_tensor and (form := self._unlike_form(name)):
+                found[name] = form
+            else:
+                same = self._same_sums(name, one[name].shape.numel() if is_tensor else 1)
+                if is_tensor and same is None:
+                    unclear.append(name)
+                elif not same and (is_tensor or not self._is_same_object(name)):
+                    found[name] = Difference(name, "values")
+        for name in self._unlike_values(unclear):
+            found[name] = Difference(name, "values")
+        self.equal = len(names) - len(found)
+        return [found[name] for name in names if name in found] + [
+            Difference(name, "only in B", b=_shown(two, name))
+            for name in (*two, *two.objects)
+            if name not in one and name not in one.objects
+        ]
+
+    def _unlike_form(self, name: str) -> Difference | None:
+        a, b = (side[name] for side in self._sides)
+        if a.shape != b.shape:
+            return Difference(name, "shape", str(list(a.shape)), str(list(b.shape)))
+        if a.dtype != b.dtype:
+            return Difference(name, "dtype", _dtype(a), _dtype(b))
+        return None
+
+    def _same_sums(self, name: str, numel: int) -> bool | None:
+        """Returns whether the checksums of a name are equal; None: they cannot tell."""
+        a, b = (sums.get(name, {}) for sums in self._sums)
+        is_whole = bool(a) and sum(each.numel for each in a.values()) == numel
+        if not is_whole or {k: v.form for k, v in a.items()} != {k: v.form for k, v in b.items()}:
+            return None
+        return {k: v.crc for k, v in a.items()} == {k: v.crc for k, v in b.items()}
+
+    def _unlike_values(self, names: Sequence[str]) -> Iterator[str]:
+        """Reads tensors of equal shapes; yields the names of those that differ in a bit."""
+        batch: list[str] = []
+        nbytes = 0
+        for name in (*names, None):  # None: the last batch
+            size = self._sides[0][name].nbytes if name is not None else 0
+            if name is None or nbytes + size > _PIECE_BYTES:
+                a, b = (side.load_tensors(batch) if batch else {} for side in self._sides)
+                yield from (each for each in batch if not self._have_same_bits(a[each], b[each]))
+                batch, nbytes = [], 0
+            if name is not None and size > _PIECE_BYTES:
+                if not self._is_same_large(name):
+                    yield name
+            elif name is not None:
+                batch.append(name)
+                nbytes += size
+
+    def _is_same_large(self, name: str) -> bool:
+        a, b = (side[name] for side in self._sides)
+        for at, lengths in slabs(a.shape, a.dtype.itemsize, _PIECE_BYTES):
+            index = tuple(slice(p, p + n) for p, n in zip(at, lengths, strict=True))
+            if not self._have_same_bits(a[index], b[index]):
+                return False
+        return True
+
+    def _have_same_bits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        self.read_bytes += a.nbytes + b.nbytes
+        return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b)))
+
+    def _is_same_object(self, name: str) -> bool:
+        """Compares decoded objects; those that may not be decoded count as different."""
+        try:
+            return _are_equal(*(side.objects[name] for side in self._sides))
+        except UnsafePickleError:
+            return False
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    return pickle.dumps(a) == pickle.dumps(b)
+
+
+def _shown(side: OpenCheckpoint, name: str) -> str:
+    return f"{_dtype(side[name])} {list(side[name].shape)}" if name in side else "object"
+
+
+def _dtype(tensor: LazyTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _sums(path: Path, rank: int | None) -> dict[str, dict[Any, Sum]]:
+    """Returns the checksums of all chunks, by name and offsets; none of stock's files."""
+    sums: dict[str, dict[Any, Sum]] = {}
+    with Directory(path) as directory:
+        name = metadata_name(rank)
+        files = read_commit(directory, name).files if directory.is_regular(name) else None
+        job = verify_job(directory, ReadOptions())
+        for entry in (files or {}).values():
+            facts = add_file(job, entry.path)
+            if facts.tail is None or facts.tail.footer_crc != entry.footer_crc:
+                continue  # damaged, or of another save: reading says so
+            for row in facts.rows or ():
+                sums.setdefault(row.fqn, {})[row.offsets] = _sum_of(row)
+    return sums
+
+
+def _sum_of(row: FooterRow) -> Sum:
+    form: tuple[Any, ...] = (row.kind, row.sizes, row.strides, row.dtype, row.payload_bytes)
+    if row.kind == TORCH_TENSOR:  # equal values may lie in unequal archives: these are read
+        form = (*form, row.payload_crc)
+    return Sum(form, math.prod(row.sizes), row.payload_crc)

@@ -1,0 +1,108 @@
+"""`dcpx export`: a checkpoint as files of safetensors or torch.save, and such files as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from torch_dcpx._compat import DTYPES
+from torch_dcpx._text import counted
+from torch_dcpx.artifacts.export import export
+from torch_dcpx.artifacts.opened import open_checkpoint
+from torch_dcpx.checkpoint.save import save
+from torch_dcpx.cli.listing import holds_files
+from torch_dcpx.cli.output import FINE, put_json, put_lines
+from torch_dcpx.errors import OptionError, must_be
+from torch_dcpx.integrity.artifact import find_artifact
+from torch_dcpx.reader.safetensors import TORCH_SUFFIXES
+from torch_dcpx.reader.torch_file import read_torch_file
+
+Format = Literal["safetensors", "torch", "dcp"]
+
+
+def run_export(
+    source: Path,
+    dest: Path,
+    *,
+    kind: Format | None,
+    keys: Sequence[str],
+    dtype: str | None,
+    max_shard_bytes: str,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
+    """Converts, and prints what was written. Returns the exit code."""
+    converted = _dtype(dtype)
+    if kind is None and not dest.suffix and find_artifact(source) is not None:
+        kind = "dcp"
+    _check_dest(source, dest, kind, overwrite)
+    if kind == "dcp":
+        found = _to_checkpoint(source, dest, keys, converted)
+    else:
+        report = export(
+            source,
+            dest,
+            format=kind,
+            keys=keys or None,
+            max_shard_bytes=max_shard_bytes,
+            dtype=converted,
+            no_dist=True,
+        )
+        found = {"path": dest, "tensors": report.tensors, "left_out": report.skipped}
+    if as_json:
+        put_json(found)
+    else:
+        put_lines([f"wrote {counted(found['tensors'], 'tensor')} to '{dest}'"])
+        if found["left_out"]:
+            put_lines([f"left out, as no tensors: {', '.join(found['left_out'])}"])
+    return FINE
+
+
+def _check_dest(source: Path, dest: Path, kind: Format | None, overwrite: bool) -> None:
+    """Raises OptionError where the export would replace, or lie beside, what is there."""
+    if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
+        return
+    way = "name another place"
+    if overwrite and not dest.samefile(source):
+        is_checkpoint = dest.is_dir() and holds_files(dest)
+        is_artifact = not is_checkpoint and find_artifact(dest) is not None
+        if is_checkpoint if kind == "dcp" else is_artifact:
+            return
+        way += f": it is no {'checkpoint' if kind == 'dcp' else 'export'} that could be replaced"
+    elif not dest.samefile(source):
+        way += ", or replace it by --overwrite"
+    raise OptionError(f"'{dest}' is there; {way}", option="dest", value=str(dest))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    found = DTYPES.get(name)
+    if found is None or not found.is_floating_point:
+        known = sorted(one for one, dtype in DTYPES.items() if dtype.is_floating_point)
+        raise must_be("dtype", name, f"one of {', '.join(known)}")
+    return found
+
+
+def _to_checkpoint(
+    source: Path, dest: Path, keys: Sequence[str], dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """Saves tensors and objects of files as a checkpoint. All of them are in memory meanwhile."""
+    with open_checkpoint(source) as opened:
+        state: dict[str, Any] = dict(opened.load_tensors(keys or None))
+        for name, tensor in state.items():
+            if dtype is not None and tensor.is_floating_point():
+                state[name] = tensor.to(dtype)
+        tensors = len(state)
+        objects = dict(opened.objects)
+    artifact = find_artifact(source)
+    if artifact is not None and artifact.name.endswith(TORCH_SUFFIXES):
+        objects = read_torch_file(*artifact).objects
+    if not keys:
+        state.update(objects)
+    save(state, os.fspath(dest), no_dist=True)
+    return {"path": dest, "tensors": tensors, "left_out": list(objects) if keys else []}

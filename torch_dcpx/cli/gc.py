@@ -1,0 +1,63 @@
+"""`dcpx gc`: lists, or removes, what failed saves have left in directories of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_dcpx._text import counted
+from torch_dcpx.cli.listing import checkpoints_at
+from torch_dcpx.cli.output import FINE, exit_code, human_bytes, put_json, put_lines, put_table
+from torch_dcpx.errors import DcpxError
+from torch_dcpx.integrity.leftovers import find_leftovers, remove_leftovers
+
+
+def run_gc(paths: Sequence[Path], *, delete: bool, as_json: bool) -> int:
+    """Prints the leftovers at `paths`. Returns the exit code: that of the worst error."""
+    rows: list[dict[str, Any]] = []
+    code = FINE
+    for place in dict.fromkeys(place for path in paths for place in checkpoints_at(path)):
+        state, problem = "left", ""
+        try:
+            found = find_leftovers(place)
+            if found.files and not found.is_committed and not (delete and place in paths):
+                problem = (
+                    f"no metadata: if it was a checkpoint, `dcpx repair {place}` may make it; "
+                )
+                problem += "--delete removes it only if it is named"
+            elif found.files and delete:
+                found, state = remove_leftovers(place), "removed"
+        except DcpxError as error:
+            rows.append(_row(place, "unknown", {}, str(error)))
+            code = max(code, exit_code(error))
+            continue
+        if found.files:
+            rows.append(_row(place, state, found.files, problem))
+    if as_json:
+        put_json(rows)
+        return code
+    put_table(
+        ["directory", "state", "#files", "#size", "problem"],
+        (
+            (
+                row["path"],
+                row["state"],
+                len(row["files"]),
+                human_bytes(row["nbytes"]),
+                row["problem"],
+            )
+            for row in rows
+        ),
+    )
+    files = sum(len(row["files"]) for row in rows if row["state"] == "left" and not row["problem"])
+    if files and not delete:
+        put_lines(
+            [f"{counted(files, 'file')} left by saves that did not end: --delete removes them"]
+        )
+    return code
+
+
+def _row(place: Path, state: str, files: dict[str, int], problem: str) -> dict[str, Any]:
+    total = sum(files.values())
+    return {"path": place, "state": state, "files": files, "nbytes": total, "problem": problem}

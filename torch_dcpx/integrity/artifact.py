@@ -1,0 +1,172 @@
+"""Verifies files of safetensors and torch.save: what `export` writes, and others of their kind.
+
+A file of torch.save has a checksum for each record. Safetensors have none: headers must describe
+the files byte for byte, and an index and its files must name the same tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError, UnsafePickleError
+from torch_dcpx.integrity.findings import (
+    Finding,
+    ItemRanges,
+    VerifyReport,
+    file_finding,
+    of_error,
+    of_raw,
+)
+from torch_dcpx.integrity.footers import RawFinding
+from torch_dcpx.reader.safetensors import (
+    TORCH_SUFFIXES,
+    StoredTensor,
+    check_index,
+    find_files,
+    read_header,
+    read_index,
+)
+from torch_dcpx.reader.torch_file import read_torch_file
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import is_data_file_name
+from torch_dcpx.storage.paths import checked_path
+
+if TYPE_CHECKING:
+    from torch_dcpx._native import _C
+
+
+class Artifact(NamedTuple):
+    """Where an artifact lies: its directory, and the name of its file or index."""
+
+    directory: Path
+    name: str
+
+
+def find_artifact(path: str | os.PathLike[str]) -> Artifact | None:
+    """Returns the artifact that a path means; None: a checkpoint, a part of one, or nothing.
+
+    Raises: OptionError, UnsupportedError: as `checked_path`.
+    """
+    place = Path(checked_path(path, "copy or mount it, and name the directory"))
+    try:
+        found = find_files(place)
+        if found is None:
+            return None
+        with Directory(found[0]) as directory:
+            has_data = place.is_dir() and any(map(is_data_file_name, directory.names()))
+    except StorageError:  # NotCommittedError, too: the look at a checkpoint says it better
+        return None
+    return None if has_data else Artifact(*found)
+
+
+def verify_artifact(
+    directory: Directory,
+    name: str,
+    job: _C.VerifyJob,
+    safe_globals: Sequence[Any],
+    progress: Callable[[int, int], None] | None,
+) -> VerifyReport:
+    """Compares an artifact with itself and with its checksums. Faults raise nothing.
+
+    Raises: NotCommittedError: the file that the path names is not there.
+    """
+    began = time.perf_counter()
+    if name not in directory.names():
+        path = str(directory.path / name)
+        message = f"'{path}' is not there: there is nothing to verify"
+        raise NotCommittedError(message, errno=errno.ENOENT, path=path)
+    if name.endswith(TORCH_SUFFIXES):
+        looked = _of_torch(directory, name, job, safe_globals)
+    else:
+        looked = _of_safetensors(directory, name)
+    summed = time.perf_counter()
+    raws = map(RawFinding._make, job.sum(progress))
+    findings = [*looked.findings, *(of_raw(raw, name, looked.ranges) for raw in raws)]
+    if progress is not None:
+        progress(job.done_bytes, job.total_bytes)
+    ended = time.perf_counter()
+    return VerifyReport(
+        path=str(directory.path),
+        findings=tuple(sorted(findings, key=lambda f: (not f.is_fault, f.file, f.offset or 0))),
+        metadata_files=(name,),
+        files=looked.files,
+        items=looked.items,
+        checked_bytes=job.done_bytes,
+        metadata_s=summed - began,
+        sum_s=ended - summed,
+        total_s=ended - began,
+    )
+
+
+class _Looked(NamedTuple):
+    """What the files say, before their bytes are summed."""
+
+    findings: list[Finding]
+    files: int
+    items: int
+    ranges: ItemRanges | None = None
+
+
+def _of_torch(
+    directory: Directory, name: str, job: _C.VerifyJob, safe_globals: Sequence[Any]
+) -> _Looked:
+    """Looks at a file of torch.save, and adds its records to the sums of `job`."""
+    findings, ranges, items = [], None, 0
+    try:
+        places = read_torch_file(directory.path, name, safe_globals).places
+        items = len(places)
+        ranges = ItemRanges((one.offset, one.offset + one.length, n) for n, one in places.items())
+    except UnsafePickleError as error:  # no fault of the bytes, but no names for them either
+        findings.append(of_error("unchecked", error, name))
+    except DcpxError as error:
+        findings.append(_error_of(error, name))
+    try:
+        nbytes = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_size
+        _, raws = job.add_foreign(name, [(0, nbytes, False)])
+    except (DcpxError, OSError) as error:
+        if isinstance(error, DcpxError) and not findings:
+            findings.append(_error_of(error, name))
+        return _Looked(findings, 0, items)
+    findings += [of_raw(raw, name, ranges) for raw in map(RawFinding._make, raws)]
+    return _Looked(findings, 1, items, ranges)
+
+
+def _of_safetensors(directory: Directory, name: str) -> _Looked:
+    """Looks at a file, or an index and all its files."""
+    findings: list[Finding] = []
+    weight_map = None
+    if name.endswith(".json"):
+        try:
+            weight_map = read_index(directory, name)
+        except DcpxError as error:
+            return _Looked([_error_of(error, name)], 0, 0)
+    held: dict[str, dict[str, StoredTensor]] = {}
+    for file in [name] if weight_map is None else sorted(set(weight_map.values())):
+        try:
+            held[file], _ = read_header(directory, file)
+        except DcpxError as error:
+            findings.append(_error_of(error, file))
+    if weight_map is not None and not findings:
+        try:
+            check_index(weight_map, held, str(directory.path / name))
+        except DcpxError as error:
+            findings.append(of_error("disagreement", error, name))
+    for file, tensors in held.items():
+        nbytes = sum(one.entry.end - one.entry.begin for one in tensors.values())
+        message = (
+            f"'{file}' is of safetensors, which hold no checksums: {nbytes} B are not compared"
+        )
+        findings.append(file_finding("unchecked", file, message))
+    return _Looked(findings, len(held), sum(map(len, held.values())))
+
+
+def _error_of(error: DcpxError, name: str) -> Finding:
+    """Returns the finding of a file that cannot be read, or is not what its suffix says."""
+    if isinstance(error, StorageError):
+        return of_error("missing" if error.errno == errno.ENOENT else "unreadable", error, name)
+    return of_error("metadata", error, name)

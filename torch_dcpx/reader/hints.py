@@ -1,0 +1,115 @@
+"""What to do next, of a path at which there is no checkpoint, or a damaged one."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import itertools
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch_dcpx._text import counted
+from torch_dcpx.errors import CorruptionError, DcpxError, StorageError, UnsafePickleError
+from torch_dcpx.storage.names import (
+    METADATA_NAME,
+    POINTER_NAME,
+    is_data_file_name,
+    is_metadata_name,
+)
+
+_MAX_LOOKED_AT = 1000  # entries of a directory
+_MAX_SHOWN = 5
+_MIN_PARTS = 3  # "/", "home" and the name itself
+
+
+def command(verb: str, path: str | os.PathLike[str]) -> str:
+    """Returns a command of `dcpx` on a path, for a shell."""
+    return f"`dcpx {verb} {shlex.quote(os.fspath(path))}`"
+
+
+def absent(path: str | os.PathLike[str]) -> str:
+    """Returns why a path is no directory, and what is there instead."""
+    place = Path(path)
+    if os.path.isfile(place):  # noqa: PTH113 - which never raises
+        if is_data_file_name(place.name) or is_metadata_name(place.name):
+            return f"'{path}' is a file of a checkpoint: name its directory, '{place.parent}'"
+        way = "; load_pretrained reads it" if place.suffix == ".safetensors" else ""
+        return f"'{path}' is a file, no directory: there is no checkpoint{way}"
+    text = f"'{path}' is no directory: there is no checkpoint"
+    # Not in "/" or "/home": a look at what lies there could mount all of it.
+    is_deep = len(place.absolute().parts) > _MIN_PARTS
+    beside = _checkpoints_in(place.parent) if is_deep else []
+    near = difflib.get_close_matches(place.name, beside, 1, cutoff=0.6)
+    if near:
+        return f"{text}; did you mean '{place.parent / near[0]}'?"
+    return text + (f"; '{place.parent}' holds {_named(place.parent, beside)}" if beside else "")
+
+
+def uncommitted(path: Path, names: Sequence[str], wanted: Sequence[str]) -> str:
+    """Returns what a directory without the `wanted` files of metadata holds, and what to do.
+
+    Args:
+        names: in the directory.
+    """
+    missing = " and ".join(f"no '{one}'" for one in wanted if one not in names)
+    text = f"'{path}' holds no committed checkpoint: {missing}"
+    ranks, files = sum(map(is_metadata_name, names)), sum(map(is_data_file_name, names))
+    if ranks:
+        return f"{text}, but metadata of {counted(ranks, 'other rank')}"
+    if files:
+        return (
+            f"{text}, but {counted(files, 'data file')} of an unfinished save; if it had ended "
+            f"well, {command('repair', path)} makes '{METADATA_NAME}' anew"
+        )
+    beneath = _checkpoints_in(path)
+    if not beneath:
+        return text
+    is_root = POINTER_NAME in names
+    root = "; CheckpointManager.resume takes the newest of them" if is_root else ""
+    return f"{text}, but {_named(path, beneath)}{root}"
+
+
+def add_repair(error: CorruptionError, directory: Path, names: Sequence[str]) -> None:
+    """Adds to the error of damaged metadata the command that may mend it."""
+    if any(map(is_data_file_name, names)) and not isinstance(error, UnsafePickleError):
+        error.message += f"; {command('repair', directory)} makes it anew if torch-dcpx wrote it"
+
+
+def add_verify(error: BaseException, directory: str) -> None:
+    """Adds to the error of a damaged or missing data file the command that lists all damage."""
+    is_lost = isinstance(error, StorageError) and error.errno == errno.ENOENT
+    if isinstance(error, DcpxError) and (is_lost or isinstance(error, CorruptionError)):
+        error.message += f"; {command('verify', directory)} lists all damage"
+
+
+def _checkpoints_in(path: Path) -> list[str]:
+    """Returns the names of checkpoints beneath a directory, the newest first; never raises."""
+    found: list[tuple[float, str]] = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in itertools.islice(entries, _MAX_LOOKED_AT):
+                metadata = Path(entry.path, METADATA_NAME)
+                if entry.name.isprintable() and metadata.is_file():
+                    found.append((metadata.stat().st_mtime, entry.name))
+    except OSError:
+        return []  # the error at hand says more
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first names in quotes, and how many more there are."""
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(f"'{name}'" for name in names[:_MAX_SHOWN]) + more
+
+
+def beneath(path: Path) -> str:
+    """Returns which checkpoints lie beneath a directory; "" if there are none."""
+    names = _checkpoints_in(path)
+    return f"; it holds {_named(path, names)}" if names else ""
+
+
+def _named(path: Path, names: Sequence[str]) -> str:
+    noun = "the checkpoint" if len(names) == 1 else "the checkpoints"
+    return f"{noun} {listed(names)} ({command('ls', path)}): name one of them"
