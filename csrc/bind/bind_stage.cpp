@@ -310,7 +310,7 @@ std::unique_ptr<StagedCopies> snapshot(const ArenaHandle& handle, const py::obje
     FirstTouch pages(arena->data(), arena->huge_bytes());
     engine::take_snapshot(rows.rows(), arena->data(), workers, signal_poll(), &staged->copies(),
                           is_new ? &pages : nullptr);
-    arena->note_touched(rows.nbytes());
+    arena->note_touched(rows.nbytes(), pages);
     if (!overlap) staged->copies().wait(signal_poll());
   }
   return overlap ? std::move(staged) : nullptr;
@@ -347,6 +347,8 @@ void bind_stage(py::module_& m) {
       .def_property_readonly("written",
                              [](const ArenaHandle& self) { return self.get().written(); })
       .def("add_written", [](const ArenaHandle& self) { self.get().add_written(); })
+      .def_property_readonly("taken_bytes",
+                             [](const ArenaHandle& self) { return self.get().taken_bytes(); })
       .def("lend", &lend_bytes, py::arg("offset"), py::arg("nbytes"))
       .def(
           "prefault",

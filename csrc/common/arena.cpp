@@ -26,10 +26,12 @@ static_assert(Counter::is_always_lock_free, "two processes share it");
 std::uint64_t header_offset(std::uint64_t nbytes) { return align_up(nbytes, kPageBytes); }
 std::uint64_t mapped_bytes(std::uint64_t nbytes) { return header_offset(nbytes) + kPageBytes; }
 
+// Changes no byte: some may be staged there already.
 void touch(std::byte* first, std::uint64_t nbytes) {
   for (std::uint64_t at = 0; at < nbytes; at += kPageBytes) {
     auto* page = reinterpret_cast<volatile unsigned char*>(first + at);
-    *page = 0;
+    const unsigned char byte = *page;
+    *page = byte;
   }
 }
 
@@ -63,6 +65,8 @@ Arena::Arena(Arena&& other) noexcept
     : fd_(std::move(other.fd_)),
       data_(std::exchange(other.data_, nullptr)),
       nbytes_(other.nbytes_),
+      touched_bytes_(other.touched_bytes_),
+      taken_bytes_(other.taken_bytes_),
       owner_(other.owner_),
       attached_(std::move(other.attached_)),
       lent_(other.lent()),
@@ -128,7 +132,7 @@ void Arena::prefault(unsigned workers, const PollFunction& poll) {
   };
   const std::uint64_t pieces = (nbytes_ + kPrefaultBytes - 1) / kPrefaultBytes;
   run_workers(static_cast<unsigned>(std::min<std::uint64_t>(workers, pieces)), work, poll);
-  note_touched(nbytes_);
+  note_touched(nbytes_, pages);
 }
 
 std::uint64_t Arena::written() const noexcept { return written_->load(std::memory_order_acquire); }

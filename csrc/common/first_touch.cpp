@@ -46,6 +46,7 @@ bool FirstTouch::take(std::uint64_t begin, std::uint64_t end) {
       throw storage_error("madvise", "dcpx-arena", errno, static_cast<std::int64_t>(begin),
                           static_cast<std::int64_t>(next - begin));
     }
+    taken_bytes_.fetch_add(next - begin, std::memory_order_relaxed);
     if (is_tried) note(cpu_ns() - before, next - begin);
     begin = next;
   }
@@ -54,8 +55,8 @@ bool FirstTouch::take(std::uint64_t begin, std::uint64_t end) {
 
 void FirstTouch::note(std::uint64_t spent_ns, std::uint64_t nbytes) noexcept {
   const std::uint64_t spent = spent_ns_.fetch_add(spent_ns, std::memory_order_relaxed) + spent_ns;
-  const std::uint64_t taken = taken_bytes_.fetch_add(nbytes, std::memory_order_relaxed) + nbytes;
-  if (taken < kTriedBytes || spent / (taken / (kHugePageBytes / 2)) < small_pages_ns_ / 2) return;
+  const std::uint64_t tried = tried_bytes_.fetch_add(nbytes, std::memory_order_relaxed) + nbytes;
+  if (tried < kTriedBytes || spent / (tried / (kHugePageBytes / 2)) < small_pages_ns_ / 2) return;
   if (is_small_.exchange(true, std::memory_order_relaxed)) return;
   // Of pages that are still to come. Where it is refused, they are huge as those before.
   ::madvise(data_, static_cast<std::size_t>(huge_bytes_), MADV_NOHUGEPAGE);

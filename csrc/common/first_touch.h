@@ -34,6 +34,10 @@ class FirstTouch {
   bool take(std::uint64_t begin, std::uint64_t end);
 
   bool is_small() const noexcept { return is_small_.load(std::memory_order_relaxed); }
+  // Bytes that `take` has taken, again where they were there already.
+  std::uint64_t taken_bytes() const noexcept {
+    return taken_bytes_.load(std::memory_order_relaxed);
+  }
 
  private:
   void note(std::uint64_t spent_ns, std::uint64_t nbytes) noexcept;
@@ -41,8 +45,9 @@ class FirstTouch {
   std::byte* data_;
   std::uint64_t huge_bytes_;
   std::uint64_t small_pages_ns_;
-  std::atomic<std::uint64_t> spent_ns_{0};
   std::atomic<std::uint64_t> taken_bytes_{0};
+  std::atomic<std::uint64_t> tried_bytes_{0};  // on huge pages, and what they cost
+  std::atomic<std::uint64_t> spent_ns_{0};
   std::atomic<bool> is_small_{false};
 };
 

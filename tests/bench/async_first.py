@@ -83,14 +83,17 @@ def work(side: str, items: int, item_bytes: int, folder: Path) -> dict[str, floa
 
 
 def table(rounds: Sequence[dict[str, dict[str, float]]], sides: Sequence[str]) -> list[str]:
-    """Returns the lines of a table: medians, least and most; ratios within each round."""
+    """Returns the lines of a table: medians and quartiles; ratios within each round."""
     lines = [
         "| side | first, s | of stock's | second, s | prewarm, s | system, s |",
         "| --- " * 6 + "|",
     ]
 
     def shown(values: Sequence[float]) -> str:
-        return f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})"
+        if len(values) < 2:
+            return f"{values[0]:.3g}"
+        lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+        return f"{middle:.3g} ({lower:.3g}-{upper:.3g})"
 
     for side in sides:
         cells = {c: shown([r[side][c] for r in rounds]) for c in COLUMNS if c in rounds[0][side]}
