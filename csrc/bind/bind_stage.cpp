@@ -306,7 +306,11 @@ std::unique_ptr<StagedCopies> snapshot(const ArenaHandle& handle, const py::obje
   {
     const std::shared_ptr<Arena> arena = handle.arena;
     const ReleasedGil no_gil;
-    engine::take_snapshot(rows.rows(), arena->data(), workers, signal_poll(), &staged->copies());
+    const bool is_new = arena->touched_bytes() < rows.nbytes();
+    FirstTouch pages(arena->data(), arena->huge_bytes());
+    engine::take_snapshot(rows.rows(), arena->data(), workers, signal_poll(), &staged->copies(),
+                          is_new ? &pages : nullptr);
+    arena->note_touched(rows.nbytes(), pages);
     if (!overlap) staged->copies().wait(signal_poll());
   }
   return overlap ? std::move(staged) : nullptr;
@@ -343,6 +347,8 @@ void bind_stage(py::module_& m) {
       .def_property_readonly("written",
                              [](const ArenaHandle& self) { return self.get().written(); })
       .def("add_written", [](const ArenaHandle& self) { self.get().add_written(); })
+      .def_property_readonly("taken_bytes",
+                             [](const ArenaHandle& self) { return self.get().taken_bytes(); })
       .def("lend", &lend_bytes, py::arg("offset"), py::arg("nbytes"))
       .def(
           "prefault",

@@ -11,16 +11,12 @@
 
 #include "common/bytes.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14; older C libraries do not name it
-#endif
-
 namespace dcpx {
 namespace {
 
 constexpr std::uint64_t kPageBytes = 4096;  // of the layout; a system's own may be larger
 constexpr std::uint64_t kHugePageBytes = 2 << 20;
-constexpr std::uint64_t kPrefaultBytes = 32 << 20;  // what a worker takes at once
+constexpr std::uint64_t kPrefaultBytes = 4 << 20;  // what a worker takes at once
 constexpr const char* kName = "dcpx-arena";
 
 using Counter = std::atomic<std::uint64_t>;
@@ -30,10 +26,12 @@ static_assert(Counter::is_always_lock_free, "two processes share it");
 std::uint64_t header_offset(std::uint64_t nbytes) { return align_up(nbytes, kPageBytes); }
 std::uint64_t mapped_bytes(std::uint64_t nbytes) { return header_offset(nbytes) + kPageBytes; }
 
+// Changes no byte: some may be staged there already.
 void touch(std::byte* first, std::uint64_t nbytes) {
   for (std::uint64_t at = 0; at < nbytes; at += kPageBytes) {
     auto* page = reinterpret_cast<volatile unsigned char*>(first + at);
-    *page = 0;
+    const unsigned char byte = *page;
+    *page = byte;
   }
 }
 
@@ -67,6 +65,8 @@ Arena::Arena(Arena&& other) noexcept
     : fd_(std::move(other.fd_)),
       data_(std::exchange(other.data_, nullptr)),
       nbytes_(other.nbytes_),
+      touched_bytes_(other.touched_bytes_),
+      taken_bytes_(other.taken_bytes_),
       owner_(other.owner_),
       attached_(std::move(other.attached_)),
       lent_(other.lent()),
@@ -111,30 +111,28 @@ void Arena::map() {
   if (behind > whole) ::munmap(place + whole, static_cast<std::size_t>(behind - whole));
   data_ = place;
   owner_ = ::getpid();
-  const std::uint64_t huge_bytes = align_down(nbytes_, kHugePageBytes);
-  if (huge_bytes > 0) ::madvise(data_, static_cast<std::size_t>(huge_bytes), MADV_HUGEPAGE);
+  if (huge_bytes() > 0) ::madvise(data_, static_cast<std::size_t>(huge_bytes()), MADV_HUGEPAGE);
   ::madvise(data_, static_cast<std::size_t>(wanted), MADV_DONTFORK);
   // Of a new mapping it is 0, of an attached one what the other process has said.
   written_ = std::launder(reinterpret_cast<Counter*>(data_ + header_offset(nbytes_)));
 }
 
+std::uint64_t Arena::huge_bytes() const noexcept { return align_down(nbytes_, kHugePageBytes); }
+
 void Arena::prefault(unsigned workers, const PollFunction& poll) {
+  FirstTouch pages(data_, huge_bytes());
   std::atomic<std::uint64_t> next{0};
   const auto work = [&](unsigned, StopFlag& stop) {
     while (!stop.is_set()) {
       const std::uint64_t at = next.fetch_add(kPrefaultBytes, std::memory_order_relaxed);
       if (at >= nbytes_) return;
-      const std::uint64_t count = std::min(kPrefaultBytes, align_up(nbytes_ - at, kPageBytes));
-      if (::madvise(data_ + at, static_cast<std::size_t>(count), MADV_POPULATE_WRITE) == 0)
-        continue;
-      if (errno != EINVAL)
-        throw storage_error("madvise", kName, errno, static_cast<std::int64_t>(at),
-                            static_cast<std::int64_t>(count));
-      touch(data_ + at, count);  // a kernel before 5.14
+      const std::uint64_t end = std::min(at + kPrefaultBytes, align_up(nbytes_, kPageBytes));
+      if (!pages.take(at, end)) touch(data_ + at, end - at);
     }
   };
   const std::uint64_t pieces = (nbytes_ + kPrefaultBytes - 1) / kPrefaultBytes;
   run_workers(static_cast<unsigned>(std::min<std::uint64_t>(workers, pieces)), work, poll);
+  note_touched(nbytes_, pages);
 }
 
 std::uint64_t Arena::written() const noexcept { return written_->load(std::memory_order_acquire); }

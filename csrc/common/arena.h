@@ -3,12 +3,14 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <utility>
 
+#include "common/first_touch.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
 
@@ -38,6 +40,17 @@ class Arena {
   // and Error(kStorage) where there is not enough.
   void prefault(unsigned workers, const PollFunction& poll);
 
+  // How many bytes from `data` on were touched, so that the next to fill them need take none; and
+  // how many may lie on huge pages. Of whoever fills the arena, who is alone.
+  std::uint64_t touched_bytes() const noexcept { return touched_bytes_; }
+  void note_touched(std::uint64_t nbytes, const FirstTouch& pages) noexcept {
+    touched_bytes_ = std::max(touched_bytes_, nbytes);
+    taken_bytes_ += pages.taken_bytes();
+  }
+  std::uint64_t huge_bytes() const noexcept;
+  // What all first touches have taken together, 0 where the system has no call for that.
+  std::uint64_t taken_bytes() const noexcept { return taken_bytes_; }
+
   // Keeps something that must go before the mapping does, as a registration of its pages. A forked
   // child lets it be. Not thread-safe.
   void keep(std::shared_ptr<void> attached) noexcept { attached_ = std::move(attached); }
@@ -60,6 +73,8 @@ class Arena {
   UniqueFd fd_;
   std::byte* data_ = nullptr;
   std::uint64_t nbytes_ = 0;
+  std::uint64_t touched_bytes_ = 0;
+  std::uint64_t taken_bytes_ = 0;
   ::pid_t owner_ = 0;
   std::shared_ptr<void> attached_;
   std::atomic<std::uint64_t> lent_{0};

@@ -111,6 +111,11 @@ class Cutter {
   std::uint64_t in_batch_ = 0;
 };
 
+// In the arena. Places of pieces ascend as the pieces do.
+std::uint64_t place_of(const std::vector<SnapshotRow>& rows, const Cutter::Piece& piece) {
+  return rows[piece.row].offset + piece.begin;
+}
+
 void copy_piece(const SnapshotRow& row, const Cutter::Piece& piece, std::byte* arena) {
   std::byte* const dst = arena + row.offset + piece.begin;
   if (!row.is_dense) {
@@ -209,7 +214,7 @@ std::uint64_t lay_out(std::vector<SnapshotRow>& rows) {
 }
 
 void take_snapshot(const std::vector<SnapshotRow>& rows, std::byte* arena, unsigned workers,
-                   const PollFunction& poll, DeviceCopies* copies) {
+                   const PollFunction& poll, DeviceCopies* copies, FirstTouch* pages) {
   const Cutter cut(rows);
   const std::size_t batches = cut.batches().size() - 1;
   const std::size_t devices = copies == nullptr ? 0 : copies->devices();
@@ -224,7 +229,12 @@ void take_snapshot(const std::vector<SnapshotRow>& rows, std::byte* arena, unsig
     while (!stop.is_set()) {
       const std::size_t batch = next.fetch_add(1, std::memory_order_relaxed);
       if (batch >= batches) return;
-      for (std::size_t i = cut.batches()[batch]; i < cut.batches()[batch + 1]; ++i) {
+      const std::size_t begin = cut.batches()[batch];
+      const std::size_t end = cut.batches()[batch + 1];
+      if (pages != nullptr)
+        pages->take(place_of(rows, cut.pieces()[begin]),
+                    place_of(rows, cut.pieces()[end - 1]) + cut.pieces()[end - 1].nbytes);
+      for (std::size_t i = begin; i < end; ++i) {
         const Cutter::Piece& piece = cut.pieces()[i];
         copy_piece(rows[piece.row], piece, arena);
       }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/first_touch.h"
 #include "common/worker_group.h"
 #include "engine/device_copies.h"
 #include "engine/snapshot_row.h"
@@ -26,10 +27,12 @@ std::uint64_t lay_out(std::vector<SnapshotRow>& rows);
 
 // Copies all rows of host memory to `arena`, on `workers` threads; large rows are cut over all of
 // them. Queues `copies`, if given, on a thread a device meanwhile. Blocks until the former are
-// copied and the latter are queued. Throws what `poll` throws, and Error(kStaging); the bytes are
-// then unspecified. REQUIRES: the sources are valid, and `arena` has the bytes that lay_out
-// returned.
+// copied and the latter are queued. `pages`, if given, takes the memory of each piece before it is
+// copied there. Throws what `poll` throws, Error(kStaging), and Error(kStorage) where there is no
+// memory; the bytes are then unspecified. REQUIRES: the sources are valid, and `arena` has the
+// bytes that lay_out returned.
 void take_snapshot(const std::vector<SnapshotRow>& rows, std::byte* arena, unsigned workers,
-                   const PollFunction& poll, DeviceCopies* copies = nullptr);
+                   const PollFunction& poll, DeviceCopies* copies = nullptr,
+                   FirstTouch* pages = nullptr);
 
 }  // namespace dcpx::engine

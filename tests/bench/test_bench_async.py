@@ -11,6 +11,7 @@ import pytest
 from async_save import METERED, SIDES
 from conftest import ROOT
 
+ASYNC_FIRST = ROOT / "tests" / "bench" / "async_first.py"
 ASYNC_SAVE = ROOT / "tests" / "bench" / "async_save.py"
 
 
@@ -36,4 +37,24 @@ def test_async_bench_measures_every_side_and_leaves_nothing(tmp_path: Path) -> N
     assert "| side | stall, s | of memcpy |" in done.stdout
     assert "| side | peak extra MiB of state MiB |" in done.stdout
     assert str(tmp_path) not in result.read_text() + done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_bench_of_first_saves_runs_every_side_in_a_fresh_process(
+    tmp_path: Path, ranks: str
+) -> None:
+    result = tmp_path / "result.json"
+    command = [
+        sys.executable, str(ASYNC_FIRST), "--size", "smoke", "--ranks", ranks, "--rounds", "1",
+        "--before", str(ROOT), "--folder", str(tmp_path), "--json", str(result),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (taken,) = json.loads(result.read_text())
+    assert taken.keys() == {"ours", "prewarmed", "stock", "before"}
+    assert all({"first", "second", "system"} <= side.keys() for side in taken.values())
+    assert "prewarm" in taken["prewarmed"]
+    assert done.stdout.count("\n| ") == 1 + len(taken)
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]

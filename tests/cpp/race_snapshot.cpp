@@ -10,6 +10,7 @@
 namespace {
 
 using dcpx::Arena;
+using dcpx::FirstTouch;
 using dcpx::engine::SnapshotRow;
 
 std::vector<SnapshotRow> rows_over(const std::vector<std::byte>& memory, std::int64_t small) {
@@ -35,7 +36,8 @@ TEST(workers_of_one_snapshot_share_the_rows_without_a_race) {
   const std::vector<std::byte> memory(20 << 20, std::byte{3});
   std::vector<SnapshotRow> rows = rows_over(memory, 3000);
   Arena arena(dcpx::engine::lay_out(rows), false);
-  dcpx::engine::take_snapshot(rows, arena.data(), 4, {});
+  FirstTouch pages(arena.data(), arena.huge_bytes(), 0);  // small from the first 8 MiB on
+  dcpx::engine::take_snapshot(rows, arena.data(), 4, {}, nullptr, &pages);
   for (const SnapshotRow& row : rows) {
     CHECK(arena.data()[row.offset] == std::byte{3});
     CHECK(arena.data()[row.offset + row.nbytes - 1] == std::byte{3});
@@ -50,10 +52,11 @@ TEST(interrupted_snapshot_throws_what_poll_threw_and_leaves_no_thread) {
   rows.resize(400'000, rows[0]);  // all to one place, by one worker: for minutes, if nobody asks
   for (std::size_t i = 0; i < rows.size(); ++i) rows[i].copied_with = i;
   Arena arena(memory.size(), false);
+  FirstTouch pages(arena.data(), arena.huge_bytes());
   bool has_thrown = false;
   try {
-    dcpx::engine::take_snapshot(rows, arena.data(), 1,
-                                [] { throw std::runtime_error("interrupted"); });
+    dcpx::engine::take_snapshot(
+        rows, arena.data(), 1, [] { throw std::runtime_error("interrupted"); }, nullptr, &pages);
   } catch (const std::runtime_error&) {
     has_thrown = true;
   }

@@ -203,6 +203,15 @@ class ArenaPool:
         arena.release()
 
 
+@contextmanager
+def no_memory_is_staging_error(arena: _C.Arena) -> Iterator[None]:
+    """Raises StagingError where the system has less memory for `arena` than it said."""
+    try:
+        yield
+    except StorageError as error:
+        raise StagingError(f"cannot take {arena.nbytes} B of memory: {error}") from error
+
+
 def make_ready(arena: _C.Arena, device: int, workers: int) -> None:
     """Takes an arena's memory from the system, and begins to register it with the driver, so that
     devices copy to it at full rate.
@@ -222,10 +231,8 @@ def make_ready(arena: _C.Arena, device: int, workers: int) -> None:
         return
     if device >= 0:
         arena.place_near(device)
-    try:
+    with no_memory_is_staging_error(arena):
         arena.prefault(workers)  # by many threads: the driver takes memory by one
-    except StorageError as error:
-        raise StagingError(f"cannot take {arena.nbytes} B of memory: {error}") from error
     if device >= 0:
         arena.pin(device)
 

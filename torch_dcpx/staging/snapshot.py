@@ -19,7 +19,12 @@ from torch_dcpx._environment import threads_of_rank
 from torch_dcpx._gc import bounded_pause
 from torch_dcpx._native import _C
 from torch_dcpx.errors import UnsupportedError
-from torch_dcpx.staging.arena import ArenaPool, make_ready, process_pool
+from torch_dcpx.staging.arena import (
+    ArenaPool,
+    make_ready,
+    no_memory_is_staging_error,
+    process_pool,
+)
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.copy_guard import CopyGuard
 from torch_dcpx.tensors.memory import PLAIN_CLASSES, check_storage, has_strides
@@ -107,7 +112,8 @@ class StagePlan:
             streams: by ordinal, to wait for besides this thread's current ones. Default None.
 
         Raises:
-            StagingError: the driver failed, or a current stream is capturing a graph.
+            StagingError: the driver failed, a current stream is capturing a graph, or the system
+                has less memory than it said.
         """
         table = self._table
         with bounded_pause(len(self)):
@@ -120,7 +126,8 @@ class StagePlan:
         for index, tensor in self._cloned.items():
             staged[index] = self._clone(index, tensor)
         if not self.devices:
-            _C.snapshot(arena, table, workers)
+            with no_memory_is_staging_error(arena):
+                _C.snapshot(arena, table, workers)
             return staged, CopyGuard()
         make_ready(arena, self.devices[0], workers)
         # Behind all that the caller and this plan have queued so far.
