@@ -23,8 +23,8 @@ from torch_dcpx.errors import CorruptionError, OptionError, PlanError, Unsupport
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.reader.safetensors import TORCH_SUFFIXES
 from torch_dcpx.reader.safetensors_header import DTYPE_CODES
+from torch_dcpx.storage.names import TORCH_SUFFIXES
 from torch_dcpx.storage.paths import absolute, checked_path
 from torch_dcpx.tensors.tiling import untiled
 

@@ -42,7 +42,7 @@ class NamedReads:
     Attributes:
         path: its directory.
         tensors: entries of the metadata without chunks, by name.
-        objects: names of what is no tensor.
+        objects: names of what is no tensor, those of a file of torch.save included.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class NamedReads:
             name: one for name, one in entries.items() if isinstance(one, TensorStorageMetadata)
         }
         self.objects = [name for name in entries if name not in self.tensors]
+        self.objects += self._reader.objects
 
     def close(self) -> None:
         """Lets managers delete the checkpoint; safe to call twice."""
@@ -81,7 +82,13 @@ class NamedReads:
         return tensors
 
     def read_object(self, name: str) -> Any:
-        """Returns an object. Raises: UnsafePickleError: it may not be decoded."""
+        """Returns an object.
+
+        Raises: UnsafePickleError: it may not be decoded; UnsupportedError: one of a file of
+        torch.save has tensors in it, which are not read.
+        """
+        if name in self._reader.objects:
+            return _copied(self._reader.objects[name], name, self.path)
         state = {name: None}
         self._read(state)
         return state[name]
@@ -164,6 +171,26 @@ class NamedReads:
                 f"make '{name}' of {math.prod(sizes) * dtype.itemsize} B on {device}: {error}",
                 fqn=name,
             ) from error
+
+
+def _copied(value: Any, name: str, path: str) -> Any:
+    """Returns a copy of an object. Raises UnsupportedError for one with a tensor in it."""
+    seen: set[int] = set()  # a list may hold itself
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            raise UnsupportedError(
+                f"'{name}' of '{path}' is a {type(value).__name__} with a tensor in it: tensors "
+                "are read from dicts and lists alone; save it anew as such"
+            )
+        if id(one) not in seen and isinstance(one, (dict, list, tuple, set, frozenset)):
+            seen.add(id(one))
+            left += [*one, *one.values()] if isinstance(one, dict) else one
+    try:
+        return copy.deepcopy(value)
+    except RecursionError as error:
+        raise UnsupportedError(f"'{name}' of '{path}' is nested too deeply to be read") from error
 
 
 class _Regions(MappedTarget):

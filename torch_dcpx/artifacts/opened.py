@@ -105,7 +105,8 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
     Attributes:
         path: the directory, as text.
         objects: names of what is no tensor, such as step counts, to values. Each look-up reads and
-            decodes, under the trust rules of `load`: `ReadOptions(safe_globals=, trusted=)`.
+            decodes, under the trust rules of `load`: `ReadOptions(safe_globals=, trusted=)`. Of a
+            file of torch.save no class is made but those in `safe_globals`.
     """
 
     def __init__(

@@ -18,8 +18,6 @@ from torch_dcpx.cli.listing import holds_files
 from torch_dcpx.cli.output import FINE, put_json, put_lines
 from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.integrity.artifact import find_artifact
-from torch_dcpx.reader.safetensors import TORCH_SUFFIXES
-from torch_dcpx.reader.torch_file import read_torch_file
 
 Format = Literal["safetensors", "torch", "dcp"]
 
@@ -99,9 +97,6 @@ def _to_checkpoint(
                 state[name] = tensor.to(dtype)
         tensors = len(state)
         objects = dict(opened.objects)
-    artifact = find_artifact(source)
-    if artifact is not None and artifact.name.endswith(TORCH_SUFFIXES):
-        objects = read_torch_file(*artifact).objects
     if not keys:
         state.update(objects)
     save(state, os.fspath(dest), no_dist=True)
