@@ -41,6 +41,7 @@ class NamedReads:
 
     Attributes:
         path: its directory.
+        name: the path as errors show it: the directory, or the file that was named.
         tensors: entries of the metadata without chunks, by name.
         objects: names of what is no tensor, those of a file of torch.save included.
     """
@@ -51,6 +52,8 @@ class NamedReads:
         """Reads the metadata. Args, Raises: as `open_checkpoint`."""
         self._reader = PretrainedReader(path, options=options)
         self.path = os.fsdecode(self._reader.path)
+        given = os.fsdecode(path)
+        self.name = given if os.path.isfile(given) else self.path  # noqa: PTH113 - never raises
         self._hold = ReadersHold()
         self._hold.take(self.path)
         self._of_rank: dict[str, Any] = {} if rank is None else {"rank": rank}
@@ -88,7 +91,7 @@ class NamedReads:
         torch.save has tensors in it, which are not read.
         """
         if name in self._reader.objects:
-            return _copied(self._reader.objects[name], name, self.path)
+            return _copied(self._reader.objects[name], name, self.name)
         state = {name: None}
         self._read(state)
         return state[name]
