@@ -141,7 +141,8 @@ def test_path_that_is_nothing_stays_an_error_and_a_checkpoint_a_checkpoint(tmp_p
         with pytest.raises(dcpx.NotCommittedError, match=name):
             dcpx.verify(tmp_path / name)
     dcpx.save(state(), tmp_path / "ckpt", no_dist=True)
-    dcpx.export(state(), tmp_path / "ckpt", no_dist=True)
+    dcpx.export(state(), tmp_path / "out", no_dist=True)
+    (tmp_path / "out/model.safetensors").rename(tmp_path / "ckpt/model.safetensors")
     assert dcpx.verify(tmp_path / "ckpt").metadata_files == (".metadata",)
     (tmp_path / "ckpt" / ".metadata").unlink()
     assert kinds(dcpx.verify(tmp_path / "ckpt")) == {"uncommitted"}
