@@ -289,3 +289,24 @@ def test_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
         assert checkpoint["w"].shape == (3, 3)
         with pytest.raises(UnsupportedError, match=r"'w' is stored as .* of layout"):
             checkpoint["w"][...]
+
+
+def test_objects_of_a_torch_file_are_there_and_tensors_in_them_refused(tmp_path: Path) -> None:
+    path, loop = tmp_path / "y.pt", [1]
+    loop.append(loop)
+    deep: Any = ()
+    for _ in range(400):
+        deep = (deep,)
+    more = {"odd": (torch.ones(3), 2), "loop": (loop,), "deep": deep}
+    torch.save({"w": torch.ones(2), "step": 7, "lr": {"a": {3}}, **more}, path)
+    with dcpx.open_checkpoint(path) as checkpoint:
+        assert list(checkpoint) == ["w"]
+        assert set(checkpoint.objects) == {"step", "lr.a", "odd", "loop", "deep"}
+        assert (checkpoint.objects["step"], checkpoint.objects["lr.a"]) == (7, {3})
+        checkpoint.objects["lr.a"].add(4)
+        assert checkpoint.objects["lr.a"] == {3}
+        assert checkpoint.objects["loop"][0][1][0] == 1
+        with pytest.raises(UnsupportedError, match=r"'odd' of .* is a tuple with a tensor in it"):
+            checkpoint.objects["odd"]
+        with pytest.raises(UnsupportedError, match=r"'deep' of .* is nested too deeply"):
+            checkpoint.objects["deep"]

@@ -137,7 +137,7 @@ def damage_metadata(folder: Path) -> None:
         (cut, "damaged", "has 1000 B"),
         (lambda folder: (folder / data_files(folder)[0]).unlink(), "damaged", "is missing"),
         (damage_metadata, "damaged", "CorruptionError"),
-        (lambda folder: (folder / ".metadata").unlink(), "uncommitted", "did not end"),
+        (lambda folder: (folder / ".metadata").unlink(), "uncommitted", "unfinished save"),
     ],
 )
 def test_ls_says_what_is_whole(

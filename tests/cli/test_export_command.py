@@ -79,7 +79,7 @@ def test_nothing_that_is_there_is_replaced_by_chance(tmp_path: Path, dest: str) 
     error = dcpx(tmp_path / "out", tmp_path / "run", "--overwrite", code=2)["error"]
     assert "no checkpoint that could be replaced" in error["message"]
     error = dcpx(tmp_path / "a", tmp_path / "b", "--overwrite", code=2)["error"]
-    assert "no export that could be replaced" in error["message"]
+    assert "holds a checkpoint" in error["message"]
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -90,3 +90,12 @@ def test_overwrite_replaces_what_is_of_the_same_kind(tmp_path: Path) -> None:
     dcpx(tmp_path / "a", tmp_path / "out", "--overwrite")
     dcpx(tmp_path / "out", tmp_path / "b", "--overwrite")
     assert_loads(STATE, tmp_path / "b")
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
+    state = {"model": STATE, "optimizer": {"m": torch.ones(2)}, "step": 3}
+    save(state, tmp_path / "a")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "a"), str(tmp_path / "out")])
+    assert "left out 2 names: 'optimizer.m', 'step'" in result.stdout
+    assert dcpx(tmp_path / "out", tmp_path / "run-1.5")["tensors"] == 2
+    assert (tmp_path / "run-1.5/.metadata").is_file()

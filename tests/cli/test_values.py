@@ -133,6 +133,12 @@ def test_diff_reads_where_a_footer_is_not_of_the_checkpoint(tmp_path: Path) -> N
     assert error["type"] == "CorruptionError"
 
 
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    save({"w": torch.tensor([1.0, float("nan"), float("-inf")]), "best": float("inf")}, tmp_path)
+    found = [each["value"] for each in dcpx("cat", tmp_path, "w", "best")]
+    assert found == [[1.0, "nan", "-inf"], "inf"]
+
+
 def test_diff_executes_nothing_and_calls_refused_objects_different(tmp_path: Path) -> None:
     hostile = {"x": OrderedDict(a=1), "y": Own()}
     save(hostile, tmp_path / "a", "stock")

@@ -29,6 +29,8 @@ def test_whole_torch_file_is_compared_with_its_checksums(tmp_path: Path, target:
     calls: list[tuple[int, int]] = []
     report = dcpx.verify(tmp_path / target, progress=lambda *at: calls.append(at))
     assert report.ok
+    assert report.path == str(tmp_path / target)
+    assert str(report).startswith(f"'{tmp_path / target}' is whole: 6 items")
     assert report.findings == ()
     assert (report.files, report.items) == (1, 6)
     assert report.checked_bytes > 6 * 100 * 70 * 4
@@ -139,7 +141,8 @@ def test_path_that_is_nothing_stays_an_error_and_a_checkpoint_a_checkpoint(tmp_p
         with pytest.raises(dcpx.NotCommittedError, match=name):
             dcpx.verify(tmp_path / name)
     dcpx.save(state(), tmp_path / "ckpt", no_dist=True)
-    dcpx.export(state(), tmp_path / "ckpt", no_dist=True)
+    dcpx.export(state(), tmp_path / "out", no_dist=True)
+    (tmp_path / "out/model.safetensors").rename(tmp_path / "ckpt/model.safetensors")
     assert dcpx.verify(tmp_path / "ckpt").metadata_files == (".metadata",)
     (tmp_path / "ckpt" / ".metadata").unlink()
     assert kinds(dcpx.verify(tmp_path / "ckpt")) == {"uncommitted"}

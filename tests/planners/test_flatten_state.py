@@ -66,7 +66,10 @@ def _result(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, str]:
 def test_state_has_the_names_paths_and_order_of_torchs(state: dict[Any, Any]) -> None:
     wanted, wanted_paths, text = _result(flatten_state_dict, state)
     found, paths, own_text = _result(flattened, state, is_flat=True, has_flat_shards=True)
-    assert own_text == text
+    assert (
+        own_text.removesuffix(": two values of the state have this name; rename one of them")
+        == text
+    )
     assert list(found) == list(wanted)
     assert all(found[name] is wanted[name] for name in wanted)
     assert list(paths.items()) == list(wanted_paths.items())

@@ -20,12 +20,19 @@ from torch_dcpx._text import counted
 from torch_dcpx.artifacts.layout import ExportTensor, is_name, is_quantized
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, Offer, StoredSource
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_globs, told_rules
-from torch_dcpx.errors import CorruptionError, OptionError, PlanError, UnsupportedError, must_be
+from torch_dcpx.errors import (
+    CorruptionError,
+    OptionError,
+    PlanError,
+    UnsupportedError,
+    must_be,
+    shown,
+)
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.reader.safetensors import TORCH_SUFFIXES
 from torch_dcpx.reader.safetensors_header import DTYPE_CODES
+from torch_dcpx.storage.names import TORCH_SUFFIXES
 from torch_dcpx.storage.paths import absolute, checked_path
 from torch_dcpx.tensors.tiling import untiled
 
@@ -49,12 +56,16 @@ class ExportArguments(NamedTuple):
     dtype: str | None  # of floating tensors in the artifact, by torch's name; None: as they are
     notes: dict[str, str]  # of a safetensors header
 
+    @property
+    def names_file(self) -> bool:
+        """Whether the path names a file, not a directory."""
+        return self.stem != _STEMS["torch" if self.is_torch else "safetensors"]
+
     def told(self) -> dict[str, Any]:
         """Returns the arguments as ranks compare them; small."""
         file_format = "torch" if self.is_torch else "safetensors"
-        has_name = self.stem != _STEMS[file_format]
         return {
-            "path": absolute(self.directory / self.stem if has_name else self.directory),
+            "path": absolute(self.directory / self.stem if self.names_file else self.directory),
             "format": file_format,
             "keys": told_globs(self.keys),
             "key_map": told_rules(self.key_map),
@@ -116,6 +127,13 @@ def checked_arguments(
     directory = Path(path)
     by_name = "torch" if directory.suffix in TORCH_SUFFIXES else None
     by_name = "safetensors" if directory.suffix == ".safetensors" else by_name
+    if file_format is None and by_name is None and directory.suffix[1:].isalpha():
+        raise OptionError(
+            f"path '{path}' ends in '{directory.suffix}': a file ends in .safetensors, "
+            f"{', '.join(TORCH_SUFFIXES)}; for a directory of this name give the format, too",
+            option="path",
+            value=os.fspath(path),
+        )
     is_torch = (file_format or by_name) == "torch"
     if file_format is not None and by_name not in (None, file_format):
         raise OptionError(
@@ -151,7 +169,7 @@ def _notes(metadata: Any, *, is_torch: bool) -> dict[str, str]:
         for pair in metadata.items()
         for text in pair
     ):
-        raise must_be("metadata", metadata, "None or a dict of texts in UTF-8")
+        raise must_be("metadata", metadata, f"None or a dict of texts in UTF-8{_no_text(metadata)}")
     if metadata.get("format", "pt") != "pt":
         raise must_be("metadata", metadata, "without a 'format' other than 'pt'")
     if metadata and is_torch:
@@ -164,12 +182,21 @@ def _notes(metadata: Any, *, is_torch: bool) -> dict[str, str]:
     return dict(metadata)
 
 
+def _no_text(metadata: Any) -> str:
+    """Returns the first pair that is not of texts, as an error shows it."""
+    if not isinstance(metadata, Mapping):
+        return ""
+    pairs = (pair for pair in metadata.items() if not all(isinstance(one, str) for one in pair))
+    pair = next(pairs, None)
+    return "" if pair is None else f", not {shown(pair[0])}: {shown(pair[1])}"
+
+
 def _shard_bytes(value: int | str) -> int:
     found = _SIZE.fullmatch(value) if isinstance(value, str) else None
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
     number = int(found[1]) * unit if found else plain_int(value)
     if type(number) is not int or number < 1:
-        raise must_be("max_shard_bytes", value, "bytes, or a text such as '5GB'")
+        raise must_be("max_shard_bytes", value, "bytes, 1 or more, or a text such as '5GB'")
     return number
 
 

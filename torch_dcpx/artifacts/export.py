@@ -35,7 +35,7 @@ from torch_dcpx.artifacts.arguments import (
     tied,
     united,
 )
-from torch_dcpx.artifacts.files import ArtifactFiles, open_job, temporary_name
+from torch_dcpx.artifacts.files import ArtifactFiles, check_destination, open_job, temporary_name
 from torch_dcpx.artifacts.layout import ExportTensor, Layout, index_of, safetensors_layout
 from torch_dcpx.artifacts.rows import ExportRows, Target
 from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, StoredSource, selected
@@ -63,7 +63,8 @@ class ExportReport:
         tensors: number of tensors in it.
         nbytes: size of all files.
         aliases: (name, name that has its bytes): tied weights, kept once.
-        skipped: names of objects that safetensors cannot hold and `keys` did not name.
+        skipped: names that a call without `keys` left out: those outside of the model's part, and
+            objects, which safetensors cannot hold.
         written_bytes: by this rank.
         in_place_bytes: of these, without a copy.
         plan_s, write_s, total_s: up to the first byte; this rank's writing and syncing; all.
@@ -106,7 +107,9 @@ def export(
         source: path of a checkpoint of torch-dcpx or stock DCP, or of files as `load_pretrained`
             takes them; or a module or state dict, whose tensors may be sharded (DTensor).
         path: the file (`*.safetensors`; `*.bin`, `*.pt`, `*.pth`), whose suffix says the format, or
-            a directory. Missing directories are made.
+            a directory. Missing directories are made. A directory whose name ends in a dot and
+            letters (`out.model`, not `run-1.5`) needs `format`. One that holds a checkpoint is
+            refused.
         format: of the files in a directory. "safetensors" (default): `model.safetensors`, or
             `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`, as by
             Hugging Face. "torch": `pytorch_model.bin`, a flat dict for
@@ -212,6 +215,7 @@ class _Export:
         self._tensors: list[ExportTensor] = []
         self._mapped: dict[str, MappedTensor] = {}
         self._objects: list[str] = []
+        self._left_out: tuple[str, ...] = ()
         self._records: list[Any] = []  # of a torch archive, on the coordinator
         self._files: ArtifactFiles  # on the coordinator
         self._stack = ExitStack()  # removes the files of an export that fails
@@ -236,6 +240,8 @@ class _Export:
 
         entries, part = self._exchange.all_reduce("names", own, agreed_names)
         chosen, part = selected(entries, part, self._arguments.keys)
+        if self._arguments.keys is None:
+            self._left_out = tuple(name for name in entries if name not in chosen)
         self._tensors, self._mapped, self._objects = tensors_of(chosen, part, self._arguments)
         self._plan_s = time.perf_counter() - began
 
@@ -285,7 +291,7 @@ class _Export:
             tensors=len(tensors),
             nbytes=sum(file.nbytes for file in layout.files),
             aliases=tuple((alias, one.name) for one in tensors for alias in one.aliases),
-            skipped=() if self._arguments.is_torch else tuple(self._objects),
+            skipped=(*self._left_out, *(() if self._arguments.is_torch else self._objects)),
             written_bytes=self._counts["written_bytes"],
             in_place_bytes=self._counts["in_place_bytes"],
             plan_s=self._plan_s,
@@ -303,6 +309,8 @@ class _Export:
         kept = tuple(tensor for tensor in tensors if tensor.name not in aliases)
         boxes = assigned(tensors, of_ranks[:1] if is_shared else of_ranks)
         suffix = "" if arguments.is_torch else ".safetensors"
+        file_name = f"{arguments.stem}{suffix}" if arguments.names_file else None
+        check_destination(arguments.directory, file_name)
         files = ArtifactFiles(arguments.directory, arguments.stem, suffix, self._options)
         self._files = files
         self._stack.callback(files.close)

@@ -26,9 +26,10 @@ from typing import Any
 
 from torch_dcpx._native import _C
 from torch_dcpx.artifacts.layout import Layout
-from torch_dcpx.errors import ConcurrentSaveError, DcpxError, StorageError
+from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, StorageError
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.directory import Directory, make_directory
+from torch_dcpx.storage.names import is_data_file_name, is_metadata_name
 from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id
 
 logger = logging.getLogger("torch_dcpx")
@@ -94,6 +95,27 @@ def _lock(directory: Directory) -> bool:
             ) from error
         logger.debug("export to '%s' without a lock: %s", directory.path, error)
         return False
+
+
+def check_destination(directory: Path, file_name: str | None) -> None:
+    """Raises OptionError where an export would not be found, or cannot be made.
+
+    Args:
+        file_name: of the file that the path names; None: it names the directory.
+    """
+    place = directory if file_name is None else directory / file_name
+    wrong = ""
+    if file_name is not None and os.path.isdir(place):  # noqa: PTH112 - never raises
+        wrong = "is a directory, where a file is to be written"
+    elif not os.path.isdir(directory) and os.path.lexists(directory):  # noqa: PTH112
+        place, wrong = directory, "is a file or a link to nothing, where a directory is to be made"
+    elif file_name is None and os.path.isdir(directory):  # noqa: PTH112
+        with Directory(directory) as held:
+            if any(is_metadata_name(one) or is_data_file_name(one) for one in held.names()):
+                wrong = "holds a checkpoint, beside which loads would not find an export"
+    if wrong:
+        message = f"export to '{place}': it {wrong}; name another place"
+        raise OptionError(message, option="path", value=str(place))
 
 
 class ArtifactFiles:

@@ -41,8 +41,9 @@ class NamedReads:
 
     Attributes:
         path: its directory.
+        name: the path as errors show it: the directory, or the file that was named.
         tensors: entries of the metadata without chunks, by name.
-        objects: names of what is no tensor.
+        objects: names of what is no tensor, those of a file of torch.save included.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class NamedReads:
         """Reads the metadata. Args, Raises: as `open_checkpoint`."""
         self._reader = PretrainedReader(path, options=options)
         self.path = os.fsdecode(self._reader.path)
+        given = os.fsdecode(path)
+        self.name = given if os.path.isfile(given) else self.path  # noqa: PTH113 - never raises
         self._hold = ReadersHold()
         self._hold.take(self.path)
         self._of_rank: dict[str, Any] = {} if rank is None else {"rank": rank}
@@ -69,6 +72,7 @@ class NamedReads:
             name: one for name, one in entries.items() if isinstance(one, TensorStorageMetadata)
         }
         self.objects = [name for name in entries if name not in self.tensors]
+        self.objects += self._reader.objects
 
     def close(self) -> None:
         """Lets managers delete the checkpoint; safe to call twice."""
@@ -81,7 +85,13 @@ class NamedReads:
         return tensors
 
     def read_object(self, name: str) -> Any:
-        """Returns an object. Raises: UnsafePickleError: it may not be decoded."""
+        """Returns an object.
+
+        Raises: UnsafePickleError: it may not be decoded; UnsupportedError: one of a file of
+        torch.save has tensors in it, which are not read.
+        """
+        if name in self._reader.objects:
+            return _copied(self._reader.objects[name], name, self.name)
         state = {name: None}
         self._read(state)
         return state[name]
@@ -164,6 +174,26 @@ class NamedReads:
                 f"make '{name}' of {math.prod(sizes) * dtype.itemsize} B on {device}: {error}",
                 fqn=name,
             ) from error
+
+
+def _copied(value: Any, name: str, path: str) -> Any:
+    """Returns a copy of an object. Raises UnsupportedError for one with a tensor in it."""
+    seen: set[int] = set()  # a list may hold itself
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            raise UnsupportedError(
+                f"'{name}' of '{path}' is a {type(value).__name__} with a tensor in it: tensors "
+                "are read from dicts and lists alone; save it anew as such"
+            )
+        if id(one) not in seen and isinstance(one, (dict, list, tuple, set, frozenset)):
+            seen.add(id(one))
+            left += [*one, *one.values()] if isinstance(one, dict) else one
+    try:
+        return copy.deepcopy(value)
+    except RecursionError as error:
+        raise UnsupportedError(f"'{name}' of '{path}' is nested too deeply to be read") from error
 
 
 class _Regions(MappedTarget):

@@ -104,9 +104,10 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
     the end of the `with` block, reads and look-ups raise OptionError.
 
     Attributes:
-        path: the directory, as text.
+        path: the directory, or the file that was named, as text.
         objects: names of what is no tensor, such as step counts, to values. Each look-up reads and
-            decodes, under the trust rules of `load`: `ReadOptions(safe_globals=, trusted=)`.
+            decodes, under the trust rules of `load`: `ReadOptions(safe_globals=, trusted=)`. Of a
+            file of torch.save no class is made but those in `safe_globals`.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
     ) -> None:
         self._is_closed = False
         self._reads = NamedReads(path, options, rank)
-        self.path = self._reads.path
+        self.path = self._reads.name
         self.objects: Mapping[str, Any] = _Objects(self, self._reads.objects)
 
     def __getitem__(self, name: str) -> LazyTensor:

@@ -9,19 +9,43 @@ import click
 
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import command
+from torch_dcpx.errors import DcpxError
+from torch_dcpx.storage.paths import checked_path
 
-_PATH = click.Path(path_type=Path)
+
+class _Path(click.Path):
+    """A path that the library takes; whether one may read it, a command finds out itself."""
+
+    def __init__(self) -> None:
+        super().__init__(readable=False, path_type=Path)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        if not value:
+            self.fail("an empty text is no path; '.' is the current directory", param, ctx)
+        try:
+            text = checked_path(value, "copy or mount it, and name the directory")
+        except DcpxError as error:
+            self.fail(str(error), param, ctx)
+        path = Path(text)  # which drops the "./" of a name that begins with "~"
+        return path.absolute() if str(path).startswith("~") else path
+
+
+_PATH = _Path()
 _RANK = click.option(
     "--rank", type=click.IntRange(min=0), help="whose checkpoint, where each rank saved its own"
 )
 
 
-def _look(*paths: Path) -> None:
-    """Raises StorageError where a path is no directory: at once, before torch is imported."""
-    from torch_dcpx.storage.directory import Directory
+def _look(*paths: Path, takes_files: bool = False) -> None:
+    """Raises StorageError where a path is not what a command takes: before torch is imported.
+
+    Args:
+        takes_files: whether it takes the files of an export.
+    """
+    from torch_dcpx.cli.looks import look
 
     for path in paths:
-        Directory(path).close()
+        look(path, takes_files=takes_files)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -57,11 +81,11 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @command
 def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
-    """Show a checkpoint's names, dtypes, shapes, chunks and files. Reads no data.
+    """Show the names, dtypes, shapes, chunks and files of a checkpoint or an export. Reads no data.
 
     Exits with 1 if a file is missing or has a wrong size, or if no name fits a --key.
     """
-    _look(path)
+    _look(path, takes_files=True)
     from torch_dcpx.cli.inspect import show
 
     return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json)
@@ -76,7 +100,7 @@ def verify(paths: tuple[Path, ...], workers: int | None, as_json: bool) -> int:
 
     Each PATH is a checkpoint, a directory with checkpoints in it, or what `export` wrote.
     """
-    _look(*(path for path in paths if not path.is_file()))
+    _look(*paths, takes_files=True)
     from torch_dcpx.cli.listing import run_verify
 
     return run_verify(paths, workers=workers, as_json=as_json)
@@ -91,9 +115,10 @@ def verify(paths: tuple[Path, ...], workers: int | None, as_json: bool) -> int:
 def cat(path: Path, names: tuple[str, ...], full: bool, rank: int | None, as_json: bool) -> int:
     """Print values: 'model.weight', 'model.weight[3:7]', 'model.weight[0, ::2]', 'step'.
 
-    Reads the blocks that hold these rows, and executes nothing.
+    PATH is a checkpoint, or what `export` wrote. Reads the blocks that hold these rows, and
+    executes nothing.
     """
-    _look(path)
+    _look(path, takes_files=True)
     from torch_dcpx.cli.cat import run_cat
 
     return run_cat(path, names, is_full=full, rank=rank, as_json=as_json)
@@ -106,12 +131,13 @@ def cat(path: Path, names: tuple[str, ...], full: bool, rank: int | None, as_jso
 @_RANK
 @command
 def diff(a: Path, b: Path, limit: int, rank: int | None, as_json: bool) -> int:
-    """Show how checkpoint B differs from A: names, shapes, dtypes, then values.
+    """Show how B differs from A: names, shapes, dtypes, then values.
 
-    Compares values by their checksums, where both have these of the same parts; else it reads.
+    Each is a checkpoint, or what `export` wrote. Compares values by their checksums, where both
+    have these of the same parts; else it reads.
     Exits with 1 if they differ.
     """
-    _look(a, b)
+    _look(a, b, takes_files=True)
     from torch_dcpx.cli.diff import run_diff
 
     return run_diff(a, b, rank=rank, limit=limit, as_json=as_json)
@@ -134,7 +160,7 @@ def export(source: Path, dest: Path, as_json: bool, **choices: Any) -> int:
     DEST's suffix (.safetensors, .pt, .pth, .bin) says the format. A DEST without one is a directory
     of safetensors if SOURCE is a checkpoint, and a checkpoint if SOURCE is such files.
     """
-    _look(*(() if source.is_file() else (source,)))
+    _look(source, takes_files=True)
     from torch_dcpx.cli.export import run_export
 
     return run_export(source, dest, as_json=as_json, **choices)
@@ -188,6 +214,8 @@ def doctor(path: Path | None, as_json: bool) -> int:
 
     Writes and removes a small file in PATH.
     """
+    if path is not None:
+        _look(path)
     from torch_dcpx.cli.doctor import examine
 
     return examine(path, as_json=as_json)

@@ -11,7 +11,7 @@ import torch
 
 from torch_dcpx.artifacts.opened import OpenCheckpoint, open_checkpoint
 from torch_dcpx.cli.output import FINE, put_json, put_lines
-from torch_dcpx.errors import OptionError
+from torch_dcpx.errors import OptionError, UnsupportedError
 
 _Part: TypeAlias = int | slice | EllipsisType
 
@@ -21,18 +21,23 @@ def run_cat(
 ) -> int:
     """Prints the values that `names` mean. Returns the exit code."""
     with open_checkpoint(path, rank=rank) as checkpoint:
-        found = [_read(checkpoint, name) for name in names]
-    if as_json:
-        put_json([_json(name, value) for name, value in zip(names, found, strict=True)])
-        return FINE
+        found = [(name, _read(checkpoint, name)) for name in names]
     if is_full:
         torch.set_printoptions(profile="full")  # type: ignore[no-untyped-call]
-    for name, value in zip(names, found, strict=True):
-        if isinstance(value, torch.Tensor):
-            put_lines([f"{name}: {_dtype(value)} {list(value.shape)}", *str(value).split("\n")])
+    try:
+        if as_json:
+            put_json([_json(*each) for each in found])
         else:
-            put_lines([f"{name}: {value!r}"])
+            put_lines([line for each in found for line in _lines(*each)])
+    except RecursionError as error:
+        raise UnsupportedError(f"print values of '{path}': {error}; name fewer of them") from error
     return FINE
+
+
+def _lines(name: str, value: Any) -> list[str]:
+    if isinstance(value, torch.Tensor):
+        return [f"{name}: {_dtype(value)} {list(value.shape)}", *str(value).split("\n")]
+    return [f"{name}: {value!r}"]
 
 
 def _json(name: str, value: Any) -> dict[str, Any]:

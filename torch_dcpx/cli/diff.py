@@ -1,8 +1,8 @@
 """`dcpx diff`: how two checkpoints differ: names, shapes, dtypes, then values.
 
 Values are compared by the checksums in the footers, which read nothing but these, wherever both
-checkpoints cut a tensor alike. Else, as on another number of ranks, and in checkpoints of stock
-DCP, both tensors are read piece by piece.
+checkpoints cut a tensor alike. Else, as on another number of ranks, in checkpoints of stock DCP
+and in files of an export, both tensors are read piece by piece.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch_dcpx._text import counted
 from torch_dcpx.artifacts.opened import LazyTensor, OpenCheckpoint, open_checkpoint
 from torch_dcpx.artifacts.rows import slabs
 from torch_dcpx.cli.output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
-from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.errors import UnsafePickleError, UnsupportedError
+from torch_dcpx.integrity.artifact import find_artifact
 from torch_dcpx.integrity.contents import read_commit
 from torch_dcpx.integrity.footers import TORCH_TENSOR, FooterRow, add_file
 from torch_dcpx.integrity.verify import verify_job
@@ -153,10 +154,10 @@ class _Run:
         return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b)))
 
     def _is_same_object(self, name: str) -> bool:
-        """Compares decoded objects; those that may not be decoded count as different."""
+        """Compares decoded objects; those that cannot be decoded or compared count as different."""
         try:
             return _are_equal(*(side.objects[name] for side in self._sides))
-        except UnsafePickleError:
+        except (UnsafePickleError, UnsupportedError, RecursionError):
             return False
 
 
@@ -181,8 +182,10 @@ def _dtype(tensor: LazyTensor) -> str:
 
 
 def _sums(path: Path, rank: int | None) -> dict[str, dict[Any, Sum]]:
-    """Returns the checksums of all chunks, by name and offsets; none of stock's files."""
+    """Returns the checksums of all chunks, by name and offsets; not of stock's."""
     sums: dict[str, dict[Any, Sum]] = {}
+    if find_artifact(path) is not None:
+        return sums
     with Directory(path) as directory:
         name = metadata_name(rank)
         files = read_commit(directory, name).files if directory.is_regular(name) else None

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from torch_dcpx._text import counted
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import CANNOT, FINE, human_bytes, put_json, put_table
 from torch_dcpx.errors import OptionError
@@ -144,11 +145,13 @@ def _left(directory: Directory) -> Check:
     names = directory.names()
     data, temporary = sum(map(is_data_file_name, names)), sum(map(is_temporary_name, names))
     if any(map(is_metadata_name, names)):
-        text = f"a committed one, {data} data files (see `dcpx inspect`)"
+        text = f"a committed one, {counted(data, 'data file')} (see `dcpx inspect`)"
         return Check("checkpoint", "fine", text)
     if not data and not temporary:
         return Check("checkpoint", "fine", "none here")
-    left = f"none: {data} data files of saves that did not end, {temporary} temporary ones"
+    left = (
+        f"none: {counted(data, 'data file')} of saves that did not end, {temporary} temporary ones"
+    )
     return Check("checkpoint", "warning", f"{left}; the next save that commits here removes them")
 
 

@@ -18,8 +18,7 @@ from torch_dcpx.cli.listing import holds_files
 from torch_dcpx.cli.output import FINE, put_json, put_lines
 from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.integrity.artifact import find_artifact
-from torch_dcpx.reader.safetensors import TORCH_SUFFIXES
-from torch_dcpx.reader.torch_file import read_torch_file
+from torch_dcpx.reader.hints import listed
 
 Format = Literal["safetensors", "torch", "dcp"]
 
@@ -37,7 +36,8 @@ def run_export(
 ) -> int:
     """Converts, and prints what was written. Returns the exit code."""
     converted = _dtype(dtype)
-    if kind is None and not dest.suffix and find_artifact(source) is not None:
+    is_named = dest.suffix[1:].isalpha()  # a file; "run-1.5" is a directory
+    if kind is None and not is_named and find_artifact(source) is not None:
         kind = "dcp"
     _check_dest(source, dest, kind, overwrite)
     if kind == "dcp":
@@ -58,7 +58,8 @@ def run_export(
     else:
         put_lines([f"wrote {counted(found['tensors'], 'tensor')} to '{dest}'"])
         if found["left_out"]:
-            put_lines([f"left out, as no tensors: {', '.join(found['left_out'])}"])
+            names = listed(found["left_out"])
+            put_lines([f"left out {counted(len(found['left_out']), 'name')}: {names}"])
     return FINE
 
 
@@ -69,8 +70,8 @@ def _check_dest(source: Path, dest: Path, kind: Format | None, overwrite: bool) 
     way = "name another place"
     if overwrite and not dest.samefile(source):
         is_checkpoint = dest.is_dir() and holds_files(dest)
-        is_artifact = not is_checkpoint and find_artifact(dest) is not None
-        if is_checkpoint if kind == "dcp" else is_artifact:
+        # The library refuses a checkpoint beneath an export.
+        if is_checkpoint or (kind != "dcp" and find_artifact(dest) is not None):
             return
         way += f": it is no {'checkpoint' if kind == 'dcp' else 'export'} that could be replaced"
     elif not dest.samefile(source):
@@ -99,9 +100,6 @@ def _to_checkpoint(
                 state[name] = tensor.to(dtype)
         tensors = len(state)
         objects = dict(opened.objects)
-    artifact = find_artifact(source)
-    if artifact is not None and artifact.name.endswith(TORCH_SUFFIXES):
-        objects = read_torch_file(*artifact).objects
     if not keys:
         state.update(objects)
     save(state, os.fspath(dest), no_dist=True)

@@ -37,6 +37,9 @@ def run_gc(paths: Sequence[Path], *, delete: bool, as_json: bool) -> int:
     if as_json:
         put_json(rows)
         return code
+    if not rows:
+        put_lines([f"no file there is left by a save: {', '.join(map(str, paths))}"])
+        return code
     put_table(
         ["directory", "state", "#files", "#size", "problem"],
         (

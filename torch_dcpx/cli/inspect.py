@@ -11,7 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._text import counted
@@ -25,9 +30,12 @@ from torch_dcpx.cli.output import (
     put_table,
 )
 from torch_dcpx.errors import NotCommittedError
-from torch_dcpx.integrity.contents import commits_among, read_commit, wanted_sizes
+from torch_dcpx.integrity.artifact import find_artifact
+from torch_dcpx.integrity.contents import commits_among, least_sizes, read_commit, wanted_sizes
+from torch_dcpx.reader.hints import uncommitted
+from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name
+from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES
 from torch_dcpx.storage.reader_lock import being_read
 
 
@@ -71,8 +79,8 @@ class Described(NamedTuple):
 
     path: str
     metadata_file: str
-    written_by: str  # "torch-dcpx" or "stock"
-    save_id: str
+    written_by: str  # "torch-dcpx" or "stock"; of an export its format
+    save_id: str  # of an export ""
     metadata: Metadata
     fqns: list[str]  # those that were asked for
     files: dict[str, FileSize]  # by name
@@ -105,7 +113,7 @@ class Described(NamedTuple):
 @paused_gc()
 def show(path: Path, keys: Sequence[str], *, with_chunks: bool, limit: int, as_json: bool) -> int:
     """Prints the checkpoint at `path`. Returns the exit code: globs without a name are a fault."""
-    found = described(path, keys)
+    found = _described_artifact(path, keys) or described(path, keys)
     nothing = "" if not keys or any(each.fqns for each in found) else _no_name(path, keys)
     code = UNSOUND if nothing or any(each.faults for each in found) else FINE
     if as_json:
@@ -134,8 +142,9 @@ def _json(found: Described, with_chunks: bool) -> dict[str, Any]:
 
 
 def _put(found: Described, limit: int, with_chunks: bool) -> None:
-    name, save_id = Path(found.path) / found.metadata_file, found.save_id[:12]
-    put_lines([f"{name}: written by {found.written_by}, save {save_id}"])
+    name, by = Path(found.path) / found.metadata_file, found.written_by
+    origin = f"written by {by}, save {found.save_id[:12]}" if found.save_id else f"a file of {by}"
+    put_lines([f"{name}: {origin}"])
     tensors, files = found.tensors, len(found.files)
     objects, size = len(found.fqns) - tensors, human_bytes(found.nbytes)
     counts = f"{counted(tensors, 'tensor')}, {counted(objects, 'object')}, {counted(files, 'file')}"
@@ -168,10 +177,8 @@ def described(path: Path, keys: Sequence[str] = ()) -> list[Described]:
         names = directory.names()
         commits = commits_among(names)
         if not commits:
-            left = sum(map(is_data_file_name, names))
             raise NotCommittedError(
-                f"'{path}' holds no '{METADATA_NAME}'"
-                + (f", but {left} data files: a save that did not end" if left else ""),
+                uncommitted(path, names, (METADATA_NAME,)),
                 errno=errno.ENOENT,
                 path=str(path / METADATA_NAME),
             )
@@ -180,10 +187,7 @@ def described(path: Path, keys: Sequence[str] = ()) -> list[Described]:
 
 def _described(directory: Directory, path: Path, name: str, keys: Sequence[str]) -> Described:
     found = read_commit(directory, name)
-    fqns = list(found.metadata.state_dict_metadata)
-    if keys:
-        fits = re.compile("|".join(map(fnmatch.translate, keys))).match
-        fqns = list(filter(fits, fqns))
+    fqns = _fitting(found.metadata.state_dict_metadata, keys)
     is_exact = found.files is not None
     sizes = {
         name: FileSize(_size(directory, name), nbytes, is_exact)
@@ -191,6 +195,30 @@ def _described(directory: Directory, path: Path, name: str, keys: Sequence[str])
     }
     written_by = "torch-dcpx" if is_exact else "stock"
     return Described(str(path), name, written_by, found.save_id, found.metadata, fqns, sizes)
+
+
+def _fitting(names: Iterable[str], keys: Sequence[str]) -> list[str]:
+    """Returns the names that one of the globs fits; all where there is none."""
+    if not keys:
+        return list(names)
+    return list(filter(re.compile("|".join(map(fnmatch.translate, keys))).match, names))
+
+
+def _described_artifact(path: Path, keys: Sequence[str]) -> list[Described]:
+    """Returns what lies in the files of an export; nothing where `path` means none."""
+    artifact = find_artifact(path)
+    if artifact is None:
+        return []
+    reader = PretrainedReader(path)
+    metadata = reader.read_metadata()
+    entries = metadata.state_dict_metadata
+    entries |= {name: BytesStorageMetadata() for name in reader.objects}
+    ends = least_sizes(metadata) or {artifact.name: 0}
+    with Directory(artifact.directory) as directory:
+        files = {one: FileSize(_size(directory, one), end, False) for one, end in ends.items()}
+    form = "torch.save" if artifact.name.endswith(TORCH_SUFFIXES) else "safetensors"
+    where = str(artifact.directory), artifact.name, form, ""
+    return [Described(*where, metadata, _fitting(entries, keys), files)]
 
 
 def _size(directory: Directory, name: str) -> int | None:

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, NoReturn, ParamSpec
 
 import click
@@ -100,7 +101,9 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, int | float | str) else str(value)
+    if value is None or isinstance(value, int | str) or (type(value) is float and isfinite(value)):
+        return value
+    return str(value)  # JSON has no nan, no inf
 
 
 def put_lines(lines: Iterable[str], console: Console | None = None) -> None:

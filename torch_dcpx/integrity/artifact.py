@@ -24,7 +24,6 @@ from torch_dcpx.integrity.findings import (
 )
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.reader.safetensors import (
-    TORCH_SUFFIXES,
     StoredTensor,
     check_index,
     find_files,
@@ -33,7 +32,7 @@ from torch_dcpx.reader.safetensors import (
 )
 from torch_dcpx.reader.torch_file import read_torch_file
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import is_data_file_name
+from torch_dcpx.storage.names import TORCH_SUFFIXES, is_data_file_name
 from torch_dcpx.storage.paths import checked_path
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ class Artifact(NamedTuple):
 
     directory: Path
     name: str
+    given: str  # the path that means it: its directory, or that file
 
 
 def find_artifact(path: str | os.PathLike[str]) -> Artifact | None:
@@ -61,12 +61,12 @@ def find_artifact(path: str | os.PathLike[str]) -> Artifact | None:
             has_data = place.is_dir() and any(map(is_data_file_name, directory.names()))
     except StorageError:  # NotCommittedError, too: the look at a checkpoint says it better
         return None
-    return None if has_data else Artifact(*found)
+    return None if has_data else Artifact(*found, str(place))
 
 
 def verify_artifact(
     directory: Directory,
-    name: str,
+    artifact: Artifact,
     job: _C.VerifyJob,
     safe_globals: Sequence[Any],
     progress: Callable[[int, int], None] | None,
@@ -75,7 +75,7 @@ def verify_artifact(
 
     Raises: NotCommittedError: the file that the path names is not there.
     """
-    began = time.perf_counter()
+    began, name = time.perf_counter(), artifact.name
     if name not in directory.names():
         path = str(directory.path / name)
         message = f"'{path}' is not there: there is nothing to verify"
@@ -91,7 +91,7 @@ def verify_artifact(
         progress(job.done_bytes, job.total_bytes)
     ended = time.perf_counter()
     return VerifyReport(
-        path=str(directory.path),
+        path=artifact.given,
         findings=tuple(sorted(findings, key=lambda f: (not f.is_fault, f.file, f.offset or 0))),
         metadata_files=(name,),
         files=looked.files,

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.reader.hints import absent, add_repair
@@ -55,8 +57,13 @@ def wanted_sizes(found: CheckpointMetadata) -> dict[str, int]:
     """Returns the bytes of each data file; by stock's metadata, the least that it can have."""
     if found.files is not None:
         return {name: entry.nbytes for name, entry in found.files.items()}
+    return least_sizes(found.metadata)
+
+
+def least_sizes(metadata: Metadata) -> dict[str, int]:
+    """Returns where the last item of each file ends, in bytes."""
     sizes: dict[str, int] = {}
-    for place in (found.metadata.storage_data or {}).values():
+    for place in (metadata.storage_data or {}).values():
         end = place.offset + place.length
         sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
     return sizes

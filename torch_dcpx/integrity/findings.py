@@ -77,7 +77,7 @@ class VerifyReport:
     """Lists what one `verify` has found.
 
     Attributes:
-        path: the directory.
+        path: the directory, or the file that was verified.
         findings: faults and notes, by file and offset.
         metadata_files: the files that commit the checkpoint.
         files: data files that were read.

@@ -87,7 +87,7 @@ def verify(
     if artifact is not None:
         with open_checkpoint(artifact.directory) as directory:
             job = verify_job(directory, options)
-            return verify_artifact(directory, artifact.name, job, safe_globals, progress)
+            return verify_artifact(directory, artifact, job, safe_globals, progress)
     with open_checkpoint(path) as directory, being_read(path):
         run = _Run(directory, verify_job(directory, options), safe_globals)
         run.look()

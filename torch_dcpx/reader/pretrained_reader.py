@@ -29,13 +29,9 @@ from torch_dcpx.reader.generation import Generation, check_not_replaced
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.reader.rows import stored_dtype
-from torch_dcpx.reader.safetensors import (
-    TORCH_SUFFIXES,
-    Safetensors,
-    find_files,
-    read_safetensors,
-)
+from torch_dcpx.reader.safetensors import Safetensors, find_files, read_safetensors
 from torch_dcpx.reader.torch_file import TorchFile, read_torch_file
+from torch_dcpx.storage.names import TORCH_SUFFIXES
 
 
 class PretrainedReader(DcpxReader):
@@ -83,6 +79,11 @@ class PretrainedReader(DcpxReader):
         if self._held is None:
             return super().generation
         return Generation(os.path.abspath(self.path), self._held.digest)  # noqa: PTH100 - as there
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """Returns what a file of torch.save holds besides tensors; of all else nothing."""
+        return self._held.objects if isinstance(self._held, TorchFile) else {}
 
 
 def stored_sizes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:

@@ -22,11 +22,10 @@ from torch_dcpx.reader.safetensors_header import (
     unique_keys,
 )
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import METADATA_NAME
+from torch_dcpx.storage.names import ARTIFACT_SUFFIXES, METADATA_NAME
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
-TORCH_SUFFIXES = (".bin", ".pt", ".pth")  # of files of torch.save
 _TORCH_NAME = "pytorch_model.bin"
 _FILE_NAME = re.compile(r"[^/\0\ud800-\udfff]{1,240}\.safetensors")  # beside the index alone
 
@@ -61,8 +60,7 @@ def find_files(path: Path) -> tuple[Path, str] | None:
         NotCommittedError: it holds none of these.
         StorageError: it cannot be listed.
     """
-    suffixes = (".safetensors", ".index.json", *TORCH_SUFFIXES)
-    if path.name.endswith(suffixes) and not path.is_dir():
+    if path.name.endswith(ARTIFACT_SUFFIXES) and not path.is_dir():
         return path.parent, path.name
     try:
         with Directory(path) as directory:

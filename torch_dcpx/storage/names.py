@@ -1,6 +1,7 @@
 """Names in a checkpoint directory and in a manager's root, and the entry of a data file.
 
-No other module spells one, but for `artifacts`, which names the files of an export. Names follow
+No other module spells one, but for `artifacts`, which names the files of an export, by the suffixes
+that stand here. Names follow
 stock DCP: `__{rank}_{n}.distcp` for data, `.metadata` for a global commit, `__{rank}.metadata` for
 one of a rank by itself (rank-local mode).
 """
@@ -19,6 +20,9 @@ TOMBSTONE_NAME = ".dcpx.deleted"  # what `.metadata` becomes when its checkpoint
 
 POINTER_NAME = "newest"  # in a manager's root
 TRASH_PREFIX = ".dcpx.trash."  # in a manager's root: directories on their way out
+
+TORCH_SUFFIXES = (".bin", ".pt", ".pth")  # of files of torch.save
+ARTIFACT_SUFFIXES = (".safetensors", ".index.json", *TORCH_SUFFIXES)  # of an export
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as `str` writes a rank, or a file's number
 _DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}(?:\.([0-9a-f]{{12}}))?\.distcp")
