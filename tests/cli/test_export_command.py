@@ -99,3 +99,17 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
     assert "left out 2 names: 'optimizer.m', 'step'" in result.stdout
     assert dcpx(tmp_path / "out", tmp_path / "run-1.5")["tensors"] == 2
     assert (tmp_path / "run-1.5/.metadata").is_file()
+
+
+def test_objects_are_counted_and_nothing_to_write_is_1_and_leaves_nothing(tmp_path: Path) -> None:
+    save({**STATE, "step": 3}, tmp_path / "a")
+    found = dcpx(tmp_path / "a", tmp_path / "y.pt", "-k", "step")
+    assert (found["tensors"], found["objects"], found["left_out"]) == (0, 1, [])
+    assert dcpx(tmp_path / "y.pt", tmp_path / "b", "-k", "step")["objects"] == 1
+    assert_loads({"step": 3}, tmp_path / "b")
+    save({"step": 3}, tmp_path / "c")
+    torch.save({}, tmp_path / "empty.pt")
+    for args in (("c", "z"), ("a", "z", "-k", "v"), ("y.pt", "z", "-k", "v"), ("empty.pt", "z")):
+        error = dcpx(*(tmp_path / one for one in args[:2]), *args[2:], code=1)["error"]
+        assert error["type"] in ("PlanError", "UnknownNameError")
+        assert not (tmp_path / "z").exists()

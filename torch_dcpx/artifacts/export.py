@@ -61,6 +61,7 @@ class ExportReport:
         path: directory of the artifact.
         files: names of its files, without the index.
         tensors: number of tensors in it.
+        objects: number of objects in it, of a torch archive.
         nbytes: size of all files.
         aliases: (name, name that has its bytes): tied weights, kept once.
         skipped: names that a call without `keys` left out: those outside of the model's part, and
@@ -73,6 +74,7 @@ class ExportReport:
     path: str
     files: tuple[str, ...]
     tensors: int
+    objects: int
     nbytes: int
     aliases: tuple[tuple[str, str], ...]
     skipped: tuple[str, ...]
@@ -289,6 +291,7 @@ class _Export:
             path=str(self._arguments.directory),
             files=tuple(file.name for file in layout.files),
             tensors=len(tensors),
+            objects=len(self._objects) if self._arguments.is_torch else 0,
             nbytes=sum(file.nbytes for file in layout.files),
             aliases=tuple((alias, one.name) for one in tensors for alias in one.aliases),
             skipped=(*self._left_out, *(() if self._arguments.is_torch else self._objects)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,8 @@ from torch_dcpx.artifacts.export import export
 from torch_dcpx.artifacts.opened import open_checkpoint
 from torch_dcpx.checkpoint.save import save
 from torch_dcpx.cli.listing import holds_files
-from torch_dcpx.cli.output import FINE, put_json, put_lines
-from torch_dcpx.errors import OptionError, must_be
+from torch_dcpx.cli.output import FINE, UNSOUND, put_error, put_json, put_lines
+from torch_dcpx.errors import OptionError, PlanError, must_be
 from torch_dcpx.integrity.artifact import find_artifact
 from torch_dcpx.reader.hints import listed
 
@@ -40,23 +41,29 @@ def run_export(
     if kind is None and not is_named and find_artifact(source) is not None:
         kind = "dcp"
     _check_dest(source, dest, kind, overwrite)
-    if kind == "dcp":
-        found = _to_checkpoint(source, dest, keys, converted)
-    else:
-        report = export(
-            source,
-            dest,
-            format=kind,
-            keys=keys or None,
-            max_shard_bytes=max_shard_bytes,
-            dtype=converted,
-            no_dist=True,
-        )
-        found = {"path": dest, "tensors": report.tensors, "left_out": report.skipped}
+    try:
+        if kind == "dcp":
+            found = _to_checkpoint(source, dest, keys, converted)
+        else:
+            report = export(
+                source,
+                dest,
+                format=kind,
+                keys=keys or None,
+                max_shard_bytes=max_shard_bytes,
+                dtype=converted,
+                no_dist=True,
+            )
+            counts = {"tensors": report.tensors, "objects": report.objects}
+            found = {"path": dest, **counts, "left_out": report.skipped}
+    except PlanError as error:  # there is nothing to write
+        put_error(error, as_json=as_json)
+        return UNSOUND
     if as_json:
         put_json(found)
     else:
-        put_lines([f"wrote {counted(found['tensors'], 'tensor')} to '{dest}'"])
+        tensors, objects = counted(found["tensors"], "tensor"), counted(found["objects"], "object")
+        put_lines([f"wrote {tensors} and {objects} to '{dest}'"])
         if found["left_out"]:
             names = listed(found["left_out"])
             put_lines([f"left out {counted(len(found['left_out']), 'name')}: {names}"])
@@ -94,13 +101,22 @@ def _to_checkpoint(
 ) -> dict[str, Any]:
     """Saves tensors and objects of files as a checkpoint. All of them are in memory meanwhile."""
     with open_checkpoint(source) as opened:
-        state: dict[str, Any] = dict(opened.load_tensors(keys or None))
+        names = [*opened, *opened.objects]
+        for glob in keys:
+            if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+                opened.select(glob)  # raises UnknownNameError
+        chosen = [one for one in names if _fits(one, keys)]
+        if not chosen:
+            raise PlanError(f"export: '{source}' holds nothing to export; nothing was written")
+        state: dict[str, Any] = dict(opened.load_tensors([one for one in chosen if one in opened]))
         for name, tensor in state.items():
             if dtype is not None and tensor.is_floating_point():
                 state[name] = tensor.to(dtype)
         tensors = len(state)
-        objects = dict(opened.objects)
-    if not keys:
-        state.update(objects)
+        state |= {name: opened.objects[name] for name in chosen if name not in opened}
     save(state, os.fspath(dest), no_dist=True)
-    return {"path": dest, "tensors": tensors, "left_out": list(objects) if keys else []}
+    return {"path": dest, "tensors": tensors, "objects": len(state) - tensors, "left_out": []}
+
+
+def _fits(name: str, keys: Sequence[str]) -> bool:
+    return not keys or any(fnmatch.fnmatchcase(name, glob) for glob in keys)

@@ -56,10 +56,7 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
         try:
             code = function(*args, **kwargs)
         except (DcpxError, OSError) as error:
-            if kwargs.get("as_json"):
-                put_json({"error": {"type": type(error).__name__, **_fields(error)}})
-            else:
-                put_problem(str(error))
+            put_error(error, as_json=bool(kwargs.get("as_json")))
             code = exit_code(error)
         except KeyboardInterrupt:
             put_problem("interrupted")
@@ -68,6 +65,14 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
         sys.exit(code)
 
     return click.option("--json", "as_json", is_flag=True, help="print JSON")(run)
+
+
+def put_error(error: Exception, *, as_json: bool) -> None:
+    """Prints an error as one line, or as JSON on stdout."""
+    if as_json:
+        put_json({"error": {"type": type(error).__name__, **_fields(error)}})
+    else:
+        put_problem(str(error))
 
 
 def is_of_checkpoint(error: Exception) -> bool:
