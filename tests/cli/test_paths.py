@@ -171,6 +171,8 @@ def test_hostile_pickles_execute_nothing_and_are_one_typed_line(tmp_path: Path) 
         ):
             error = dcpx(*args, code=1)["error"]
             assert error["type"] == "UnsafePickleError" and "\n" not in error["message"]
+            # A file of torch.save is never executed, so its error must not offer it.
+            assert ("trusted=True" in error["message"]) == (path.suffix == "")
     assert dcpx("verify", tmp_path / "evil", code=1)["findings"][0]["kind"] == "metadata"
     (note,) = dcpx("verify", tmp_path / "evil.pt")["findings"]
     assert note["kind"] == "unchecked" and "refuse to unpickle" in note["message"]

@@ -158,7 +158,8 @@ def export(source: Path, dest: Path, as_json: bool, **choices: Any) -> int:
     """Write a checkpoint as safetensors or one torch.save file, or such files as a checkpoint.
 
     DEST's suffix (.safetensors, .pt, .pth, .bin) says the format. A DEST without one is a directory
-    of safetensors if SOURCE is a checkpoint, and a checkpoint if SOURCE is such files.
+    of safetensors if SOURCE is a checkpoint, and a checkpoint if SOURCE is such files. Another
+    suffix of letters is refused, unless --format is given.
     """
     _look(source, takes_files=True)
     from torch_dcpx.cli.export import run_export

@@ -59,7 +59,11 @@ def uncommitted(path: Path, names: Sequence[str], wanted: Sequence[str]) -> str:
     text = f"'{path}' holds no committed checkpoint: {missing}"
     ranks, files = sum(map(is_metadata_name, names)), sum(map(is_data_file_name, names))
     if ranks:
-        way_out = "" if len(wanted) > 1 else "; load_tensors and open_checkpoint take rank="
+        way_out = (
+            ""
+            if len(wanted) > 1
+            else "; load_tensors and open_checkpoint take rank=, dcpx inspect, cat and diff --rank"
+        )
         return f"{text}, but metadata of {counted(ranks, 'other rank')}{way_out}"
     if files:
         return (

@@ -70,7 +70,12 @@ def read_torch_file(directory_path: Path, name: str, safe_globals: Sequence[Any]
         with malformed_is_corruption("read", path=path, fqn=_PICKLE):
             table = {**OBJECTS, **own}
             unpickler = RestrictedUnpickler(
-                held, table, path=path, fqn=_PICKLE, load_storage=storage_ref
+                held,
+                table,
+                path=path,
+                fqn=_PICKLE,
+                load_storage=storage_ref,
+                may_trust=False,
             )
             value = Settler(records.storage, len(held))(unpickler.load())
             if not isinstance(value, dict):

@@ -86,6 +86,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         load_storage: called with each persistent id; None refuses them.
         compound_keys: as the caller's own `scan_keys` counted them, if the pickle fills `data`;
             None: they are counted here.
+        may_trust: whether the error of a refused name offers `trusted=True`.
 
     Raises:
         CorruptionError: the pickle is malformed or built to exhaust memory or stack.
@@ -101,6 +102,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         fqn: str | None = None,
         load_storage: Callable[[Any], Any] | None = None,
         compound_keys: int | None = None,
+        may_trust: bool = True,
     ) -> None:
         # First: CPython's unpickler allocates the sizes that a pickle claims before it looks at
         # the bytes.
@@ -114,6 +116,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(self._data), encoding="utf-8")
         self._table, self._path, self._fqn = table, path, fqn
         self._load_storage = load_storage
+        self._may_trust = may_trust
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Returns the table's entry for the exact pair, or raises `UnsafePickleError`."""
@@ -124,10 +127,9 @@ class RestrictedUnpickler(pickle.Unpickler):
         where = "the metadata" if self._fqn is None else f"item {self._fqn!r}"
         why = f"torch {TORCH_VERSION} lacks: another torch wrote it, or it is damaged"
         if not torch_lacks(module_name, global_name):
-            why = (
-                f"is on no allow-list; allow it with ReadOptions(safe_globals=[{name}]), or if "
-                "you trust whoever wrote this checkpoint, pass trusted=True"
-            )
+            why = f"is on no allow-list; allow it with ReadOptions(safe_globals=[{name}])"
+            if self._may_trust:
+                why += ", or if you trust whoever wrote this checkpoint, pass trusted=True"
         raise UnsafePickleError(
             f"refuse to unpickle {where} of {self._path!r}: it would use {name!r}, which {why}",
             global_name=name,
