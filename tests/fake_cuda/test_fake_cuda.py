@@ -11,6 +11,7 @@ from fake_cuda.fake import EAGER, HELD, INVALID_VALUE, LATE, FakeCuda
 
 SEEDS = range(24)
 N = 1024  # bytes
+TORN = -1
 OLD = torch.full((N,), 1, dtype=torch.uint8)
 NEW = torch.full((N,), 2, dtype=torch.uint8)
 
@@ -26,13 +27,15 @@ def pinned(driver: DriverCalls) -> Iterator[torch.Tensor]:
 
 
 def outcomes(fake: FakeCuda, once: Callable[[], torch.Tensor]) -> list[int]:
-    """Returns the byte that `once` sees under each seed."""
+    """Returns the byte that `once` sees under each seed; TORN where it sees several.
+
+    What nobody waits for may be under way while it is looked at.
+    """
     seen = []
     for seed in SEEDS:
         fake.reset(seed)
         result = once()
-        assert bool((result == result[0]).all())
-        seen.append(int(result[0]))
+        seen.append(int(result[0]) if bool((result == result[0]).all()) else TORN)
         fake.sync()
     return seen
 
@@ -62,7 +65,8 @@ def test_copy_sees_what_the_callers_stream_writes_only_behind_its_event(
         return seen
 
     seen = outcomes(fake, copy_once)
-    assert set(seen) == {2} if has_wait else seen.count(1) >= len(SEEDS) // 3
+    early = seen.count(1) + seen.count(TORN)
+    assert set(seen) == {2} if has_wait else early >= len(SEEDS) // 3
     driver.destroy_stream(own)
     driver.destroy_event(source_event)
     driver.destroy_event(done)
@@ -91,7 +95,8 @@ def test_host_sees_what_was_copied_only_after_it_has_waited(
         return seen
 
     seen = outcomes(driver.fake, copy_once)
-    assert set(seen) == {2} if wait != "none" else seen.count(0) >= len(SEEDS) // 3
+    early = seen.count(0) + seen.count(TORN)
+    assert set(seen) == {2} if wait != "none" else early >= len(SEEDS) // 3
     driver.destroy_stream(own)
     driver.destroy_event(done)
 

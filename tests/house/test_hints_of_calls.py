@@ -84,18 +84,27 @@ def test_resume_of_a_larger_optimizer_names_arguments_that_leave_the_new_states(
         manager.resume(model=model, optimizer=whole, allow_missing=["optimizer.*"])
 
 
+class Loader:
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 @pytest.mark.parametrize("part", ["lr_scheduler", "dataloader"])
 def test_resume_of_a_part_that_was_not_saved_names_arguments_of_resume(
     root: Path, part: str
 ) -> None:
     model, optimizer = training()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    given: Any = scheduler if part == "lr_scheduler" else Loader()
     with CheckpointManager(root) as manager:
-        text = text_of(MismatchError, lambda: manager.resume(model=model, **{part: scheduler}))
+        text = text_of(MismatchError, lambda: manager.resume(model=model, **{part: given}))
         found = arguments(text)
         assert set(found) == {"allow_missing", "strict"}
         for name, value in found.items():
-            manager.resume(model=model, **{part: scheduler, name: value})
+            manager.resume(model=model, **{part: given, name: value})
 
 
 def test_resume_of_other_dtypes_names_an_argument_of_resume(root: Path) -> None:
