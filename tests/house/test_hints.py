@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.hints import arguments, assert_loads, run, state, text_of, zeros
+from support.hints import (
+    arguments,
+    assert_loads,
+    run,
+    save_models,
+    save_state,
+    text_of,
+    zeros,
+)
 from support.saves import change, read_footer
 from torch import nn
 
@@ -29,8 +37,7 @@ JARGON = re.compile(r"memo|opcode|\bSTOP\b|unpickle", re.IGNORECASE)
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    dcpx.save(state(), tmp_path / "runs" / "ckpt-10")
-    return tmp_path / "runs" / "ckpt-10"
+    return save_state(tmp_path)
 
 
 # ---- No checkpoint, or a damaged one ------------------------------------------------------------
@@ -38,10 +45,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with CheckpointManager(tmp_path / "root", async_save=False) as manager:
-        manager.save(1, model=nn.Linear(2, 3))
-        manager.save(2, model=nn.Linear(2, 3))
-    return tmp_path / "root"
+    return save_models(tmp_path)
 
 
 @pytest.mark.parametrize("call", ["load", "load_pretrained", "export"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.hints import arguments, assert_loads, state, text_of
+from support.hints import arguments, assert_loads, save_models, save_state, state, text_of
 from torch import nn
 
 import torch_dcpx as dcpx
@@ -26,16 +26,12 @@ from torch_dcpx import (
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    dcpx.save(state(), tmp_path / "runs" / "ckpt-10")
-    return tmp_path / "runs" / "ckpt-10"
+    return save_state(tmp_path)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with CheckpointManager(tmp_path / "root", async_save=False) as manager:
-        manager.save(1, model=nn.Linear(2, 3))
-        manager.save(2, model=nn.Linear(2, 3))
-    return tmp_path / "root"
+    return save_models(tmp_path)
 
 
 # ---- resume: arguments that it has --------------------------------------------------------------

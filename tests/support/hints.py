@@ -26,6 +26,20 @@ def zeros() -> dict[str, Any]:
     return {"model": {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, "step": 0}
 
 
+def save_state(folder: Path) -> Path:
+    """Saves `state()`; returns the checkpoint."""
+    dcpx.save(state(), folder / "runs" / "ckpt-10")
+    return folder / "runs" / "ckpt-10"
+
+
+def save_models(folder: Path) -> Path:
+    """Saves two steps of a small model; returns the manager's root."""
+    with dcpx.CheckpointManager(folder / "root", async_save=False) as manager:
+        manager.save(1, model=torch.nn.Linear(2, 3))
+        manager.save(2, model=torch.nn.Linear(2, 3))
+    return folder / "root"
+
+
 def text_of(kind: type[DcpxError], call: Callable[[], Any]) -> str:
     with pytest.raises(kind) as raised:
         call()

@@ -21,7 +21,7 @@ _BLOCK_BYTES = 64 << 10  # a shorter gap shares the blocks of the rows beside it
 
 
 class Cut(NamedTuple):
-    """What an index takes of each dimension, in elements."""
+    """Holds what an index takes of each dimension, in elements."""
 
     begins: tuple[int, ...]
     counts: tuple[int, ...]

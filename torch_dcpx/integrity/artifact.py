@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Artifact(NamedTuple):
-    """Where an artifact lies: its directory, and the name of its file or index."""
+    """Says where an artifact lies: its directory, and the name of its file or index."""
 
     directory: Path
     name: str
@@ -104,7 +104,7 @@ def verify_artifact(
 
 
 class _Looked(NamedTuple):
-    """What the files say, before their bytes are summed."""
+    """Holds what the files say, before their bytes are summed."""
 
     findings: list[Finding]
     files: int

@@ -1,4 +1,4 @@
-"""What to do next, of a path at which there is no checkpoint, or a damaged one."""
+"""Says what to do next at a path without a checkpoint, or with a damaged one."""
 
 from __future__ import annotations
 
