@@ -47,6 +47,7 @@ from torch_dcpx.metadata.stock_classes import (
     optional_text,
     text,
 )
+from torch_dcpx.metadata.stock_plans import PLANS, all_local_plans
 from torch_dcpx.unpickle.hashed_keys import check_keys
 from torch_dcpx.unpickle.settle import Settler, build_user_object, no_more_than, refuse
 from torch_dcpx.unpickle.stand_ins import StandIn
@@ -138,7 +139,11 @@ class _Rebuild:
         storage = self.storage(state.get("storage_data"))
         made_meta = None if meta is None else build_storage_meta(meta, self._settle)
         version = optional_text(state.get("version"), "version")  # not in files before torch 2.9
-        return Metadata(entries, planner, storage, storage_meta=made_meta, version=version)
+        made = Metadata(entries, planner, storage, storage_meta=made_meta, version=version)
+        if "all_local_plans" in state:
+            plans = all_local_plans(state["all_local_plans"], self._settle)
+            made.all_local_plans = plans  # type: ignore[attr-defined]
+        return made
 
 
 def _kind(value: Any) -> str:
@@ -178,7 +183,7 @@ def load_stock_metadata(
         with malformed_is_corruption("unpickle", path=path, fqn=None), paused_gc():
             made: Metadata = _TrustingUnpickler(io.BytesIO(data)).load()
         return made
-    table = {**METADATA, **user_globals(safe_globals, build_user_object)}
+    table = {**METADATA, **PLANS, **user_globals(safe_globals, build_user_object)}
     with malformed_is_corruption("read", path=path, fqn=None), paused_gc():
         raw = RestrictedUnpickler(data, table, path=path, compound_keys=compound_keys).load()
         cls = type(raw)

@@ -1,0 +1,100 @@
+"""`all_local_plans` in the metadata, as Megatron-Core keeps them there."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.states import assert_same, blank_like, mixed_state
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from torch_dcpx import CorruptionError, DcpxReader
+from torch_dcpx.metadata.stock import load_stock_metadata
+
+
+class PlanKeepingPlanner(dcp.DefaultSavePlanner):
+    """Keeps the plans of all ranks in the metadata."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.all_local_plans = all_plans  # type: ignore[attr-defined]
+        return plans, metadata
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    writer = dcp.FileSystemWriter(tmp_path)
+    dcp.save(mixed_state(), storage_writer=writer, planner=PlanKeepingPlanner(), no_dist=True)
+    return tmp_path
+
+
+def test_checkpoint_with_plans_loads_by_default(saved: Path) -> None:
+    target = blank_like(mixed_state())
+    dcp.load(target, storage_reader=DcpxReader(saved), no_dist=True)
+    assert_same(mixed_state(), target)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_plans_are_as_stock_reads_them(saved: Path, protocol: int) -> None:
+    expected: Any = pickle.loads((saved / ".metadata").read_bytes())
+    assert expected.all_local_plans[0].items
+    found: Any = load_stock_metadata(pickle.dumps(expected, protocol), "p")
+    assert found.all_local_plans == expected.all_local_plans
+    kinds = {type(item.type) for plan in found.all_local_plans for item in plan.items}
+    assert kinds == {WriteItemType}
+
+
+def test_plans_with_prefixes_and_paths_are_as_stock_reads_them(saved: Path) -> None:
+    expected: Any = pickle.loads((saved / ".metadata").read_bytes())
+    prefix = dcp.filesystem._StoragePrefix("__3_")
+    item = WriteItem(expected.all_local_plans[0].items[0].index, WriteItemType.SHARD)
+    expected.all_local_plans = [SavePlan([item], prefix, {"a.b": ("a", "b")}, False)]
+    found: Any = load_stock_metadata(pickle.dumps(expected), "p")
+    assert found.all_local_plans == expected.all_local_plans
+
+
+WRONG: dict[str, Any] = {
+    "no list": {"a": 1},
+    "no plan": [3],
+    "items that are no list": [SavePlan(())],  # type: ignore[arg-type]
+    "no item": [SavePlan([7])],  # type: ignore[list-item]
+    "an item without an index": [SavePlan([WriteItem(None, WriteItemType.SHARD)])],  # type: ignore[arg-type]
+    "usable that is no bool": [SavePlan([], usable=1)],  # type: ignore[arg-type]
+    "a size of a list": [torch.Size([1])],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_plans_of_other_types_are_refused(saved: Path, wrong: str) -> None:
+    metadata: Any = pickle.loads((saved / ".metadata").read_bytes())
+    metadata.all_local_plans = WRONG[wrong]
+    with pytest.raises(CorruptionError, match="'p'"):
+        load_stock_metadata(pickle.dumps(metadata), "p")
+
+
+def test_item_type_that_does_not_exist_is_refused(saved: Path) -> None:
+    data = (saved / ".metadata").read_bytes()
+    metadata: Any = pickle.loads(data)
+    item = WriteItem(metadata.all_local_plans[0].items[0].index, WriteItemType.SHARD)
+    metadata.all_local_plans = [SavePlan([item])]
+    good = pickle.dumps(metadata, 4)
+    at = good.rindex(b"WriteItemType")
+    at = good.index(b"K\x02", at)  # BININT1 2: SHARD
+    with pytest.raises(CorruptionError, match="item type 9"):
+        load_stock_metadata(good[:at] + b"K\x09" + good[at + 2 :], "p")
+
+
+def test_very_many_plans_may_share_their_items() -> None:
+    """Each list is looked at once: this took minutes."""
+    index = dcp.metadata.MetadataIndex("a")
+    items = [WriteItem(index, WriteItemType.BYTE_IO)] * 20_000
+    metadata: Any = Metadata({}, storage_data={})
+    metadata.all_local_plans = [SavePlan(items) for _ in range(20_000)]
+    found: Any = load_stock_metadata(pickle.dumps(metadata), "p")
+    assert len(found.all_local_plans) == 20_000
+    assert found.all_local_plans[7].items == items
