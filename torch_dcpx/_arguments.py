@@ -10,6 +10,7 @@ import functools
 import math
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,6 +19,8 @@ from torch_dcpx.errors import OptionError, must_be, shown, with_article
 
 _MAX_TIMEOUT_S = 1e9  # what clocks and stores can count
 _STATE = 'a dict of values by name, such as {"model": model}'
+
+_DOTTED = re.compile(r"\w+(\.\w+)+")  # at least a module and a name
 
 _T = TypeVar("_T")
 _Classes: TypeAlias = type | tuple[type, ...]
@@ -175,12 +178,15 @@ def checked_globs(name: str, value: Any, example: str, what: str = "globs") -> t
 
 
 def checked_globals(value: Any) -> tuple[Any, ...]:
-    """Returns `safe_globals`. Raises OptionError unless it holds classes and functions alone."""
+    """Returns `safe_globals`. Raises OptionError unless it holds classes, functions and names."""
     is_list = isinstance(value, Iterable) and not isinstance(value, (str, bytes, type))
     entries = tuple(value) if is_list else (value,)
     for entry in entries:
-        if not is_list or not callable(entry) or not hasattr(entry, "__qualname__"):
-            raise must_be("safe_globals", entry, "a list of classes and functions")
+        is_name = isinstance(entry, str) and _DOTTED.fullmatch(entry) is not None
+        is_object = callable(entry) and hasattr(entry, "__qualname__")
+        if not is_list or not (is_name or is_object):
+            wanted = 'a list of classes, functions, or their dotted names such as "pkg.module.Name"'
+            raise must_be("safe_globals", entry, wanted)
     return entries
 
 

@@ -1,8 +1,8 @@
 """Environment variables of options: DCPX_<NAME> where the caller did not give the argument.
 
-Read when options are made, never later; an empty variable counts as not set. Variables that decide
-which pickles are executed (`trusted`, `safe_globals`) are refused by name: that belongs in code,
-where its reader sees it, and not in a shell that a job happened to inherit.
+Read when options are made, never later; an empty variable counts as not set. DCPX_TRUSTED=1 is
+refused: that a load may execute anything belongs in code, where its reader sees it, and not in a
+shell that a job happened to inherit. DCPX_SAFE_GLOBALS names classes, and allows no others.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def _parse(name: str, annotation: str, text: str) -> Any:
         if not re.fullmatch(r"[0-9]{1,19}(\.[0-9]*)?", text):
             raise _bad(name, text, "must be seconds as a plain number, such as 90 or 0.5")
         return float(text)
+    if name == "safe_globals":
+        return tuple(part.strip() for part in text.split(","))
     raise _bad(name, text, f"is refused: {name} is given in code only")
 
 

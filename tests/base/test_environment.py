@@ -87,7 +87,7 @@ def test_every_option_has_a_variable_but_for_what_only_code_may_say() -> None:
         (ReadOptions, "DCPX_TRUSTED", "1"),
         (ReadOptions, "DCPX_TRUSTED", "TRUE"),
         (ReadOptions, "DCPX_TRUSTED", "perhaps"),
-        (ReadOptions, "DCPX_SAFE_GLOBALS", "os.system"),
+        (ReadOptions, "DCPX_SAFE_GLOBALS", "os.path,system"),
         (ReadOptions, "DCPX_SLOT_BYTES", "100000"),
     ],
 )

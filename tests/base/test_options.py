@@ -44,7 +44,7 @@ MIB = 1 << 20
         (WriteOptions, {"in_place": True}, "in_place"),
         (ReadOptions, {"verify": "full"}, "verify"),
         (ReadOptions, {"trusted": "yes"}, "trusted"),
-        (ReadOptions, {"safe_globals": ("os.system",)}, "safe_globals"),
+        (ReadOptions, {"safe_globals": ("system",)}, "safe_globals"),
         (ReadOptions, {"host_memory_bytes": 1.5}, "host_memory_bytes"),
         (ReadOptions, {"host_memory_bytes": None}, "host_memory_bytes"),
         (ReadOptions, {"load_timeout_s": float("inf")}, "load_timeout_s"),

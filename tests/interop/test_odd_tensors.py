@@ -143,7 +143,7 @@ def test_tensor_subclass_is_loaded_with_leave_only(tmp_path: Path, kind: Any, wr
         dcp.load({"w": made(2)}, storage_reader=DcpxReader(tmp_path), no_dist=True)
     name = f"{kind.__module__}.{kind.__name__}"
     assert (raised.error.global_name, raised.error.fqn) == (name, "w")
-    assert f"safe_globals=[{name}]" in str(raised.error)
+    assert f'safe_globals=["{name}"]' in str(raised.error)
 
     def loads(options: ReadOptions) -> bool:
         target = {"w": made(2)}

@@ -88,7 +88,7 @@ def test_message_says_how_to_allow_the_global():
     with pytest.raises(UnsafePickleError) as caught:
         decode(hp.document(hp.name("os", "system")))
     message = str(caught.value)
-    assert "safe_globals=[os.system]" in message
+    assert 'safe_globals=["os.system"]' in message
     assert "trusted=True" in message
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (copy.global_name, copy.fqn) == ("os.system", "k")
@@ -125,7 +125,7 @@ def test_a_dict_of_modules_does_not_match_dotted_names():
             decode(hp.document(hp.stack_name(module, name)), table)
 
 
-@pytest.mark.parametrize("entry", [3, "os.system", None, object()])
+@pytest.mark.parametrize("entry", [3, None, object()])
 def test_safe_globals_must_have_a_name(entry):
     with pytest.raises(OptionError) as caught:
         user_globals([entry], build_user_object)

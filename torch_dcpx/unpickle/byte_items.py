@@ -5,8 +5,8 @@ the file makes. So the planner never gets bytes of the file:
 1. `_C.zip_records` parses the zip (stored records only), not torch, which would run TorchScript
    archives and believes the sizes of storages;
 2. `unpickler` scans its `data.pkl` for bombs and unpickles it into stand-ins;
-3. `settle` builds real objects of exact types: the tables of `plain_objects`, `torch_objects` and
-   `numpy_objects` list those that are allowed;
+3. `settle` builds real objects of exact types: the tables of `plain_objects`, `torch_objects`,
+   `numpy_objects` and `random_objects` list those that are allowed;
 4. `torch.save` writes these anew, and the planner gets that.
 """
 
@@ -25,12 +25,13 @@ from torch_dcpx._native import _C
 from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.unpickle.numpy_objects import NUMPY
 from torch_dcpx.unpickle.plain_objects import PLAIN
+from torch_dcpx.unpickle.random_objects import RANDOM
 from torch_dcpx.unpickle.settle import Settler, build_user_object, refuse
 from torch_dcpx.unpickle.stand_ins import GlobalTable
 from torch_dcpx.unpickle.torch_objects import TORCH, StorageRef, storage_ref
 from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption, user_globals
 
-OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY}
+OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY, **RANDOM}
 _WAY_OUT = "trusted=True would hand it to the planner unread"
 _DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")
 _KINDS = {  # first bytes -> what it is

@@ -1,7 +1,7 @@
 """The plain Python classes a byte item may hold, each built from exactly checked arguments.
 
     builtins        None bool int float complex str bytes bytearray list tuple dict set frozenset
-                    slice range; the bare types themselves
+                    slice range Ellipsis; the bare types themselves
     collections     OrderedDict defaultdict (no factory, or a builtin type) deque Counter
     pathlib         PurePath PurePosixPath PureWindowsPath Path PosixPath
     datetime        datetime date time timedelta timezone
@@ -292,5 +292,9 @@ _BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
 _VALUES = {("builtins", t.__name__): t for t in (*_FACTORIES, bytearray, complex, frozenset)}
 
 PLAIN: GlobalTable = with_python2_names(
-    {key: stand_in(".".join(key), build, _VALUES.get(key, EMPTY)) for key, build in _BUILDS.items()}
+    {("builtins", "Ellipsis"): ...}
+    | {
+        key: stand_in(".".join(key), build, _VALUES.get(key, EMPTY))
+        for key, build in _BUILDS.items()
+    }
 )

@@ -32,7 +32,8 @@ _CALLS_BASE_BYTES = 64 << 20
 _CALLS_BYTES_PER_BYTE = 32  # of the pickle; a set of its smallest values has 16 times its bytes
 _ELEMENT_BYTES = 32  # of a container that a call makes
 
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes, bytearray, torch.dtype})
+_PLAIN = (type(None), type(...), bool, int, float, str, bytes, bytearray)
+_ATOMS: frozenset[type] = frozenset({*_PLAIN, torch.dtype, torch.qscheme})
 
 _BUILDING = object()  # in the memo: a tuple, set or stand-in that is not complete yet
 

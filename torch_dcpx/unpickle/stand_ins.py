@@ -11,8 +11,11 @@ nothing else. While the pickle runs, no real object exists that it could call or
 from __future__ import annotations
 
 import pickle
+from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, NoReturn
+
+from torch_dcpx.errors import UnsafePickleError
 
 GlobalTable = Mapping[tuple[str, str], Any]  # (module, name) as written in the pickle -> object
 
@@ -70,6 +73,13 @@ class StandIn(metaclass=StandInType):
         self.is_called, self.state = False, EMPTY
         self.elements = self.pairs = None
         return self
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UnsafePickleError(
+            f"refuse to call what '{self.global_name}' returns, as pickles do for methods and for "
+            "classes inside of classes: only trusted=True does",
+            global_name=self.global_name,
+        )
 
     def __setstate__(self, state: Any) -> None:
         if self.state is not EMPTY:
@@ -131,11 +141,8 @@ def stand_in(
 
 def with_python2_names(table: GlobalTable) -> dict[tuple[str, str], Any]:
     """Adds the names by which pickles of protocol 2 and below call the same things."""
-    modules = {"builtins": "__builtin__", "copyreg": "copy_reg"}
-    names = {"range": "xrange", "str": "unicode", "int": "long"}
     result = dict(table)
     for (module, name), target in table.items():
-        if module in modules:
-            result[modules[module], name] = target
-            result[modules[module], names.get(name, name)] = target
+        result.setdefault((REVERSE_IMPORT_MAPPING.get(module, module), name), target)
+        result.setdefault(REVERSE_NAME_MAPPING.get((module, name), (module, name)), target)
     return result

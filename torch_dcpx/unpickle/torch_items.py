@@ -30,7 +30,12 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS
 from torch_dcpx.unpickle.settle import refuse
 from torch_dcpx.unpickle.stand_ins import StandIn, StandInType, stand_in
-from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption
+from torch_dcpx.unpickle.unpickler import (
+    RestrictedUnpickler,
+    imported,
+    malformed_is_corruption,
+    way_to_allow,
+)
 
 _INFLATED_BASE_BYTES = 64 << 20
 _INFLATED_PER_BYTE = 16  # of the tensor; a sparse one keeps 8 B of each index beside a value
@@ -249,6 +254,26 @@ def _check_tensor(tensor: Any) -> None:
 _REFUSED_GLOBAL = re.compile(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)")
 
 
+def _refused_global(error: pickle.UnpicklingError) -> str | None:
+    """Returns the name that torch refused, if that is the error."""
+    refused = _REFUSED_GLOBAL.search(str(error))
+    return None if refused is None else refused[1][:200]
+
+
+def _load(source: Any, added: list[Any], names: set[str], *, trusted: bool) -> Any:
+    """Returns what torch loads with `added` allowed, and those of `names` that it meets."""
+    try:
+        with torch.serialization.safe_globals(added):  # takes them away at its end
+            return torch.load(source, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        name = _refused_global(error)
+        if name not in names:
+            raise
+    source.seek(0)
+    added = [*added, (imported(*name.rsplit(".", 1)), name)]
+    return _load(source, added, names - {name}, trusted=trusted)
+
+
 def load_by_torch(
     data: io.IOBase, path: str, item: ReadItem, planner: LoadPlanner, options: ReadOptions
 ) -> torch.Tensor:
@@ -259,23 +284,20 @@ def load_by_torch(
         CorruptionError: torch cannot load it.
     """
     fqn, known = item.storage_index.fqn, torch.serialization.get_safe_globals()
-    added: list[Any] = [entry for entry in options.safe_globals if entry not in known]
-    source: Any = data
+    names: set[Any] = {one for one in options.safe_globals if isinstance(one, str)}
+    added = [one for one in options.safe_globals if one not in names and one not in known]
     with malformed_is_corruption("load by torch", path=path, fqn=fqn):
         if not options.trusted:
             _check_item(data, path, fqn, _tensor_bytes(planner, item))
         try:
-            with torch.serialization.safe_globals(added):  # takes them away at its end
-                tensor = torch.load(source, map_location="cpu", weights_only=not options.trusted)
+            tensor = _load(data, added, names, trusted=options.trusted)
         except pickle.UnpicklingError as error:
-            refused = _REFUSED_GLOBAL.search(str(error))
-            if refused is None:
+            name = _refused_global(error)
+            if name is None:
                 raise
-            name = refused[1][:200]
             raise UnsafePickleError(
                 f"refuse to load item '{fqn}' of '{path}': its tensor needs '{name}', which is on "
-                f"no allow-list; allow it with ReadOptions(safe_globals=[{name}]) or "
-                "torch.serialization.add_safe_globals, or if you trust whoever wrote this "
+                f"no allow-list; {way_to_allow([name])}, or if you trust whoever wrote this "
                 "checkpoint, pass trusted=True",
                 global_name=name,
                 path=path,

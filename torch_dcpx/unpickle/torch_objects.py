@@ -32,6 +32,9 @@ _STORAGES = {
     "ShortStorage": torch.int16,
 }
 LAYOUTS = {str(value): value for value in vars(torch).values() if type(value) is torch.layout}
+_SCHEMES: GlobalTable = {
+    ("torch", name): value for name, value in vars(torch).items() if type(value) is torch.qscheme
+}
 DTYPES: GlobalTable = {
     ("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype
 }
@@ -202,6 +205,7 @@ _BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
 
 TORCH: GlobalTable = {
     **DTYPES,
+    **_SCHEMES,
     **{key: stand_in(".".join(key), build) for key, build in _BUILDS.items()},
     **{("torch", name): StorageKind(dtype) for name, dtype in _STORAGES.items()},
     ("torch.storage", "UntypedStorage"): StorageKind(None),

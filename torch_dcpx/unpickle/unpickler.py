@@ -6,19 +6,33 @@ makes entries of the table for the names that a user allows.
 
 from __future__ import annotations
 
+import importlib
 import io
+import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+import re
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch_dcpx._compat import TORCH_VERSION, torch_lacks
+from torch_dcpx._environment import variable_of
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, OptionError, UnsafePickleError
 from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS, KeyCheckedUnpickler
-from torch_dcpx.unpickle.stand_ins import EMPTY, GlobalTable, StandIn, stand_in, with_python2_names
+from torch_dcpx.unpickle.stand_ins import (
+    EMPTY,
+    GlobalTable,
+    StandIn,
+    StandInType,
+    stand_in,
+    with_python2_names,
+)
 
+_MAX_NAMES = 16  # that an error lists
+_DOTTED = re.compile(r"\w+(\.\w+)+")
 MAX_MESSAGE = 300  # characters quoted of a cause, whose text may come from the file
 
 # CPython's unpickler, torch and numpy raise these for a damaged pickle.
@@ -38,12 +52,62 @@ _MALFORMED = (
 )
 
 
+class NamedGlobal:
+    """A name of `safe_globals`, which is imported when a pickle names it, and not before."""
+
+    def __init__(self, module: str, name: str, build: Callable[[StandIn, Any], Any]) -> None:
+        self._module, self._name, self._build = module, name, build
+        self._found: Any = EMPTY
+
+    def stand_in(self) -> Any:
+        """Returns the stand-in of what it names. Raises OptionError: there is no such thing."""
+        if self._found is EMPTY:
+            value = imported(self._module, self._name)
+            self._found = stand_in(f"{self._module}.{self._name}", self._build, value=value)
+        return self._found
+
+
+def way_to_allow(names: Sequence[str]) -> str:
+    """Returns how to allow names, for errors."""
+    before = os.environ.get(variable_of("safe_globals"), "")
+    variable = f"{variable_of('safe_globals')}={','.join(filter(None, (before, *names)))}"
+    entries = ", ".join(f'"{name}"' for name in names)
+    use = f"ReadOptions(safe_globals=[{entries}]) or {variable}"
+    return f"if it is yours, and no function that acts on files or processes, allow it with {use}"
+
+
+def imported(module: str, name: str) -> Any:
+    """Returns a class or function that the user allows by its name.
+
+    Raises:
+        OptionError: it cannot be imported, or is something else.
+    """
+    try:
+        value: Any = importlib.import_module(module)
+        for part in name.split("."):
+            value = getattr(value, part)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        wrong = f"safe_globals names '{module}.{name}', which cannot be imported: {why}"
+        raise OptionError(wrong, option="safe_globals", value=f"{module}.{name}") from error
+    if not callable(value):
+        wrong = f"safe_globals names '{module}.{name}', which is no class or function"
+        raise OptionError(wrong, option="safe_globals", value=f"{module}.{name}")
+    return value
+
+
 def user_globals(
     safe_globals: Iterable[Any], build: Callable[[StandIn, Any], Any]
 ) -> dict[tuple[str, str], Any]:
     """Returns the table of `ReadOptions(safe_globals=[...])`: exact names, for this read only."""
     table: dict[tuple[str, str], Any] = {}
     for entry in safe_globals:
+        if isinstance(entry, str):
+            parts = entry.split(".")
+            for at in range(1, len(parts)):
+                pair = ".".join(parts[:at]), ".".join(parts[at:])
+                table.setdefault(pair, NamedGlobal(*pair, build))
+            continue
         module, name = getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)
         if type(module) is not str or type(name) is not str or not callable(entry):
             why = "it is no class or function with a module and a name"
@@ -74,6 +138,37 @@ def malformed_is_corruption(verb: str, *, path: str, fqn: str | None) -> Iterato
     except _MALFORMED as error:
         cause = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
         raise CorruptionError(f"{verb} {where}: {cause}", path=path, fqn=fqn) from error
+
+
+def _python3_name(module: str, name: str) -> str:
+    """Returns the dotted name of what a pickle names, which may be by a name of Python 2."""
+    pair = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
+    return ".".join(pair)[:MAX_MESSAGE]
+
+
+class _Namer(pickle.Unpickler):
+    """Runs a pickle whose every name is an inert stand-in, and notes those that a table lacks.
+
+    It ends at the first name that an error has no room for: each costs a class.
+    """
+
+    def __init__(self, data: memoryview, table: GlobalTable, names: dict[str, None]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._table, self._names = table, names
+        self._made: dict[tuple[str, str], StandInType] = {}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        key = module_name, global_name
+        if key not in self._made:
+            if key not in self._table:
+                self._names[_python3_name(*key)] = None
+            if len(self._names) > _MAX_NAMES:
+                raise pickle.UnpicklingError("names more than an error lists")
+            self._made[key] = stand_in(".".join(key), lambda *_: None)
+        return self._made[key]
+
+    def persistent_load(self, pid: Any, /) -> None:
+        """A storage is no name."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):
@@ -121,21 +216,41 @@ class RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Returns the table's entry for the exact pair, or raises `UnsafePickleError`."""
         found = self._table.get((module_name, global_name), EMPTY)
+        if type(found) is NamedGlobal:
+            return found.stand_in()
         if found is not EMPTY:
             return found
         name = f"{module_name}.{global_name}"[:MAX_MESSAGE]
         where = "the metadata" if self._fqn is None else f"item {self._fqn!r}"
         why = f"torch {TORCH_VERSION} lacks: another torch wrote it, or it is damaged"
         if not torch_lacks(module_name, global_name):
-            why = f"is on no allow-list; allow it with ReadOptions(safe_globals=[{name}])"
-            if self._may_trust:
-                why += ", or if you trust whoever wrote this checkpoint, pass trusted=True"
+            why = f"is on no allow-list{self._ways_out(module_name, global_name)}"
         raise UnsafePickleError(
             f"refuse to unpickle {where} of {self._path!r}: it would use {name!r}, which {why}",
             global_name=name,
             path=self._path,
             fqn=self._fqn,
         )
+
+    def _ways_out(self, module_name: str, global_name: str) -> str:
+        """Returns how to read the pickle all the same, for errors."""
+        name = _python3_name(module_name, global_name)
+        names = [name, *(one for one in self._other_names() if one != name)]
+        ways = [way_to_allow(names)] if all(map(_DOTTED.fullmatch, names)) else []
+        if self._may_trust:
+            ways.append("if you trust whoever wrote this checkpoint, pass trusted=True")
+        return "; " + ", or ".join(ways) if ways else ""
+
+    def _other_names(self) -> list[str]:
+        """Returns the names that the table lacks, of all the pickle: it runs on inert stand-ins."""
+        names: dict[str, None] = {}
+        runner = _Namer(self._data, self._table, names)
+        try:
+            if not self._has_many_keys:
+                runner.load()
+        except (*_MALFORMED, UnsafePickleError):
+            pass  # what it names up to here
+        return list(names)[:_MAX_NAMES]
 
     def persistent_load(self, pid: Any, /) -> Any:
         if self._load_storage is None:
@@ -148,4 +263,14 @@ class RestrictedUnpickler(pickle.Unpickler):
             if self._has_many_keys:
                 checked = KeyCheckedUnpickler(self._data, self.find_class, self.persistent_load)
                 return checked.load()
-            return super().load()
+            try:
+                return super().load()
+            except pickle.UnpicklingError as error:
+                if "class argument" not in str(error):  # of NEWOBJ
+                    raise
+                raise UnsafePickleError(
+                    "refuse to make an object of what a call returns, as pickles do for classes "
+                    "inside of classes: only trusted=True does",
+                    path=self._path,
+                    fqn=self._fqn,
+                ) from error
