@@ -4,6 +4,7 @@ Environment (set by the Makefile):
     DCPX_STRICT=1            a skip is a failure (make test-all); DCPX_ALLOW_SKIP=1 lifts it
     DCPX_REQUIRE_CUDA=1      a `cuda` test that cannot run is a failure
     DCPX_REQUIRE_INSTALLED=1 the tests must import an installed torch_dcpx, not this clone's
+    DCPX_FRAMEWORKS=DIR      environments of frameworks (make test-frameworks)
     DCPX_SEED=N              the `seed` fixture's value, to repeat one test
 """
 
@@ -36,7 +37,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # wait for work, took half of all that the tests took.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-pytest_plugins = ["fake_cuda.fixture", "support.device_fixture"]
+pytest_plugins = ["fake_cuda.fixture", "support.device_fixture", "support.hook_fixture"]
+
+if "DCPX_FRAMEWORKS" not in os.environ:  # environments that `make test-frameworks` makes
+    collect_ignore = ["frameworks"]
 
 hypothesis.settings.register_profile(
     "dcpx",

@@ -13,12 +13,12 @@ use (PEP 562), so that command lines start at once.
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__ as __version__
-
 if TYPE_CHECKING:
+    from ._version import __version__ as __version__
     from .artifacts.export import ExportReport as ExportReport
     from .artifacts.export import export as export
     from .artifacts.opened import LazyTensor as LazyTensor
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from .errors import UnknownNameError as UnknownNameError
     from .errors import UnsafePickleError as UnsafePickleError
     from .errors import UnsupportedError as UnsupportedError
+    from .hook.install import install as install
+    from .hook.install import uninstall as uninstall
+    from .hook.install import use as use
     from .integrity.findings import Finding as Finding
     from .integrity.findings import RepairReport as RepairReport
     from .integrity.findings import VerifyReport as VerifyReport
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
 
 # Module -> the public names that it has.
 _PUBLIC = {
+    "_version": "__version__",
     "artifacts.export": "ExportReport export",
     "artifacts.opened": "LazyTensor OpenCheckpoint load_tensors open_checkpoint",
     "artifacts.pretrained": "load_pretrained",
@@ -92,6 +96,7 @@ _PUBLIC = {
         "ShortReadError StagingError StorageError StoreLostError UnknownNameError "
         "UnsafePickleError UnsupportedError"
     ),
+    "hook.install": "install uninstall use",
     "integrity.findings": "Finding RepairReport VerifyReport",
     "integrity.repair": "repair",
     "integrity.verify": "verify",
@@ -111,8 +116,16 @@ _PUBLIC = {
     "writer.writer": "DcpxWriter",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}
-__all__ = sorted(["__version__", *_MODULE_OF])  # noqa: PLE0605
+__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
 _EXTENSION = f"{__name__}._C"
+
+
+def _autoload() -> None:
+    """The entry point of `torch.backends`, which torch calls at the end of `import torch`."""
+    if os.environ.get("DCPX_INSTALL"):
+        from .hook.autoload import autoload
+
+        autoload()
 
 
 def __getattr__(name: str) -> Any:
@@ -144,6 +157,8 @@ def _load(module: str) -> Any:
 
 
 def _extension_error(error: ImportError) -> ImportError:
+    from ._version import __version__
+
     folder = Path(__file__).parent
     built = sorted(path.name for path in folder.glob("_C.*.so"))
     if not isinstance(error, ModuleNotFoundError):

@@ -6,7 +6,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+# Objects of DCP's classes that the hook (`torch_dcpx.install`) has made ours in this process.
+REPLACED: Counter[str] = Counter()
+
+
+def _replaced() -> Mapping[str, int]:
+    return dict(REPLACED)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,8 @@ class WriteReport:
         commit_s: checks, `.metadata`, its fsync and rename, removal of replaced files. 0.0 on ranks
             that do not commit, and before `finish`.
         total_s: all of these.
+        replaced: objects of DCP's classes that the hook has made ours in this process so far, by
+            role: writer, reader, planners, stager. Empty without `torch_dcpx.install`.
     """
 
     items: int
@@ -49,6 +60,7 @@ class WriteReport:
     fsync_s: float
     commit_s: float
     total_s: float
+    replaced: Mapping[str, int] = field(default_factory=_replaced, init=False)
 
     def committed(self, total_s: float) -> WriteReport:
         """Returns the report of the same save with its commit; `total_s` is the time by now."""
@@ -145,6 +157,7 @@ class ReadReport:
             all workers spent on reading, on checksums, and on copies out of slots.
         finish_s: decoding of byte items, conversions, copies to devices, and the planner's hooks.
         total_s: all of these.
+        replaced: as in `WriteReport`.
     """
 
     items: int
@@ -164,6 +177,7 @@ class ReadReport:
     copy_s: float
     finish_s: float
     total_s: float
+    replaced: Mapping[str, int] = field(default_factory=_replaced, init=False)
 
     @property
     def gb_per_s(self) -> float:

@@ -56,6 +56,17 @@ LOADS = {
     "cast": (None, "deny", True, 3),
     "key_map": NOT_MAPS,
 }
+INSTALL = {
+    "writer": NOT_SWITCHES,
+    "reader": NOT_SWITCHES,
+    "planners": NOT_SWITCHES,
+    "stager": NOT_SWITCHES,
+    "write_options": NOT_WRITE,
+    "read_options": NOT_READ,
+    "durability": (None, "none", True, 3),
+    "safe_globals": NOT_GLOBALS,
+    "trusted": NOT_SWITCHES,
+}
 STATE = {"w": torch.ones(2)}
 MODEL = nn.Linear(1, 1)
 
@@ -272,6 +283,8 @@ TABLE: Table = {
             "node_local": NOT_SWITCHES,
         },
     ),
+    "install": (dcpx.install, {}, INSTALL),
+    "use": (dcpx.use, {}, INSTALL),
     "CheckpointManager": (
         CheckpointManager,
         {"root": "out"},

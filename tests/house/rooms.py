@@ -47,12 +47,22 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
         "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
         "writer", "planners", "checkpoint", "integrity", "artifacts",
     },
-    "cli": {"storage", "metadata", "reader", "checkpoint", "integrity", "artifacts"},
+    "hook": {"tensors", "staging", "reader", "writer", "planners"},
+    "cli": {"storage", "metadata", "reader", "checkpoint", "integrity", "artifacts", "hook"},
 }  # fmt: skip
 
 # Folders of tests beside those of the rooms: the ground and csrc through the door, stock DCP and
 # other torches, what goes wrong.
-OTHER_TESTS = {"base", "bench", "cuda", "fake_cuda", "faults", "house", "interop", "native"}
+OTHER_TESTS = {
+    "base",
+    "bench",
+    "cuda",
+    "fake_cuda",
+    "faults",
+    "house",
+    "interop",
+    "native",
+}
 
 # Modules that work, and start at once, without torch.
 MODULES_WITHOUT_TORCH = {
@@ -62,6 +72,8 @@ MODULES_WITHOUT_TORCH = {
     "_environment",
     "_integers",
     "errors",
+    "hook.autoload",
+    "hook.settings",
     "staging.host_memory",
     "options",
 }

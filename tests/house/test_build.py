@@ -111,7 +111,9 @@ def test_extension_that_does_not_load_is_a_loud_import_error(
     elif state == "foreign":
         (package / "_C.cpython-27-vax.so").write_bytes(b"")
     code = (
-        f"import json, os, torch.distributed.checkpoint\n{IMPORT_THE_COPY}"
+        "import json, os\n"
+        "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"  # its entry point is not the copy's
+        f"import torch.distributed.checkpoint\n{IMPORT_THE_COPY}"
         "for statement in sys.argv[2:]:\n"
         "    if os.fork() == 0:\n"
         "        try:\n            exec(statement)\n"

@@ -26,7 +26,7 @@ from torch_dcpx import (
 )
 
 NO_ARGUMENTS = {"close", "drain_on_sigterm", "CheckpointManager.latest", "CheckpointManager.tags"}
-NO_ARGUMENTS |= {"CheckpointManager.close"}
+NO_ARGUMENTS |= {"CheckpointManager.close", "uninstall"}
 # Classes of what torch-dcpx makes itself; rules, which a KeyMap checks; a box for any value.
 NOT_CALLED = {"CopyGuard", "Finding", "Preemption", "PerRank", "SaveHandle", "Merge", "Split"}
 NOT_CALLED |= {"Transpose", "ResumeInfo", "OpenCheckpoint", "LazyTensor"}

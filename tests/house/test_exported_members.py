@@ -50,7 +50,7 @@ def test_every_error_class_is_exported() -> None:
 
 
 def test_type_checkers_and_runtime_agree_on_the_exported_names() -> None:
-    assert _names_imported_for_type_checkers() == set(torch_dcpx.__all__) - {"__version__"}
+    assert _names_imported_for_type_checkers() == set(torch_dcpx.__all__)
 
 
 def test_unknown_name_is_an_attribute_error_that_names_it() -> None:

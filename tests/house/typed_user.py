@@ -38,6 +38,13 @@ def one_line() -> None:
     load(state, checkpoint_id="ckpt", planner=dcpx.DcpxLoadPlanner(allow_partial_load=True))
 
 
+def one_line_for_any_framework() -> None:
+    dcpx.install(durability="full", safe_globals=["pkg.module.Config", OrderedDict])
+    with dcpx.use(stager=False, write_options=WriteOptions(workers=2), trusted=True):
+        save({"a": 1}, checkpoint_id="ckpt")
+    dcpx.uninstall()
+
+
 def saves() -> None:
     state = {"model": MODEL, "loss": torch.ones(1)}
     dcpx.prewarm(state, options=WriteOptions(host_memory_bytes=1 << 30))

@@ -167,6 +167,19 @@ def export(source: Path, dest: Path, as_json: bool, **choices: Any) -> int:
     return run_export(source, dest, as_json=as_json, **choices)
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("line", type=click.UNPROCESSED, nargs=-1, required=True, metavar="-- COMMAND...")
+@command
+def run(line: tuple[str, ...], as_json: bool) -> int:  # noqa: ARG001  (of errors)
+    """Run a command with DCPX_INSTALL=1: in it and its children DCP's classes are ours.
+
+    Example: dcpx run -- torchrun --nproc-per-node 8 train.py
+    """
+    from torch_dcpx.cli.run import run_with_hook
+
+    run_with_hook(line)
+
+
 @app.command()
 @click.argument("path", type=_PATH)
 @click.option("--dry-run", is_flag=True, help="print the report, write nothing")

@@ -1,7 +1,7 @@
 """`dcpx doctor`: checks that a machine, and the file system of a path, serve saves and loads.
 
-It never imports torch. A check is fine, a warning (it works, but slower or with less of a promise:
-the text says which) or a failure.
+Its own process never imports torch. A check is fine, a warning (it works, but slower or with less
+of a promise: the text says which) or a failure.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import mmap
 import os
 import platform
 import resource
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch_dcpx._text import counted
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import CANNOT, FINE, human_bytes, put_json, put_table
 from torch_dcpx.errors import OptionError
+from torch_dcpx.hook.settings import AUTOLOAD, INSTALL, is_asked, is_autoload_off
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_temporary_name
 
@@ -56,6 +59,7 @@ def _of_machine() -> Iterator[Check]:
     yield _torch()
     yield _numpy()
     yield from _extension()
+    yield _hook()
     yield _huge_pages()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     late = "; loads of many files open them late, one by one" if files < _FEW_FILES else ""
@@ -99,6 +103,52 @@ def _extension() -> Iterator[Check]:
     used = f"{driver['devices']} devices, driver {driver['version']}, {kernel} the pack kernel"
     failure = driver["failure"]
     yield Check("CUDA", "fine", f"not used: {failure}" if failure else used)
+
+
+# Not from the current directory, which may be that of a checkpoint: `torch.py` there would run.
+_TRY_HOOK_S = 300
+_TRY_HOOK = """
+import sys
+sys.path[:] = filter(None, sys.path)
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+made = {
+    "FileSystemWriter": dcp.FileSystemWriter("."), "FileSystemReader": dcp.FileSystemReader("."),
+    "DefaultSavePlanner": dcp.DefaultSavePlanner(), "DefaultLoadPlanner": dcp.DefaultLoadPlanner(),
+    "DefaultStager": DefaultStager(StagingOptions(False, False, False, False)),
+}
+ours = [name for name, one in made.items() if type(one).__module__.startswith("torch_dcpx.")]
+from torch_dcpx.reports import REPLACED
+print(", ".join(ours) or "nothing", "replaced;", dict(sorted(REPLACED.items())))
+"""
+
+
+def _hook() -> Check:
+    """Checks, in a process of its own, that the hook is on where a variable asks for it."""
+    if not is_asked():
+        how = f"{INSTALL}=1, dcpx run or torch_dcpx.install() turns it on"
+        return Check("hook", "fine", f"off; {how}")
+    said = f"{INSTALL}={os.environ[INSTALL]}"
+    if is_autoload_off():
+        text = f"{said}, but {AUTOLOAD}={os.environ[AUTOLOAD]} switches it off"
+        return Check("hook", "failure", text)
+    entries = importlib.metadata.entry_points(group="torch.backends")
+    if "torch_dcpx" not in entries.names:
+        text = f"{said}, but no entry point of torch.backends is ours: install torch-dcpx anew"
+        return Check("hook", "failure", text)
+    child = [sys.executable, "-W", "ignore", "-c", _TRY_HOOK]
+    try:
+        ended = subprocess.run(
+            child, capture_output=True, text=True, check=False, timeout=_TRY_HOOK_S
+        )
+    except subprocess.TimeoutExpired:
+        text = f"{said}: a process that imports torch did not end in {_TRY_HOOK_S} s"
+        return Check("hook", "failure", text)
+    if ended.returncode:
+        lines = [line for line in ended.stderr.splitlines() if "Error" in line] or ["?"]
+        return Check("hook", "failure", f"{said}: {lines[0]}")
+    state: _State = "warning" if ended.stdout.startswith("nothing") else "fine"
+    return Check("hook", state, f"{said}: {ended.stdout.strip()}")
 
 
 def _huge_pages() -> Check:

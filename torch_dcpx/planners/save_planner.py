@@ -123,6 +123,10 @@ class DcpxSavePlanner(DefaultSavePlanner):
     def __getstate__(self) -> dict[str, Any]:  # of copies, too, which have no plans
         return {**vars(self), "dcpx_planning": Planning(self.dcpx_planning.is_enabled)}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._enable_plan_caching = False  # in a pickle of stock's, which the hook makes ours
+
     def set_up_planner(
         self,
         state_dict: dict[str, Any],

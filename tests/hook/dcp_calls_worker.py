@@ -1,0 +1,392 @@
+"""DCP's calls with all their arguments, in processes that DCPX_INSTALL has hooked.
+
+Each case saves and loads through the hook, and says which roles must have been ours. What the cases
+leave is in LEFT: at the end the hook is switched off, and stock reads all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.hooked_calls import (
+    FLAGS,
+    LEFT,
+    assert_holds,
+    blank,
+    case,
+    leave,
+    local,
+    own,
+    replaced,
+    some,
+    whole_state,
+)
+from support.states import assert_same, mixed_state
+from torch.distributed.checkpoint._checkpointer import _Checkpointer
+from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.format_utils import (
+    BroadcastingTorchSaveReader,
+    DynamicMetaLoadPlanner,
+    dcp_to_torch_save,
+    torch_save_to_dcp,
+)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as HFWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import fully_shard
+
+import torch_dcpx
+from torch_dcpx.reports import REPLACED
+
+warnings.simplefilter("ignore")
+# ---- save and load ------------------------------------------------------------------------------
+
+
+@case
+def save_takes_all_its_arguments(root: Path) -> None:
+    state, group = whole_state(), dist.group.WORLD
+    with replaced("writer", "planners"):
+        dcp.save(state, checkpoint_id=str(root / "text"))
+    leave(root / "text", state, storage_reader=None, planner=None, process_group=None)
+    with replaced("writer", "planners"):
+        dcp.save(
+            state, checkpoint_id=root / "all", storage_writer=FileSystemWriter(root / "elsewhere"),
+            planner=DefaultSavePlanner(), process_group=group, no_dist=False, use_collectives=True,
+        )  # fmt: skip
+    assert not (root / "elsewhere").exists()
+    reader = FileSystemReader(root / "elsewhere")
+    leave(root / "all", state, process_group=group, no_dist=False)
+    assert_holds(root / "all", state, storage_reader=reader, planner=DefaultLoadPlanner())
+    with replaced("writer", "planners"):
+        dcp.save(state, storage_writer=FileSystemWriter(root / "writer"))
+    leave(root / "writer", state)
+    plain = mixed_state(1 + dist.get_rank())
+    with replaced("writer", "planners"):
+        dcp.save(plain, checkpoint_id=own(root), no_dist=True)
+    leave(own(root), plain, no_dist=True)
+
+
+@case
+def old_names_of_save_and_load_work(root: Path) -> None:
+    state, path = whole_state(), root / "old"
+    with replaced("writer", "planners"):
+        dcp.save_state_dict(state, FileSystemWriter(path), None, 0, False, DefaultSavePlanner())
+    target = blank(state)
+    with replaced("reader", "planners"):
+        dcp.load_state_dict(target, FileSystemReader(path), None, 0, False, DefaultLoadPlanner())
+    assert_same(local(state), local(target))
+    keeper = _Checkpointer(FileSystemWriter(root / "keeper"), FileSystemReader(root / "keeper"))
+    keeper.async_save(state).result()  # its `save` gives an argument that stock's does not take
+    keeper.load(target := blank(state))
+    assert_same(local(state), local(target))
+    leave(root / "keeper", state)
+
+
+@case
+def ranks_save_by_themselves_without_collectives(root: Path) -> None:
+    state = {**mixed_state(dist.get_rank()), "whose": dist.get_rank()}
+    for name, save in (("sync", dcp.save), ("async", dcp.async_save)):
+        with replaced("writer", "planners"):
+            done: Any = save(state, checkpoint_id=root / name, use_collectives=False)
+            if name == "async":
+                done.result()
+        assert (root / name / f"__{dist.get_rank()}.metadata").exists()
+        assert not (root / name / ".metadata").exists()
+        leave(root / name, state)
+
+
+@case
+def groups_save_by_themselves(root: Path) -> None:
+    world = range(dist.get_world_size())
+    group = [dist.new_group([rank]) for rank in world][dist.get_rank()]
+    state = mixed_state(dist.get_rank())
+    with replaced("writer", "planners"):
+        dcp.save(state, checkpoint_id=own(root), process_group=group)
+    leave(own(root), state, process_group=group)
+    with replaced("writer", "planners"):
+        dcp.async_save(state, checkpoint_id=own(root) / "async", process_group=group).result()
+    leave(own(root) / "async", state, process_group=group)
+
+
+@case
+def planners_take_all_their_arguments(root: Path) -> None:
+    values = (FLAGS, FLAGS, (None, True, False), FLAGS, FLAGS)
+    for at, (flat, shards, replicated, lowest, cached) in enumerate(some(*values)):
+        with replaced("planners"):
+            planner = DefaultSavePlanner(flat, shards, replicated, lowest, cached)
+        for seed in (0, 1):  # one planner for two saves
+            state = whole_state(seed)
+            if shards and not flat:  # stock loads values into a copy of the state then
+                state = {name: it for name, it in state.items() if isinstance(it, torch.Tensor)}
+            path = root / f"{at}.{seed}"
+            dcp.save(state, checkpoint_id=path, planner=planner)
+            target = {**blank(state), "more": 5}
+            partial = DefaultLoadPlanner(flat, shards, allow_partial_load=True)
+            dcp.load(target, checkpoint_id=path, planner=partial)
+            assert_same(local({**state, "more": 5}), local(target))
+            with replaced("reader", "planners"):
+                assert_holds(path, state, planner=DefaultLoadPlanner(flat, shards, False))
+            if seed:
+                like = functools.partial(DefaultLoadPlanner, flat, shards)
+                LEFT.append((path, state, {"planner": like}))
+
+
+@case
+def writers_take_all_their_arguments(root: Path) -> None:
+    whole = whole_state()
+    state = {name: whole[name] for name in ("large", "transposed", "sharded", "optimizer")}
+    extensions = (None, [], [ZStandard()]) if ZStandard.is_available() else (None, [])
+    values = (FLAGS, FLAGS, (1, 3), (1, 10_000_000), FLAGS, FLAGS, extensions)
+    for at, given in enumerate(some(*values)):
+        path = root / str(at)
+        with replaced("writer", "planners"):
+            dcp.save(state, storage_writer=FileSystemWriter(path, *given))
+        with replaced("reader"):
+            reader = FileSystemReader(path, ExtensionRegistry() if at % 2 else None)
+            assert_holds(path, state, storage_reader=reader)
+        LEFT.append((path, state, {}))
+    with pytest.raises(dcp.CheckpointException, match="overwrite"):
+        dcp.save(state, storage_writer=FileSystemWriter(root / "0", overwrite=False))
+
+
+# ---- async_save ---------------------------------------------------------------------------------
+
+STAGERS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "blocking": lambda: BlockingAsyncStager(type_check=False),  # a cached one needs a device
+    "default": DefaultStager,
+    **{
+        f"default{flags}": lambda flags=flags: DefaultStager(StagingOptions(*flags))
+        for flags in itertools.product(FLAGS, repeat=4)
+    },
+}
+
+
+def save_in_background(state: dict[str, Any], kind: Any, stager: Any, **arguments: Any) -> Any:
+    """Saves, and overwrites the tensors as soon as they are staged; returns DCP's metadata."""
+    given: Any = dcp.async_save(
+        state, async_checkpointer_type=kind, async_stager=stager, **arguments
+    )
+    if isinstance(given, AsyncSaveResponse):
+        given.staging_completion.result()
+        given = given.upload_completion
+    for tensor in (state["large"], state["sharded"].to_local()):
+        tensor.zero_()
+    return given.result()
+
+
+def background_saves(root: Path, kind: AsyncCheckpointerType) -> None:
+    is_here = kind is AsyncCheckpointerType.THREAD
+    at_save = ("writer", "planners") if is_here else ()
+    for name, make in STAGERS.items():
+        own_stager = () if name.startswith("blocking") else ("stager",)
+        with replaced(*own_stager, *at_save):
+            stager = make()
+            metadata = save_in_background(whole_state(), kind, stager, checkpoint_id=root / name)
+        assert {"writer", "planners"} <= reported(metadata).keys()  # in the process that saved
+        if stager is not None:
+            stager.close()
+        leave(root / name, whole_state())
+    for at, (has_writer, has_planner) in enumerate(itertools.product(FLAGS, repeat=2)):
+        arguments = {
+            "checkpoint_id": root / str(at),
+            "storage_writer": FileSystemWriter("elsewhere") if has_writer else None,
+            "planner": DefaultSavePlanner() if has_planner else None,
+            "process_group": dist.group.WORLD,
+            "no_dist": False,
+            "use_collectives": True,
+        }
+        save_in_background(whole_state(), kind, None, **arguments)
+        leave(root / str(at), whole_state())
+    state = whole_state()
+    del state["sharded"]
+    dcp.async_save(
+        state, checkpoint_id=own(root), no_dist=True, async_checkpointer_type=kind
+    ).result()
+    leave(own(root), state, no_dist=True)
+
+
+def reported(metadata: Any) -> dict[str, int]:
+    """Returns what had been replaced in the process that saved; the coordinator's says it."""
+    if dist.get_rank():
+        return dict.fromkeys(("writer", "planners"), 1)
+    counts: dict[str, int] = metadata.dcpx_report.replaced
+    return counts
+
+
+@case
+def async_save_takes_all_its_arguments_in_a_thread(root: Path) -> None:
+    background_saves(root / "thread", AsyncCheckpointerType.THREAD)
+
+
+@case
+def async_save_takes_all_its_arguments_in_a_process(root: Path) -> None:
+    background_saves(root / "process", AsyncCheckpointerType.PROCESS)
+
+
+# ---- States that are no dicts of tensors --------------------------------------------------------
+
+
+class AppState(Stateful):
+    """Of PyTorch's tutorial: a model and an optimizer as one Stateful."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(24, 24) for _ in range(3)))
+        for layer in (*self.model, self.model):
+            fully_shard(layer)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.randn(4, 24)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model, self.optimizer,
+            model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"],
+        )  # fmt: skip
+
+
+@case
+def stateful_objects_are_saved_and_loaded(root: Path) -> None:
+    saved = AppState(0)
+    with replaced("writer", "planners"):
+        dcp.save({"app": saved}, checkpoint_id=root / "app")
+    with replaced("writer", "planners", "stager"):
+        dcp.async_save({"app": saved}, checkpoint_id=root / "async").result()
+    for name in ("app", "async"):
+        other = AppState(1)
+        with replaced("reader", "planners"):
+            dcp.load({"app": other}, checkpoint_id=root / name)
+        assert_same(local(saved.state_dict()), local(other.state_dict()))
+        LEFT.append((root / name, {"app": saved.state_dict()}, {}))
+
+
+# ---- Other ways into DCP ------------------------------------------------------------------------
+
+
+@case
+def format_utils_convert_both_ways(root: Path) -> None:
+    state = {"w": torch.arange(12.0).view(3, 4), "nest": {"b": torch.ones(5)}}
+    path = own(root)
+    path.mkdir(parents=True)
+    torch.save(state, path / "a.pt")
+    with replaced("writer", "planners"):
+        torch_save_to_dcp(path / "a.pt", path / "dcp")
+    with replaced("reader"):
+        dcp_to_torch_save(path / "dcp", path / "b.pt")
+    assert_same(state, torch.load(path / "b.pt", weights_only=True))
+    leave(path / "dcp", state, no_dist=True)
+    target = blank(state)
+    dcp.load(
+        target, checkpoint_id=root / "rank0" / "a.pt",
+        storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(),
+    )  # fmt: skip
+    assert_same(state, target)
+
+
+@case
+def keys_are_loaded_without_a_state(root: Path) -> None:
+    state = mixed_state()
+    dcp.save(state, checkpoint_id=root)
+    for keys in ({"weights", "text"}, "large", None):
+        with replaced("reader"):
+            found = _load_state_dict_from_keys(keys, checkpoint_id=root)
+        with replaced("reader"):
+            again = _load_state_dict_from_keys(keys, storage_reader=FileSystemReader(root))
+        names = {keys} if isinstance(keys, str) else keys or state.keys()
+        expected = {name: state[name] for name in names}
+        assert_same(in_order(expected), in_order(found))
+        assert_same(in_order(expected), in_order(again))
+    target: dict[str, Any] = {}
+    with replaced("reader"):
+        dcp.load(target, checkpoint_id=root, planner=_EmptyStateDictLoadPlanner())
+
+
+def in_order(state: Any) -> Any:
+    """Returns a state with its names sorted, as the order of a checkpoint's names is nobody's."""
+    if isinstance(state, dict):
+        return {key: in_order(state[key]) for key in sorted(state)}
+    return [in_order(value) for value in state] if isinstance(state, list) else state
+
+
+@case
+def storage_that_is_not_ours_works_with_our_planners(root: Path) -> None:
+    state = whole_state()
+    with replaced("planners"):
+        dcp.save(state, checkpoint_id=f"file://{root}/url")
+    with replaced("planners"):
+        assert_holds(f"file://{root}/url", state)  # type: ignore[arg-type]
+    leave(root / "url", state)  # files of stock, through ours
+    tensors = {name: state[name] for name in ("sharded", "large", "bf16")}
+    with replaced("planners"):
+        dcp.save(tensors, storage_writer=HFWriter(str(root / "hf"), save_distributed=True))
+    target = blank(tensors)
+    with replaced("planners"):
+        dcp.load(target, storage_reader=HuggingFaceStorageReader(str(root / "hf")))
+    assert_same(local(tensors), local(target))
+
+
+# ---- Without the hook ---------------------------------------------------------------------------
+
+
+@case
+def stock_reads_all_that_was_left(root: Path) -> None:
+    torch_dcpx.uninstall()
+    before = REPLACED.copy()
+    assert len(LEFT) > 20
+    for path, state, arguments in LEFT:
+        made = {name: give() if callable(give) else give for name, give in arguments.items()}
+        assert_holds(path, state, **made)
+        if dist.get_rank() == 0 and path.name != "url":
+            assert torch_dcpx.verify(path).ok  # and so has our footers
+    assert before == REPLACED
+    assert type(FileSystemReader(path)) is FileSystemReader
+
+
+@case
+def hook_reads_what_stock_writes(root: Path) -> None:
+    state = whole_state(5)
+    flat = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+    dcp.save(state, checkpoint_id=root / "stock")
+    dcp.save(
+        state, storage_writer=FileSystemWriter(root / "files", single_file_per_rank=False),
+        planner=DefaultSavePlanner(**flat),
+    )  # fmt: skip
+    by_rank = mixed_state(dist.get_rank())
+    dcp.save(by_rank, checkpoint_id=root / "ranks", use_collectives=False)
+    pickled = pickle.dumps(DefaultSavePlanner(enable_plan_caching=True))
+    torch_dcpx.install()
+    planner = pickle.loads(pickled)
+    for seed in (0, 0, 1):
+        path = root / f"pickled{seed}"
+        dcp.save(whole_state(seed), checkpoint_id=path, planner=planner)
+        assert_holds(path, whole_state(seed))
+    with replaced("reader", "planners"):
+        assert_holds(root / "stock", state)
+        assert_holds(root / "files", state, planner=DefaultLoadPlanner(**flat))
+        assert_holds(root / "ranks", by_rank)
