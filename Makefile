@@ -6,6 +6,7 @@
 #   PYTHON=EXE  the Python that makes the environments (python3)
 #   JOBS=N      compiler and test processes at once (MAX_JOBS, else cores; of tests at most 8, and of
 #               those of `make test` one more)
+#   FRAMEWORK=... those of `make test-frameworks` (all)
 #   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"; "-n0 -s" runs the
 #               tests in one process that prints
 #   BENCH_ARGS  more arguments for save.py, for example BENCH_ARGS="--cases 64mib --ranks 1 2"
@@ -17,6 +18,8 @@ VENV ?= .venv
 JOBS ?= $(or $(MAX_JOBS),$(shell nproc))
 TORCH_VENV ?= .venv-torch-$(TORCH)
 BUILD_VENV := .venv-build
+FRAMEWORK ?= torchtitan accelerate trainer lightning
+FRAMEWORK_VENVS := .venv-frameworks
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 LOAD_ARGS ?=
@@ -53,7 +56,7 @@ PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest $(TEST_JOBS)
 
 FAKE_CUDA := build/fake_cuda/libfakecuda.so
 
-.PHONY: help demo test test-all test-cpp test-torch lint lint-python lint-cpp tidy wheel build bench clean
+.PHONY: help demo test test-all test-cpp test-torch test-frameworks lint lint-python lint-cpp tidy wheel build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
@@ -61,6 +64,7 @@ help:
 	@echo "make test-all                all tests, slow ones and those that need root; no skips"
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
+	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, lightning (all)"
 	@echo "make bench                   times saves and loads beside stock, safetensors and the limit"
 	@echo "make lint | wheel | build | clean"
 
@@ -189,6 +193,20 @@ test-torch: wheel
 	cd build/test-torch && DCPX_REQUIRE_INSTALLED=1 $(abspath $(TORCH_VENV))/bin/pytest \
 		-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(TEST_JOBS) $(PYTEST_ARGS) \
 		$(addprefix --ignore=$(CURDIR)/tests/,faults cuda bench) $(CURDIR)/tests
+
+# ---- Frameworks ---------------------------------------------------------------------------------
+
+# The requirements pin the torch that has a build without CUDA on the index.
+test-frameworks: build $(FRAMEWORK:%=$(FRAMEWORK_VENVS)/%/stamps/ready)
+	DCPX_FRAMEWORKS=$(FRAMEWORK_VENVS) $(PY) -m pytest -n0 $(PYTEST_ARGS) \
+		$(FRAMEWORK:%=tests/frameworks/test_%.py)
+
+$(FRAMEWORK_VENVS)/%/stamps/ready: requirements/frameworks/%.txt dist/wheel.stamp
+	$(call MAKE_VENV,$(FRAMEWORK_VENVS)/$*)
+	@echo "== installing $* (once)"
+	$(FRAMEWORK_VENVS)/$*/bin/python -m pip install -q -r $< dist/*.whl
+	$(FRAMEWORK_VENVS)/$*/bin/python -m pip install -q --force-reinstall --no-deps dist/*.whl
+	@touch $@
 
 # ---- Lint ---------------------------------------------------------------------------------------
 

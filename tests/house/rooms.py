@@ -59,6 +59,7 @@ OTHER_TESTS = {
     "cuda",
     "fake_cuda",
     "faults",
+    "frameworks",
     "house",
     "interop",
     "native",

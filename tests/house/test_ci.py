@@ -79,6 +79,9 @@ def test_each_test_runs_once_in_ci_and_has_one_name_in_all_processes(tmp_path: P
     assert names[1] < names[0], "pytest-xdist wants one name of a test in each process"
     assert names[0] == set(runs)
     assert [name for name, times in collections.Counter(runs).items() if times != 1] == []
+    folders = {Path(name).parts[1] for name in names[0]}
+    assert "house" in folders
+    assert "frameworks" not in folders, "they run in environments of `make test-frameworks`"
     addresses = [name for name in names[0] if re.search(r" at 0x[0-9a-f]+", name)]
     assert addresses == [], "no sample is drawn again by its seed"
 

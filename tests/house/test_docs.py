@@ -11,7 +11,7 @@ import pytest
 import torch_dcpx as dcpx
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
 BRACKETS = str.maketrans("[]()", "____")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -78,7 +78,8 @@ def test_the_link_rule_itself(text: str, dead: list[str]) -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     links = re.findall(r"\]\(([^)#\s]+)", (ROOT / "README.md").read_text())
     linked = {(ROOT / link).resolve() for link in links}
-    assert [page.name for page in PAGES if page not in linked and page.name != "README.md"] == []
+    pages = [page for page in PAGES if page.parent.name != "frameworks"]  # docs/hook.md has these
+    assert [page.name for page in pages if page not in linked and page.name != "README.md"] == []
 
 
 def test_every_file_that_the_map_names_is_there() -> None:

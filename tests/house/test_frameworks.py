@@ -1,0 +1,56 @@
+"""Each framework has an example, a page, pinned requirements, tests, a place in the workflow."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import ROOT
+
+(_NAMES,) = re.findall(r"^FRAMEWORK \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+FRAMEWORKS = _NAMES.split()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "examples/frameworks/train_*.py",
+        "docs/frameworks/*.md",
+        "requirements/frameworks/*.txt",
+        "tests/frameworks/test_*.py",
+    ],
+)
+def test_each_framework_has_its_file_and_no_other_is_there(pattern: str) -> None:
+    expected = {ROOT / pattern.replace("*", name) for name in FRAMEWORKS}
+    assert set(ROOT.glob(pattern)) == expected
+
+
+def test_workflow_runs_each_framework() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "frameworks.yml").read_text()
+    (matrix,) = re.findall(r"^ *framework: \[(.*)\]$", workflow, re.MULTILINE)
+    assert matrix.split(", ") == FRAMEWORKS
+    assert "make test-frameworks FRAMEWORK=${{ matrix.framework }}" in workflow
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_requirements_are_pinned_and_so_is_torch(name: str) -> None:
+    text = (ROOT / "requirements" / "frameworks" / f"{name}.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert "torch==2.13.0" in lines
+    assert [line for line in lines if not re.match(r"[\w-]+==[\w.]+(; |$)", line)] == []
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_example_knows_nothing_of_us(name: str) -> None:
+    source = (ROOT / "examples" / "frameworks" / f"train_{name}.py").read_text()
+    assert re.findall(r"torch_dcpx|\bdcpx\.\w|DCPX_", source) == []
+
+
+def test_pages_are_linked_from_that_of_the_hook() -> None:
+    links = re.findall(r"\]\((frameworks/[^)#]+)\)", (ROOT / "docs" / "hook.md").read_text())
+    assert set(links) == {f"frameworks/{name}.md" for name in FRAMEWORKS}
+
+
+def test_bench_has_each_framework() -> None:
+    source = (ROOT / "tests" / "bench" / "frameworks.py").read_text()
+    assert set(re.findall(r'^    "(\w+)": \(', source, re.MULTILINE)) == set(FRAMEWORKS)
