@@ -1,8 +1,8 @@
-"""What the entry point of `torch.backends` does at the end of `import torch`, with DCPX_INSTALL.
+"""Makes the hook come on as `torch.distributed.checkpoint` is imported.
 
-It makes the hook come on as `torch.distributed.checkpoint` is imported. An error of ours breaks no
-import of torch, but for variables that say what cannot be; so nothing else of ours is imported
-outside a `try`.
+The entry point of `torch.backends` calls it at the end of `import torch`, with DCPX_INSTALL. An
+error of ours breaks no import of torch, but for variables that say what cannot be; so nothing else
+of ours is imported outside a `try`.
 """
 
 from __future__ import annotations

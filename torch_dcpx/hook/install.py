@@ -56,7 +56,7 @@ _FORMAT_AT = 8  # the place of `serialization_format` among the arguments of Fil
 
 
 class _Hook:
-    """What is on in this process. All changes are made under its lock."""
+    """Knows what is on in this process. All changes are made under its lock."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -284,7 +284,7 @@ def _new_of(stock: Any, role: str) -> Callable[..., Any]:
 
 
 class _Signature:
-    """What `inspect.signature(cls)` finds: `__init__`, though there is a `__new__`."""
+    """Gives `inspect.signature(cls)` that of `__init__`, though there is a `__new__`."""
 
     def __get__(self, _made: object, cls: type) -> inspect.Signature:
         init = inspect.signature(cls.__init__)  # type: ignore[misc]

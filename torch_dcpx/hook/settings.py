@@ -1,4 +1,4 @@
-"""What the hook does, and how it travels to child processes: by variables. Imports no torch.
+"""Says what the hook does, and carries it to child processes, by variables. Imports no torch.
 
 DCPX_INSTALL              1, or roles: writer,reader,planners,stager
 DCPX_INSTALL_DURABILITY   caller or full
@@ -31,7 +31,7 @@ _Options = TypeVar("_Options", WriteOptions, ReadOptions)
 
 @dataclass(frozen=True)
 class Settings:
-    """What `install` was told.
+    """Holds what `install` was told.
 
     Attributes:
         roles: those that are replaced.
