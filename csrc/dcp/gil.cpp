@@ -39,7 +39,10 @@ Asleep& asleep() {
 thread_local PyThreadState* its_state = nullptr;  // of the thread's last ReleasedGil
 
 void take_gil(PyThreadState* state) {
-  in_python([&] { PyEval_RestoreThread(state); });
+  in_python([&] {
+    PyEval_RestoreThread(state);
+    return true;
+  });
 }
 
 }  // namespace

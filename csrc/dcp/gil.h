@@ -10,32 +10,27 @@
 
 #include <memory>
 
-#if defined(__GLIBCXX__)
-#include <cxxabi.h>
-#endif
-
 #include "common/worker_group.h"
 
 namespace dcpx {
 
-#if defined(__GLIBCXX__)
-using ForcedUnwind = abi::__forced_unwind;
-#else
-struct ForcedUnwind {};  // never thrown: pthread_exit ends a thread without unwinding it
-#endif
-
 // What becomes of a thread that has outlived the interpreter.
 [[noreturn]] void sleep_for_ever();
 
-// Returns what `call` does, which calls Python alone and keeps nothing of C++: Python code may
-// release the GIL, and the interpreter end before it has it again.
+// Returns what `call` does, which calls Python alone, throws nothing and keeps nothing of C++:
+// Python code may release the GIL, and the interpreter end before it has it again. A destructor
+// sees the forced unwind with every C++ runtime; a type to catch has only libstdc++.
 template <typename Call>
 auto in_python(const Call& call) {
-  try {
-    return call();
-  } catch (const ForcedUnwind&) {
-    sleep_for_ever();
-  }
+  struct Guard {
+    bool has_returned = false;
+    ~Guard() {
+      if (!has_returned) sleep_for_ever();
+    }
+  } guard;
+  auto result = call();
+  guard.has_returned = true;
+  return result;
 }
 
 // The GIL is released while this lives. REQUIRES: the GIL is held, and this ends on its thread.

@@ -8,7 +8,7 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr std::uint8_t kOther = 0x01;  // not packed: the next of those beside
+constexpr std::uint8_t kOtherResult = 0x01;  // not packed: the next of those beside
 constexpr std::uint8_t kPlain = 0x00;
 
 class ResultPacker {
@@ -17,7 +17,7 @@ class ResultPacker {
 
   void add(const py::object& result) {
     if (!is_packed(result)) {
-      put_flags(kOther);
+      put_flags(kOtherResult);
       others_.append(result);
     }
   }
@@ -100,7 +100,7 @@ py::list unpack_results(ItemMaker& maker, const py::bytes& message, const py::li
   std::int64_t end = 0;
   while (!flags.is_done()) {
     const auto bits = static_cast<std::uint8_t>(flags.get_text(1).front());
-    if (bits == kOther) {
+    if (bits == kOtherResult) {
       if (next >= others.size()) wire::refuse("a result is missing");
       results.append(others[next++]);
       continue;

@@ -105,7 +105,7 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
                                          const PollFunction& poll) {
   const Stopwatch watch(engine_ns_);
   const std::size_t first_new = files_.size();
-  for (const StoredFileSpec& spec : files) files_.emplace_back(spec);
+  for (const StoredFileSpec& spec : files) files_.push_back(std::make_unique<OpenFile>(spec));
   std::vector<std::vector<std::uint32_t>> by_file(files_.size());
   for (std::uint32_t i = 0; i < wanted.size(); ++i) {
     DCPX_CHECK(wanted[i].file >= first_new && wanted[i].file < files_.size(),
@@ -122,7 +122,7 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
         for (std::size_t f = next.fetch_add(1); f < files_.size() && !stop.is_set();
              f = next.fetch_add(1)) {
           const Stopwatch own_watch(locate_ns_);
-          OpenFile& file = files_[f];
+          OpenFile& file = *files_[f];
           file.stored.open(dir_fd_.get(), dir_path_);
           file.stored.locate(wanted, by_file[f], located);
           file.is_kept_open = keep_open();
@@ -182,17 +182,17 @@ void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& p
         },
         poll);
   } catch (...) {  // files whose last cell never came
-    for (OpenFile& file : files_) release(file);
+    for (const auto& file : files_) release(*file);
     throw;
   }
 }
 
 void ReadJob::start(Pass& pass) {
-  for (OpenFile& file : files_) file.cells_left = 0;
+  for (const auto& file : files_) file->cells_left = 0;
   pass.plan = plan_reads(pass.regions, files_.size(), options_.slot_bytes);
   report_.needed_bytes += pass.plan.needed_bytes;
   for (const CellRange& cell : pass.plan.cells) {
-    OpenFile& file = files_[cell.file];
+    OpenFile& file = *files_[cell.file];
     if (file.cells_left.fetch_add(1) == 0) file.first_byte = cell.begin;
     file.last_byte = cell.end;
     pass.slot_bytes = std::max(
@@ -205,7 +205,7 @@ void ReadJob::work(Pass& pass, Worker& worker, const StopFlag& stop) {
     const std::uint32_t number = pass.next.fetch_add(1);
     if (number >= pass.plan.cells.size() || stop.is_set()) break;
     const CellRange& cell = pass.plan.cells[number];
-    OpenFile& file = files_[cell.file];
+    OpenFile& file = *files_[cell.file];
     prepare(file);
     read_cell(pass, cell, worker, stop);
     if (file.cells_left.fetch_sub(1) == 1) release(file);
@@ -219,7 +219,7 @@ void ReadJob::work(Pass& pass, Worker& worker, const StopFlag& stop) {
 
 void ReadJob::read_cell(const Pass& pass, const CellRange& cell, Worker& worker,
                         const StopFlag& stop) {
-  const OpenFile& file = files_[cell.file];
+  const OpenFile& file = *files_[cell.file];
   const io::InputFile& input = file.stored.file();
   const bool is_direct = input.has_direct() &&
                          io::resident_fraction(input.fd(), cell.begin, cell.end - cell.begin) < 0.5;
@@ -258,7 +258,7 @@ void ReadJob::release(OpenFile& file) noexcept {
 
 void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent& extent,
                           Worker& worker, bool is_direct) {
-  const OpenFile& file = files_[extent.file];
+  const OpenFile& file = *files_[extent.file];
   const io::InputFile& input = file.stored.file();
   std::uint64_t begin = extent.begin;
   std::uint64_t end = extent.end;
@@ -314,7 +314,7 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
 
 void ReadJob::verify_extent(const Pass& pass, const Extent& extent, const Worker& worker,
                             std::uint64_t begin, std::uint64_t end) const {
-  const StoredFile& stored = files_[extent.file].stored;
+  const StoredFile& stored = files_[extent.file]->stored;
   std::uint64_t at = begin;
   std::uint32_t crc = 0;
   for (const iovec& piece : worker.layout.pieces()) {
@@ -335,7 +335,7 @@ void ReadJob::verify_extent(const Pass& pass, const Extent& extent, const Worker
 
 Error ReadJob::damaged_block(const Pass& pass, const Extent& extent, const Worker& worker,
                              std::uint64_t block, std::uint64_t end, std::uint32_t found) const {
-  const StoredFile& stored = files_[extent.file].stored;
+  const StoredFile& stored = files_[extent.file]->stored;
   const std::uint64_t begin = block * kBlockBytes;
   Error error = corruption_error(stored.file().path(), static_cast<std::int64_t>(begin),
                                  static_cast<std::int64_t>(end - begin), "block checksum",
@@ -351,10 +351,10 @@ Error ReadJob::damaged_block(const Pass& pass, const Extent& extent, const Worke
 }
 
 void ReadJob::close() noexcept {
-  for (OpenFile& file : files_) {
-    file.stored.close();
-    file.is_ready = false;
-    if (std::exchange(file.is_kept_open, false)) files_kept_open.fetch_sub(1);
+  for (const auto& file : files_) {
+    file->stored.close();
+    file->is_ready = false;
+    if (std::exchange(file->is_kept_open, false)) files_kept_open.fetch_sub(1);
   }
   dir_fd_ = UniqueFd();
 }

@@ -13,7 +13,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -105,7 +104,7 @@ class ReadJob {  // Not thread-safe.
   UniqueFd dir_fd_;
   std::string dir_path_;
   ReadOptions options_;
-  std::deque<OpenFile> files_;
+  std::vector<std::unique_ptr<OpenFile>> files_;
   std::unique_ptr<std::atomic<bool>[]> touched_;
   std::size_t touched_count_ = 0;
   ReadReport report_;

@@ -88,7 +88,7 @@ FooterFacts VerifyJob::add_file(const std::string& path, std::uint64_t* file_byt
   *file_bytes = input.size_bytes();
   FooterFacts facts = check_footer(input, findings);
   if (!facts.has_tail || facts.tail.data_bytes == 0) return facts;
-  File& file = files_.emplace_back();
+  File& file = *files_.emplace_back(std::make_unique<File>());
   file.path = path;
   file.has_footer = true;
   file.tail = facts.tail;
@@ -104,7 +104,7 @@ void VerifyJob::add_foreign(const std::string& path, const std::vector<ForeignIt
   *file_bytes = input.size_bytes();
   const std::vector<SummedRange> ranges = check_items(input, items, findings);
   if (ranges.empty()) return;
-  File& file = files_.emplace_back();
+  File& file = *files_.emplace_back(std::make_unique<File>());
   file.path = path;
   file.inode = input.inode();
   file.size_bytes = input.size_bytes();
@@ -156,14 +156,14 @@ std::vector<Finding> VerifyJob::sum(const PollFunction& poll) {
           for (std::size_t c = next.fetch_add(1); c < cells_.size() && !stop.is_set();
                c = next.fetch_add(1)) {
             const Cell& cell = cells_[c];
-            File& file = files_[cell.file];
+            File& file = *files_[cell.file];
             if (prepare(file)) read_cell(cell, slots.slot(number), stop);
             if (file.cells_left.fetch_sub(1) == 1) release(file);
           }
         },
         poll);
   }
-  for (File& file : files_) join_ranges(file);
+  for (const auto& file : files_) join_ranges(*file);
   join_runs();
   cells_.clear();
   files_.clear();
@@ -208,7 +208,7 @@ void VerifyJob::release(File& file) noexcept {
 }
 
 void VerifyJob::read_cell(const Cell& cell, std::byte* slot, const StopFlag& stop) {
-  File& file = files_[cell.file];
+  File& file = *files_[cell.file];
   std::uint64_t begin = align_down(cell.begin, io::kDirectAlignment);
   const bool is_direct =
       file.input.has_direct() && align_up(cell.end, io::kDirectAlignment) <= file.size_bytes &&
@@ -248,7 +248,7 @@ void VerifyJob::sum_pieces(File& file, const Cell& cell, const std::byte* data, 
 
 void VerifyJob::sum_blocks(const Cell& cell, const std::byte* data, std::uint64_t begin,
                            std::uint64_t end) {
-  const BlockSums& sums = files_[cell.file].sums;
+  const BlockSums& sums = files_[cell.file]->sums;
   std::vector<BadRun> runs;
   std::uint64_t done = 0;
   for (std::uint64_t at = begin; at < end; at += kBlockBytes) {
@@ -304,7 +304,7 @@ void VerifyJob::join_runs() {
     const std::string what = run.blocks == 1 ? "checksum of a block"
                                              : "checksums of " + std::to_string(run.blocks) +
                                                    " blocks, of which the first";
-    add({FindingKind::kData, corruption_error(dir_path_ + "/" + files_[run.file].path,
+    add({FindingKind::kData, corruption_error(dir_path_ + "/" + files_[run.file]->path,
                                               static_cast<std::int64_t>(run.begin),
                                               static_cast<std::int64_t>(run.end - run.begin), what,
                                               hex32(run.expected), hex32(run.found))});

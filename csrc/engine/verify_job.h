@@ -8,7 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -73,7 +73,7 @@ class VerifyJob {  // Not thread-safe, but for done_bytes().
   UniqueFd dir_fd_;
   std::string dir_path_;
   VerifyOptions options_;
-  std::deque<File> files_;
+  std::vector<std::unique_ptr<File>> files_;
   std::vector<Cell> cells_;
   std::uint64_t total_bytes_ = 0;
   std::atomic<std::uint64_t> done_bytes_{0};

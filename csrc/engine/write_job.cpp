@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <deque>
 #include <set>
 
 #include "common/bytes.h"
@@ -88,8 +89,8 @@ WriteJob::WriteJob(int dir_fd, std::string dir_path, const WriteOptions& options
 WriteJob::~WriteJob() = default;
 
 std::uint32_t WriteJob::add_file(FileSpec spec) {
-  files_.emplace_back();
-  files_.back().spec = std::move(spec);
+  files_.push_back(std::make_unique<OpenFile>());
+  files_.back()->spec = std::move(spec);
   return static_cast<std::uint32_t>(files_.size() - 1);
 }
 
@@ -111,7 +112,7 @@ void WriteJob::choose_in_place(std::vector<WriteItem>& items) const {
 void WriteJob::place(Window& window, bool is_final) {
   std::vector<WriteItem>& items = window.items;
   WriteLayout& layout = window.layout;
-  for (OpenFile& file : files_) file.segment_count = file.item_count = 0;
+  for (const auto& file : files_) file->segment_count = file->item_count = 0;
   std::uint64_t call_bytes = 0;
   for (const WriteItem& item : items) call_bytes += item.row.payload_bytes;
   total_bytes_.fetch_add(call_bytes, std::memory_order_relaxed);
@@ -126,7 +127,7 @@ void WriteJob::place(Window& window, bool is_final) {
     previous = index;
     std::uint32_t end = first;
     while (end < items.size() && items[end].file == index) ++end;
-    OpenFile& file = files_[index];
+    OpenFile& file = *files_[index];
     DCPX_CHECK(!file.is_finished && !file.is_last_call, "items for a file that is complete");
     file.first_segment = static_cast<std::uint32_t>(layout.segments.size());
     file.first_item = first;
@@ -197,7 +198,7 @@ void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFun
   never.poll_inline(poll);
   Worker caller{nullptr, never, device::CopyStreams(nullptr)};
   for (std::size_t f = 0; f < files_.size(); ++f) {
-    OpenFile& file = files_[f];
+    OpenFile& file = *files_[f];
     if (file.item_count > 0 && file.segment_count == 0) complete(window, file, caller);
     if (f < done && !file.is_finished && file.row_count > 0) finish(file, caller);
   }
@@ -232,7 +233,7 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
     const std::uint32_t current = todo.back();
     todo.pop_back();
     const Segment& segment = window.layout.segments[current];
-    OpenFile& file = files_[segment.file];
+    OpenFile& file = *files_[segment.file];
     if (!open(file, worker.stop)) return;
     SegmentSummer summer;
     const std::uint64_t nbytes = segment.end - segment.begin;
@@ -369,16 +370,16 @@ void WriteJob::finish(OpenFile& file, Worker& worker) {
 
 std::vector<FileResult> WriteJob::results() const {
   std::vector<FileResult> results;
-  for (const OpenFile& file : files_) {
-    if (!file.is_finished) continue;
+  for (const auto& file : files_) {
+    if (!file->is_finished) continue;
     results.push_back(
-        {file.file.name(), file.spec.file_id, file.tail.file_bytes, file.tail.tail_crc});
+        {file->file.name(), file->spec.file_id, file->tail.file_bytes, file->tail.tail_crc});
   }
   return results;
 }
 
 void WriteJob::abandon() noexcept {
-  for (OpenFile& file : files_) file.file = io::OutputFile();
+  for (const auto& file : files_) file->file = io::OutputFile();
   dir_fd_ = UniqueFd();
   slots_ = JobSlots();
 }

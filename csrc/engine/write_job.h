@@ -13,7 +13,6 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -125,7 +124,7 @@ class WriteJob {
   UniqueFd dir_fd_;
   std::string dir_path_;
   WriteOptions options_;
-  std::deque<OpenFile> files_;
+  std::vector<std::unique_ptr<OpenFile>> files_;
   mutable Mutex created_mutex_;
   std::vector<std::string> created_ DCPX_GUARDED_BY(created_mutex_);
   std::atomic<std::uint64_t> direct_bytes_{0};
