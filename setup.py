@@ -2,13 +2,17 @@
 
 The module includes no torch header and links no torch library, so that one binary serves every
 torch. Torch is therefore no build requirement: where it is importable its `BuildExtension` (ninja,
-incremental) runs the compiler, elsewhere setuptools does, with the same flags.
+incremental) runs the compiler, elsewhere setuptools does, with the same flags. Without ninja the
+sources that share pybind11's headers are joined, and compiled on all cores.
 
 Environment:
     DCPX_WERROR=1                 warnings are errors (CI)
     DCPX_SANITIZE=address|thread  build with AddressSanitizer + UBSan, or with ThreadSanitizer
     DCPX_CUDA=auto|0|1            the pack kernel: where an nvcc that works is found (CUDA_HOME,
                                   PATH), never, or always (else the build fails). No GPU is needed
+    DCPX_TARGET=MACHINE-linux-gnu.GLIBC
+                                  a manylinux wheel for x86_64 or aarch64 and that glibc or a newer
+                                  one, compiled by zig (package ziglang): see `make wheels`
     MAX_JOBS=N                    compiler processes at once (default: cores, at least 2)
 """
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import os
 import platform
 import re
@@ -23,6 +28,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,15 +52,38 @@ CXX_FLAGS = [
 ]
 # The version script also hides the weak symbols of std:: templates, which -fvisibility does not.
 EXPORTS = "csrc/bind/exports.map"
-LINK_FLAGS = [f"-Wl,--version-script={ROOT / EXPORTS}", "-Wl,--exclude-libs,ALL"]
+LINK_FLAGS = [f"-Wl,--version-script={ROOT / EXPORTS}"]
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-fsanitize=thread"],
 }
+# Rooms whose sources include pybind11: half of what a compiler does for each is the same.
+JOINED_ROOMS = ("bind", "dcp")
+TARGET = re.compile(r"(x86_64|aarch64)-linux-gnu\.(2\.\d+)")
 KERNEL = "csrc/device/pack.cu"
 ABI_CHECK = "csrc/device/cuda_abi_check.cpp"  # compares own declarations with the toolkit's
 # Of these, those that nvcc knows; PTX of the oldest serves what comes after them.
 KERNEL_ARCHS = (75, 80, 86, 89, 90, 100, 103, 110, 120)
+# What C++ takes of libgcc_s.so.1, by the version of its symbols (stub_unwinder).
+UNWINDER = {
+    "GCC_3.0": [
+        "_Unwind_DeleteException", "_Unwind_ForcedUnwind", "_Unwind_GetDataRelBase",
+        "_Unwind_GetGR", "_Unwind_GetIP", "_Unwind_GetLanguageSpecificData",
+        "_Unwind_GetRegionStart", "_Unwind_GetTextRelBase", "_Unwind_RaiseException",
+        "_Unwind_Resume", "_Unwind_SetGR", "_Unwind_SetIP",
+    ],
+    "GCC_3.3": ["_Unwind_Backtrace", "_Unwind_GetCFA", "_Unwind_Resume_or_Rethrow"],
+    "GCC_4.2.0": ["_Unwind_GetIPInfo"],
+}  # fmt: skip
+
+
+def check_python() -> None:
+    """Stops the build with one line where Python is older than pyproject.toml says."""
+    needed = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    if sys.version_info[:2] < tuple(map(int, needed.split("."))):
+        raise SystemExit(
+            f"torch-dcpx needs Python {needed} or newer, and this is {platform.python_version()}"
+        )
 
 
 def check_setuptools() -> None:
@@ -80,6 +110,40 @@ def check_platform() -> None:
             "torch-dcpx builds on Linux x86-64 and aarch64 only (it needs Linux system calls such "
             f"as O_DIRECT and openat2); this is {sys.platform} on {machine}"
         )
+    names = sysconfig.get_config_vars("SOABI", "HOST_GNU_TYPE", "MULTIARCH")
+    if any("musl" in str(name) for name in names):
+        raise SystemExit(
+            "torch-dcpx builds with glibc only, as torch does: this Python is of musl (Alpine)"
+        )
+
+
+def check_headers() -> None:
+    """Stops the build with one line where there is no compiler, or no header of Python."""
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").is_file():
+        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        raise SystemExit(
+            f"torch-dcpx needs the headers of Python {version} to build, and {include} has no "
+            f"Python.h: apt install python{version}-dev, or dnf install python{version}-devel"
+        )
+    if target() is None and shutil.which((os.environ.get("CXX") or "c++").split()[0]) is None:
+        raise SystemExit(
+            "torch-dcpx needs a C++17 compiler to build, and there is no c++: apt install g++, or "
+            "dnf install gcc-c++"
+        )
+
+
+def target() -> tuple[str, str] | None:
+    """Returns the machine and the glibc that DCPX_TARGET asks for, if it is set."""
+    wanted = os.environ.get("DCPX_TARGET")
+    if not wanted:
+        return None
+    match = TARGET.fullmatch(wanted)
+    if match is None:
+        raise SystemExit(f"DCPX_TARGET={wanted}: expected x86_64 or aarch64-linux-gnu.GLIBC")
+    if importlib.util.find_spec("ziglang") is None:
+        raise SystemExit(f"DCPX_TARGET={wanted} needs the package ziglang: pip install ziglang")
+    return match[1], match[2]
 
 
 def compile_flags() -> tuple[list[str], list[str]]:
@@ -89,6 +153,8 @@ def compile_flags() -> tuple[list[str], list[str]]:
         cxx.append("-Werror")
     sanitizer = os.environ.get("DCPX_SANITIZE", "")
     if sanitizer:
+        if os.environ.get("DCPX_TARGET"):
+            raise SystemExit("DCPX_SANITIZE and DCPX_TARGET: a wheel for others has no sanitizer")
         if sanitizer not in SANITIZERS:
             raise SystemExit(f"DCPX_SANITIZE={sanitizer}: expected one of {sorted(SANITIZERS)}")
         cxx += [*SANITIZERS[sanitizer], "-O1", "-g1", "-fno-omit-frame-pointer"]
@@ -126,17 +192,16 @@ def find_nvcc() -> str | None:
         raise SystemExit(f"DCPX_CUDA={wanted}: expected auto, 0 or 1")
     if wanted == "0":
         return None
-    homes = [home for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
-    for home in homes:
-        if (nvcc := Path(home) / "bin" / "nvcc").is_file():
-            return str(nvcc)
-    if (found := shutil.which("nvcc")) is not None:
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [*(f"{home}/bin" for home in homes), os.environ.get("PATH", os.defpath)]
+    found = shutil.which("nvcc", path=os.pathsep.join(places))
+    if found is not None:
         return found
     if wanted == "1":
-        places = ", ".join([*(f"{home}/bin" for home in homes), "PATH"])
         raise SystemExit(
-            f"DCPX_CUDA=1 asks for the CUDA kernel, and no nvcc was found in {places}: install the "
-            "CUDA toolkit, set CUDA_HOME, or build without the kernel (DCPX_CUDA=0)"
+            "DCPX_CUDA=1 asks for the CUDA kernel, and no nvcc was found in "
+            f"{', '.join([*places[:-1], 'PATH'])}: install the CUDA toolkit, set CUDA_HOME, or "
+            "build without the kernel (DCPX_CUDA=0)"
         )
     return None
 
@@ -163,7 +228,8 @@ def optional_kernel(build_temp: str) -> list[str]:
     A kernel that could not be made stops the build where DCPX_CUDA=1 asks for it; else it is a
     warning, as copies do all its work, only in more calls.
     """
-    if (nvcc := find_nvcc()) is None:
+    nvcc = find_nvcc()
+    if nvcc is None:
         return []
     try:
         return [kernel_source(nvcc, build_temp)]
@@ -217,7 +283,7 @@ def jobs() -> int:
 
 def base_build_ext() -> Any:
     """Returns torch's `BuildExtension` where torch is importable, else setuptools' command."""
-    if importlib.util.find_spec("torch") is None:
+    if target() is not None or importlib.util.find_spec("torch") is None:
         return setuptools_build_ext
     try:
         from torch.utils.cpp_extension import BuildExtension
@@ -228,6 +294,7 @@ def base_build_ext() -> Any:
     return BuildExtension
 
 
+check_python()
 check_setuptools()  # before torch is imported: an old one fails there in its own way
 
 
@@ -238,12 +305,22 @@ class BuildExt(base_build_ext()):
         super().finalize_options()
         self.force = True  # objects in build/ may be of other flags; ninja looks for itself
 
+    def get_ext_filename(self, fullname: str) -> str:
+        name: str = super().get_ext_filename(fullname)
+        wanted = target()
+        return name if wanted is None else re.sub(r"(x86_64|aarch64)(?=-linux)", wanted[0], name)
+
     def build_extension(self, ext: setuptools.Extension) -> None:
+        check_headers()
         # -isystem, also over build_ext's own -I: our warnings are not for foreign headers.
         for root in (pybind11_include(self.build_temp), sysconfig.get_path("include")):
             ext.extra_compile_args += ["-isystem", root]
-        ext.sources += optional_kernel(self.build_temp)
-        if not getattr(self, "use_ninja", False):
+        if getattr(self, "use_ninja", False):
+            ext.sources += optional_kernel(self.build_temp)
+        else:
+            if target() is not None:
+                self._compile_for_target(ext)
+            ext.sources = joined_sources(ext.sources, self.build_temp)
             self._compile_in_parallel()
         super().build_extension(ext)
 
@@ -251,11 +328,81 @@ class BuildExt(base_build_ext()):
         compile_serially = self.compiler.compile
 
         def compile_all(sources: list[str], *args: Any, **kwargs: Any) -> list[str]:
+            done = itertools.count(1)
+            count = len(sources) + 1
+
+            def timed(name: str, work: Callable[[], list[str]]) -> list[str]:
+                began = time.monotonic()
+                objects = work()
+                took = time.monotonic() - began
+                print(f"[{next(done)}/{count}] {name}, {took:.1f} s", flush=True)
+                return objects
+
+            def kernel() -> list[str]:
+                names = optional_kernel(self.build_temp)
+                return compile_serially(names, *args, **kwargs) if names else []
+
+            def compiled(source: str) -> list[str]:
+                return timed(source, lambda: compile_serially([source], *args, **kwargs))
+
+            sources = sorted(sources, key=lambda name: "joined" not in name)  # the longest first
             with ThreadPoolExecutor(jobs()) as pool:
-                objects = pool.map(lambda src: compile_serially([src], *args, **kwargs), sources)
-                return [name for names in objects for name in names]
+                first = pool.submit(timed, KERNEL, kernel)
+                objects = list(pool.map(compiled, sources))
+                return [name for names in (*objects, first.result()) for name in names]
 
         self.compiler.compile = compile_all
+
+    def _compile_for_target(self, ext: setuptools.Extension) -> None:
+        """Makes zig the compiler: none of the flags that this Python was built with."""
+        machine, glibc = target() or ("", "")
+        zig = [sys.executable, "-m", "ziglang"]
+        cxx = [*zig, "c++", "-target", f"{machine}-linux-gnu.{glibc}"]
+        compiler, linker = [*cxx, "-fPIC", "-DNDEBUG"], [*cxx, "-shared", "-s"]
+        tools = {"compiler": cxx, "linker_exe": cxx, "compiler_so": compiler, "linker_so": linker}
+        tools |= {f"{name}_cxx": command for name, command in tools.items()}
+        self.compiler.set_executables(**tools)
+        self.compiler.library_dirs = []
+        ext.extra_link_args.append(stub_unwinder([*zig, "cc", *cxx[4:]], self.build_temp))
+
+
+def stub_unwinder(compiler: list[str], build_temp: str) -> str:
+    """Makes a libgcc_s.so.1 to link with, whose functions the system's own has.
+
+    zig would link an unwinder of its own in. Where glibc unwinds a thread that ends
+    (pthread_exit), the system's meets frames of this module, and the two do not know each other's
+    state.
+    """
+    folder = Path(build_temp) / "unwinder"
+    folder.mkdir(parents=True, exist_ok=True)
+    source, symbols = folder / "unwinder.c", folder / "unwinder.map"
+    names = [name for names in UNWINDER.values() for name in names]
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in names))
+    symbols.write_text(
+        "".join(f"{node} {{ {'; '.join(names)}; }};\n" for node, names in UNWINDER.items())
+    )
+    library = folder / "libgcc_s.so.1"
+    flags = ["-shared", "-nostdlib", f"-Wl,-soname,{library.name}"]
+    flags.append(f"-Wl,--version-script={symbols.resolve()}")
+    subprocess.run([*compiler, *flags, str(source), "-o", str(library)], check=True)
+    return str(library)
+
+
+def joined_sources(sources: list[str], build_temp: str) -> list[str]:
+    """Returns the sources with those of JOINED_ROOMS replaced by two files a room that include
+    them."""
+    folder = Path(os.path.relpath(build_temp)) / "joined"
+    folder.mkdir(parents=True, exist_ok=True)
+    joined = []
+    for room in JOINED_ROOMS:
+        own = [source for source in sources if Path(source).parts[1] == room]
+        own.sort(key=lambda source: (-Path(source).stat().st_size, source))
+        for number, some in enumerate((own[::2], own[1::2])):
+            path = folder / f"{room}_{number + 1}.cpp"
+            names = sorted(Path(source).name for source in some)
+            path.write_text("".join(f'#include "{room}/{name}"\n' for name in names))
+            joined.append(str(path))
+    return [*joined, *(s for s in sources if Path(s).parts[1] not in JOINED_ROOMS)]
 
 
 def extension() -> setuptools.Extension:
@@ -273,5 +420,14 @@ def extension() -> setuptools.Extension:
     )
 
 
+def options() -> dict[str, dict[str, str]]:
+    """Returns setup()'s options: the name of a wheel for others says which glibc it needs."""
+    wanted = target()
+    if wanted is None:
+        return {}
+    machine, glibc = wanted
+    return {"bdist_wheel": {"plat_name": f"manylinux_{glibc.replace('.', '_')}_{machine}"}}
+
+
 check_platform()
-setuptools.setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})
+setuptools.setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt}, options=options())

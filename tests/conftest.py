@@ -37,7 +37,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # wait for work, took half of all that the tests took.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-pytest_plugins = ["fake_cuda.fixture", "support.device_fixture", "support.hook_fixture"]
+pytest_plugins = [
+    "fake_cuda.fixture",
+    "support.device_fixture",
+    "support.hook_fixture",
+    "support.build_fixture",
+]
 
 if "DCPX_FRAMEWORKS" not in os.environ:  # environments that `make test-frameworks` makes
     collect_ignore = ["frameworks"]

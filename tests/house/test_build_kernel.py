@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -21,15 +20,6 @@ case "$1" in
 -fatbin) while [ "$1" != -o ]; do shift; done; printf 'P\\355U\\272 image' > "$2" ;;
 esac
 """
-
-
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The functions of setup.py, in an environment that names no toolkit."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "-q", "--version"])
-    monkeypatch.setattr(os, "environ", {"PATH": "/no/such/place"})
-    return runpy.run_path(str(ROOT / "setup.py"))
 
 
 @pytest.fixture
