@@ -6,6 +6,8 @@
 #   PYTHON=EXE  the Python that makes the environments (python3)
 #   JOBS=N      compiler and test processes at once (MAX_JOBS, else cores; of tests at most 8, and of
 #               those of `make test` one more)
+#   WHEEL=FILE  the wheel that `make test-torch` tests (one made of this tree)
+#   WHEEL_ARGS  more arguments for wheels.py, for example WHEEL_ARGS="--pythons 3.11"
 #   FRAMEWORK=... those of `make test-frameworks` (all)
 #   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"; "-n0 -s" runs the
 #               tests in one process that prints
@@ -16,13 +18,16 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv
 JOBS ?= $(or $(MAX_JOBS),$(shell nproc))
-TORCH_VENV ?= .venv-torch-$(TORCH)
+TORCH_VENV ?= .venv-torch-$(TORCH)$(addprefix -,$(filter-out python3,$(notdir $(PYTHON))))
 BUILD_VENV := .venv-build
 FRAMEWORK ?= torchtitan accelerate trainer lightning
 FRAMEWORK_VENVS := .venv-frameworks
+WHEEL_VENV := .venv-wheels
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 LOAD_ARGS ?=
+WHEEL ?=
+WHEEL_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SHELL := /bin/bash
@@ -56,7 +61,7 @@ PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest $(TEST_JOBS)
 
 FAKE_CUDA := build/fake_cuda/libfakecuda.so
 
-.PHONY: help demo test test-all test-cpp test-torch test-frameworks lint lint-python lint-cpp tidy wheel build bench clean
+.PHONY: help demo test test-all test-cpp test-torch test-frameworks lint lint-python lint-cpp tidy wheel wheels build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
@@ -66,6 +71,7 @@ help:
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
 	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, lightning (all)"
 	@echo "make bench                   times saves and loads beside stock, safetensors and the limit"
+	@echo "make wheels                  the release: manylinux wheels of the commit for each Python"
 	@echo "make lint | wheel | build | clean"
 
 demo: build
@@ -171,7 +177,7 @@ $(FAKE_CUDA): FORCE
 wheel: dist/wheel.stamp
 dist/wheel.stamp: $(CSRC) $(PACKAGE_FILES) setup.py pyproject.toml MANIFEST.in LICENSE README.md
 	$(CHECK_TOOLS)
-	@rm -rf dist
+	@rm -f dist/*.whl dist/*.tar.gz
 ifeq ($(strip $(VENV)),)
 	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
 else
@@ -182,14 +188,23 @@ endif
 	@sha256sum dist/*.whl
 	@touch $@
 
+# The release: of the commit, for every Python and glibc >= 2.28, each looked at (docs: RELEASING.md).
+wheels: $(WHEEL_VENV)/stamps/tools
+	$(WHEEL_VENV)/bin/python requirements/wheels.py --out dist/wheels $(WHEEL_ARGS)
+
+$(WHEEL_VENV)/stamps/tools: requirements/wheels.txt
+	$(call MAKE_VENV,$(WHEEL_VENV))
+	$(WHEEL_VENV)/bin/python -m pip install -q -r $<
+	@touch $@
+
 # ---- Another torch ------------------------------------------------------------------------------
 
 # The working directory is empty, so that no test imports this clone instead of the wheel.
-test-torch: wheel
+test-torch: $(if $(WHEEL),,wheel)
 	$(call MAKE_VENV,$(TORCH_VENV))
 	$(TORCH_VENV)/bin/python -m pip install -q torch==$(TORCH) -r requirements/test.txt
-	$(TORCH_VENV)/bin/python -m pip install -q --force-reinstall --no-deps dist/*.whl
-	@mkdir -p build/test-torch; sha256sum dist/*.whl
+	$(TORCH_VENV)/bin/python -m pip install -q --force-reinstall --no-deps $(or $(WHEEL),dist/*.whl)
+	@mkdir -p build/test-torch; sha256sum $(or $(WHEEL),dist/*.whl)
 	cd build/test-torch && DCPX_REQUIRE_INSTALLED=1 $(abspath $(TORCH_VENV))/bin/pytest \
 		-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(TEST_JOBS) $(PYTEST_ARGS) \
 		$(addprefix --ignore=$(CURDIR)/tests/,faults cuda bench) $(CURDIR)/tests

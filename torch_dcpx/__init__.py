@@ -169,8 +169,9 @@ def _extension_error(error: ImportError) -> ImportError:
         cause = f"'{folder}' holds no _C.*.so: it was never built, or was not installed"
     return ImportError(
         f"cannot import {_EXTENSION}, the C++ part of torch-dcpx {__version__}: {cause}. "
-        "Rebuild it with `pip install --force-reinstall --no-deps torch-dcpx`, or in a source tree "
-        "with `pip install --no-build-isolation --no-deps -e .`",
+        "Install it anew, with `pip install --force-reinstall --no-deps` and a wheel file for this "
+        "Python or a checkout's folder; in a checkout, `pip install --no-build-isolation --no-deps "
+        "-e .` rebuilds it",
         name=_EXTENSION,
         path=error.path,
     )

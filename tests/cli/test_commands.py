@@ -257,6 +257,16 @@ def test_doctor_tries_what_a_save_does_and_leaves_nothing(tmp_path: Path) -> Non
     assert printed("doctor", tmp_path / "none", code=2)["error"]["errno"] == 2
 
 
+@pytest.mark.parametrize(("has_kernel", "word"), [(True, "with"), (False, "without")])
+def test_doctor_says_whether_the_build_has_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, has_kernel: bool, word: str
+) -> None:
+    driver = {"has_kernel": has_kernel, "failure": "no driver", "devices": 0, "version": 0}
+    monkeypatch.setattr("torch_dcpx._C.device_driver", lambda: driver)
+    found = {each["name"]: each["text"] for each in printed("doctor")}
+    assert f"built {word} the CUDA pack kernel;" in found["C++ extension"]
+
+
 def test_command_fails_clearly_without_click_or_rich(tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("raise ModuleNotFoundError(name='rich')")
     result = run("--help", path=f"{tmp_path}:{ROOT}")

@@ -12,26 +12,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-NVCC = """#!/bin/sh
-echo "$@" >> "$(dirname "$0")/calls"
-case "$1" in
---version) echo "release $(cat "$(dirname "$0")/release")" ;;
---list-gpu-code) echo sm_50 sm_75 sm_90 sm_999 ;;
--fatbin) while [ "$1" != -o ]; do shift; done; printf 'P\\355U\\272 image' > "$2" ;;
-esac
-"""
-
-
-@pytest.fixture
-def nvcc(tmp_path: Path) -> Path:
-    """A toolkit's nvcc that notes its calls."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "release").write_text("13.0")
-    path = tmp_path / "bin" / "nvcc"
-    path.write_text(NVCC)
-    path.chmod(0o755)
-    return path
-
 
 def calls(nvcc: Path) -> list[str]:
     return (nvcc.parent / "calls").read_text().splitlines()

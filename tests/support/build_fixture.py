@@ -1,4 +1,4 @@
-"""The functions of setup.py, for tests of what a build does."""
+"""The functions of setup.py and an nvcc that compiles nothing, for tests of the build."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
+NVCC = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/calls"
+case "$1" in
+--version) echo "release $(cat "$(dirname "$0")/release")" ;;
+--list-gpu-code) echo sm_50 sm_75 sm_90 sm_999 ;;
+-fatbin) while [ "$1" != -o ]; do shift; done; printf 'P\\355U\\272 image' > "$2" ;;
+esac
+"""
+
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -20,3 +29,14 @@ def build(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
     monkeypatch.setattr(sys, "argv", ["setup.py", "-q", "--version"])
     monkeypatch.setattr(os, "environ", {"PATH": "/no/such/place"})
     return runpy.run_path(str(ROOT / "setup.py"))
+
+
+@pytest.fixture
+def nvcc(tmp_path: Path) -> Path:
+    """A toolkit's nvcc that notes its calls."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "release").write_text("13.0")
+    path = tmp_path / "bin" / "nvcc"
+    path.write_text(NVCC)
+    path.chmod(0o755)
+    return path

@@ -97,10 +97,11 @@ def _extension() -> Iterator[Check]:
         yield Check("C++ extension", "failure", str(error))
         return
     kinds = ", ".join(_C.crc32_implementations())
-    yield Check("C++ extension", "fine", f"loads; checksums by the fastest of {kinds}")
     driver = _C.device_driver()
     kernel = "with" if driver["has_kernel"] else "without"
-    used = f"{driver['devices']} devices, driver {driver['version']}, {kernel} the pack kernel"
+    text = f"loads, built {kernel} the CUDA pack kernel; checksums by the fastest of {kinds}"
+    yield Check("C++ extension", "fine", text)
+    used = f"{driver['devices']} devices, driver {driver['version']}"
     failure = driver["failure"]
     yield Check("CUDA", "fine", f"not used: {failure}" if failure else used)
 
