@@ -6,7 +6,8 @@
 #   PYTHON=EXE  the Python that makes the environments (python3)
 #   JOBS=N      compiler and test processes at once (MAX_JOBS, else cores; of tests at most 8, and of
 #               those of `make test` one more)
-#   WHEEL=FILE  the wheel that `make test-torch` tests (one made of this tree)
+#   WHEEL=PATH  the wheel that `make test-torch` tests, or a folder that has one for this Python (one
+#               made of this tree)
 #   WHEEL_ARGS  more arguments for wheels.py, for example WHEEL_ARGS="--pythons 3.11"
 #   FRAMEWORK=... those of `make test-frameworks` (all)
 #   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"; "-n0 -s" runs the
@@ -203,8 +204,9 @@ $(WHEEL_VENV)/stamps/tools: requirements/wheels.txt
 test-torch: $(if $(WHEEL),,wheel)
 	$(call MAKE_VENV,$(TORCH_VENV))
 	$(TORCH_VENV)/bin/python -m pip install -q torch==$(TORCH) -r requirements/test.txt
-	$(TORCH_VENV)/bin/python -m pip install -q --force-reinstall --no-deps $(or $(WHEEL),dist/*.whl)
-	@mkdir -p build/test-torch; sha256sum $(or $(WHEEL),dist/*.whl)
+	$(TORCH_VENV)/bin/python -m pip install --force-reinstall --no-deps \
+		$(if $(wildcard $(WHEEL)/.),--no-index --find-links $(WHEEL) torch-dcpx,$(or $(WHEEL),dist/*.whl))
+	@mkdir -p build/test-torch
 	cd build/test-torch && DCPX_REQUIRE_INSTALLED=1 $(abspath $(TORCH_VENV))/bin/pytest \
 		-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(TEST_JOBS) $(PYTEST_ARGS) \
 		$(addprefix --ignore=$(CURDIR)/tests/,faults cuda bench) $(CURDIR)/tests
