@@ -257,6 +257,12 @@ def test_doctor_tries_what_a_save_does_and_leaves_nothing(tmp_path: Path) -> Non
     assert printed("doctor", tmp_path / "none", code=2)["error"]["errno"] == 2
 
 
+def test_doctor_says_that_nobody_has_tried_aarch64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    (found,) = (each for each in printed("doctor") if each["name"] == "versions")
+    assert (found["state"], found["text"][-19:]) == ("warning", ", which is untested")
+
+
 @pytest.mark.parametrize(("has_kernel", "word"), [(True, "with"), (False, "without")])
 def test_doctor_says_whether_the_build_has_the_kernel(
     monkeypatch: pytest.MonkeyPatch, has_kernel: bool, word: str

@@ -101,6 +101,21 @@ def test_tools_are_pinned() -> None:
     assert [line for line in lines if not re.fullmatch(r"#.*|[\w-]+==[\d.]+", line)] == []
 
 
+def test_no_text_tells_to_install_a_name_that_no_index_has() -> None:
+    """README alone names it, as what will be; RELEASING.md says what changes then."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
+    texts += (ROOT / "torch_dcpx").rglob("*.py")
+    named = re.compile(r"(?<!will be `)pip install [^`\n]*\btorch[-_]dcpx\b(?!_C|-\*)")
+    found = [
+        (path.name, line)
+        for path in texts
+        if path.is_file()
+        for line in named.findall(path.read_text(errors="ignore"))
+        if "/torch_dcpx-" not in line
+    ]
+    assert found == []
+
+
 @pytest.mark.slow
 def test_two_builds_of_one_commit_are_equal_bytes(tmp_path: Path, nvcc: Path) -> None:
     """In two folders, under two umasks; the audit of `make wheels` is part of each."""

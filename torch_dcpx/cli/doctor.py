@@ -55,7 +55,9 @@ def examine(path: Path | None, *, as_json: bool) -> int:
 
 def _of_machine() -> Iterator[Check]:
     system = f"Python {platform.python_version()}, Linux {platform.release()} {platform.machine()}"
-    yield Check("versions", "fine", f"torch-dcpx {__version__}, {system}")
+    untested = platform.machine() == "aarch64"
+    text = f"torch-dcpx {__version__}, {system}" + (", which is untested" if untested else "")
+    yield Check("versions", "warning" if untested else "fine", text)
     yield _torch()
     yield _numpy()
     yield from _extension()
