@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import os
 import pickle
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -308,5 +310,11 @@ def test_objects_of_a_torch_file_are_there_and_tensors_in_them_refused(tmp_path:
         assert checkpoint.objects["loop"][0][1][0] == 1
         with pytest.raises(UnsupportedError, match=r"'odd' of .* is a tuple with a tensor in it"):
             checkpoint.objects["odd"]
-        with pytest.raises(UnsupportedError, match=r"'deep' of .* is nested too deeply"):
-            checkpoint.objects["deep"]
+        checkpoint.objects["step"]  # the file is read; Python versions differ in frames a level
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(len(inspect.stack(0)) + 400)
+        try:
+            with pytest.raises(UnsupportedError, match=r"'deep' of .* is nested too deeply"):
+                checkpoint.objects["deep"]
+        finally:
+            sys.setrecursionlimit(limit)

@@ -154,3 +154,12 @@ def test_what_torch_saves_passes(make: Callable[[], Any], is_zip: bool) -> None:
     look(saved.getvalue())
     with torch.serialization.safe_globals([Annotated]):
         torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+
+
+def test_no_buffer_of_the_item_is_left_in_the_error() -> None:
+    """Python 3.12.1 crashes as it collects a cycle with one, such as an error that holds itself."""
+    data = io.BytesIO(HOSTILE["memory in DATA.PKL"])
+    with pytest.raises((CorruptionError, pickle.UnpicklingError)) as caught:
+        _check_item(data, "file", "key", 4096)
+    data.write(b"longer" * 1000)  # a BufferError while a buffer of it is exported
+    del caught

@@ -224,7 +224,8 @@ def _tensor_bytes(planner: LoadPlanner, item: ReadItem) -> int:
 
 def _check_item(data: io.IOBase, path: str, fqn: str, tensor_bytes: int) -> None:
     """Looks at an item before torch does. Leaves `data` at its start."""
-    view = data.getbuffer() if isinstance(data, io.BytesIO) else memoryview(data.read())
+    # Not getbuffer(): Python 3.12.1 crashes as it collects a cycle that has one, as an error's.
+    view = memoryview(data.getvalue() if isinstance(data, io.BytesIO) else data.read())
     data.seek(0)
     if bytes(view[:4]) == b"PK\x03\x04":
         room_bytes = _INFLATED_BASE_BYTES + _INFLATED_PER_BYTE * tensor_bytes

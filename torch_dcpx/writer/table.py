@@ -207,8 +207,8 @@ class WriteTable:
             if not isinstance(data, io.BytesIO):
                 raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")
             if self._transform is not None:
-                data = self._transform.apply(item, data.getbuffer())
-            return self._serialised(item, file, BYTES, 0, data.getbuffer())
+                data = self._transform.apply(item, memoryview(data.getvalue()))
+            return self._serialised(item, file, BYTES, 0, data.getvalue())
         return self._tensor(item, file, data)
 
     def resolve_in_place(
@@ -274,9 +274,9 @@ class WriteTable:
                 f"({dtype_name(tensor.dtype)}) raised {type(error).__name__}: {error}"
             ) from error
         if self._transform is not None:
-            stream = self._transform.apply(item, stream.getbuffer())
+            stream = self._transform.apply(item, memoryview(stream.getvalue()))
         kind = self._type(tensor.dtype, about.properties, is_plain=False)
-        return self._serialised(item, file, TORCH_TENSOR, kind, stream.getbuffer(), about)
+        return self._serialised(item, file, TORCH_TENSOR, kind, stream.getvalue(), about)
 
     def _row_in_place(
         self, item: WriteItem, file: int, tensor: torch.Tensor, about: TensorWriteData
