@@ -232,7 +232,7 @@ def test_default_that_was_given_counts_more_than_a_variable_of_the_child(
 def test_classes_travel_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(read_options=ReadOptions(safe_globals=[Path, logging.getLogger]))
     found = settings_in_child(settings, monkeypatch)
-    assert found.read_options.safe_globals == ("pathlib.Path", "logging.getLogger")
+    assert found.read_options.safe_globals == (f"{Path.__module__}.Path", "logging.getLogger")
     assert not found.in_code
 
 

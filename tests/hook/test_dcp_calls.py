@@ -72,6 +72,9 @@ def test_signatures_are_those_of_stock(stock: type) -> None:
 
 # ---- Whole processes ----------------------------------------------------------------------------
 
+# torch 2.9 makes the writer in the parent, and newer ones in the process that saves.
+WRITER_IS_SENT = "_storage_setup(" in inspect.getsource(dcp.state_dict_saver.async_save)
+
 # `install()` in Python: the process that saves learns of it by the variables alone.
 IN_PYTHON = """
 import sys
@@ -88,7 +91,7 @@ def save(path):
 if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch_dcpx.install(**eval(sys.argv[2]))
-    print("reported", save(sys.argv[1]).dcpx_report.replaced)
+    print(f"reported {save(sys.argv[1]).dcpx_report.replaced}")
 """
 
 
@@ -115,7 +118,8 @@ def test_install_in_python_reaches_the_process_that_saves(
     entry_point: Path, tmp_path: Path
 ) -> None:
     said = saved_in_python(tmp_path, "{}")
-    assert "reported {'writer': 1, 'planners': 1}" in said
+    made = "{'planners': 1}" if WRITER_IS_SENT else "{'writer': 1, 'planners': 1}"
+    assert f"reported {made}" in said
     target = {"w": torch.zeros(3)}
     dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert target["w"].tolist() == [1, 1, 1]
@@ -127,6 +131,10 @@ def test_process_that_saves_refuses_what_no_variable_carries(
 ) -> None:
     given = "{'write_options': torch_dcpx.WriteOptions(progress=print)}"
     said = saved_in_python(tmp_path, given)
+    if WRITER_IS_SENT:  # and what is bound to it with it
+        assert "12 12" in said
+        assert torch_dcpx.verify(tmp_path / "saved").ok
+        return
     assert "UnsupportedError: install(write_options=...) of the parent process has" in said
     assert "write_options.progress, which no variable carries" in said
     assert not (tmp_path / "saved").exists()

@@ -41,7 +41,7 @@ def process():
         {"w": torch.ones(3)}, checkpoint_id=sys.argv[2], async_stager=BlockingAsyncStager(),
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
     ).result()
-    print("replaced", sorted(metadata.dcpx_report.replaced))
+    print(f"replaced {sorted(metadata.dcpx_report.replaced)}")  # in one piece: others print, too
 
 def rank():
     dcp.DefaultSavePlanner()
@@ -49,7 +49,7 @@ def rank():
 if __name__ == "__main__":
     name, *given = sys.argv[1].split()
     globals()[name](*given)
-    print("end of", name)
+    print(f"end of {name}")
 """
 
 
@@ -86,7 +86,8 @@ def test_forked_child_is_not_warned(tmp_path: Path) -> None:
 
 def test_training_whose_saves_are_another_process_is_not_warned(tmp_path: Path) -> None:
     said = output_of(tmp_path, "process")
-    assert "replaced ['planners', 'writer']" in said
+    # torch 2.9 makes the writer in the process that trains.
+    assert "replaced ['planners', 'writer']" in said or "replaced ['planners']" in said
     assert WARNING not in said
 
 

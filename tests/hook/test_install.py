@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
 )
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -36,6 +35,11 @@ from torch_dcpx import (
 )
 from torch_dcpx.hook.settings import VARIABLES
 from torch_dcpx.reports import REPLACED
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ImportError:  # before torch 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 pytestmark = pytest.mark.usefixtures("hook_off")
 

@@ -26,10 +26,10 @@ class Model(torch.nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
 
-    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[torch.nn.Module]:
         if self.error is not None:
             raise self.error
-        return super().modules(remove_duplicate)
+        return super().modules(*args, **kwargs)
 
 
 def raised_on_all(call: Callable[[], Any], failing: int, error: BaseException) -> None:

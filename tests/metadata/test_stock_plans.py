@@ -18,18 +18,20 @@ from torch_dcpx.metadata.stock import load_stock_metadata
 
 
 class PlanKeepingPlanner(dcp.DefaultSavePlanner):
-    """Keeps the plans of all ranks in the metadata."""
+    """Keeps the plans of all ranks."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.all_local_plans = all_plans  # type: ignore[attr-defined]
-        return plans, metadata
+        self.kept = all_plans
+        return super().create_global_plan(all_plans)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    writer = dcp.FileSystemWriter(tmp_path)
-    dcp.save(mixed_state(), storage_writer=writer, planner=PlanKeepingPlanner(), no_dist=True)
+    writer, planner = dcp.FileSystemWriter(tmp_path), PlanKeepingPlanner()
+    dcp.save(mixed_state(), storage_writer=writer, planner=planner, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.all_local_plans = planner.kept
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     return tmp_path
 
 

@@ -207,7 +207,8 @@ def test_placements_and_meshes_and_global_shapes_make_other_plans() -> None:
 
     def note(tensor: torch.Tensor) -> None:
         planner.set_up_planner({"t": tensor}, None, True)
-        with contextlib.suppress(ValueError):  # a sum, where torch refuses it
+        # A sum, where torch refuses it; what torch 2.9 cannot split.
+        with contextlib.suppress(ValueError, RuntimeError):
             planner.create_local_plan()
         seen.update(planner.dcpx_planning.plans._known)
 

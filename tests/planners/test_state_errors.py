@@ -25,7 +25,7 @@ def looped(state: dict[str, Any]) -> dict[str, Any]:
 
 def deep() -> dict[str, Any]:
     state: dict[str, Any] = {"w": torch.ones(1)}
-    for _ in range(5_000):
+    for _ in range(50_000):
         state = {"x": state}
     return state
 

@@ -25,6 +25,7 @@ esac
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The functions of setup.py, in an environment that names no toolkit."""
+    pytest.importorskip("setuptools", "77.0.3")  # the build's, not the package's
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["setup.py", "-q", "--version"])
     monkeypatch.setattr(os, "environ", {"PATH": "/no/such/place"})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import http
 import io
 import re
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -191,7 +191,7 @@ NAMED = {  # by what it is: the value, and the names that it needs
         ShardingStrategy.FULL_SHARD, ["torch.distributed.fsdp.api.ShardingStrategy"],
     ),
     "placement": (Shard(0), ["torch.distributed.tensor.placement_types.Shard"]),
-    "enum of the library": (signal.SIGTERM, ["signal.Signals"]),
+    "enum of the library": (http.HTTPStatus.OK, ["http.HTTPStatus"]),
 }  # fmt: skip
 
 

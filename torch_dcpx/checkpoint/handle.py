@@ -6,11 +6,13 @@ No error is lost: `pending` raises or logs those that nobody has read from the h
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from torch_dcpx._arguments import check_callable, check_wait
@@ -71,6 +73,17 @@ class WatchedFuture(Future[T]):
             )
 
 
+@contextmanager
+def _builtin_timeout() -> Iterator[None]:
+    """Raises the `TimeoutError` of Python where 3.10 has another for futures."""
+    try:
+        yield
+    except concurrent.futures.TimeoutError as error:
+        if isinstance(error, TimeoutError):
+            raise
+        raise TimeoutError("the save is still under way") from error
+
+
 class SaveHandle:
     """A save: under way in the background, or finished when the call that made it blocks.
 
@@ -116,7 +129,8 @@ class SaveHandle:
             DcpxError: it failed on any rank; the previous checkpoint is as it was.
             OutcomeUnknownError: the coordinator was lost while it committed.
         """
-        return self.durable.result(timeout)
+        with _builtin_timeout():
+            return self.durable.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits until the save has ended, and returns its error; None if it ended well.
@@ -127,7 +141,8 @@ class SaveHandle:
         Raises:
             TimeoutError: the save is still under way.
         """
-        return self.durable.exception(timeout)
+        with _builtin_timeout():
+            return self.durable.exception(timeout)
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
         """Calls a function once the save has ended, well or not.
