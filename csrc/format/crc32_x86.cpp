@@ -4,6 +4,7 @@
 
 #if defined(__x86_64__)
 
+#include <cpuid.h>
 #include <immintrin.h>
 
 namespace dcpx::crc32_kernels {
@@ -101,20 +102,35 @@ DCPX_TARGET_VPCLMUL std::uint32_t vpclmul(std::uint32_t raw, const std::byte* da
   return finish(lane, data, nbytes);
 }
 
+// Asked of the processor: __builtin_cpu_supports says no to all in a module that zig has linked.
+struct Cpu {
+  bool has_pclmul = false;
+  bool has_vpclmul = false;
+
+  Cpu() noexcept {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return;
+    has_pclmul = (ecx & bit_PCLMUL) != 0 && (ecx & bit_SSE4_1) != 0;
+    const bool has_xgetbv = (ecx & bit_OSXSAVE) != 0;
+    if (!has_pclmul || !has_xgetbv) return;
+    unsigned saved = 0, high = 0;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    constexpr unsigned kWide = 0xe6;  // the system saves the registers of SSE, AVX and AVX-512
+    if ((saved & kWide) != kWide || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return;
+    has_vpclmul = (ebx & bit_AVX512F) != 0 && (ecx & bit_VPCLMULQDQ) != 0;
+  }
+};
+
+const Cpu& cpu() noexcept {
+  static const Cpu found;
+  return found;
+}
+
 }  // namespace
 
-// __builtin_cpu_supports also asks whether the operating system saves the wide registers.
-Kernel find_pclmul() noexcept {
-  __builtin_cpu_init();
-  const bool has = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
-  return has ? &pclmul : nullptr;
-}
+Kernel find_pclmul() noexcept { return cpu().has_pclmul ? &pclmul : nullptr; }
 
-Kernel find_vpclmul() noexcept {
-  const bool has = find_pclmul() != nullptr && __builtin_cpu_supports("avx512f") &&
-                   __builtin_cpu_supports("vpclmulqdq");
-  return has ? &vpclmul : nullptr;
-}
+Kernel find_vpclmul() noexcept { return cpu().has_vpclmul ? &vpclmul : nullptr; }
 
 }  // namespace dcpx::crc32_kernels
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,6 +20,23 @@ def test_table_is_always_there() -> None:
     assert names[0] == "table"
     assert len(set(names)) == len(names)
     assert _C.crc32(NOISE) == zlib.crc32(NOISE)
+
+
+# By the words of /proc/cpuinfo that each of them needs.
+NEEDS = {
+    "pclmul": {"pclmulqdq", "sse4_1"},
+    "vpclmul": {"pclmulqdq", "sse4_1", "avx512f", "vpclmulqdq"},
+    "armv8": {"crc32"},
+}
+
+
+def test_what_the_processor_has_is_used_whatever_compiled_the_module() -> None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    words = {
+        word for line in lines if line[:8] in ("flags\t\t:", "Features") for word in line.split()
+    }
+    has = [name for name in NEEDS if words >= NEEDS[name]]
+    assert _C.crc32_implementations()[1:] == has
 
 
 def test_every_length_up_to_2000_equals_zlib() -> None:
