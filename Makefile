@@ -19,8 +19,11 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV ?= .venv
 JOBS ?= $(or $(MAX_JOBS),$(shell nproc))
-TORCH_VENV ?= .venv-torch-$(TORCH)$(addprefix -,$(filter-out python3,$(notdir $(PYTHON))))
-BUILD_VENV := .venv-build
+# What another Python than the first in PATH makes has its version in the name.
+OTHER := $(if $(filter-out python3,$(PYTHON)),-$(shell $(PYTHON) -c 'import platform; print(platform.python_version())'))
+TORCH_VENV ?= .venv-torch-$(TORCH)$(OTHER)
+BUILD_VENV := .venv-build$(OTHER)
+WHEEL_STAMP := dist/wheel$(OTHER).stamp
 FRAMEWORK ?= torchtitan accelerate trainer lightning
 FRAMEWORK_VENVS := .venv-frameworks
 WHEEL_VENV := .venv-wheels
@@ -175,10 +178,10 @@ $(FAKE_CUDA): FORCE
 	@$(MAKE) --no-print-directory -s -j$(JOBS) -C tests/fake_cuda
 
 # One wheel for every torch: made from the sdist, in isolation, in an environment without torch.
-wheel: dist/wheel.stamp
-dist/wheel.stamp: $(CSRC) $(PACKAGE_FILES) setup.py pyproject.toml MANIFEST.in LICENSE README.md
+wheel: $(WHEEL_STAMP)
+$(WHEEL_STAMP): $(CSRC) $(PACKAGE_FILES) setup.py pyproject.toml MANIFEST.in LICENSE README.md
 	$(CHECK_TOOLS)
-	@rm -f dist/*.whl dist/*.tar.gz
+	@rm -f dist/*.whl dist/*.tar.gz dist/*.stamp
 ifeq ($(strip $(VENV)),)
 	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
 else
@@ -205,7 +208,7 @@ test-torch: $(if $(WHEEL),,wheel)
 	$(call MAKE_VENV,$(TORCH_VENV))
 	$(TORCH_VENV)/bin/python -m pip install -q torch==$(TORCH) -r requirements/test.txt
 	$(TORCH_VENV)/bin/python -m pip install --force-reinstall --no-deps \
-		$(if $(wildcard $(WHEEL)/.),--no-index --find-links $(WHEEL) torch-dcpx,$(or $(WHEEL),dist/*.whl))
+		$(if $(and $(WHEEL),$(wildcard $(WHEEL)/.)),--no-index --find-links $(WHEEL) torch-dcpx,$(or $(WHEEL),dist/*.whl))
 	@mkdir -p build/test-torch
 	cd build/test-torch && DCPX_REQUIRE_INSTALLED=1 $(abspath $(TORCH_VENV))/bin/pytest \
 		-c $(CURDIR)/pyproject.toml --rootdir $(CURDIR) $(TEST_JOBS) $(PYTEST_ARGS) \
@@ -218,7 +221,7 @@ test-frameworks: build $(FRAMEWORK:%=$(FRAMEWORK_VENVS)/%/stamps/ready)
 	DCPX_FRAMEWORKS=$(FRAMEWORK_VENVS) $(PY) -m pytest -n0 $(PYTEST_ARGS) \
 		$(FRAMEWORK:%=tests/frameworks/test_%.py)
 
-$(FRAMEWORK_VENVS)/%/stamps/ready: requirements/frameworks/%.txt dist/wheel.stamp
+$(FRAMEWORK_VENVS)/%/stamps/ready: requirements/frameworks/%.txt $(WHEEL_STAMP)
 	$(call MAKE_VENV,$(FRAMEWORK_VENVS)/$*)
 	@echo "== installing $* (once)"
 	$(FRAMEWORK_VENVS)/$*/bin/python -m pip install -q -r $< dist/*.whl

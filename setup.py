@@ -24,6 +24,7 @@ import itertools
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -120,17 +121,32 @@ def check_platform() -> None:
 def check_headers() -> None:
     """Stops the build with one line where there is no compiler, or no header of Python."""
     include = sysconfig.get_path("include")
-    if not Path(include, "Python.h").is_file():
+    is_there = Path(include, "Python.h").is_file()
+    if target() is not None and is_there:
+        if "SIZEOF_LONG" not in Path(include, "pyconfig.h").read_text():
+            raise SystemExit(
+                f"DCPX_TARGET needs headers of Python that serve any machine, and {include} has "
+                "those of Debian, which only name others: take a Python of pyenv"
+            )
+        return
+    if not is_there:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         raise SystemExit(
             f"torch-dcpx needs the headers of Python {version} to build, and {include} has no "
             f"Python.h: apt install python{version}-dev, or dnf install python{version}-devel"
         )
-    if target() is None and shutil.which((os.environ.get("CXX") or "c++").split()[0]) is None:
+    if shutil.which(compiler()) is None:
         raise SystemExit(
-            "torch-dcpx needs a C++17 compiler to build, and there is no c++: apt install g++, or "
-            "dnf install gcc-c++"
+            f"torch-dcpx needs a C++17 compiler to build, and there is no {compiler()}: "
+            "apt install g++, or dnf install gcc-c++"
         )
+
+
+def compiler() -> str:
+    """Returns the program that compiles: of CXX, else torch's choice or setuptools'."""
+    own = "c++" if base_build_ext() is not setuptools_build_ext else None
+    command = os.environ.get("CXX") or own or sysconfig.get_config_var("CXX") or "c++"
+    return (shlex.split(command) or ["c++"])[0]
 
 
 def target() -> tuple[str, str] | None:
@@ -278,7 +294,10 @@ def kernel_source(nvcc: str, build_temp: str) -> str:
 
 
 def jobs() -> int:
-    return int(os.environ.get("MAX_JOBS") or max(2, len(os.sched_getaffinity(0))))
+    wanted = os.environ.get("MAX_JOBS") or str(max(2, len(os.sched_getaffinity(0))))
+    if not re.fullmatch(r"[1-9]\d*", wanted):
+        raise SystemExit(f"MAX_JOBS={wanted}: expected a number of compiler processes, 1 or more")
+    return int(wanted)
 
 
 def base_build_ext() -> Any:
@@ -426,7 +445,8 @@ def options() -> dict[str, dict[str, str]]:
     if wanted is None:
         return {}
     machine, glibc = wanted
-    return {"bdist_wheel": {"plat_name": f"manylinux_{glibc.replace('.', '_')}_{machine}"}}
+    name = f"manylinux_{glibc.replace('.', '_')}_{machine}"
+    return {"bdist_wheel": {"plat_name": name}, "build": {"build_base": f"build/{name}"}}
 
 
 check_platform()

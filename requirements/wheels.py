@@ -1,14 +1,15 @@
 """Builds the wheels of one commit, for each Python and machine, and looks at each of them.
 
 A wheel comes from the commit, never from the working tree; its files have the commit's time, and
-nothing in it depends on the folder, so that whoever builds the commit again gets the same bytes.
+nothing in it depends on the folder, so that whoever builds the commit again gets the same bytes,
+with the same Python releases (their headers and zlib) and the same nvcc.
 
     python requirements/wheels.py --out dist/wheels [--commit HEAD] [--work build/wheels]
         [--pythons python3.10 ...]  (3.10 to 3.13, each from PATH or pyenv)
         [--machines x86_64 aarch64]
 
 Run by `make wheels`, in an environment with requirements/wheels.txt. Needs nvcc and the headers of
-each Python. Writes the wheels and SHA256SUMS into --out, which is made anew.
+each Python. Writes the wheels and SHA256SUMS into --out, once all are good; wheels of before go.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import email
 import hashlib
 import io
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +39,7 @@ MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
 GLIBC = (2, 28)
 MAX_BYTES = 4 << 20
 LIBRARIES = re.compile(r"(libgcc_s|libc|libm|libpthread|libdl|librt|ld-linux[\w-]*)\.so\.\d+")
+REQUIREMENTS = "requirements/wheels.txt"
 FATBIN = bytes.fromhex("50ed55ba")  # the first bytes of the pack kernel
 
 
@@ -48,63 +52,91 @@ def main() -> None:
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
     options = parser.parse_args()
 
-    pythons = [find_python(name) for name in options.pythons]
-    commit, seconds = git("show", "-s", "--format=%H %ct", options.commit).decode().split()
+    pythons = {version: python for python, version in map(find_python, options.pythons)}
+    commit = git("rev-parse", "--verify", f"{options.commit}^{{commit}}").decode().strip()
+    seconds = git("log", "-1", "--no-show-signature", "--format=%ct", commit).decode().strip()
     print(f"== wheels of {commit}", flush=True)
     if git("status", "--porcelain", "--untracked-files=no"):
         print("   changes that are not committed are left out", flush=True)
-    shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir(parents=True)
-    source = options.work.resolve() / "source"
+    source, built = (options.work.resolve() / f"torch-dcpx-{name}" for name in ("source", "built"))
+    shutil.rmtree(built, ignore_errors=True)
+    built.mkdir(parents=True)
     wheels = []
-    for python, version in pythons:
-        builder = environment(python, version)
+    for version, python in pythons.items():
+        builder = environment(python, version, git("show", f"{commit}:{REQUIREMENTS}"))
         for machine in options.machines:
             export(commit, source)
-            wheel = build(builder, source, machine, seconds, options.out.resolve())
+            wheel = build(builder, source, machine, seconds, built)
             complaints = audit(wheel, version, machine, [str(source), str(ROOT)])
             if complaints:
-                raise SystemExit("\n".join([f"{wheel.name} is no release:", *complaints]))
+                raise SystemExit("\n".join([f"{wheel} is no release:", *complaints]))
+            if machine == platform.machine():
+                import_from(wheel, builder)
             wheels.append(wheel)
-    for tool in ("auditwheel show", "twine check --strict", "check-wheel-contents"):
-        look_at(tool, wheels)
+    for wheel in wheels:
+        look_at(wheel)
     sums = [f"{hashlib.sha256(wheel.read_bytes()).hexdigest()}  {wheel.name}\n" for wheel in wheels]
+    options.out.mkdir(parents=True, exist_ok=True)
+    for old in options.out.glob("torch_dcpx-*.whl"):
+        old.unlink()
+    for wheel in wheels:
+        shutil.copyfile(wheel, options.out / wheel.name)
     (options.out / "SHA256SUMS").write_text("".join(sums))
     print("".join(sums), end="", flush=True)
 
 
 def git(*arguments: str) -> bytes:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
+    if done.returncode != 0:
+        raise SystemExit(f"git {' '.join(arguments)}: {done.stderr.decode().strip()}")
+    return done.stdout
+
+
+# Its version, and its headers: Debian's only name those of a machine, which zig does not find.
+ASK = """
+import pathlib, sys, sysconfig
+assert not getattr(sys, "abiflags", "")
+assert "SIZEOF_LONG" in pathlib.Path(sysconfig.get_path("include"), "pyconfig.h").read_text()
+print("%d.%d" % sys.version_info[:2])
+"""
 
 
 def find_python(name: str) -> tuple[str, str]:
-    """Returns the Python of a version or path that runs, and its version."""
+    """Returns the Python of a version or path that has headers, and its version."""
     candidates = [name]
     if name in VERSIONS:
         root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-        candidates = [f"python{name}", *map(str, root.glob(f"versions/{name}.*/bin/python"))]
+        candidates = [
+            f"python{name}",
+            *sorted(map(str, root.glob(f"versions/{name}.*/bin/python"))),
+        ]
     for candidate in candidates:
-        ask = "import sys; print('%d.%d' % sys.version_info[:2], getattr(sys, 'abiflags', ''))"
         try:
-            said = subprocess.run([candidate, "-c", ask], capture_output=True, text=True).stdout
+            said = subprocess.run([candidate, "-c", ASK], capture_output=True, text=True).stdout
         except OSError:
             continue
-        if said.split() in [[version] for version in VERSIONS]:
-            return candidate, said.split()[0]
-    raise SystemExit(f"no Python {name} on PATH or under pyenv (wheels are for {VERSIONS})")
+        if said.strip() in VERSIONS:
+            return candidate, said.strip()
+    raise SystemExit(
+        f"no Python {name} on PATH or under pyenv has headers that serve any machine, as pyenv's "
+        f"do and Debian's do not (wheels are for {', '.join(VERSIONS)})"
+    )
 
 
-def environment(python: str, version: str) -> Path:
-    """Returns the Python of an environment of that version with the build's tools."""
+def environment(python: str, version: str, requirements: bytes) -> Path:
+    """Returns the Python of an environment of that one with the build's tools."""
     folder = ROOT / ".venv-wheels" / version
     builder, stamp = folder / "bin" / "python", folder / "ready.txt"
-    requirements = ROOT / "requirements" / "wheels.txt"
-    if not stamp.is_file() or stamp.read_bytes() != requirements.read_bytes():
+    ask = "import os, sys; print(os.path.realpath(sys.executable), sys.version)"
+    made_of = subprocess.run([python, "-c", ask], capture_output=True, check=True).stdout
+    made_of += requirements
+    if not builder.exists() or not stamp.is_file() or stamp.read_bytes() != made_of:
         print(f"== an environment for {python} (once)", flush=True)
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
-        install = ["-m", "pip", "install", "-q", "-r", str(requirements)]
+        (folder / "requirements.txt").write_bytes(requirements)
+        install = ["-m", "pip", "install", "-q", "-r", folder / "requirements.txt"]
         subprocess.run([builder, *install], check=True)
-        shutil.copyfile(requirements, stamp)
+        stamp.write_bytes(made_of)
     return builder
 
 
@@ -120,18 +152,26 @@ def build(builder: Path, source: Path, machine: str, seconds: str, out: Path) ->
     """Returns the wheel for a machine."""
     print(f"== {machine}, {builder.parents[1].name}", flush=True)
     target = f"{machine}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
-    settings = {"DCPX_TARGET": target, "DCPX_CUDA": "1", "SOURCE_DATE_EPOCH": seconds}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("NVCC_")}
+    env |= {"DCPX_TARGET": target, "DCPX_CUDA": "1", "SOURCE_DATE_EPOCH": seconds}
+    env |= {"DCPX_SANITIZE": ""}
     command = [builder, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"]
     before = set(out.iterdir())
-    subprocess.run(
-        [*command, "-w", out, "."],
-        cwd=source,
-        env={**os.environ, **settings, "DCPX_SANITIZE": ""},
-        umask=0o022,
-        check=True,
-    )
+    subprocess.run([*command, "-w", out, "."], cwd=source, env=env, umask=0o022, check=True)
     (wheel,) = set(out.iterdir()) - before
     return wheel
+
+
+def import_from(wheel: Path, builder: Path) -> None:
+    """Loads the wheel's module in the Python that it is for, which needs no torch for that."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".so"))
+        code = (
+            "import importlib.util, sys; "
+            "spec = importlib.util.spec_from_file_location('torch_dcpx._C', sys.argv[1]); "
+            "assert importlib.util.module_from_spec(spec).crc32(b'123456789') == 0xCBF43926"
+        )
+        subprocess.run([builder, "-c", code, archive.extract(name, folder)], check=True)
 
 
 def audit(wheel: Path, version: str, machine: str, folders: list[str]) -> list[str]:
@@ -149,7 +189,7 @@ def _complaints(wheel: Path, version: str, machine: str, folders: list[str]) -> 
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     (described,) = (name for name in files if name.endswith(".dist-info/WHEEL"))
-    if email.message_from_bytes(files[described])["Tag"] != tag:
+    if email.message_from_bytes(files[described]).get_all("Tag") != [tag]:
         yield f"WHEEL has another tag than {tag}"
     for name, data in files.items():
         yield from (f"{name} names {folder}" for folder in folders if folder.encode() in data)
@@ -170,40 +210,61 @@ def _binary_complaints(data: bytes, machine: str) -> Iterator[str]:
     foreign = [name for name in needed if not LIBRARIES.fullmatch(name)]
     if foreign:
         yield f"needs {foreign}"
-    if any(tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH") for tag in dynamic.iter_tags()):
+    if "libgcc_s.so.1" not in needed:
+        yield "does not use the system's unwinder"
+    tags = {tag.entry.d_tag for tag in dynamic.iter_tags()}
+    if tags & {"DT_RPATH", "DT_RUNPATH"}:
         yield "has a path to libraries"
+    stacks = [part["p_flags"] for part in elf.iter_segments("PT_GNU_STACK")]
+    if "DT_TEXTREL" in tags or stacks != [6]:  # readable and writable
+        yield "has code that can be written to"
     symbols = list(elf.get_section_by_name(".dynsym").iter_symbols())
     exported = [s.name for s in symbols if s["st_shndx"] != "SHN_UNDEF" and s.name]
     if exported != ["PyInit__C"]:
         yield f"exports {len(exported)} symbols: {exported[:3]}"
-    newest = max(_glibc_versions(elf), default=(0, 0))
-    if newest > GLIBC:
-        yield f"needs glibc {newest[0]}.{newest[1]}"
+    versions = elf.get_section_by_name(".gnu.version")
+    for number, symbol in enumerate(symbols):
+        if symbol["st_shndx"] == "SHN_UNDEF" and symbol["st_info"]["bind"] == "STB_GLOBAL":
+            has_version = versions and versions.get_symbol(number)["ndx"] != "VER_NDX_GLOBAL"
+            if not has_version and not symbol.name.startswith(("Py", "_Py")):
+                yield f"needs {symbol.name} of nobody"
+    unfit = sorted(name for name in _glibc_versions(elf) if not _is_served(name))
+    if unfit:
+        yield f"needs {', '.join(unfit)}"
     if elf.get_section_by_name(".debug_info") is not None:
         yield "has debug information"
     if FATBIN not in data:
         yield "has no pack kernel"
 
 
-def _glibc_versions(elf: ELFFile) -> Iterator[tuple[int, ...]]:
+def _glibc_versions(elf: ELFFile) -> Iterator[str]:
     for section in elf.iter_sections():
         if isinstance(section, GNUVerNeedSection):
             for _, versions in section.iter_versions():
-                for version in versions:
-                    if version.name.startswith("GLIBC_"):
-                        yield tuple(map(int, version.name[6:].split(".")))
+                yield from (one.name for one in versions if one.name.startswith("GLIBC_"))
 
 
-def look_at(tool: str, wheels: list[Path]) -> None:
-    """Lets another's tool look at all wheels, one by one."""
-    name, *arguments = tool.split()
-    for wheel in wheels:
+def _is_served(name: str) -> bool:
+    version = re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", name)
+    return version is not None and (int(version[1]), int(version[2])) <= GLIBC
+
+
+def look_at(wheel: Path) -> None:
+    """Lets others' tools look at a wheel."""
+    print(f"== {wheel.name}", flush=True)
+    for tool in ("auditwheel show", "twine check --strict", "check-wheel-contents"):
+        name, *arguments = tool.split()
         command = [str(Path(sys.executable).parent / name), *arguments, str(wheel)]
         done = subprocess.run(command, capture_output=True, text=True)
         said = f"{done.stdout}{done.stderr}".strip()
         if done.returncode != 0:
             raise SystemExit(f"{tool} {wheel.name} ({done.returncode}):\n{said}")
-        print(f"{tool}: {' '.join(said.split())[:160]}", flush=True)
+        if name == "auditwheel":
+            tag = re.search(r'platform tag:\s+"manylinux_(\d+)_(\d+)_', said)
+            if tag is None or (int(tag[1]), int(tag[2])) > GLIBC:
+                raise SystemExit(f"{tool} {wheel.name}:\n{said}")
+            said = tag[0]
+        print(f"   {name}: {' '.join(said.split())[-60:]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,28 @@ def test_headers_of_python(
 
 def test_compiler(build: dict[str, Any], tmp_path: Path) -> None:
     assert "there is no c++: apt install g++" in line_of(build["check_headers"])
-    own = tmp_path / "own-c++"
+    own = tmp_path / "own c++"
     own.touch(mode=0o755)
-    os.environ["CXX"] = f"{own} -pipe"
+    os.environ["CXX"] = f'"{own}" -pipe'
     build["check_headers"]()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "four", " ", "2.5"])
+def test_number_of_compilers(build: dict[str, Any], value: str) -> None:
+    os.environ["MAX_JOBS"] = value
+    line = line_of(build["jobs"])
+    assert line == f"MAX_JOBS={value}: expected a number of compiler processes, 1 or more"
+
+
+def test_headers_that_only_name_others(
+    build: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    os.environ["DCPX_TARGET"] = "x86_64-linux-gnu.2.28"
+    (tmp_path / "Python.h").touch()
+    (tmp_path / "pyconfig.h").write_text("#include <x86_64-linux-gnu/python3.11/pyconfig.h>")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "has those of Debian, which only name others" in line_of(build["check_headers"])
 
 
 def test_headers_of_pybind11(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +118,10 @@ def test_target_names_the_wheel_and_needs_no_compiler_of_the_system(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     os.environ["DCPX_TARGET"] = "aarch64-linux-gnu.2.28"
     assert build["target"]() == ("aarch64", "2.28")
-    assert build["options"]() == {"bdist_wheel": {"plat_name": "manylinux_2_28_aarch64"}}
+    assert build["options"]() == {
+        "bdist_wheel": {"plat_name": "manylinux_2_28_aarch64"},
+        "build": {"build_base": "build/manylinux_2_28_aarch64"},
+    }
     assert shutil.which("c++") is None
     build["check_headers"]()
 

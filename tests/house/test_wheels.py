@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -15,13 +16,20 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TAG = "cp311-cp311-manylinux_2_28_x86_64"
+HERE = platform.machine()
+OTHER = "aarch64" if HERE == "x86_64" else "x86_64"
+TAG = f"cp311-cp311-manylinux_2_28_{HERE}"
 
-# Two symbols, one of C++'s runtime, and a folder's name.
+# Two symbols, one of C++'s runtime, one that no library has, and a folder's name.
 BAD_CODE = """
 #include <string>
+extern "C" int cudaMalloc();
 std::string text(const char* from) { return std::string(from); }
-extern "C" const char* PyInit__C() { return text("FOLDER").empty() ? "" : "FOLDER"; }
+extern "C" int PyInit__C() { return text("FOLDER").empty() ? 0 : cudaMalloc(); }
+"""
+GOOD_CODE = """
+extern "C" int _Unwind_Backtrace(int);
+extern "C" const char* PyInit__C() { return _Unwind_Backtrace(0) ? "" : "P\\355U\\272"; }
 """
 
 
@@ -38,7 +46,7 @@ def wheel_of(folder: Path, binary: bytes, tag: str = TAG, **others: bytes) -> Pa
     path = folder / f"torch_dcpx-1-{tag}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("torch_dcpx-1.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
-        archive.writestr("torch_dcpx/_C.cpython-311-x86_64-linux-gnu.so", binary)
+        archive.writestr(f"torch_dcpx/_C.cpython-311-{HERE}-linux-gnu.so", binary)
         for name, data in others.items():
             archive.writestr(name, data)
     return path
@@ -47,7 +55,7 @@ def wheel_of(folder: Path, binary: bytes, tag: str = TAG, **others: bytes) -> Pa
 def compiled(folder: Path, code: str, *flags: str) -> bytes:
     """A shared library of the system's compiler."""
     (folder / "code.cpp").write_text(code)
-    command = ["c++", "-shared", "-fPIC", *flags, "code.cpp", "-o", "code.so"]
+    command = ["c++", "-shared", "-fPIC", "code.cpp", *flags, "-o", "code.so"]
     subprocess.run(command, cwd=folder, check=True)
     return (folder / "code.so").read_bytes()
 
@@ -56,23 +64,27 @@ def test_all_that_is_wrong_with_a_wheel_is_said(
     wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = BAD_CODE.replace("FOLDER", str(tmp_path))
-    binary = compiled(tmp_path, code, "-g", "-Wl,-rpath,/a/place")
+    flags = ["-g", "-static-libgcc", "-Wl,-rpath,/a/place", "-Wl,-z,execstack"]
+    binary = compiled(tmp_path, code, *flags)
     monkeypatch.setattr(wheels, "GLIBC", (2, 1))  # older than any that a compiler links with
     monkeypatch.setattr(wheels, "MAX_BYTES", 100)
-    wheel = wheel_of(tmp_path, binary, "cp311-cp311-linux_x86_64", more=binary)
-    said = wheels.audit(wheel, "3.12", "aarch64", [str(tmp_path)])
+    wheel = wheel_of(tmp_path, binary, f"cp311-cp311-linux_{HERE}", more=binary)
+    said = wheels.audit(wheel, "3.12", OTHER, [str(tmp_path)])
     wanted = [
-        r"the name ends otherwise than in cp312-cp312-manylinux_2_1_aarch64",
+        rf"the name ends otherwise than in cp312-cp312-manylinux_2_1_{OTHER}",
         r"\d+ bytes, more than 100",
         r"WHEEL has another tag than cp312-.*",
         *[rf"(torch_dcpx/_C\S+|more) names {re.escape(str(tmp_path))}"] * 2,
         r"the binaries are \['torch_dcpx/_C\.cpython-311-.*', 'more'\], and not torch_dcpx/.*",
         *[
-            r"\S+ is of EM_X86_64",
+            r"\S+ is of EM_\w+",
             r"\S+ needs \['libstdc\+\+\.so\.6'\]",
+            r"\S+ does not use the system's unwinder",
             r"\S+ has a path to libraries",
+            r"\S+ has code that can be written to",
             r"\S+ exports \d+ symbols: .*",
-            r"\S+ needs glibc 2\.\d+",
+            r"\S+ needs cudaMalloc of nobody",
+            r"\S+ needs GLIBC_2\.\d+.*",
             r"\S+ has debug information",
             r"\S+ has no pack kernel",
         ]
@@ -85,14 +97,27 @@ def test_all_that_is_wrong_with_a_wheel_is_said(
 
 
 def test_a_wheel_as_it_should_be_has_no_complaint(wheels: ModuleType, tmp_path: Path) -> None:
-    code = 'extern "C" const char* PyInit__C() { return "P\\355U\\272"; }'
-    wheel = wheel_of(tmp_path, compiled(tmp_path, code, "-s", "-nostdlib"))
-    assert wheels.audit(wheel, "3.11", "x86_64", [str(tmp_path)]) == []
+    wheel = wheel_of(tmp_path, compiled(tmp_path, GOOD_CODE, "-s", "-nostdlib", "-lgcc_s"))
+    assert wheels.audit(wheel, "3.11", HERE, [str(tmp_path)]) == []
+
+
+def test_only_numbered_versions_of_glibc_up_to_that_of_the_tag_are_served(
+    wheels: ModuleType,
+) -> None:
+    names = ["GLIBC_2.2.5", "GLIBC_2.28", "GLIBC_2.29", "GLIBC_2.34", "GLIBC_ABI_DT_RELR"]
+    assert [name for name in names if wheels._is_served(name)] == names[:2]
+
+
+def test_what_git_says_is_said(wheels: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="git rev-parse --verify nothing: fatal: "):
+        wheels.git("rev-parse", "--verify", "nothing")
 
 
 @pytest.mark.parametrize("name", ["3.9", "/no/such/python", sys.executable + "-not"])
 def test_python_that_no_wheel_is_for_is_said(wheels: ModuleType, name: str) -> None:
-    with pytest.raises(SystemExit, match=f"no Python {re.escape(name)} on PATH or under pyenv"):
+    with pytest.raises(
+        SystemExit, match=f"no Python {re.escape(name)} on PATH or under pyenv has headers"
+    ):
         wheels.find_python(name)
 
 
@@ -116,6 +141,16 @@ def test_no_text_tells_to_install_a_name_that_no_index_has() -> None:
     assert found == []
 
 
+@pytest.mark.parametrize(("wheel", "installed"), [
+    ("", "dist/*.whl"), ("a.whl", "a.whl"), ("tests", "--no-index --find-links tests torch-dcpx"),
+])  # fmt: skip
+def test_make_test_torch_takes_a_file_a_folder_or_makes_one(wheel: str, installed: str) -> None:
+    command = ["make", "-n", "test-torch", f"WHEEL={wheel}", "TORCH_VENV=none"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (line,) = re.findall(r"--force-reinstall --no-deps\s+(?:\\\n)?\s*(.*)", said)
+    assert line == installed
+
+
 @pytest.mark.slow
 def test_two_builds_of_one_commit_are_equal_bytes(tmp_path: Path, nvcc: Path) -> None:
     """In two folders, under two umasks; the audit of `make wheels` is part of each."""
@@ -133,7 +168,7 @@ def test_two_builds_of_one_commit_are_equal_bytes(tmp_path: Path, nvcc: Path) ->
     env.pop("DCPX_SANITIZE", None)
     built = []
     for folder, umask in (("a", 0o022), ("another", 0o077)):
-        arguments = f"--pythons {sys.executable} --machines x86_64"
+        arguments = f"--pythons {sys.executable} --machines {HERE}"
         work = f"--work {tmp_path / folder / 'work'} --out {tmp_path / folder / 'out'}"
         made = subprocess.run(
             ["make", "wheels", f"PYTHON={sys.executable}", f"WHEEL_ARGS={arguments} {work}"],

@@ -73,17 +73,6 @@ class WatchedFuture(Future[T]):
             )
 
 
-@contextmanager
-def _builtin_timeout() -> Iterator[None]:
-    """Raises the `TimeoutError` of Python where 3.10 has another for futures."""
-    try:
-        yield
-    except concurrent.futures.TimeoutError as error:
-        if isinstance(error, TimeoutError):
-            raise
-        raise TimeoutError("the save is still under way") from error
-
-
 class SaveHandle:
     """A save: under way in the background, or finished when the call that made it blocks.
 
@@ -129,7 +118,7 @@ class SaveHandle:
             DcpxError: it failed on any rank; the previous checkpoint is as it was.
             OutcomeUnknownError: the coordinator was lost while it committed.
         """
-        with _builtin_timeout():
+        with self._builtin_timeout():
             return self.durable.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -141,8 +130,18 @@ class SaveHandle:
         Raises:
             TimeoutError: the save is still under way.
         """
-        with _builtin_timeout():
+        with self._builtin_timeout():
             return self.durable.exception(timeout)
+
+    @contextmanager
+    def _builtin_timeout(self) -> Iterator[None]:
+        """Raises the `TimeoutError` of Python where 3.10 has another for futures."""
+        try:
+            yield
+        except concurrent.futures.TimeoutError as error:
+            if isinstance(error, TimeoutError) or self.durable.done():  # of the save itself
+                raise
+            raise TimeoutError("the save is still under way") from error
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
         """Calls a function once the save has ended, well or not.
