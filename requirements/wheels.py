@@ -169,7 +169,8 @@ def import_from(wheel: Path, builder: Path) -> None:
         code = (
             "import importlib.util, sys; "
             "spec = importlib.util.spec_from_file_location('torch_dcpx._C', sys.argv[1]); "
-            "assert importlib.util.module_from_spec(spec).crc32(b'123456789') == 0xCBF43926"
+            "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module); "
+            "assert module.crc32(b'123456789') == 0xCBF43926"
         )
         subprocess.run([builder, "-c", code, archive.extract(name, folder)], check=True)
 
