@@ -264,8 +264,7 @@ def look_at(wheel: Path) -> None:
             tag = re.search(r'platform tag:\s+"manylinux_(\d+)_(\d+)_', said)
             if tag is None or (int(tag[1]), int(tag[2])) > GLIBC:
                 raise SystemExit(f"{tool} {wheel.name}:\n{said}")
-            said = tag[0]
-        print(f"   {name}: {' '.join(said.split())[-60:]}", flush=True)
+        print(f"   {tool}: fine", flush=True)
 
 
 if __name__ == "__main__":
