@@ -20,20 +20,32 @@ constexpr std::uint32_t kNoMemo = UINT32_MAX;
 // tuple of 2^40 leaves in 80 bytes. Keys of real pickles stay far below one node a byte.
 constexpr std::uint64_t kKeyNodesBase = 1 << 20;
 constexpr std::uint64_t kKeyNodesPerByte = 64;
+// A call copies its arguments, and one tuple in the memo can be those of a call every three bytes.
+// Arguments of real pickles are written for their call.
+constexpr std::uint64_t kArgumentsBase = 1 << 20;
+constexpr std::uint64_t kArgumentsPerByte = 4;
 
-// What the walk knows of one value.
+constexpr std::uint64_t kMostValues = UINT32_MAX;
+constexpr std::uint32_t kMostHeld = UINT32_MAX >> 1;
+
+// What the walk knows of one value. Its 16 bytes count: with 20 a scan took 15 % longer.
 struct Slot {
-  std::uint32_t depth = 0;       // 0 for a leaf
-  std::uint32_t nodes = 0;       // values below and including it, shared ones once a use; saturates
+  constexpr Slot() noexcept : Slot(0, 0) {}
+  constexpr Slot(std::uint32_t depth_, std::uint32_t nodes_, bool is_compound_ = false) noexcept
+      : depth(depth_), nodes(nodes_), width(0), is_compound(is_compound_) {}
+
+  std::uint32_t depth;           // 0 for a leaf
+  std::uint32_t nodes;           // values below and including it, shared ones once a use; saturates
   std::uint32_t memo = kNoMemo;  // where it was put, so that growth reaches the memo
-  bool is_compound = false;      // see PickleScan::compound_keys
+  std::uint32_t width : 31;      // values that it holds itself; saturates
+  bool is_compound : 1;          // see PickleScan::compound_keys
 };
-constexpr Slot kLeaf{0, 1, kNoMemo, false};
-constexpr Slot kLargeNumber{0, 1, kNoMemo, true};
-constexpr Slot kEmptyContainer{1, 1, kNoMemo, false};
+static_assert(sizeof(Slot) == 16);
+constexpr Slot kLeaf{0, 1};
+constexpr Slot kLargeNumber{0, 1, true};
+constexpr Slot kEmptyContainer{1, 1};
 constexpr std::size_t kSmallNumberBytes = 7;    // of LONG1: below 2^61 - 1, where hashes repeat
 constexpr std::size_t kSmallNumberDigits = 18;  // of a text
-constexpr std::uint64_t kNodesEnd = UINT32_MAX;
 
 // Mirrors the unpickler's stack and memo by one Slot a value.
 class Scanner {  // Not thread-safe. Lives for one scan.
@@ -140,12 +152,13 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   // Takes the last `count` values and adds them to `container`, which gets one deeper than they.
   void take_into(Slot* container, std::size_t count) {
     std::uint64_t nodes = container->nodes;
+    container->width = std::min<std::size_t>(container->width + count, kMostHeld) & kMostHeld;
     for (; count > 0; --count) {
       container->depth = std::max(container->depth, stack_.back().depth + 1);
       nodes += stack_.back().nodes;
       stack_.pop_back();
     }
-    container->nodes = static_cast<std::uint32_t>(std::min(nodes, kNodesEnd));
+    container->nodes = static_cast<std::uint32_t>(std::min(nodes, kMostValues));
   }
 
   // Replaces the last `count` values by one that contains them.
@@ -165,6 +178,19 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     stack_.pop_back();
     push(container);
     if (container.memo != kNoMemo) memo_[container.memo] = container;
+  }
+
+  // Replaces a callable and what it gets, `count` values in all, by what it returns.
+  void call(std::size_t count) {
+    need(count);
+    for (std::size_t i = stack_.size() - count + 1; i < stack_.size(); ++i) {
+      arguments_ += stack_[i].width;
+    }
+    const auto nbytes = static_cast<std::uint64_t>(end_ - begin_);
+    if (arguments_ > kArgumentsBase + kArgumentsPerByte * nbytes) {
+      fail("gives far more arguments to calls than it has bytes");
+    }
+    wrap(count);
   }
 
   // An object of a class with a state is hashed by identity, or not at all.
@@ -287,8 +313,8 @@ class Scanner {  // Not thread-safe. Lives for one scan.
 
       case kGlobal: line(); line(); return push(kLeaf);
       case kStackGlobal: return wrap(2);
-      case kReduce: case kNewobj: return wrap(2);
-      case kNewobjEx: return wrap(3);
+      case kReduce: case kNewobj: return call(2);
+      case kNewobjEx: return call(3);
       case kBuild: return set_state();
       case kInst: line(); line(); return wrap(pop_mark());
       case kObj: return make_object();
@@ -330,6 +356,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   std::vector<std::size_t> marks_;  // sizes of the stack
   std::vector<Slot> memo_;          // a slot whose own `memo` is kNoMemo was never put
   std::uint64_t key_nodes_ = 0;
+  std::uint64_t arguments_ = 0;  // that calls have got
   std::uint64_t compound_keys_ = 0;
   std::uint64_t memo_used_ = 0;
   std::uint64_t ops_ = 0;

@@ -163,6 +163,8 @@ def test_persistent_ids_pass_only_on_request() -> None:
 
 
 MAX32, MAX64 = b"\xff\xff\xff\xff", b"\xff" * 8
+# A class and 10,000 arguments for it, in the memo.
+CALLED = b"cos\nname\nq\0" + b"0(" + b"N" * 10_000 + b"tq\1" + b"0"
 HOSTILE: dict[str, bytes] = {
     "nothing": b"",
     "no stop": b"N",
@@ -237,6 +239,10 @@ HOSTILE: dict[str, bytes] = {
     "frozenset that explodes": b"()" + b"2\x86" * 40 + b"\x91.",
     "keys of a dict that explode": b"()" + b"2\x86" * 40 + b"Nd.",
     "key in the memo that explodes": b")" + b"2\x86" * 40 + b"q\x000}(h\x00Nu.",
+    "arguments of many calls": CALLED + b"h\0h\1R0" * 150 + b"N.",
+    "arguments of many objects": CALLED + b"h\0h\1\x810" * 150 + b"N.",
+    "names of many arguments": CALLED + b"h\0)h\1\x920" * 150 + b"N.",
+    "arguments that grow in the memo": (b"N]q\1(" + b"N" * 10_000 + b"e0" + b"Nh\1R0" * 150 + b"."),
 }
 
 
@@ -260,6 +266,8 @@ def test_neighbours_of_the_hostile_pass() -> None:
         b"N(NN1.",
         b"}" + b")" + b"2\x86" * 10 + b"Ns.",
         b"\x95\x02\x00\x00\x00\x00\x00\x00\x00N.",
+        CALLED + b"h\0h\1R0" * 100 + b"N.",
+        (b"N(" + b"N" * 10_000 + b"tR0") * 200 + b"N.",  # each with its own
     ):
         assert _C.scan_pickle(data) == len(data)
 
