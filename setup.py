@@ -31,7 +31,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +330,7 @@ class BuildExt(base_build_ext()):
         return name if wanted is None else re.sub(r"(x86_64|aarch64)(?=-linux)", wanted[0], name)
 
     def build_extension(self, ext: setuptools.Extension) -> None:
+        find_nvcc()  # before anything is compiled: it says what is wrong with DCPX_CUDA
         check_headers()
         # -isystem, also over build_ext's own -I: our warnings are not for foreign headers.
         for root in (pybind11_include(self.build_temp), sysconfig.get_path("include")):
@@ -366,9 +367,14 @@ class BuildExt(base_build_ext()):
 
             sources = sorted(sources, key=lambda name: "joined" not in name)  # the longest first
             with ThreadPoolExecutor(jobs()) as pool:
-                first = pool.submit(timed, KERNEL, kernel)
-                objects = list(pool.map(compiled, sources))
-                return [name for names in (*objects, first.result()) for name in names]
+                futures = [pool.submit(timed, KERNEL, kernel)]
+                futures += [pool.submit(compiled, source) for source in sources]
+                ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                failed = next((one for one in ended if one.exception() is not None), None)
+                if failed is not None:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    failed.result()
+                return [name for one in (*futures[1:], futures[0]) for name in one.result()]
 
         self.compiler.compile = compile_all
 
