@@ -1,9 +1,9 @@
 // The GIL, released and taken again by threads that the interpreter may end before.
 //
 // Python < 3.14 ends a daemon thread that takes the GIL once the interpreter finalizes, by
-// pthread_exit: a forced unwind. C++ frames must not see it. A destructor or a `catch (...)` makes
-// an abort of it, and the workers still use what lies on the stack. So whoever takes the GIL here
-// and cannot have it sleeps until the process ends, and so does who is in C++ when that is near.
+// pthread_exit: a forced unwind. C++ frames must not see it. A `catch (...)` or `noexcept` makes an
+// abort of it, and the workers still use what lies on the stack. So whoever takes the GIL here and
+// cannot have it sleeps until the process ends, and so does who is in C++ when that is near.
 #pragma once
 
 #include <pybind11/pybind11.h>
