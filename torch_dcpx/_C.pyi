@@ -1,7 +1,9 @@
 """The extension module: addresses, byte counts and names in, tables out."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
+
+from typing_extensions import Buffer
 
 def crc32(data: Any, crc: int = 0) -> int: ...
 def crc32_implementations() -> list[str]: ...
@@ -157,6 +159,13 @@ def stopped_threads() -> list[int]: ...
 
 OBJECT_ZIP_OVERHEAD: int  # bytes that a row's pickle grows by when it is framed
 
+class UploadPiece(Buffer): ...
+
+class UploadPieces:
+    def __iter__(self) -> UploadPieces: ...
+    def __next__(self) -> UploadPiece: ...
+    def nbytes(self) -> int | None: ...
+
 class WriteJob:
     def __init__(
         self,
@@ -181,13 +190,28 @@ class WriteJob:
         is_final: bool,
         progress: Callable[[int], object] | None = None,
         after: SourceEvents | None = None,
+        temporary: list[int] = ...,
     ) -> tuple[list[int], list[int]]: ...
+    def pieces(self, file: int) -> UploadPieces: ...
+    def stop_uploads(self) -> None: ...
     def results(self) -> list[tuple[str, bytes, int, int]]: ...
     def abandon(self) -> None: ...
     def created(self) -> list[str]: ...
     def report(self) -> dict[str, int]: ...
 
 class ReadJob:
+    @overload
+    def __init__(
+        self,
+        *,
+        objects: object,
+        dir_path: str | bytes,
+        workers: int,
+        slot_bytes: int,
+        verify: bool,
+        max_slots: int = 0,
+    ) -> None: ...
+    @overload
     def __init__(
         self,
         *,

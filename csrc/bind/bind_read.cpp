@@ -10,6 +10,7 @@
 #include "dcp/fields.h"
 #include "dcp/gil.h"
 #include "dcp/python.h"
+#include "dcp/python_objects.h"
 #include "engine/read_job.h"
 
 namespace dcpx {
@@ -123,6 +124,14 @@ void bind_read(py::module_& m) {
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
            py::arg("slot_bytes"), py::arg("use_direct"), py::arg("verify"),
            py::arg("max_open_files"), py::arg("max_slots") = 0)
+      .def(py::init([](const py::object& objects, std::string dir_path, unsigned workers,
+                       std::uint64_t slot_bytes, bool verify, unsigned max_slots) {
+             return std::make_unique<ReadJob>(
+                 python_objects(objects), std::move(dir_path),
+                 engine::ReadOptions{workers, slot_bytes, false, verify, 0, max_slots});
+           }),
+           py::kw_only(), py::arg("objects"), py::arg("dir_path"), py::arg("workers"),
+           py::arg("slot_bytes"), py::arg("verify"), py::arg("max_slots") = 0)
       .def(
           "locate",
           [](ReadJob& job, const py::list& file_rows, const py::list& wanted_rows) {

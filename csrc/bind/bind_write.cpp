@@ -7,6 +7,7 @@
 #include "dcp/fields.h"
 #include "dcp/gil.h"
 #include "dcp/write_rows.h"
+#include "engine/upload_queue.h"
 #include "engine/write_job.h"
 #include "format/zip_object.h"
 
@@ -34,11 +35,59 @@ PollFunction poll_with(const WriteJob& job, const py::object& progress) {
   };
 }
 
+// Bytes on their way to a store. As long as a buffer of them is used, so is their slot.
+class Piece {
+ public:
+  Piece(std::shared_ptr<engine::UploadQueue> queue, engine::UploadPiece piece)
+      : queue_(std::move(queue)), piece_(std::move(piece)) {}
+  Piece(const Piece&) = delete;
+  ~Piece() { queue_->let_go(piece_); }
+
+  py::buffer_info info() const {
+    return {const_cast<std::byte*>(piece_.data),  // a buffer that may not be written to
+            1,
+            "B",
+            1,
+            {static_cast<py::ssize_t>(piece_.nbytes)},
+            {py::ssize_t{1}},
+            true};
+  }
+
+ private:
+  std::shared_ptr<engine::UploadQueue> queue_;
+  engine::UploadPiece piece_;
+};
+
+// The pieces of one file, front to back.
+struct Pieces {
+  std::shared_ptr<engine::UploadQueue> queue;
+  std::uint32_t file = 0;
+
+  std::unique_ptr<Piece> next() const {
+    const PollFunction poll = signal_poll();
+    std::optional<engine::UploadPiece> piece;
+    {
+      const ReleasedGil no_gil;
+      piece = queue->next(file, poll);
+    }
+    if (!piece) throw py::stop_iteration();
+    return std::make_unique<Piece>(queue, std::move(*piece));
+  }
+  // Blocks until the file has begun.
+  std::optional<std::uint64_t> nbytes() const {
+    const PollFunction poll = signal_poll();
+    const ReleasedGil no_gil;
+    return queue->size_of(file, poll);
+  }
+};
+
 py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool is_final,
-                const py::object& progress, const device::SourceEvents* after) {
+                const py::object& progress, const device::SourceEvents* after,
+                const std::vector<std::size_t>& temporary) {
   WriteRows decoded;
   decode_write_rows(rows, types, decoded);
   std::vector<engine::WriteItem>& items = decoded.items;
+  for (const std::size_t number : temporary) items.at(number).is_lasting = false;
   {
     const PollFunction poll = poll_with(job, progress);
     const ReleasedGil no_gil;
@@ -57,6 +106,11 @@ py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool
 
 void bind_write(py::module_& m) {
   m.attr("OBJECT_ZIP_OVERHEAD") = object_zip_overhead();
+  py::class_<Piece>(m, "UploadPiece", py::buffer_protocol()).def_buffer(&Piece::info);
+  py::class_<Pieces>(m, "UploadPieces")
+      .def("__iter__", [](const py::object& self) { return self; })
+      .def("__next__", &Pieces::next)
+      .def("nbytes", &Pieces::nbytes);
   py::class_<WriteJob>(m, "WriteJob")
       .def(py::init([](int dir_fd, std::string dir_path, unsigned workers,
                        std::uint64_t segment_bytes, bool use_direct, bool is_durable,
@@ -65,7 +119,7 @@ void bind_write(py::module_& m) {
              return std::make_unique<WriteJob>(
                  dir_fd, std::move(dir_path),
                  engine::WriteOptions{workers, segment_bytes, use_direct, is_durable, files_at_once,
-                                      to_in_place(in_place), memory_bytes});
+                                      to_in_place(in_place), memory_bytes, dir_fd < 0});
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
            py::arg("segment_bytes"), py::arg("use_direct"), py::arg("is_durable"),
@@ -78,7 +132,19 @@ void bind_write(py::module_& m) {
           },
           py::arg("names"), py::arg("file_id"), py::arg("rank"), py::arg("save_id") = py::bytes())
       .def("write", &write, py::arg("rows"), py::arg("types"), py::arg("is_final"),
-           py::arg("progress") = py::none(), py::arg("after") = py::none())
+           py::arg("progress") = py::none(), py::arg("after") = py::none(),
+           py::arg("temporary") = std::vector<std::size_t>())
+      .def(
+          "pieces",
+          [](const WriteJob& job, std::uint32_t file) {
+            DCPX_CHECK(job.queue() != nullptr, "a job with a directory has no pieces to upload");
+            return Pieces{job.queue(), file};
+          },
+          py::arg("file"))
+      .def("stop_uploads",
+           [](const WriteJob& job) {
+             if (job.queue() != nullptr) job.queue()->fail();
+           })
       .def("results",
            [](const WriteJob& job) {
              py::list out;

@@ -87,6 +87,15 @@ HeldGil::HeldGil() { take_gil(its_state); }
 
 HeldGil::~HeldGil() { PyEval_SaveThread(); }
 
+TakenGil::TakenGil() {
+  in_python([&] {
+    state_ = PyGILState_Ensure();
+    return true;
+  });
+}
+
+TakenGil::~TakenGil() { PyGILState_Release(state_); }
+
 PollFunction signal_poll() {
   return [begun_at = stops.load()] {
     if (stops.load() != begun_at) {

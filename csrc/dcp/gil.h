@@ -59,6 +59,18 @@ class HeldGil {
   ~HeldGil();
 };
 
+// The GIL is held while this lives, on any thread: one of C++'s own, too.
+class TakenGil {
+ public:
+  TakenGil();  // Blocks, as ~ReleasedGil.
+  TakenGil(const TakenGil&) = delete;
+  TakenGil& operator=(const TakenGil&) = delete;
+  ~TakenGil();
+
+ private:
+  PyGILState_STATE state_{};
+};
+
 // For the thread that waits while workers run without the GIL: lets Python see its signals, and
 // throws what a handler raised (KeyboardInterrupt), or Error(kStorage) as the interpreter ends.
 // REQUIRES: the thread has released the GIL by a ReleasedGil.

@@ -65,6 +65,7 @@ bool begins_as_zip(const io::InputFile& file, const ForeignItem& item) {
 bool is_hollow_footer(const io::InputFile& file, const Tail& tail) {
   static constexpr std::uint64_t kSmallBytes = 64 << 20;
   const std::uint64_t end = file.size_bytes();
+  if (file.is_object()) return false;  // a store has none
   return end - tail.index_offset > kSmallBytes && io::has_hole(file.fd(), tail.index_offset, end);
 }
 

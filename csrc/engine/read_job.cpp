@@ -37,6 +37,8 @@ struct ReadJob::Pass {
 
 namespace {
 
+std::atomic<std::uint32_t> files_kept_open{0};  // by all jobs
+
 // Tells an error of a device's copy which tensor it was about. REQUIRES: where `copy` asks a device
 // for anything, `fqn` is one.
 template <typename Copy>
@@ -79,22 +81,24 @@ struct ReadJob::Worker {
   DeviceTurn& current() { return turns[turn]; }
 };
 
-namespace {
-
-std::atomic<std::uint32_t> files_kept_open{0};  // by all jobs
-
-}  // namespace
-
 ReadJob::ReadJob(int dir_fd, std::string dir_path, const ReadOptions& options)
-    : dir_fd_(UniqueFd::copy_of(dir_fd)), dir_path_(std::move(dir_path)), options_(options) {
-  if (!dir_fd_.is_open()) throw storage_error("dup", dir_path_, errno);
+    : folder_{UniqueFd::copy_of(dir_fd), nullptr, std::move(dir_path)}, options_(options) {
+  if (!folder_.dir_fd.is_open()) throw storage_error("dup", folder_.path, errno);
   DCPX_CHECK(options_.workers > 0, "a job needs a worker");
+}
+
+ReadJob::ReadJob(std::shared_ptr<io::ObjectStore> store, std::string dir_path,
+                 const ReadOptions& options)
+    : folder_{UniqueFd(), std::move(store), std::move(dir_path)}, options_(options) {
+  DCPX_CHECK(options_.workers > 0, "a job needs a worker");
+  options_.use_direct = false;
 }
 
 ReadJob::~ReadJob() { close(); }
 
 // Descriptors are the process's: a load that failed must not starve the next one.
 bool ReadJob::keep_open() const noexcept {
+  if (folder_.store != nullptr) return true;  // costs no descriptor
   if (files_kept_open.fetch_add(1) < options_.max_open_files) return true;
   files_kept_open.fetch_sub(1);
   return false;
@@ -123,7 +127,7 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
              f = next.fetch_add(1)) {
           const Stopwatch own_watch(locate_ns_);
           OpenFile& file = *files_[f];
-          file.stored.open(dir_fd_.get(), dir_path_);
+          file.stored.open(folder_);
           file.stored.locate(wanted, by_file[f], located);
           file.is_kept_open = keep_open();
           if (!file.is_kept_open) file.stored.close();
@@ -165,7 +169,8 @@ void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& p
       tables = fitting.tables;
     }
   }
-  JobSlots slots(workers * turns, pass.slot_bytes,
+  const bool has_slots = folder_.store == nullptr || !pass.devices.empty();
+  JobSlots slots(workers * turns, has_slots ? pass.slot_bytes : io::kDirectAlignment,
                  pass.devices.empty() ? -1 : *pass.devices.begin());
   report_.slot_bytes = std::max(report_.slot_bytes, slots.size_bytes());
   try {
@@ -223,7 +228,8 @@ void ReadJob::read_cell(const Pass& pass, const CellRange& cell, Worker& worker,
   const io::InputFile& input = file.stored.file();
   const bool is_direct = input.has_direct() &&
                          io::resident_fraction(input.fd(), cell.begin, cell.end - cell.begin) < 0.5;
-  plan_cell(pass.plan, cell, {is_checked(file), is_direct}, options_.slot_bytes, worker.reads);
+  plan_cell(pass.plan, cell, {is_checked(file), is_direct, input.is_object()}, options_.slot_bytes,
+            worker.reads);
   for (const Extent& extent : worker.reads.extents) {
     if (stop.is_set()) return;
     read_extent(pass, cell, extent, worker, is_direct);
@@ -238,7 +244,7 @@ void ReadJob::prepare(OpenFile& file) {
   if (file.is_ready) return;
   const Stopwatch watch(locate_ns_);
   StoredFile& stored = file.stored;
-  if (!file.is_kept_open) stored.open(dir_fd_.get(), dir_path_);
+  if (!file.is_kept_open) stored.open(folder_);
   if (is_checked(file)) {
     DCPX_CHECK(file.last_byte <= stored.data_bytes(), "a region outside of the file's data");
     stored.load_blocks(file.first_byte / kBlockBytes, (file.last_byte - 1) / kBlockBytes);
@@ -279,8 +285,16 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
   const std::uint64_t base = pass.devices.empty() ? begin : align_down(cell.begin, kBlockBytes);
   DCPX_CHECK(begin >= base && end - base <= pass.slot_bytes, "an extent must fit its slot");
   ExtentPieces& layout = worker.layout;
-  layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end, is_direct,
-                 turn.slot + (begin - base));
+  // What a store has answered is the slot, from which all is copied to where it belongs.
+  const bool is_fetched = input.is_object() && pass.devices.empty();
+  io::ObjectStore::Bytes fetched;
+  if (is_fetched) {
+    const Stopwatch watch(read_ns_);
+    fetched = input.fetch(begin, end - begin);
+  }
+  layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end,
+                 is_direct || is_fetched,
+                 is_fetched ? const_cast<std::byte*>(fetched.data) : turn.slot + (begin - base));
   const std::string* fqn = nullptr;  // of the first region on a device
   const auto touch = [&] {
     for (std::uint32_t p = extent.first_part; p < extent.first_part + extent.part_count; ++p) {
@@ -290,8 +304,8 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
     }
   };
   if (layout.in_place_bytes() > 0) touch();
-  std::vector<iovec> unread(layout.pieces());  // read_at() consumes what it is given
-  {
+  if (!is_fetched) {
+    std::vector<iovec> unread(layout.pieces());  // read_at() consumes what it is given
     const Stopwatch watch(read_ns_);
     input.read_at(unread.data(), static_cast<int>(unread.size()), begin, is_direct);
   }
@@ -354,9 +368,10 @@ void ReadJob::close() noexcept {
   for (const auto& file : files_) {
     file->stored.close();
     file->is_ready = false;
-    if (std::exchange(file->is_kept_open, false)) files_kept_open.fetch_sub(1);
+    if (std::exchange(file->is_kept_open, false) && folder_.store == nullptr)
+      files_kept_open.fetch_sub(1);
   }
-  dir_fd_ = UniqueFd();
+  folder_ = {};
 }
 
 std::vector<bool> ReadJob::touched() const {

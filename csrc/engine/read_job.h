@@ -62,6 +62,8 @@ class ReadJob {  // Not thread-safe.
  public:
   // `dir_fd` is duplicated. Throws Error(kStorage).
   ReadJob(int dir_fd, std::string dir_path, const ReadOptions& options);
+  // Of objects, in which all that is read is checked against the tag that locate() has seen.
+  ReadJob(std::shared_ptr<io::ObjectStore> store, std::string dir_path, const ReadOptions& options);
   ~ReadJob();
 
   // Adds files and finds `wanted` in them (WantedItem::file counts all files added so far).
@@ -101,8 +103,7 @@ class ReadJob {  // Not thread-safe.
   Error damaged_block(const Pass& pass, const Extent& extent, const Worker& worker,
                       std::uint64_t block, std::uint64_t end, std::uint32_t found) const;
 
-  UniqueFd dir_fd_;
-  std::string dir_path_;
+  InputFolder folder_;
   ReadOptions options_;
   std::vector<std::unique_ptr<OpenFile>> files_;
   std::unique_ptr<std::atomic<bool>[]> touched_;

@@ -101,6 +101,7 @@ ReadPlan plan_reads(const std::vector<ReadRegion>& regions, std::size_t file_cou
 void plan_cell(const ReadPlan& plan, const CellRange& cell, CellMode mode, std::uint64_t slot_bytes,
                CellReads& reads) {
   const auto gap_of = [&](const ReadPart& part) {
+    if (mode.is_object) return kObjectGapBytes;
     return merge_gap_bytes(source_run_bytes(plan.regions[part.region]), mode.is_direct);
   };
   // What reads are rounded to. Runs less than a block apart share one, or their blocks touch.

@@ -78,11 +78,14 @@ inline constexpr std::uint64_t kInPlaceRunBytes = 4 << 10;
 //   runs of 64 KiB   1.1  1.1  1.0  1.0  0.8    1.9  2.2  1.9  1.5  1.1
 inline constexpr std::uint64_t kCachedGapBytes = 8 << 10;
 inline constexpr std::uint64_t kDirectGapBytes = 64 << 10;
+// Of a store: what passes while one more request is answered, whatever the runs.
+inline constexpr std::uint64_t kObjectGapBytes = 512 << 10;
 
 // How the bytes of a cell are read.
 struct CellMode {
   bool is_checked = false;  // whole blocks, to verify them
   bool is_direct = false;   // by O_DIRECT, in whole pages
+  bool is_object = false;   // by requests to a store
 };
 
 // The gap between runs of this length that is read and not skipped: no more than half a run, but

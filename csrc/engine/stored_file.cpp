@@ -11,6 +11,10 @@
 namespace dcpx::engine {
 namespace {
 
+// Of an item that only its own zip describes: what is read of an object at a time.
+constexpr std::uint64_t kZipEndBytes = 8 << 10;
+constexpr std::uint64_t kZipAheadBytes = 248 << 10;
+
 std::string hex(const FileId& id) {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string text;
@@ -23,8 +27,8 @@ std::string hex(const FileId& id) {
 
 }  // namespace
 
-void StoredFile::open(int dir_fd, const std::string& dir_path) {
-  file_ = io::InputFile::open(dir_fd, dir_path, spec_.path);
+void StoredFile::open(const InputFolder& folder) {
+  file_ = folder.open(spec_.path);
   const std::uint64_t size = file_.size_bytes();
   if (was_opened_) {
     if (file_.inode() == inode_ && size == size_bytes_) return;
@@ -69,12 +73,18 @@ void StoredFile::open(int dir_fd, const std::string& dir_path) {
 
 void StoredFile::locate(const std::vector<WantedItem>& wanted,
                         const std::vector<std::uint32_t>& indices,
-                        std::vector<LocatedItem>& located) const {
+                        std::vector<LocatedItem>& located) {
   refuse_overlaps(wanted, indices);
   if (!spec_.is_ours) {
-    for (const std::uint32_t i : indices) located[i] = locate_foreign(wanted[i]);
+    std::vector<std::uint32_t> ordered = indices;  // neighbours of an object are read together
+    std::sort(ordered.begin(), ordered.end(), [&](std::uint32_t a, std::uint32_t b) {
+      return wanted[a].offset < wanted[b].offset;
+    });
+    for (const std::uint32_t i : ordered) located[i] = locate_foreign(wanted[i]);
+    file_.forget();
     return;
   }
+  file_.keep(tail_.index_offset, tail_.index_bytes);
   std::vector<std::byte> raw(static_cast<std::size_t>(tail_.index_bytes));
   file_.read_at(raw.data(), raw.size(), tail_.index_offset);
   const std::uint32_t crc = crc32(0, raw.data(), raw.size());
@@ -83,6 +93,7 @@ void StoredFile::locate(const std::vector<WantedItem>& wanted,
                            static_cast<std::int64_t>(tail_.index_bytes), "index checksum",
                            std::to_string(tail_.index_crc), std::to_string(crc));
   }
+  file_.forget();
   std::vector<IndexRow> rows =
       parse_index(raw.data(), raw.size(), tail_.item_count, tail_.data_bytes, file_.path());
   std::sort(rows.begin(), rows.end(), [](const IndexRow& a, const IndexRow& b) {
@@ -135,7 +146,7 @@ void StoredFile::refuse_overlaps(const std::vector<WantedItem>& wanted,
   }
 }
 
-LocatedItem StoredFile::locate_foreign(const WantedItem& wanted) const {
+LocatedItem StoredFile::locate_foreign(const WantedItem& wanted) {
   if (wanted.offset > size_bytes_ || wanted.nbytes > size_bytes_ - wanted.offset) {
     throw corruption_error(file_.path(), static_cast<std::int64_t>(wanted.offset),
                            static_cast<std::int64_t>(wanted.nbytes),
@@ -148,6 +159,10 @@ LocatedItem StoredFile::locate_foreign(const WantedItem& wanted) const {
   out.payload_bytes = wanted.nbytes;
   if (!wanted.is_tensor) return out;
   out.kind = LocatedKind::kTorch;
+  // A zip's records lie at both ends of it. Behind its end the next item begins.
+  file_.keep(wanted.offset, std::min(wanted.nbytes, kZipEndBytes), kZipAheadBytes);
+  file_.keep(wanted.offset + wanted.nbytes - std::min(wanted.nbytes, kZipEndBytes),
+             std::min(wanted.nbytes, kZipEndBytes), kZipAheadBytes);
   FileRange reader(file_, wanted.offset);
   ParsedTensor parsed;
   if (parse_zip_item(reader, wanted.nbytes, &parsed) == ZipShape::kOther) return out;
@@ -168,6 +183,9 @@ void StoredFile::load_blocks(std::uint64_t first, std::uint64_t last) {
   const std::uint64_t first_page = first / kPageEntries;
   const std::uint64_t last_page = last / kPageEntries;
   const std::uint64_t checks_bytes = 4 * tail_.page_count();
+  file_.keep(tail_.table_offset + 4 * first_page * kPageEntries,
+             tail_.page_checks_offset() + checks_bytes - tail_.table_offset -
+                 4 * first_page * kPageEntries);
   std::vector<std::byte> checks(static_cast<std::size_t>(checks_bytes));
   file_.read_at(checks.data(), checks_bytes, tail_.page_checks_offset());
   if (crc32(0, checks.data(), checks.size()) != tail_.page_checks_crc) {
@@ -190,6 +208,7 @@ void StoredFile::load_blocks(std::uint64_t first, std::uint64_t last) {
                              std::to_string(expected), std::to_string(found));
     }
   }
+  file_.forget();
   first_block_ = begin;
   blocks_.resize(static_cast<std::size_t>(end - begin));
   for (std::size_t b = 0; b < blocks_.size(); ++b)

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "common/unique_fd.h"
 #include "format/file_footer.h"
 #include "format/zip_parse.h"
 #include "io/file.h"
@@ -51,6 +53,18 @@ struct LocatedItem {
   bool is_big_endian = false;
 };
 
+// Where the files of a load lie: beneath a directory, or as objects of a store.
+struct InputFolder {
+  UniqueFd dir_fd;
+  std::shared_ptr<io::ObjectStore> store;  // nullptr: a directory
+  std::string path;
+
+  io::InputFile open(const std::string& relative_path) const {
+    return store != nullptr ? io::InputFile::open(store, path, relative_path)
+                            : io::InputFile::open(dir_fd.get(), path, relative_path);
+  }
+};
+
 class StoredFile {  // open() and close() are the owner's; the rest is thread-safe between them.
  public:
   explicit StoredFile(StoredFileSpec spec) : spec_(std::move(spec)) {}
@@ -64,7 +78,7 @@ class StoredFile {  // open() and close() are the owner's; the rest is thread-sa
 
   // Opens the file and checks it against the metadata; a later call checks that it is still the
   // same file. Throws Error(kStorage, kCorruption, kUnsupported).
-  void open(int dir_fd, const std::string& dir_path);
+  void open(const InputFolder& folder);
   void close() { file_ = io::InputFile(); }
   // Allows direct reads too, where the file system does. REQUIRES: open.
   void open_direct() { file_.open_direct(); }
@@ -73,7 +87,7 @@ class StoredFile {  // open() and close() are the owner's; the rest is thread-sa
   // Finds items by their offset. REQUIRES: open. Throws Error(kCorruption) for what the file does
   // not hold.
   void locate(const std::vector<WantedItem>& wanted, const std::vector<std::uint32_t>& indices,
-              std::vector<LocatedItem>& located) const;
+              std::vector<LocatedItem>& located);
 
   // Reads and checks the checksums of blocks [first, last]. REQUIRES: open, is_verifiable().
   void load_blocks(std::uint64_t first, std::uint64_t last);
@@ -82,7 +96,7 @@ class StoredFile {  // open() and close() are the owner's; the rest is thread-sa
  private:
   void refuse_overlaps(const std::vector<WantedItem>& wanted,
                        const std::vector<std::uint32_t>& indices) const;
-  LocatedItem locate_foreign(const WantedItem& wanted) const;
+  LocatedItem locate_foreign(const WantedItem& wanted);
 
   StoredFileSpec spec_;
   io::InputFile file_;

@@ -3,62 +3,14 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <deque>
-#include <set>
+#include <numeric>
 
-#include "common/bytes.h"
 #include "common/stopwatch.h"
 #include "engine/device_fill.h"
-#include "engine/segment_fill.h"
+#include "engine/write_job_parts.h"
 #include "io/huge_pages.h"
 
 namespace dcpx::engine {
-
-struct WriteJob::OpenFile {
-  FileSpec spec;
-  Mutex mutex;
-  io::OutputFile file;  // opened under the mutex; whoever writes has seen it open
-  struct Range {
-    std::uint64_t begin, nbytes;
-  };
-  // What the page cache has not written back yet, oldest first.
-  std::deque<Range> behind DCPX_GUARDED_BY(mutex);
-  std::uint64_t behind_bytes DCPX_GUARDED_BY(mutex) = 0;
-  std::uint64_t data_end = 0;                   // behind the last item laid out so far
-  std::uint64_t allocated_end = 0;              // as `file`
-  std::atomic<std::uint32_t> segments_left{0};  // of the current call
-  std::uint32_t first_segment = 0;              // of the current call
-  std::uint32_t segment_count = 0;
-  std::uint32_t first_item = 0;
-  std::uint32_t item_count = 0;
-  std::uint64_t index_bytes = 0;  // of all rows laid out so far
-  bool is_last_call = false;
-  bool is_finished = false;
-  BlockTable blocks;
-  std::vector<std::byte> index;  // encoded rows
-  std::uint64_t row_count = 0;
-  Tail tail;
-};
-
-// What one call of write() works on.
-struct WriteJob::Window {
-  std::vector<WriteItem>& items;
-  std::set<int> devices;  // in whose memory items lie
-  WriteLayout layout;
-  std::vector<std::uint32_t> ready;  // segments that wait for nothing, in order
-  std::atomic<std::uint32_t> next_ready{0};
-  PayloadSums sums;
-  std::vector<std::vector<BlockPart>> segment_parts;
-  std::vector<std::uint32_t> seam_of;                         // item -> segment that waits for it
-  std::unique_ptr<std::atomic<std::uint32_t>[]> pieces_left;  // per item, before its seam
-};
-
-// One thread of a call.
-struct WriteJob::Worker {
-  std::byte* slot;
-  StopFlag& stop;
-  device::CopyStreams streams;
-};
 
 namespace {
 
@@ -71,15 +23,16 @@ constexpr std::uint64_t kBufferedWriteBytes = 1 << 20;
 constexpr std::uint64_t kBehindBytes = 8 << 20;
 constexpr std::uint64_t kFooterPieceBytes = 1 << 20;
 
-std::uint64_t block_count_of(std::uint64_t data_bytes) {
-  return (data_bytes + kBlockBytes - 1) / kBlockBytes;
-}
-
 }  // namespace
 
 WriteJob::WriteJob(int dir_fd, std::string dir_path, const WriteOptions& options)
-    : dir_fd_(UniqueFd::copy_of(dir_fd)), dir_path_(std::move(dir_path)), options_(options) {
-  if (!dir_fd_.is_open()) throw storage_error("dup", dir_path_, errno);
+    : dir_path_(std::move(dir_path)), options_(options) {
+  if (options_.is_streamed) {
+    queue_ = std::make_shared<UploadQueue>();
+  } else {
+    dir_fd_ = UniqueFd::copy_of(dir_fd);
+    if (!dir_fd_.is_open()) throw storage_error("dup", dir_path_, errno);
+  }
   DCPX_CHECK(options_.workers > 0 && options_.files_at_once > 0 &&
                  options_.segment_bytes >= kMinSegmentBytes &&
                  options_.segment_bytes % io::kDirectAlignment == 0,
@@ -90,8 +43,11 @@ WriteJob::~WriteJob() = default;
 
 std::uint32_t WriteJob::add_file(FileSpec spec) {
   files_.push_back(std::make_unique<OpenFile>());
-  files_.back()->spec = std::move(spec);
-  return static_cast<std::uint32_t>(files_.size() - 1);
+  OpenFile& file = *files_.back();
+  file.spec = std::move(spec);
+  file.number = static_cast<std::uint32_t>(files_.size() - 1);
+  if (queue_ != nullptr) queue_->add_file();
+  return file.number;
 }
 
 // A direct write from small pages falls apart at the device, and is slower than a copy to a slot,
@@ -103,6 +59,7 @@ void WriteJob::choose_in_place(std::vector<WriteItem>& items) const {
   const std::uint64_t large_bytes = min_body_bytes(options_.segment_bytes);
   for (WriteItem& item : items) {
     item.is_in_place = item.is_dense && item.device < 0 && item.row.payload_bytes >= large_bytes &&
+                       (item.is_lasting || queue_ == nullptr) &&
                        options_.in_place != InPlace::kNever &&
                        (options_.in_place == InPlace::kAlways || !options_.use_direct ||
                         pages.hold(item.source, item.row.payload_bytes));
@@ -163,7 +120,13 @@ void WriteJob::prepare(Window& window, bool is_final) {
     const std::uint32_t item = layout.segments[s].waits_for;
     if (item != kNoItem) window.seam_of[item] = s;
   }
-  window.ready = ready_segments(layout, options_.files_at_once);
+  if (queue_ == nullptr) {
+    window.ready = ready_segments(layout, options_.files_at_once);
+    return;
+  }
+  window.ready.resize(layout.segments.size());  // in the order in which they go out
+  std::iota(window.ready.begin(), window.ready.end(), 0U);
+  announce_sizes();
 }
 
 void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll,
@@ -177,32 +140,51 @@ void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFun
     window.devices.insert(item.device);
   }
   prepare(window, is_final);
+  // Of a streamed job before others begin: what their last parts hold would not come back before
+  // these end.
+  if (queue_ != nullptr) complete_others(window, is_final, poll);
   if (!window.ready.empty()) {
     FittingWorkers fitting{static_cast<unsigned>(
         std::min<std::size_t>(options_.workers, window.layout.segments.size()))};
-    if (!window.devices.empty() && options_.memory_bytes > 0)
-      fitting = fitting_workers(fitting.workers, 1, options_.segment_bytes, window.devices.size(),
-                                options_.memory_bytes);
-    make_slots(window, fitting.workers);
+    if (queue_ != nullptr) {
+      fitting = make_queue_slots(window, fitting.workers, is_final);
+    } else {
+      if (!window.devices.empty() && options_.memory_bytes > 0)
+        fitting = fitting_workers(fitting.workers, 1, options_.segment_bytes, window.devices.size(),
+                                  options_.memory_bytes);
+      make_slots(window, fitting.workers);
+    }
     run_workers(
         fitting.workers,
         [&](unsigned number, StopFlag& stop) {
-          Worker worker{slots_.slot(number), stop, device::CopyStreams(after, fitting.tables)};
-          work(window, worker);
+          std::byte* const slot = queue_ == nullptr ? slots_.slot(number) : nullptr;
+          Worker worker{slot, stop, device::CopyStreams(after, fitting.tables)};
+          if (queue_ == nullptr) {
+            work(window, worker);
+          } else {
+            stream(window, worker);
+          }
         },
         poll);
+    if (queue_ != nullptr) queue_->check();
   }
-  // Files whose last items came with an earlier call, or whose items hold no byte at all.
+  if (queue_ == nullptr) complete_others(window, is_final, poll);
+  if (is_final) slots_ = JobSlots();
+}
+
+// Files whose last items came with an earlier call, or whose items hold no byte at all.
+void WriteJob::complete_others(Window& window, bool is_final, const PollFunction& poll) {
+  const std::vector<WriteItem>& items = window.items;
   const std::size_t done = is_final ? files_.size() : items.empty() ? 0 : items.back().file;
   StopFlag never;
   never.poll_inline(poll);
   Worker caller{nullptr, never, device::CopyStreams(nullptr)};
   for (std::size_t f = 0; f < files_.size(); ++f) {
     OpenFile& file = *files_[f];
-    if (file.item_count > 0 && file.segment_count == 0) complete(window, file, caller);
+    if (file.segment_count > 0) continue;
+    if (file.item_count > 0) complete(window, file, caller);
     if (f < done && !file.is_finished && file.row_count > 0) finish(file, caller);
   }
-  if (is_final) slots_ = JobSlots();
 }
 
 // No larger than what passes through them: a save of a few bytes does not clear megabytes.
@@ -237,23 +219,8 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
     if (!open(file, worker.stop)) return;
     SegmentSummer summer;
     const std::uint64_t nbytes = segment.end - segment.begin;
-    const std::byte* source = worker.slot;
-    {
-      const Stopwatch watch(copy_ns_);
-      if (!window.devices.empty() && !segment.is_in_place) {
-        fetch_payloads(window.layout, segment, window.items, worker.streams, worker.stop,
-                       worker.slot);
-      }
-      if (segment.is_in_place) {
-        const Piece& piece = window.layout.pieces[segment.first_piece];
-        source = window.items[piece.item].source + piece.begin;
-        if (!sum_in_place(window.layout, segment, window.items, window.sums, summer, worker.stop))
-          return;
-      } else if (!fill_segment(window.layout, segment, window.items, window.sums, summer,
-                               worker.stop, worker.slot)) {
-        return;
-      }
-    }
+    const std::byte* const source = fill(window, segment, summer, worker);
+    if (source == nullptr) return;
     if (!write_bytes(file, source, nbytes, segment.begin, worker)) return;
     if (segment.is_in_place) in_place_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
     done_bytes_.fetch_add(segment.payload_bytes, std::memory_order_relaxed);
@@ -273,6 +240,24 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
       complete(window, file, worker);
     }
   }
+}
+
+const std::byte* WriteJob::fill(Window& window, const Segment& segment, SegmentSummer& summer,
+                                Worker& worker) {
+  const Stopwatch watch(copy_ns_);
+  if (segment.is_in_place) {
+    const Piece& piece = window.layout.pieces[segment.first_piece];
+    return sum_in_place(window.layout, segment, window.items, window.sums, summer, worker.stop)
+               ? window.items[piece.item].source + piece.begin
+               : nullptr;
+  }
+  if (!window.devices.empty()) {
+    fetch_payloads(window.layout, segment, window.items, worker.streams, worker.stop, worker.slot);
+  }
+  return fill_segment(window.layout, segment, window.items, window.sums, summer, worker.stop,
+                      worker.slot)
+             ? worker.slot
+             : nullptr;
 }
 
 bool WriteJob::write_bytes(OpenFile& file, const std::byte* data, std::uint64_t nbytes,
@@ -343,15 +328,23 @@ void WriteJob::complete(Window& window, OpenFile& file, Worker& worker) {
 
 void WriteJob::finish(OpenFile& file, Worker& worker) {
   file.is_last_call = true;
-  if (!open(file, worker.stop)) return;
+  if (queue_ == nullptr && !open(file, worker.stop)) return;
   file.tail.rank = file.spec.rank;
   file.tail.file_id = file.spec.file_id;
   file.tail.save_id = file.spec.save_id;
   file.tail.data_bytes = file.data_end;
-  const std::vector<std::byte> footer = encode_footer(std::move(file.index), file.row_count,
-                                                      file.blocks.finish(file.data_end), file.tail);
+  std::vector<std::byte> footer = encode_footer(std::move(file.index), file.row_count,
+                                                file.blocks.finish(file.data_end), file.tail);
   file.index = {};
+  if (queue_ != nullptr) {
+    stream_footer(file, std::move(footer));
+    return;
+  }
   DCPX_CHECK(file.tail.file_bytes == file.allocated_end, "a footer of an unforeseen size");
+  write_footer(file, footer, worker);
+}
+
+void WriteJob::write_footer(OpenFile& file, const std::vector<std::byte>& footer, Worker& worker) {
   // Through aligned memory, piece by piece: the footer of a million items has hundreds of
   // megabytes.
   const Slot aligned(std::min<std::uint64_t>(footer.size(), kFooterPieceBytes));
@@ -372,8 +365,8 @@ std::vector<FileResult> WriteJob::results() const {
   std::vector<FileResult> results;
   for (const auto& file : files_) {
     if (!file->is_finished) continue;
-    results.push_back(
-        {file->file.name(), file->spec.file_id, file->tail.file_bytes, file->tail.tail_crc});
+    const std::string& name = queue_ == nullptr ? file->file.name() : file->spec.names.front();
+    results.push_back({name, file->spec.file_id, file->tail.file_bytes, file->tail.tail_crc});
   }
   return results;
 }
@@ -382,6 +375,7 @@ void WriteJob::abandon() noexcept {
   for (const auto& file : files_) file->file = io::OutputFile();
   dir_fd_ = UniqueFd();
   slots_ = JobSlots();
+  if (queue_ != nullptr) queue_->fail();
 }
 
 std::vector<std::string> WriteJob::created() const {
@@ -390,8 +384,9 @@ std::vector<std::string> WriteJob::created() const {
 }
 
 WriteReport WriteJob::report() const {
+  const std::uint64_t done_bytes = queue_ != nullptr ? queue_->gone_bytes() : done_bytes_.load();
   return {direct_bytes_.load(), buffered_bytes_.load(), in_place_bytes_.load(), slot_bytes_.load(),
-          done_bytes_.load(),   total_bytes_.load(),    copy_ns_.load(),        write_ns_.load(),
+          done_bytes,           total_bytes_.load(),    copy_ns_.load(),        write_ns_.load(),
           fsync_ns_.load(),     engine_ns_.load()};
 }
 

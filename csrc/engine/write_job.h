@@ -8,6 +8,10 @@
 //    size and closes it. At most one file per worker, plus `files_at_once`, is open at a time.
 // Nothing that exists is ever truncated, overwritten or removed. The directory is the caller's to
 // fsync.
+//
+// A streamed job (write_stream.cpp) writes no file: uploaders take the bytes of its files from a
+// queue, while the workers fill. Its segments are filled in the order of the files, seams in their
+// turn, and large dense items of host memory go out from where they lie.
 #pragma once
 
 #include <array>
@@ -23,6 +27,7 @@
 #include "device/source_events.h"
 #include "engine/block_sums.h"
 #include "engine/job_slots.h"
+#include "engine/upload_queue.h"
 #include "engine/write_layout.h"
 #include "format/file_footer.h"
 #include "io/file.h"
@@ -45,6 +50,7 @@ struct WriteOptions {
   InPlace in_place = InPlace::kAuto;
   // Bound on slots, and tables of the kernel where items are on devices: fewer workers. 0: none.
   std::uint64_t memory_bytes = 0;
+  bool is_streamed = false;  // no files: queue() has the bytes
 };
 
 struct FileSpec {
@@ -78,7 +84,7 @@ struct WriteReport {
 // and abandon() may be called.
 class WriteJob {
  public:
-  // `dir_fd` is duplicated. Throws Error(kStorage).
+  // `dir_fd` is duplicated; a streamed job has none. Throws Error(kStorage).
   WriteJob(int dir_fd, std::string dir_path, const WriteOptions& options);
   ~WriteJob();
 
@@ -89,6 +95,7 @@ class WriteJob {
   // `items` hold offsets, lengths and CRCs. Items in device memory are read after what `after` says
   // their streams had queued, and never when this has returned. Blocks. Throws Error.
   // REQUIRES: `after` has the devices of all items.
+  // A streamed job has then filled all, and what lies in place stays in use until it is uploaded.
   void write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll,
              const device::SourceEvents* after = nullptr);
 
@@ -99,6 +106,8 @@ class WriteJob {
   void abandon() noexcept;
   // Names of all files that exist because of this job, for whoever cleans up after a failure.
   std::vector<std::string> created() const;
+  // What a streamed job's uploaders ask; it outlives the job where they hold it.
+  const std::shared_ptr<UploadQueue>& queue() const noexcept { return queue_; }
   // Thread-safe: `poll` may ask while write() runs.
   WriteReport report() const;
 
@@ -110,9 +119,19 @@ class WriteJob {
   void prepare(Window& window, bool is_final);
   void place(Window& window, bool is_final);
   void choose_in_place(std::vector<WriteItem>& items) const;
+  void complete_others(Window& window, bool is_final, const PollFunction& poll);
   void make_slots(const Window& window, unsigned workers);
   void work(Window& window, Worker& worker);
   void write_segment(Window& window, std::uint32_t index, Worker& worker);
+  // Returns where the segment's bytes lie, its checksums in `summer`; nullptr if the job was
+  // stopped meanwhile.
+  const std::byte* fill(Window& window, const Segment& segment, SegmentSummer& summer,
+                        Worker& worker);
+  FittingWorkers make_queue_slots(const Window& window, unsigned workers, bool is_only_call);
+  void stream(Window& window, Worker& worker);
+  bool stream_segment(Window& window, std::uint32_t index, int slot, Worker& worker);
+  void announce_sizes();
+  void stream_footer(OpenFile& file, std::vector<std::byte> footer);
   // False if the job was stopped meanwhile.
   bool write_bytes(OpenFile& file, const std::byte* data, std::uint64_t nbytes,
                    std::uint64_t offset, Worker& worker);
@@ -120,6 +139,7 @@ class WriteJob {
   void write_back(OpenFile& file, std::uint64_t begin, std::uint64_t nbytes);
   void complete(Window& window, OpenFile& file, Worker& worker);
   void finish(OpenFile& file, Worker& worker);
+  void write_footer(OpenFile& file, const std::vector<std::byte>& footer, Worker& worker);
 
   UniqueFd dir_fd_;
   std::string dir_path_;
@@ -137,7 +157,8 @@ class WriteJob {
   std::atomic<std::uint64_t> write_ns_{0};
   std::atomic<std::uint64_t> fsync_ns_{0};
   std::atomic<std::uint64_t> engine_ns_{0};
-  JobSlots slots_;  // kept from call to call, until the last
+  JobSlots slots_;                      // kept from call to call, until the last
+  std::shared_ptr<UploadQueue> queue_;  // of a streamed job
 };
 
 }  // namespace dcpx::engine

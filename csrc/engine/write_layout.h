@@ -48,6 +48,7 @@ struct WriteItem {
   int device = -1;                    // -1: host memory. Else a CUDA device's, not to be read here
   std::uint64_t elem_bytes = 1;
   bool is_dense = true;         // [source, source + payload_bytes) is the payload as it is
+  bool is_lasting = true;       // `source` stays valid until the job's end, not only the call's
   bool is_in_place = false;     // to be written from there; REQUIRES: is_dense, host memory
   plan::Region gather;          // else: source strides of the C-order payload
   std::optional<ZipItem> zip;   // the framing of kTensor items

@@ -8,10 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "common/unique_fd.h"
+#include "io/object_store.h"
 
 namespace dcpx::io {
 
@@ -79,17 +81,34 @@ class OutputFile {
   std::atomic<bool> is_direct_{false};
 };
 
-// A file that is read beneath a directory: a regular file, no link on the way.
+// What is read of an object's end as it is opened: the whole footer of most files.
+inline constexpr std::uint64_t kObjectEndBytes = 64 << 10;
+
+// A file that is read beneath a directory: a regular file, no link on the way. Or an object.
 class InputFile {  // read_at() is thread-safe.
  public:
   // Throws Error(kStorage) when it cannot be opened, Error(kCorruption) when it is no regular file
   // or `relative_path` leaves the directory.
   static InputFile open(int dir_fd, const std::string& dir_path, const std::string& relative_path);
+  // The same of an object, whose name is `relative_path`. Throws as the store, too.
+  static InputFile open(const std::shared_ptr<ObjectStore>& store, const std::string& dir_path,
+                        const std::string& relative_path);
 
   std::uint64_t size_bytes() const noexcept { return size_bytes_; }
+  // Differs once the name means another file or object.
   std::uint64_t inode() const noexcept { return inode_; }
   const std::string& path() const noexcept { return path_; }
   int fd() const noexcept { return fd_.get(); }
+  bool is_object() const noexcept { return store_ != nullptr; }
+
+  // Reads [offset, offset + nbytes) of an object, and up to `ahead` bytes behind it, for reads to
+  // come; nothing of a file, nor where all is there. forget() drops what was kept. No read may be
+  // under way. Both throw as read_at().
+  void keep(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t ahead = 0);
+  void forget() noexcept { kept_.clear(); }
+  // Returns a range of an object as the store gave it, without a copy. REQUIRES: is_object().
+  // Blocks. Throws as read_at().
+  ObjectStore::Bytes fetch(std::uint64_t offset, std::uint64_t nbytes) const;
 
   // Fills all of `parts` from `offset` on; by direct I/O where `is_direct` asks for it and
   // open_direct() made it possible. Falls back to the page cache where a direct read is refused
@@ -103,11 +122,22 @@ class InputFile {  // read_at() is thread-safe.
   bool has_direct() const noexcept { return direct_fd_.is_open(); }
 
  private:
+  struct Kept {
+    std::uint64_t begin = 0;
+    std::vector<std::byte> bytes;
+  };
+
+  const std::byte* kept(std::uint64_t offset, std::uint64_t nbytes) const noexcept;
+
   UniqueFd fd_;
   UniqueFd direct_fd_;
   std::string path_;
   std::uint64_t size_bytes_ = 0;
   std::uint64_t inode_ = 0;
+  std::shared_ptr<ObjectStore> store_;
+  std::string name_;  // of the object
+  std::string tag_;
+  std::vector<Kept> kept_;
 };
 
 }  // namespace dcpx::io

@@ -1,7 +1,10 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <functional>
 #include <utility>
 
 #include "common/bytes.h"
@@ -103,7 +106,70 @@ InputFile InputFile::open(int dir_fd, const std::string& dir_path,
   return file;
 }
 
+InputFile InputFile::open(const std::shared_ptr<ObjectStore>& store, const std::string& dir_path,
+                          const std::string& relative_path) {
+  components(relative_path);
+  InputFile file;
+  file.path_ = dir_path + "/" + relative_path;
+  ObjectStore::Object object = store->look(relative_path, kObjectEndBytes);
+  DCPX_CHECK(object.end.size() == std::min(kObjectEndBytes, object.size_bytes),
+             "the end of an object has another length");
+  file.store_ = store;
+  file.name_ = relative_path;
+  file.size_bytes_ = object.size_bytes;
+  file.inode_ = std::hash<std::string>{}(object.tag);
+  file.tag_ = std::move(object.tag);
+  file.kept_.push_back({object.size_bytes - object.end.size(), std::move(object.end)});
+  return file;
+}
+
+const std::byte* InputFile::kept(std::uint64_t offset, std::uint64_t nbytes) const noexcept {
+  for (const Kept& range : kept_) {
+    if (offset >= range.begin && offset - range.begin <= range.bytes.size() &&
+        nbytes <= range.bytes.size() - (offset - range.begin))
+      return range.bytes.data() + (offset - range.begin);
+  }
+  return nullptr;
+}
+
+void InputFile::keep(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t ahead) {
+  if (store_ == nullptr || nbytes == 0 || kept(offset, nbytes) != nullptr) return;
+  const std::uint64_t behind = size_bytes_ - std::min(size_bytes_, checked_add(offset, nbytes));
+  const std::uint64_t count = nbytes + std::min(ahead, behind);
+  const ObjectStore::Bytes found = fetch(offset, count);
+  if (kept_.size() > 1) kept_.erase(kept_.begin());
+  kept_.push_back({offset, {found.data, found.data + count}});
+}
+
+ObjectStore::Bytes InputFile::fetch(std::uint64_t offset, std::uint64_t nbytes) const {
+  if (checked_add(offset, nbytes) > size_bytes_) {
+    Error error(ErrorCode::kShortRead, "'" + path_ + "' ends at " + std::to_string(size_bytes_) +
+                                           " B, before the range that is read: truncated");
+    error.path = path_;
+    error.offset = static_cast<std::int64_t>(offset);
+    error.nbytes = static_cast<std::int64_t>(nbytes);
+    throw error;
+  }
+  return store_->read(name_, tag_, offset, nbytes);
+}
+
 void InputFile::read_at(iovec* parts, int count, std::uint64_t offset, bool is_direct) const {
+  if (store_ != nullptr) {
+    std::uint64_t nbytes = 0;
+    for (int i = 0; i < count; ++i) nbytes += parts[i].iov_len;
+    if (nbytes == 0) return;
+    ObjectStore::Bytes fetched;
+    const std::byte* from = kept(offset, nbytes);
+    if (from == nullptr) {
+      fetched = fetch(offset, nbytes);
+      from = fetched.data;
+    }
+    for (int i = 0; i < count; ++i) {
+      if (parts[i].iov_len > 0) std::memcpy(parts[i].iov_base, from, parts[i].iov_len);
+      from += parts[i].iov_len;
+    }
+    return;
+  }
   int fd = is_direct && has_direct() ? direct_fd_.get() : fd_.get();
   while (count > 0) {
     if (parts[0].iov_len == 0) {

@@ -1,0 +1,174 @@
+#include "engine/upload_queue.h"
+
+#include <cerrno>
+#include <chrono>
+#include <utility>
+
+#include "common/error.h"
+
+namespace dcpx::engine {
+namespace {
+
+constexpr std::chrono::milliseconds kPollInterval(100);
+
+Error given_up() {
+  Error error(ErrorCode::kStorage, "the save that is uploaded was given up");
+  error.sys_errno = ECANCELED;
+  return error;
+}
+
+}  // namespace
+
+void UploadQueue::allocate(unsigned count, std::uint64_t slot_bytes, int device,
+                           std::uint64_t owned_bytes) {
+  if (is_allocated_) return;
+  slots_ = JobSlots(count, slot_bytes, device);
+  is_allocated_ = true;
+  const Lock lock(mutex_);
+  max_owned_bytes_ = owned_bytes;
+  for (unsigned number = count; number-- > 0;) free_.push_back(static_cast<int>(number));
+}
+
+// A flag may poll, which takes the GIL: it is asked without the mutex.
+bool UploadQueue::wait(const StopFlag& stop, const std::function<bool()>& is_done) {
+  while (!stop.is_set()) {
+    Lock lock(mutex_);
+    if (has_failed_) return false;
+    if (is_done()) return true;
+    changed_.wait_for(lock, kPollInterval);
+  }
+  return false;
+}
+
+int UploadQueue::take_slot(const StopFlag& stop) {
+  while (!stop.is_set()) {
+    Lock lock(mutex_);
+    if (has_failed_) return kNoSlot;
+    if (!free_.empty() && owned_bytes_ <= max_owned_bytes_) {
+      const int slot = free_.back();
+      free_.pop_back();
+      return slot;
+    }
+    has_slot_.wait_for(lock, kPollInterval);
+  }
+  return kNoSlot;
+}
+
+void UploadQueue::give_back(int slot) {
+  if (slot == kNoSlot) return;
+  {
+    const Lock lock(mutex_);
+    free_.push_back(slot);
+  }
+  has_slot_.notify_one();
+}
+
+void UploadQueue::notify() {
+  {
+    const Lock lock(mutex_);
+  }  // whoever looks before it waits is not missed
+  changed_.notify_all();
+}
+
+void UploadQueue::add_file() {
+  const Lock lock(mutex_);
+  files_.emplace_back();
+}
+
+UploadQueue::File& UploadQueue::file_at(std::uint32_t file) {
+  DCPX_CHECK(file < files_.size(), "a piece of an unknown file");
+  return files_[file];
+}
+
+void UploadQueue::set_size(std::uint32_t file, std::uint64_t nbytes) {
+  const Lock lock(mutex_);
+  file_at(file).size = nbytes;
+}
+
+void UploadQueue::put(std::uint32_t file, std::uint64_t offset, UploadPiece piece) {
+  {
+    const Lock lock(mutex_);
+    File& into = file_at(file);
+    into.is_begun = true;
+    owned_bytes_ += piece.owned.size();
+    const bool is_new = into.waiting.emplace(offset, std::move(piece)).second;
+    DCPX_CHECK(is_new && offset >= into.next_offset, "two pieces at one place of a file");
+    if (offset > into.next_offset) return;  // nobody can take it yet
+  }
+  has_piece_.notify_all();
+}
+
+void UploadQueue::end(std::uint32_t file, std::uint64_t nbytes) {
+  {
+    const Lock lock(mutex_);
+    File& ended = file_at(file);
+    ended.size = nbytes;
+    ended.is_begun = ended.is_whole = true;
+  }
+  has_piece_.notify_all();
+}
+
+void UploadQueue::wait_for_piece(Lock<Mutex>& lock, const PollFunction& poll) {
+  if (has_failed_) throw given_up();
+  if (has_piece_.wait_for(lock, kPollInterval) == std::cv_status::no_timeout) return;
+  lock.unlock();
+  poll();  // which takes the GIL: never with the mutex
+  lock.lock();
+}
+
+std::optional<std::uint64_t> UploadQueue::size_of(std::uint32_t file, const PollFunction& poll) {
+  Lock lock(mutex_);
+  while (!file_at(file).is_begun) wait_for_piece(lock, poll);
+  return file_at(file).size;
+}
+
+std::optional<UploadPiece> UploadQueue::next(std::uint32_t file, const PollFunction& poll) {
+  Lock lock(mutex_);
+  while (true) {
+    File& from = file_at(file);
+    const auto first = from.waiting.begin();
+    if (first != from.waiting.end() && first->first == from.next_offset && !has_failed_) {
+      UploadPiece piece = std::move(first->second);
+      from.waiting.erase(first);
+      from.next_offset += piece.nbytes;
+      return piece;
+    }
+    if (from.is_whole && from.waiting.empty() && !has_failed_) {
+      DCPX_CHECK(from.next_offset == from.size, "a file with a gap");
+      return std::nullopt;
+    }
+    wait_for_piece(lock, poll);
+  }
+}
+
+void UploadQueue::let_go(const UploadPiece& piece) noexcept {
+  {
+    const Lock lock(mutex_);
+    gone_bytes_ += piece.payload_bytes;
+    owned_bytes_ -= piece.owned.size();
+    if (piece.slot != kNoSlot) free_.push_back(piece.slot);  // which has had its place before
+  }
+  has_slot_.notify_one();
+}
+
+std::uint64_t UploadQueue::gone_bytes() const {
+  const Lock lock(mutex_);
+  return gone_bytes_;
+}
+
+void UploadQueue::check() const {
+  const Lock lock(mutex_);
+  if (has_failed_) throw given_up();
+}
+
+void UploadQueue::fail() noexcept {
+  {
+    const Lock lock(mutex_);
+    has_failed_ = true;
+  }
+  has_slot_.notify_all();
+  has_piece_.notify_all();
+  changed_.notify_all();
+}
+
+}  // namespace dcpx::engine
