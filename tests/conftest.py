@@ -41,6 +41,7 @@ pytest_plugins = [
     "fake_cuda.fixture",
     "support.device_fixture",
     "support.hook_fixture",
+    "support.object_fixture",
     "support.build_fixture",
 ]
 

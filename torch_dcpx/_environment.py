@@ -73,6 +73,8 @@ def _parse(name: str, annotation: str, text: str) -> Any:
         if not re.fullmatch(r"[0-9]{1,19}(\.[0-9]*)?", text):
             raise _bad(name, text, "must be seconds as a plain number, such as 90 or 0.5")
         return float(text)
+    if annotation.startswith("str"):
+        return text
     if name == "safe_globals":
         return tuple(part.strip() for part in text.split(","))
     raise _bad(name, text, f"is refused: {name} is given in code only")
@@ -87,8 +89,10 @@ def _naming_variables(error: OptionError, texts: dict[str, str]) -> OptionError:
     """Returns the error with the variables that had a part in it."""
     option, value = error.option, error.value
     if option in texts:
-        option, value = variable_of(option), texts[option]
-    read = ", ".join(f"{variable_of(name)}={text!r}" for name, text in texts.items())
+        is_told = error.value is not None  # else it may hold a password
+        option, value = variable_of(option), texts[option] if is_told else None
+        texts = texts if is_told else {}
+    read = ", ".join(f"{variable_of(name)}={text!r}" for name, text in texts.items()) or option
     message = f"{error.message} (from the environment: {read})"
     return OptionError(message, option=option, value=value)
 

@@ -119,6 +119,7 @@ def has_plain_state(planner: object) -> bool:
 # ---- Writers and readers ---------------------------------------------------------------------
 
 Plugin = FileSystemWriter | FileSystemReader
+OWN_FILE_SYSTEMS: list[type] = []  # that our engine knows beside stock's
 
 _STOCK_MODULE = FileSystemWriter.__module__
 _HONOURED = {"_get_metadata_path", "_metadata_exists"}
@@ -148,7 +149,8 @@ def refuse_bypassed(plugin: Plugin, ours: type[Plugin]) -> None:
                 f"does not call; use torch's own {ours.__bases__[0].__name__} for it"
             )
     stock_parts = {
-        "fs": type(plugin.fs) is FileSystem and not vars(plugin.fs),
+        "fs": type(plugin.fs) in (FileSystem, *OWN_FILE_SYSTEMS)
+        and not any(name in dir(FileSystem) for name in vars(plugin.fs)),
         "transforms": type(plugin.transforms) in _TRANSFORMS,
     }
     for name, is_stock in stock_parts.items():

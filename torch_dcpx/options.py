@@ -47,6 +47,17 @@ def _check_memory(host_memory_bytes: Any, slot_bytes: Any, workers: Any) -> None
         )
 
 
+def _check_endpoint(endpoint: Any) -> None:
+    if endpoint is None:
+        return
+    check_type("endpoint", endpoint, str, "a URL")
+    rest = endpoint.removeprefix("http://").removeprefix("https://")
+    if rest == endpoint or not rest:
+        raise must_be("endpoint", endpoint, "a URL that begins with http:// or https://")
+    if "@" in rest:  # its text may be a password
+        raise OptionError("endpoint holds a user or a password", option="endpoint", value=None)
+
+
 _WORKERS_A_CORE = 4  # they wait for the disk more than for a core
 
 
@@ -125,6 +136,11 @@ class WriteOptions(_Told):
             or several; ranks that save elsewhere are refused. One path that is another directory on
             each node needs no option. For `dcpx.*` and the manager; through `dcp.*` nothing is
             compared.
+        endpoint: URL of the store of an `s3://` path, such as "http://minio:9000". Default None: as
+            obstore finds it (AWS_ENDPOINT_URL, or else Amazon's).
+        conditional_commit: of an `s3://` path: commit only if nobody else has since the save began;
+            a store that cannot do that is refused. False: of two saves to one URL at a time the
+            later one wins without a word, and may be incomplete. Default True.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -143,6 +159,8 @@ class WriteOptions(_Told):
     on_busy: Literal["wait", "skip", "error"] = "wait"
     overlap: bool = False
     node_local: bool = False
+    endpoint: str | None = None
+    conditional_commit: bool = True
 
     def __post_init__(self) -> None:
         set_plain_ints(self, *_INTEGERS, "files_per_rank", "max_in_flight", "save_timeout_s")
@@ -158,6 +176,8 @@ class WriteOptions(_Told):
         check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
         check_bool("overlap", self.overlap)
         check_bool("node_local", self.node_local)
+        _check_endpoint(self.endpoint)
+        check_bool("conditional_commit", self.conditional_commit)
 
     def resolved_memory_bytes(self) -> int:
         """Returns the bound on slots, and on temporaries, in bytes."""
@@ -198,6 +218,7 @@ class ReadOptions(_Told):
             ranks; for `dcpx.load` only. Default 1800.
         node_local: the path's last component may differ over the ranks, where each node has its own
             directory; the same on all ranks. For `dcpx.load` only. Default False.
+        endpoint: as in `WriteOptions`.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.
@@ -212,6 +233,7 @@ class ReadOptions(_Told):
     direct_io: bool = True
     load_timeout_s: float = 1800.0
     node_local: bool = False
+    endpoint: str | None = None
 
     def __post_init__(self) -> None:
         set_plain_ints(self, *_INTEGERS, "load_timeout_s")
@@ -221,6 +243,7 @@ class ReadOptions(_Told):
         check_bool("direct_io", self.direct_io)
         check_seconds("load_timeout_s", self.load_timeout_s)
         check_bool("node_local", self.node_local)
+        _check_endpoint(self.endpoint)
         object.__setattr__(self, "safe_globals", checked_globals(self.safe_globals))
 
     def resolved_workers(self) -> int:

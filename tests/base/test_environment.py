@@ -15,6 +15,7 @@ from torch_dcpx._environment import variable_of
 MIB = 1 << 20
 
 BOTH = [
+    ("DCPX_ENDPOINT", "http://minio:9000", "http://minio:9000"),
     ("DCPX_HOST_MEMORY_BYTES", "16777216", 16 * MIB),
     ("DCPX_WORKERS", "3", 3),
     ("DCPX_SLOT_BYTES", "262144", 256 << 10),
@@ -31,6 +32,7 @@ OF_A_SAVE = [
     ("DCPX_OVERLAP", "1", True),
     ("DCPX_NODE_LOCAL", "true", True),
     ("DCPX_IN_PLACE", "never", "never"),
+    ("DCPX_CONDITIONAL_COMMIT", "0", False),
 ]
 OF_A_LOAD = [
     ("DCPX_VERIFY", "none", "none"),
@@ -82,6 +84,8 @@ def test_every_option_has_a_variable_but_for_what_only_code_may_say() -> None:
         (WriteOptions, "DCPX_OVERLAP", "late"),
         (WriteOptions, "DCPX_NODE_LOCAL", "yes"),
         (ReadOptions, "DCPX_NODE_LOCAL", "yes"),
+        (WriteOptions, "DCPX_CONDITIONAL_COMMIT", "no"),
+        (ReadOptions, "DCPX_ENDPOINT", "minio:9000"),
         (WriteOptions, "DCPX_PROGRESS", "print"),
         (ReadOptions, "DCPX_VERIFY", "all"),
         (ReadOptions, "DCPX_TRUSTED", "1"),
@@ -98,6 +102,20 @@ def test_a_variable_that_cannot_work_is_named_with_its_text(
     with pytest.raises(OptionError, match=variable) as caught:
         cls()
     assert (caught.value.option, caught.value.value) == (variable, text)
+
+
+@pytest.mark.parametrize("cls", [WriteOptions, ReadOptions])
+def test_a_password_in_an_endpoint_is_told_to_nobody(
+    monkeypatch: pytest.MonkeyPatch, cls: type
+) -> None:
+    monkeypatch.setenv("DCPX_ENDPOINT", "http://user:secret@minio:9000")
+    with pytest.raises(OptionError, match="holds a user or a password") as caught:
+        cls()
+    assert (caught.value.option, caught.value.value) == ("DCPX_ENDPOINT", None)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(OptionError, match="holds a user or a password") as caught:
+        cls(endpoint="http://user:secret@minio:9000")
+    assert "secret" not in str(caught.value) and caught.value.value is None
 
 
 def test_a_variable_cannot_trust_a_checkpoint_but_code_can(

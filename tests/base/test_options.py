@@ -148,10 +148,10 @@ def test_what_is_not_written_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="SAFETENSORS"):
         DcpxWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     for cls in (DcpxWriter, DcpxReader):
-        with pytest.raises(UnsupportedError, match="s3://bucket/x"):
-            cls("s3://bucket/x")
-        with pytest.raises(UnsupportedError, match="s3://bucket/x"):
-            cls(tmp_path).reset("s3://bucket/x")
+        with pytest.raises(UnsupportedError, match="gs://bucket/x"):
+            cls("gs://bucket/x")
+        with pytest.raises(UnsupportedError, match="gs://bucket/x"):
+            cls(tmp_path).reset("gs://bucket/x")
 
 
 def test_a_replaced_file_system_is_refused_by_name(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from torch_dcpx import (
     ReadOptions,
     StorageError,
 )
-from torch_dcpx.reader import reader
+from torch_dcpx.storage import place
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def test_more_files_than_may_stay_open_are_said_to_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(state_of(0), tmp_path, single_file_per_rank=False)
-    monkeypatch.setattr(reader, "_max_open_files", lambda: 0)
+    monkeypatch.setattr(place, "_max_open_files", lambda: 0)
     target = state_of(2)
     with raises_one(StorageError) as raised:
         dcp.load(target, storage_reader=replaced_reader(tmp_path, "prepare_local_plan"),
@@ -112,7 +112,7 @@ def test_any_limit_of_open_files_loads_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
     save(state_of(0), tmp_path, single_file_per_rank=False)
-    monkeypatch.setattr(reader, "_max_open_files", lambda: limit)
+    monkeypatch.setattr(place, "_max_open_files", lambda: limit)
     options = ReadOptions(host_memory_bytes=1 << 20, slot_bytes=1 << 20, workers=1)
     target = {key: value.double() for key, value in state_of(2).items()}  # staged: many windows
     dcp.load(target, storage_reader=DcpxReader(tmp_path, options=options), no_dist=True)
@@ -272,7 +272,7 @@ def test_files_kept_open_are_bounded_over_all_readers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(state_of(0), tmp_path, single_file_per_rank=False)
-    monkeypatch.setattr(reader, "_max_open_files", lambda: 8)
+    monkeypatch.setattr(place, "_max_open_files", lambda: 8)
 
     def count_of_open_files() -> int:
         links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
@@ -298,7 +298,7 @@ def test_error_of_a_directory_that_went_away_says_what_was_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(state_of(0), tmp_path / "ckpt", single_file_per_rank=False)
-    monkeypatch.setattr(reader, "_max_open_files", lambda: 0)
+    monkeypatch.setattr(place, "_max_open_files", lambda: 0)
     found = replaced_reader(tmp_path / "ckpt", "prepare_local_plan")
     found.meanwhile = lambda: shutil.rmtree(tmp_path / "ckpt")
     with raises_one(StorageError) as raised:

@@ -42,6 +42,7 @@ NOT_SWITCHES = (None, "yes", "", 2.0, torch.ones(3), WriteOptions(), object())
 NOT_WRITE = (ReadOptions(), {"workers": 2}, "full", 3, WriteOptions, object())
 NOT_READ = (WriteOptions(), {"trusted": True}, "blocks", 3, ReadOptions, object())
 NOT_GROUPS = ("gloo", 3, object(), nn.Linear(1, 1), [0, 1])
+NOT_ENDPOINTS = (1, b"http://x", "minio:9000", "http://", "http://u:p@minio")
 NOT_SECONDS = ("1", -1, float("nan"), True, object())
 NOT_GLOBALS = (None, "os.system", int, ["system"], ["os:system"], [nn.Linear(1, 1)], 3)
 NOT_GLOBS = (None, "head.*", [1], 3)
@@ -266,6 +267,8 @@ TABLE: Table = {
             "on_busy": (None, "drop", True),
             "overlap": NOT_SWITCHES,
             "node_local": NOT_SWITCHES,
+            "endpoint": NOT_ENDPOINTS,
+            "conditional_commit": NOT_SWITCHES,
         },
     ),
     "ReadOptions": (
@@ -281,6 +284,7 @@ TABLE: Table = {
             "direct_io": NOT_SWITCHES,
             "load_timeout_s": (None, 0, *NOT_SECONDS),
             "node_local": NOT_SWITCHES,
+            "endpoint": NOT_ENDPOINTS,
         },
     ),
     "install": (dcpx.install, {}, INSTALL),

@@ -61,6 +61,7 @@ OTHER_TESTS = {
     "faults",
     "frameworks",
     "house",
+    "objects",
     "interop",
     "native",
 }

@@ -249,7 +249,7 @@ def test_other_readers_and_contradicting_arguments_are_refused_by_name(tmp_path:
     with pytest.raises(dcpx.UnsupportedError, match=r"dcp\.load"):
         dcpx.load({"w": 0}, storage_reader=dcp.FileSystemReader(tmp_path))
     with pytest.raises(dcpx.UnsupportedError, match="URL"):
-        dcpx.load({"w": 0}, "s3://bucket/x")
+        dcpx.load({"w": 0}, "gs://bucket/x")
     reader = dcpx.DcpxReader(tmp_path)
     other = dcpx.ReadOptions(workers=1)
     bad: list[tuple[str, dict[str, Any]]] = [

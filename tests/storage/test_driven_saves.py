@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx import ConcurrentSaveError, DcpxWriter, StorageError
+from torch_dcpx.checkpoint.save_run import abandon_save
 from torch_dcpx.metadata.file import committed_save_id
 from torch_dcpx.storage.running_save import RunningSave, driven
-from torch_dcpx.writer.writer import abandon_save
 
 STATE = {"w": torch.arange(100.0)}
 

@@ -14,8 +14,7 @@ from support.saves import data_files, load, read_footer, save
 from support.states import assert_same
 
 from torch_dcpx import _C, DcpxReader, WriteOptions
-from torch_dcpx.reader import reader
-from torch_dcpx.writer import files as write_files
+from torch_dcpx.storage import place
 
 MIB = 1 << 20
 
@@ -58,8 +57,7 @@ class CountedDoor:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts the calls of the jobs' methods from now on."""
     counted: Counter[str] = Counter()
-    for module in (write_files, reader):
-        monkeypatch.setattr(module, "_C", CountedDoor(counted))
+    monkeypatch.setattr(place, "_C", CountedDoor(counted))
     return counted
 
 

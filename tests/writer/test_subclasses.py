@@ -135,7 +135,7 @@ def test_method_set_on_the_file_system_is_refused(tmp_path: Path) -> None:
         save(writer)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/step-1", "memory://x"])
+@pytest.mark.parametrize("url", ["gs://bucket/step-1", "memory://x"])
 def test_url_is_refused_wherever_it_comes_in(tmp_path: Path, url: str) -> None:
     writer, reader = DcpxWriter(tmp_path), DcpxReader(tmp_path)
     for entry in (

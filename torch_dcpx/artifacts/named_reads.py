@@ -31,8 +31,10 @@ from torch_dcpx.keys.mapped_tensor import StoredPart
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
-from torch_dcpx.reader.generation import FileState, check_not_replaced, file_states
+from torch_dcpx.reader.generation import check_not_replaced, file_states
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
+from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.place import FileState
 from torch_dcpx.storage.reader_lock import ReadersHold
 
 
@@ -60,7 +62,7 @@ class NamedReads:
         states: dict[str, FileState] = {}
         try:
             with contextlib.suppress(StorageError):  # the next step says it better
-                states = file_states(self.path)  # as they were before the metadata
+                states = file_states(self._location())  # as they were before the metadata
             self._metadata = self._reader.read_metadata(**self._of_rank)
         except BaseException:
             self._hold.release()
@@ -157,7 +159,10 @@ class NamedReads:
     def _check_same(self, states: Mapping[str, FileState]) -> None:
         """Raises StorageError if files without checksums are no longer those of the metadata."""
         if states:  # else a directory is opened for nothing
-            check_not_replaced(self.path, states, "open it again")
+            check_not_replaced(self._location(), states, "open it again")
+
+    def _location(self) -> Location:
+        return location_of(self.path, self._reader.options.endpoint)
 
     def _memory(self, name: str, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns memory for values of a tensor. Raises: UnsupportedError, StagingError."""

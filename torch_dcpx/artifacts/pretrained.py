@@ -32,7 +32,7 @@ from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.reports import LoadReport
-from torch_dcpx.storage.paths import checked_path
+from torch_dcpx.storage.paths import checked_location
 from torch_dcpx.storage.reader_lock import being_read
 
 
@@ -97,7 +97,7 @@ def load_pretrained(
         run.handed = handed = HandedState(model, target, is_strict=strict)
         twins = {n: group for n, group in twins.items() if handed.copies.keys().isdisjoint(group)}
         check_options("options", options, ReadOptions)
-        checked_path(path, "mount it, and name the directory")
+        checked_location(path, "mount it, and name the directory")
         rules = LoadRules.of(strict, allow_missing, cast, "load_pretrained")
         rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
         names = checked_map(key_map) or KeyMap()

@@ -33,7 +33,7 @@ from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.reader import WAY_OUT, DcpxReader
 from torch_dcpx.reports import LoadReport
-from torch_dcpx.storage.paths import AnyPath, checked_path
+from torch_dcpx.storage.paths import AnyPath, checked_location
 from torch_dcpx.storage.reader_lock import being_read
 
 logger = logging.getLogger("torch_dcpx")
@@ -138,7 +138,7 @@ def load_by(
         check_state("load", state_dict, checkpoint_id)
         check_part("planner", planner, LoadPlanner, _PLANNER_HOOKS)
         if checkpoint_id is not None:
-            checked_path(checkpoint_id, WAY_OUT, "checkpoint_id")
+            checked_location(checkpoint_id, WAY_OUT, "checkpoint_id")
         rules = given if isinstance(given, LoadRules) else LoadRules.of(*given)
         own_options = _options_of(options, storage_reader)
         exchange.restart(own_options.load_timeout_s)

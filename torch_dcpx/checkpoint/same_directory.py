@@ -25,6 +25,8 @@ from torch_dcpx.errors import DcpxError, PlanError
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import LOCK_NAME, METADATA_NAME, temporary_name
+from torch_dcpx.storage.object_url import Location, ObjectUrl
+from torch_dcpx.storage.place import open_place
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -36,7 +38,7 @@ _Made = tuple[str, int]  # last component and inode of a directory: devices diff
 class Place(NamedTuple):
     """The directory that a rank saves to."""
 
-    directory: Path  # absolute, unless its place is unknown
+    directory: Location  # absolute, unless its place is unknown
     is_node_local: bool  # of `WriteOptions`
     made: Sequence[Path] = ()  # directories that this save has made here, the outermost first
 
@@ -62,7 +64,7 @@ class SameDirectory:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._probe: tuple[Path, str] | None = None  # of the coordinator
+        self._probe: tuple[Location, str] | None = None  # of the coordinator
 
     def probe_for(self, place: Place, digests: Sequence[bytes]) -> str:
         """Leaves a file in the coordinator's directory, and returns its name; "" if no rank need
@@ -73,7 +75,7 @@ class SameDirectory:
         # If this process is killed, the next save removes a file of such a name.
         name = temporary_name(METADATA_NAME)
         self._probe = place.directory, name
-        with Directory(place.directory) as directory:
+        with open_place(place.directory) as directory:
             directory.create(name, (), is_durable=False)
         return name
 
@@ -84,7 +86,7 @@ class SameDirectory:
         exchange = self._exchange
 
         def look() -> _Look:
-            with Directory(place.directory) as directory:
+            with open_place(place.directory) as directory:
                 is_found = directory.is_regular(probe)
             made = tuple(filter(None, map(_identity, place.made)))
             path = os.fspath(place.directory)
@@ -110,6 +112,8 @@ class SameDirectory:
         part that several ranks share is empty for the last one.
         """
         directory = place.directory
+        if isinstance(directory, ObjectUrl):
+            return  # nothing is made
         if self._exchange.is_coordinator:  # which holds the lock
             _remove_lock(directory, is_made=_identity(directory) in made)
         for path in (directory, *directory.parents):
@@ -125,7 +129,7 @@ class SameDirectory:
             return
         (path, name), self._probe = self._probe, None
         try:
-            with Directory(path) as directory:
+            with open_place(path) as directory:
                 directory.unlink(name)
         except DcpxError as error:
             logger.warning("an empty file stays until the next save here: %s", str(error))

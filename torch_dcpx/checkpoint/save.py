@@ -42,7 +42,7 @@ from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.staging.snapshot import StagePlan, stage_guarded, staging_workers
-from torch_dcpx.storage.paths import AnyPath, checked_path, own_path
+from torch_dcpx.storage.paths import AnyPath, checked_location, own_path
 from torch_dcpx.writer.items import StagedItems, planned_bytes, split_items
 from torch_dcpx.writer.writer import WAY_OUT, DcpxWriter
 
@@ -240,7 +240,7 @@ def _begin(
         check_part("planner", planner, SavePlanner, _PLANNER_HOOKS)
         check_options("options", options, WriteOptions)
         if checkpoint_id is not None:
-            checked_path(checkpoint_id, WAY_OUT, "checkpoint_id")
+            checked_location(checkpoint_id, WAY_OUT, "checkpoint_id")
         writer = _writer(storage_writer, checkpoint_id, options)
         exchange.restart(writer.options.save_timeout_s)
         if writer.options.node_local:

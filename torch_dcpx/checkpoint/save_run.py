@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -23,13 +22,14 @@ from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
 from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer, SaveOffer
 from torch_dcpx.checkpoint.stateful import with_state_dicts
-from torch_dcpx.errors import DcpxError, UnsupportedError
+from torch_dcpx.errors import DcpxError, OutcomeUnknownError, UnsupportedError
 from torch_dcpx.metadata.file import stored_save_id
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.storage.object_url import location_of
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.running_save import RunningSave, driven
-from torch_dcpx.writer.writer import DcpxWriter, abandon_save
+from torch_dcpx.writer.writer import DcpxWriter
 
 
 class Committed(NamedTuple):
@@ -119,7 +119,8 @@ class SaveRun:
 
     def _place(self) -> Place:
         save, options = self._begun[0], self.writer.options
-        return Place(save.directory or Path(self.path), options.node_local, save.made)
+        location = save.directory or location_of(self.path, options.endpoint)
+        return Place(location, options.node_local, save.made)
 
     def _set_up(self) -> None:
         writer, planner, is_coordinator = self.writer, self.planner, self.exchange.is_coordinator
@@ -172,6 +173,8 @@ class SaveRun:
         return Committed(self.save_id, len(results), len(sizes), sum(sizes))
 
     def _was_committed(self) -> bool:
+        if self._begun[0].is_unsure:  # what the storage shows now is not the last word
+            raise OutcomeUnknownError("the store has not answered the commit")
         return stored_save_id(self._begun[0].directory or self.path) == self.save_id
 
     def cancel(self) -> bool:
@@ -207,3 +210,16 @@ class SaveRun:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.end(error)
+
+
+def abandon_save(writer: DcpxWriter, save: RunningSave, *, removes_files: bool) -> None:
+    """Ends `save`, not committed: frees its locks and the writer, unless that has begun another.
+
+    `removes_files` removes this rank's files that no metadata names: never while the coordinator
+    may still publish them.
+    """
+    own: Any = writer
+    if own._DcpxWriter__save in (None, save):
+        if removes_files:
+            own._DcpxWriter__remove_unpublished()
+        own._DcpxWriter__release()

@@ -100,6 +100,35 @@ class HookedReader(DcpxReader):
         self.__class__ = DcpxReader  # type: ignore[assignment]
 
 
+class HookedUrlWriter(DcpxWriter):
+    """As HookedWriter, made by `FsspecWriter(...)` with an `s3://` URL."""
+
+    dcpx_settings: Settings
+
+    def __init__(
+        self,
+        path: Any,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = 10_000_000,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+    ) -> None:
+        options = _write_options(self.__dict__.pop("dcpx_settings"), None, thread_count)
+        super().__init__(
+            path,
+            single_file_per_rank or options.files_per_rank > 1,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            overwrite=overwrite,
+            _extensions=_extensions,
+            serialization_format=serialization_format,
+            options=options,
+        )
+        self.__class__ = DcpxWriter  # type: ignore[assignment]
+
+
 class HookedStager(DcpxStager, DefaultStager):
     """A DcpxStager that is a DefaultStager to those who ask."""
 
@@ -137,3 +166,9 @@ OURS: dict[type, type] = {
     DefaultLoadPlanner: DcpxLoadPlanner,
     DefaultStager: HookedStager,
 }
+URL_CLASSES: dict[str, type] = {"FsspecWriter": HookedUrlWriter, "FsspecReader": HookedReader}
+
+
+def ours_of(stock: type) -> type:
+    """Returns the class that takes the place of one of DCP's."""
+    return OURS.get(stock) or URL_CLASSES[stock.__name__]

@@ -8,6 +8,8 @@ arguments to a class whose own `__new__` was deleted.
 from __future__ import annotations
 
 import atexit
+import importlib
+import importlib.util
 import inspect
 import logging
 import multiprocessing
@@ -53,6 +55,29 @@ _ROLE_OF: dict[type, str] = {
     DefaultStager: "stager",
 }
 _FORMAT_AT = 8  # the place of `serialization_format` among the arguments of FileSystemWriter
+_URL_FORMAT_AT = 7  # and of FsspecWriter
+_URL_ARGUMENTS = frozenset(
+    {
+        "path",
+        "single_file_per_rank",
+        "sync_files",
+        "thread_count",
+        "per_thread_copy_ahead",
+        "overwrite",
+        "_extensions",
+        "serialization_format",
+    }
+)
+_URL_CLASSES = {"FsspecWriter": "writer", "FsspecReader": "reader"}
+_URL_MODULE = "torch.distributed.checkpoint._fsspec_filesystem"
+
+
+def _url_roles() -> dict[type, str]:
+    """Returns DCP's classes for URLs, where a URL could be one for ours: they need fsspec."""
+    if not all(map(importlib.util.find_spec, ("fsspec", "obstore"))):
+        return {}
+    module = importlib.import_module(_URL_MODULE)
+    return {getattr(module, name): role for name, role in _URL_CLASSES.items()}
 
 
 class _Hook:
@@ -67,9 +92,11 @@ class _Hook:
     def set(self, settings: Settings | None, variables: dict[str, str | None]) -> None:
         """Switches to settings, and gives children these variables."""
         if settings is not None and not self.is_patched:
-            for stock, role in _ROLE_OF.items():
+            for stock, role in (_ROLE_OF | _url_roles()).items():
                 stock.__new__ = staticmethod(_new_of(stock, role))  # type: ignore[method-assign]
                 stock.__signature__ = _Signature()  # type: ignore[attr-defined]
+                if stock.__name__ in _URL_CLASSES:
+                    stock.validate_checkpoint_id = _validation_of(stock, role)  # type: ignore[attr-defined]
             atexit.register(_tell_if_unused, os.getpid())
             self.is_patched = True
         self.settings = settings
@@ -101,9 +128,10 @@ def install(
         torch_dcpx.install()
 
     `FileSystemWriter(...)` then gives a `DcpxWriter`, and so on: in frameworks, in `dcp.save` with
-    only a path, in modules that were imported before. Subclasses stay as they are, and so do a URL
-    as path and SAFETENSORS. Environment variables carry the settings to processes that start from
-    here, where torch switches the hook on as it is imported, unless
+    only a path, in modules that were imported before. `FsspecWriter` and `FsspecReader` of an
+    `s3://` URL give ours, too, where fsspec and obstore are installed. Subclasses stay as they are,
+    and so do other URLs and SAFETENSORS. Environment variables carry the settings to processes that
+    start from here, where torch switches the hook on as it is imported, unless
     TORCH_DEVICE_BACKEND_AUTOLOAD=0. A second call replaces the settings of the first.
 
     Args:
@@ -267,10 +295,12 @@ def _new_of(stock: Any, role: str) -> Callable[..., Any]:
             cls is stock
             and settings is not None
             and role in settings.roles
-            and _is_taken(role, args, kwargs)
+            and _is_taken(stock, role, args, kwargs)
         ):
             settings.check_complete(role)
             made = _made(stock, settings)
+            if stock.__name__ in _URL_CLASSES:  # it is none of them: Python calls no `__init__`
+                made.__init__(*args, **kwargs)
             REPLACED[role] += 1
             logger.debug("%s is %s (%s so far)", stock.__name__, type(made).__name__, REPLACED)
             return made
@@ -283,6 +313,22 @@ def _new_of(stock: Any, role: str) -> Callable[..., Any]:
     return new
 
 
+def _validation_of(stock: Any, role: str) -> Any:
+    """Returns DCP's question whether a class for URLs takes a path. Its own asks fsspec, which
+    needs a package for each store.
+    """
+    own = stock.validate_checkpoint_id
+
+    def validate_checkpoint_id(cls: type, checkpoint_id: Any) -> Any:
+        settings = _hook.settings
+        is_on = cls is stock and settings is not None and role in settings.roles
+        if is_on and isinstance(checkpoint_id, str) and checkpoint_id.startswith("s3://"):
+            return True
+        return own(checkpoint_id)
+
+    return classmethod(validate_checkpoint_id)
+
+
 class _Signature:
     """Gives `inspect.signature(cls)` that of `__init__`, though there is a `__new__`."""
 
@@ -291,23 +337,32 @@ class _Signature:
         return init.replace(parameters=list(init.parameters.values())[1:])
 
 
-def _is_taken(role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call is one for ours: of a path, and of DCP's own format."""
+def _is_taken(stock: type, role: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a call is one for ours: of a path, and of DCP's own format; of DCP's classes
+    for URLs, of `s3://` without settings for fsspec.
+    """
     if role not in ("writer", "reader"):
         return True
     path = args[0] if args else kwargs.get("path")
-    form = args[_FORMAT_AT] if len(args) > _FORMAT_AT else kwargs.get("serialization_format")
-    is_path = isinstance(path, (str, os.PathLike)) and "://" not in os.fsdecode(path)
+    is_for_urls = stock.__name__ in _URL_CLASSES
+    form_at = _URL_FORMAT_AT if is_for_urls else _FORMAT_AT
+    form = args[form_at] if len(args) > form_at else kwargs.get("serialization_format")
+    if not isinstance(path, (str, os.PathLike)):
+        return False
+    text = os.fsdecode(path)
+    is_path = "://" not in text
+    if is_for_urls:
+        is_path = text.startswith("s3://") and kwargs.keys() <= _URL_ARGUMENTS
     return is_path and form in (None, SerializationFormat.TORCH_SAVE)
 
 
 def _made(stock: type, settings: Settings) -> Any:
     """Returns an object of ours without its `__init__`, which Python calls next."""
-    from torch_dcpx.hook.classes import OURS  # loads the engine, at the first use
+    from torch_dcpx.hook.classes import ours_of  # loads the engine, at the first use
 
-    made: Any = object.__new__(OURS[stock])
+    made: Any = object.__new__(ours_of(stock))
     made.dcpx_settings = settings
-    if stock not in (FileSystemWriter, FileSystemReader):
+    if _ROLE_OF.get(stock, "") in ("planners", "stager"):
         made.__init__()  # copies and pickles of stock's set only what stock has
     return made
 

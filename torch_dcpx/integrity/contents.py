@@ -18,9 +18,10 @@ from torch_dcpx.reader.hints import absent, add_repair
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, is_metadata_name
 from torch_dcpx.storage.paths import checked_path
+from torch_dcpx.storage.place import PosixPlace
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
+def open_checkpoint(path: str | os.PathLike[str]) -> PosixPlace:
     """Opens the directory of a checkpoint.
 
     Raises:
@@ -30,7 +31,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Directory:
     """
     text = checked_path(path, "copy or mount it, and name the directory")
     try:
-        return Directory(Path(text))
+        return PosixPlace(Path(text))
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.integrity.contents import commits_among, open_checkpoint
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import LOCK_NAME, METADATA_NAME
+from torch_dcpx.storage.place import PosixPlace
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import saves_elsewhere
 from torch_dcpx.writer.commit import unnamed_files
@@ -74,7 +74,7 @@ def remove_leftovers(path: Path) -> Leftovers:
         return found
 
 
-def _found(directory: Directory) -> Leftovers:
+def _found(directory: PosixPlace) -> Leftovers:
     names = unnamed_files(directory)
     if names is None:
         raise CorruptionError(

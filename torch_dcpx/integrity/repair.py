@@ -44,7 +44,6 @@ from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.hints import beneath, command
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     TOMBSTONE_NAME,
@@ -54,6 +53,7 @@ from torch_dcpx.storage.names import (
     is_rank_lock,
     metadata_name,
 )
+from torch_dcpx.storage.place import PosixPlace
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.writer.commit import publish
 from torch_dcpx.writer.locks import SaveLocks
@@ -161,7 +161,7 @@ class _Made(NamedTuple):
 class _Repair:
     """One repair of one directory. Not thread-safe."""
 
-    _directory: Directory
+    _directory: PosixPlace
     _chosen: Sequence[str] | None  # files that the caller named
     _safe_globals: Sequence[Any]
 

@@ -34,7 +34,6 @@ from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, o
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.hints import beneath, command
-from torch_dcpx.reader.reader import fitting_workers
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,
@@ -42,6 +41,7 @@ from torch_dcpx.storage.names import (
     is_metadata_name,
     is_temporary_name,
 )
+from torch_dcpx.storage.place import fitting_workers
 from torch_dcpx.storage.reader_lock import being_read
 
 logger = logging.getLogger("torch_dcpx")

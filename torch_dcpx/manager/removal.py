@@ -44,6 +44,7 @@ from torch_dcpx.storage.names import (
     is_name_of_open_file,
     is_temporary_name,
 )
+from torch_dcpx.storage.place import PosixPlace
 from torch_dcpx.storage.reader_lock import being_deleted
 from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.storage.save_lock import SaveLock
@@ -98,7 +99,7 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
         _remove_trash(trash)
 
 
-def _empty(root: ManagerRoot, directory: Directory) -> Path | None:
+def _empty(root: ManagerRoot, directory: PosixPlace) -> Path | None:
     """Removes our data files of a directory without `.metadata`, under its locks; then renames it.
 
     Returns the new path, for `_remove_trash` without the locks; None if the directory stays.

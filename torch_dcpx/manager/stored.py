@@ -32,6 +32,7 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.reader import quiet_reader
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
+from torch_dcpx.storage.place import PosixPlace
 from torch_dcpx.storage.system_calls import uninterrupted
 
 Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tags that are not whole, and reasons
@@ -188,7 +189,7 @@ def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, Dat
     return Stored(path.name, path, found.save_id, record), files
 
 
-class OwnDirectory(Directory):
+class OwnDirectory(PosixPlace):
     """An open directory beneath the root, itself no link; the root and its parents may be links."""
 
     FLAGS = Directory.FLAGS | os.O_NOFOLLOW

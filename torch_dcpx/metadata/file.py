@@ -15,7 +15,6 @@ import logging
 import os
 import struct
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -47,8 +46,9 @@ from torch_dcpx.metadata.parts import (
 )
 from torch_dcpx.metadata.stock import load_stock_metadata, pickle_any
 from torch_dcpx.metadata.stock_columns import open_stock_metadata
-from torch_dcpx.storage.directory import Directory, SmallFile
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
+from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.place import SmallContent, open_place
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -131,7 +131,7 @@ def encode_metadata(metadata: Metadata, files: Sequence[FileEntry], save_id: str
 
 
 def decode_metadata(
-    data: bytes | SmallFile,
+    data: bytes | SmallContent,
     path: str,
     *,
     safe_globals: Sequence[Any] = (),
@@ -205,7 +205,7 @@ def decode_columns(columns: ColumnReader) -> CheckpointMetadata | None:
     return _of_columns(columns, None)
 
 
-def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
+def decode_file_names(data: bytes | SmallContent, path: str) -> set[str]:
     """As `decode_metadata`, but returns only the names of the data files."""
     content = Content.of(data)
     with paused_gc():
@@ -218,7 +218,7 @@ def decode_file_names(data: bytes | SmallFile, path: str) -> set[str]:
         return {info.relative_path for info in storage_data.values()}
 
 
-def decode_save_id(data: bytes | SmallFile, path: str) -> str | None:
+def decode_save_id(data: bytes | SmallContent, path: str) -> str | None:
     """Returns the save that wrote a `.metadata` file, None for stock's. Raises as `check_tail`."""
     content = Content.of(data)
     if not has_tail(content):
@@ -227,16 +227,16 @@ def decode_save_id(data: bytes | SmallFile, path: str) -> str | None:
     return optional_str(columns, columns.header, "save_id")
 
 
-def stored_save_id(path: str | os.PathLike[str]) -> str | None:
+def stored_save_id(path: str | os.PathLike[str] | Location) -> str | None:
     """Returns the id of the save that committed the checkpoint in directory `path`.
 
     None: there is no metadata, or stock DCP wrote it. Raises DcpxError where it cannot be read.
     """
-    with Directory(Path(path)) as directory:
-        if not directory.is_regular(METADATA_NAME):
+    with open_place(location_of(path)) as place:
+        if not place.is_regular(METADATA_NAME):
             return None
-        with directory.open_small(METADATA_NAME) as file:
-            return decode_save_id(file, str(directory.path / METADATA_NAME))
+        with place.open_small(METADATA_NAME) as file:
+            return decode_save_id(file, str(place.path / METADATA_NAME))
 
 
 def committed_save_id(path: str | os.PathLike[str]) -> str | None:

@@ -16,6 +16,8 @@ from torch_dcpx._version import __version__
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.metadata.columns import ColumnReader
 from torch_dcpx.storage.directory import SmallFile
+from torch_dcpx.storage.object_place import SmallObject
+from torch_dcpx.storage.place import SmallContent
 from torch_dcpx.unpickle.unpickler import malformed_is_corruption
 
 MAGIC = b"DCPXMETA"
@@ -31,8 +33,8 @@ class Content(NamedTuple):
     part: Callable[[int, int], bytes | memoryview]  # offset, bytes
 
     @classmethod
-    def of(cls, data: bytes | SmallFile) -> Content:
-        if isinstance(data, SmallFile):
+    def of(cls, data: bytes | SmallContent) -> Content:
+        if isinstance(data, SmallFile | SmallObject):
             return cls(data.nbytes, data.part)
         view = memoryview(data)
 

@@ -6,18 +6,14 @@ Files of ours name their save. Others are what they were while their state in th
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx.errors import StorageError
-from torch_dcpx.storage.directory import Directory, storage_error
-
-FileState: TypeAlias = tuple[int, ...]  # differs once a name means another file, or was written to
+from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.place import FileState, open_place
 
 
 class Generation(NamedTuple):
@@ -49,33 +45,20 @@ def check_same_generation(plans: Sequence[LoadPlan]) -> None:
             )
 
 
-def file_state(directory: Directory, name: str) -> FileState:
-    """Returns the state of a file. Raises: StorageError."""
-    try:
-        found = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-    except OSError as error:
-        raise storage_error("stat", directory.path / name, error, is_read=True) from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def file_states(path: str | os.PathLike[str]) -> dict[str, FileState]:
-    """Returns the states of all files in a directory, by name. Raises: StorageError."""
-    states = {}
-    with Directory(Path(path)) as directory:
-        for name in directory.names():
-            with suppress(FileNotFoundError):  # of a save that goes on
-                states[name] = file_state(directory, name)
-    return states
+def file_states(location: Location) -> dict[str, FileState]:
+    """Returns the states of all files of a place, by name. Raises: StorageError."""
+    with open_place(location) as place:
+        return place.states()
 
 
 def check_not_replaced(
-    path: str | os.PathLike[str], states: Mapping[str, FileState], way_out: str = "load it again"
+    location: Location, states: Mapping[str, FileState], way_out: str = "load it again"
 ) -> None:
-    """Raises StorageError unless the files in the directory `path` have these states, by name."""
-    with Directory(Path(path)) as directory:
+    """Raises StorageError unless the files of a place have these states, by name."""
+    with open_place(location) as place:
         for name, state in states.items():
-            if file_state(directory, name) != state:
-                file = str(directory.path / name)
+            if place.state(name) != state:
+                file = str(place.path / name)
                 raise StorageError(
                     f"'{file}' was replaced while it was loaded; no tensor was touched, {way_out}",
                     errno=errno.ESTALE,

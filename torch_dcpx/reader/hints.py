@@ -18,6 +18,7 @@ from torch_dcpx.storage.names import (
     is_data_file_name,
     is_metadata_name,
 )
+from torch_dcpx.storage.object_url import Location, is_url
 
 _MAX_LOOKED_AT = 1000  # entries of a directory
 _MAX_SHOWN = 5
@@ -47,7 +48,7 @@ def absent(path: str | os.PathLike[str]) -> str:
     return text + (f"; '{place.parent}' holds {_named(place.parent, beside)}" if beside else "")
 
 
-def uncommitted(path: Path, names: Sequence[str], wanted: Sequence[str]) -> str:
+def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> str:
     """Returns what a directory without the `wanted` files of metadata holds, and what to do.
 
     Args:
@@ -65,27 +66,33 @@ def uncommitted(path: Path, names: Sequence[str], wanted: Sequence[str]) -> str:
             else "; load_tensors and open_checkpoint take rank=, dcpx inspect, cat and diff --rank"
         )
         return f"{text}, but metadata of {counted(ranks, 'other rank')}{way_out}"
+    if files and is_url(path):
+        return f"{text}, but {counted(files, 'data file')} of an unfinished save"
     if files:
         return (
             f"{text}, but {counted(files, 'data file')} of an unfinished save; if it had ended "
             f"well, {command('repair', path)} makes '{METADATA_NAME}' anew"
         )
-    beneath = _checkpoints_in(path)
-    if not beneath:
+    beneath = _checkpoints_in(path) if isinstance(path, Path) else []
+    if not beneath or not isinstance(path, Path):
         return text
     is_root = POINTER_NAME in names
     root = "; CheckpointManager.resume takes the newest of them" if is_root else ""
     return f"{text}, but {_named(path, beneath)}{root}"
 
 
-def add_repair(error: CorruptionError, directory: Path, names: Sequence[str]) -> None:
+def add_repair(error: CorruptionError, directory: Location, names: Sequence[str]) -> None:
     """Adds to the error of damaged metadata the command that may mend it."""
+    if is_url(directory):
+        return  # it mends directories alone
     if any(map(is_data_file_name, names)) and not isinstance(error, UnsafePickleError):
         error.message += f"; {command('repair', directory)} makes it anew if torch-dcpx wrote it"
 
 
 def add_verify(error: BaseException, directory: str) -> None:
     """Adds to the error of a damaged or missing data file the command that lists all damage."""
+    if is_url(directory):
+        return  # it looks into directories alone
     is_lost = isinstance(error, StorageError) and error.errno == errno.ENOENT
     if isinstance(error, DcpxError) and (is_lost or isinstance(error, CorruptionError)):
         error.message += f"; {command('verify', directory)} lists all damage"

@@ -32,20 +32,24 @@ from torch_dcpx.reader.rows import stored_dtype
 from torch_dcpx.reader.safetensors import Safetensors, find_files, read_safetensors
 from torch_dcpx.reader.torch_file import TorchFile, read_torch_file
 from torch_dcpx.storage.names import TORCH_SUFFIXES
+from torch_dcpx.storage.object_url import is_url
+from torch_dcpx.storage.paths import checked_location
 
 
 class PretrainedReader(DcpxReader):
     """A DcpxReader that also reads the files of safetensors or torch.save that a path means."""
 
     def __init__(self, path: str | os.PathLike[str], *, options: ReadOptions | None = None) -> None:
-        """Reads `path`: a directory of any kind, a file of safetensors or torch.save, or an index.
+        """Reads `path`: a directory of any kind, a file of safetensors or torch.save, or an index;
+        at an `s3://` URL a checkpoint.
 
         Raises:
             NotCommittedError, StorageError: there is nothing to read.
-            UnsupportedError: a URL.
+            UnsupportedError: another URL.
         """
-        DcpxReader(path)  # refuses an argument that is no path before a look at the disk
-        directory, file_name = find_files(Path(path)) or (path, None)
+        text = checked_location(path, "mount it, and name the directory")
+        found = None if is_url(text) else find_files(Path(text))
+        directory, file_name = found or (path, None)
         super().__init__(directory, options=options)
         self._file_name = file_name
         self._held: Safetensors | TorchFile | None = None

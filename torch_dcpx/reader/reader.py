@@ -15,13 +15,10 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
-import os
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
@@ -34,7 +31,6 @@ from torch_dcpx._arguments import check_options, check_part
 from torch_dcpx._compat import is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 from torch_dcpx._hooks import is_own, refuse_bypassed
-from torch_dcpx._native import _C
 from torch_dcpx._text import counted
 from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
@@ -45,14 +41,21 @@ from torch_dcpx.reader.generation import Generation, check_same_generation
 from torch_dcpx.reader.hints import absent, add_repair, add_verify, uncommitted
 from torch_dcpx.reader.locate import Found, locate_items, refuse_foreign_places
 from torch_dcpx.reports import ReadReport, loaded_line
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME
-from torch_dcpx.storage.paths import AnyPath, checked_path, metadata_file
+from torch_dcpx.storage.object_files import set_location
+from torch_dcpx.storage.object_url import location_of
+from torch_dcpx.storage.paths import (
+    AnyPath,
+    absolute_text,
+    checked_location,
+    metadata_file,
+)
+from torch_dcpx.storage.place import Place, open_place
 from torch_dcpx.storage.reader_lock import ReadersHold
 
 logger = logging.getLogger("torch_dcpx")
 
-WAY_OUT = "DcpxReader reads mounted file systems. Use torch's FsspecReader"
+WAY_OUT = "DcpxReader reads mounted file systems and s3://. Use torch's FsspecReader"
 _REGISTRY_HOOKS = ("from_descriptor_list",)
 # With these a subclass can change the planner's plan.
 _PLAN_HOOKS = ("prepare_local_plan", "prepare_global_plan", "read_data")
@@ -77,19 +80,22 @@ class DcpxReader(FileSystemReader):
         """Reads the checkpoint in directory `path`.
 
         Args:
-            path: directory of the checkpoint.
+            path: directory of the checkpoint, or "s3://bucket/prefix" with the extra
+                torch-dcpx[s3] (docs/object_stores.md).
             _extension_registry: stream extensions, as stock's.
             options: see `ReadOptions`.
 
         Raises:
             OptionError: a path that no system call takes, or another wrong argument.
-            UnsupportedError: a URL as path, or a subclass that overrides what would not be called
-                (docs/options.md).
+            UnsupportedError: another URL, s3:// without its extra, or a subclass that overrides
+                what would not be called (docs/options.md).
         """
         check_part("_extension_registry", _extension_registry, ExtensionRegistry, _REGISTRY_HOOKS)
         check_options("options", options, ReadOptions)
-        super().__init__(checked_path(path, WAY_OUT), _extension_registry)
+        text = checked_location(path, WAY_OUT)
+        super().__init__(text, _extension_registry)
         self.options = options if options is not None else ReadOptions()
+        set_location(self, text, self.options.endpoint)
         self.last_report: ReadReport | None = None
         self.__checkpoint: CheckpointMetadata | None = None
         self.__generation: Generation | None = None
@@ -111,7 +117,10 @@ class DcpxReader(FileSystemReader):
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """Starts another load, of `checkpoint_id` where given. Raises: as the constructor."""
-        super().reset(checked_path(checkpoint_id, WAY_OUT) if checkpoint_id else None)
+        target = checked_location(checkpoint_id, WAY_OUT) if checkpoint_id else None
+        super().reset(target)
+        if target:
+            set_location(self, target, self.options.endpoint)
         self.__checkpoint = self.__generation = None
         self.__kept_error = None
         self.__pause.end()
@@ -149,7 +158,7 @@ class DcpxReader(FileSystemReader):
         self.__kept_error = None
         self.__checkpoint = checkpoint
         save_id = checkpoint.save_id if rank is None else "rank-local"
-        self.__generation = Generation(os.path.abspath(self.path), save_id)  # noqa: PTH100
+        self.__generation = Generation(absolute_text(self.path), save_id)
         metadata = checkpoint.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -219,7 +228,7 @@ class DcpxReader(FileSystemReader):
             try:
                 if found is not None and is_own(self, DcpxReader, *_PLAN_HOOKS):
                     name = metadata_file(self, None if self.use_collectives else self.rank)
-                    path = str(Path(self.path) / name)
+                    path = str(location_of(self.path) / name)
                     is_tiled = check_coverage(plan.items, planner, path, type(self).__name__)
                 found = found or self.__find(plan.items)
                 own = self.__checkpoint
@@ -269,18 +278,9 @@ class DcpxReader(FileSystemReader):
     def __find(self, items: Sequence[ReadItem]) -> Found:
         """Opens the files of all items, and finds each item in its file."""
         table = self.__checkpoint.files if self.__checkpoint else None
-        with self.__open() as directory:
-            path = str(directory.path)
-            job = _C.ReadJob(
-                dir_fd=directory.fd,
-                dir_path=os.fsencode(directory.path),
-                workers=fitting_workers(self.options.resolved_workers()),
-                slot_bytes=self.options.slot_bytes,
-                use_direct=self.options.direct_io,
-                verify=self.options.verify == "blocks",
-                max_open_files=_max_open_files(),
-                max_slots=self.options.host_memory_bytes // self.options.slot_bytes,
-            )
+        with self.__open() as place:
+            path = str(place.path)
+            job = place.read_job(self.options)
             try:
                 return locate_items(job, items, self.storage_data, table, path)
             except BaseException as error:
@@ -298,14 +298,14 @@ class DcpxReader(FileSystemReader):
         found, self.__found = self.__found, None
         serving = None
         if found is not None and items is not None:
-            serving = found.serving(items, str(Path(self.path)), self.storage_data)
+            serving = found.serving(items, str(location_of(self.path)), self.storage_data)
         if found is not None and serving is None:
             found.job.close()
         return serving
 
-    def __open(self) -> Directory:
+    def __open(self) -> Place:
         try:
-            return Directory(Path(self.path))
+            return open_place(location_of(self.path, self.options.endpoint))
         except StorageError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
@@ -315,26 +315,26 @@ class DcpxReader(FileSystemReader):
     def __read_checkpoint(self, rank: int | None) -> CheckpointMetadata:
         refuse_bypassed(self, DcpxReader)
         name = metadata_file(self, rank)
-        with self.__open() as directory:
+        with self.__open() as place:
             try:
-                with directory.open_small(name) as file:
+                with place.open_small(name) as file:
                     return decode_metadata(
                         file,
-                        str(directory.path / name),
+                        str(place.path / name),
                         safe_globals=self.options.safe_globals,
                         trusted=self.options.trusted,
                     )
             except CorruptionError as error:
-                add_repair(error, directory.path, directory.names())
+                add_repair(error, place.path, place.names())
                 raise
             except StorageError as error:
                 if error.errno != errno.ENOENT:
                     raise
                 wanted = (name,) if rank is None else (METADATA_NAME, name)
                 raise NotCommittedError(
-                    uncommitted(directory.path, directory.names(), wanted),
+                    uncommitted(place.path, place.names(), wanted),
                     errno=errno.ENOENT,
-                    path=str(directory.path / name),
+                    path=str(place.path / name),
                 ) from error
 
     def __check_not_replaced(self, error: StorageError) -> None:
@@ -354,26 +354,6 @@ class DcpxReader(FileSystemReader):
                 path=error.path,
                 touched=touched,
             ) from error
-
-
-def _free_descriptors() -> int:
-    """Returns how many more files the process may open."""
-    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft_limit == resource.RLIM_INFINITY:
-        return 1 << 30
-    return max(0, soft_limit - len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - ten times as fast
-
-
-def _max_open_files() -> int:
-    """Returns how many data files may stay open: half of what the process may open still."""
-    return min(4096, _free_descriptors() // 2)
-
-
-def fitting_workers(workers: int) -> int:
-    """Returns how many workers a job may have: each may open a file twice, all together half of
-    what the process may open. The other half is for data files that stay open.
-    """
-    return max(1, min(workers, _free_descriptors() // 4 - 1))
 
 
 def _empty_metadata() -> Metadata:

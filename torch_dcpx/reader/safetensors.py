@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
-from torch_dcpx.reader.generation import file_state
 from torch_dcpx.reader.hints import absent, uncommitted
 from torch_dcpx.reader.safetensors_header import (
     LENGTH_BYTES,
@@ -23,6 +22,7 @@ from torch_dcpx.reader.safetensors_header import (
 )
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import ARTIFACT_SUFFIXES, METADATA_NAME
+from torch_dcpx.storage.place import FileState, PosixPlace
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -44,7 +44,7 @@ class Safetensors(NamedTuple):
     directory: Path
     tensors: dict[str, StoredTensor]
     digest: str  # of all headers
-    files: dict[str, tuple[int, ...]]  # by name, `file_state`
+    files: dict[str, FileState]  # by name
 
 
 def find_files(path: Path) -> tuple[Path, str] | None:
@@ -95,13 +95,13 @@ def read_safetensors(directory_path: Path, name: str) -> Safetensors:
         CorruptionError: headers or the index are not what they may be; a link or a FIFO.
         StorageError: a file cannot be read.
     """
-    with Directory(directory_path) as directory:
+    with PosixPlace(directory_path) as directory:
         weight_map = read_index(directory, name) if name.endswith(".json") else None
         held: dict[str, dict[str, StoredTensor]] = {}
         seen = {}
         digest = hashlib.sha256()
         for file in [name] if weight_map is None else sorted(set(weight_map.values())):
-            seen[file] = file_state(directory, file)
+            seen[file] = directory.state(file)
             held[file], header = read_header(directory, file)
             digest.update(header)
     if weight_map is None:

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torch_dcpx._compat import dtype_name
 from torch_dcpx.errors import CorruptionError, UnsafePickleError, UnsupportedError
-from torch_dcpx.reader.generation import FileState, file_state
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.rows import span_elems
 from torch_dcpx.reader.safetensors_header import MAX_FILE_TENSORS
-from torch_dcpx.storage.directory import Directory, SmallFile
+from torch_dcpx.storage.directory import SmallFile
+from torch_dcpx.storage.place import FileState, PosixPlace
 from torch_dcpx.unpickle.byte_items import OBJECTS
 from torch_dcpx.unpickle.settle import Settler, build_user_object, refuse
 from torch_dcpx.unpickle.torch_objects import StorageRef, storage_ref
@@ -62,8 +62,8 @@ def read_torch_file(directory_path: Path, name: str, safe_globals: Sequence[Any]
         StorageError: it cannot be read.
     """
     path = str(directory_path / name)
-    with Directory(directory_path) as directory, directory.open_regular(name) as file:
-        state = file_state(directory, name)
+    with PosixPlace(directory_path) as directory, directory.open_regular(name) as file:
+        state = directory.state(name)
         records = _Records(file)
         held = file.part(*records.place(_PICKLE, _MAX_PICKLE_BYTES))
         own = user_globals(safe_globals, build_user_object)

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.storage.system_calls import (
@@ -26,6 +26,7 @@ from torch_dcpx.storage.system_calls import (
 
 _Asked = TypeVar("_Asked")
 _Found = TypeVar("_Found")
+_Own = TypeVar("_Own", bound="Directory")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview  # of bytes
 
@@ -150,7 +151,7 @@ def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
     return made
 
 
-def look_into(path: Path, look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
+def look_into(path: os.PathLike[str], look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
     """Returns `look(asked)`, code of stock's; an OSError of it becomes a StorageError."""
     try:
         return uninterrupted(look, asked)
@@ -223,7 +224,7 @@ class Directory:
         except OSError as error:
             raise storage_error("open directory", path, error, is_read=True) from error
 
-    def __enter__(self) -> Directory:
+    def __enter__(self: _Own) -> _Own:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -357,3 +358,15 @@ class Directory:
                     _fsync_entries(fd, self.path.parent)
         finally:
             close_read(fd, self.path.parent)
+
+
+class _Unlinks(Protocol):
+    def unlink(self, name: str) -> None: ...
+
+
+def remove_leftover(directory: _Unlinks, name: str) -> None:
+    """Removes a file of a save whose own error is on its way: an error in here is only logged."""
+    try:
+        directory.unlink(name)
+    except StorageError as error:
+        logger.warning("leftover of a failed save stays: %s", str(error))

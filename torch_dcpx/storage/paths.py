@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch_dcpx._arguments import check_type
 from torch_dcpx.errors import OptionError, UnsupportedError, must_be
 from torch_dcpx.storage.names import metadata_name
+from torch_dcpx.storage.object_store import import_obstore
+from torch_dcpx.storage.object_url import (
+    SCHEME,
+    Location,
+    ObjectUrl,
+    check_url,
+    is_url,
+    location_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -53,6 +62,21 @@ def checked_path(path: AnyPath, way_out: str, name: str = "path") -> str:
     return text
 
 
+def checked_location(path: AnyPath, way_out: str, name: str = "path") -> str:
+    """Returns a path as `checked_path` does, or an `s3://` URL.
+
+    Raises as `checked_path`, for other URLs too, and as `check_url`; UnsupportedError: obstore,
+    which speaks to the store, is not installed.
+    """
+    check_type(name, path, (str, bytes, os.PathLike), "a path")
+    text = str(path) if isinstance(path, ObjectUrl) else path
+    if isinstance(text, str) and text.startswith(SCHEME):
+        check_url(text, name)
+        import_obstore()
+        return text.rstrip("/")
+    return checked_path(path, way_out, name)
+
+
 def _no_path(name: str, text: str, why: str) -> OptionError:
     return OptionError(f"{name}={text!r} {why}", option=name, value=text)
 
@@ -70,9 +94,9 @@ def metadata_file(reader: FileSystemReader, rank: int | None) -> str:
 
     Raises UnsupportedError if an overridden `_get_metadata_path` leads outside of it.
     """
-    given, directory = Path(reader._get_metadata_path(rank)), Path(reader.path)
+    given, directory = location_of(reader._get_metadata_path(rank)), location_of(reader.path)
     if given.is_relative_to(directory):
-        name = given.relative_to(directory)
+        name = given.relative_to(directory)  # type: ignore[arg-type]
         if name.parts and ".." not in name.parts:
             return str(name)
     raise UnsupportedError(
@@ -86,7 +110,8 @@ def refuse_other_metadata_file(writer: FileSystemWriter, rank: int | None) -> No
 
     A save knows by the names of metadata files which data files it may remove.
     """
-    given, stock = Path(writer._get_metadata_path(rank)), Path(writer.path) / metadata_name(rank)
+    given = location_of(writer._get_metadata_path(rank))
+    stock = location_of(writer.path) / metadata_name(rank)
     if given != stock:
         raise UnsupportedError(
             f"{type(writer).__name__} overrides `_get_metadata_path` with '{given}'; DcpxWriter "
@@ -114,6 +139,11 @@ def absolute(path: str | os.PathLike[str]) -> str:
     return text if os.path.isabs(text) else os.path.join(_here() or "", text)  # noqa: PTH117,PTH118
 
 
+def absolute_text(path: str | os.PathLike[str]) -> str:
+    """Returns a path or URL as all ranks may name it, without links followed."""
+    return os.fspath(path) if is_url(path) else os.path.abspath(path)  # noqa: PTH100
+
+
 class PathAnchor:
     """The directory that a writer's relative path means, also after a `chdir` of the process.
 
@@ -124,12 +154,12 @@ class PathAnchor:
     """
 
     def __init__(self) -> None:
-        self._path: Path | None = None
+        self._path: Location | None = None
         self._base: str | None = None
         self._seen_by = (0, 0)
         self._staged: tuple[tuple[int, int], str | None] | None = None  # by whom, and where
 
-    def see(self, path: Path) -> Path:
+    def see(self, path: Location) -> Location:
         """Notes where the caller of the writer is. Returns the directory of `path`."""
         caller = _caller()
         staged = None
@@ -140,20 +170,22 @@ class PathAnchor:
             self._seen_by, self._base = staged or (caller, _here())
         return self.directory(path)
 
-    def stage(self, path: Path) -> None:
+    def stage(self, path: Location) -> None:
         """As `see`; the next path that another thread or process sees counts from here, too."""
         self.see(path)
         self._staged = _caller(), _here()
 
-    def directory(self, path: Path) -> Path:
+    def directory(self, path: Location) -> Location:
         """Returns the directory of `path`, absolute if `see` has noted it."""
-        return path if self._base is None or path != self._path else Path(self._base, path)
+        if self._base is None or path != self._path or isinstance(path, ObjectUrl):
+            return path
+        return Path(self._base, path)
 
     @contextmanager
     def applied(self, owner: Any) -> Iterator[None]:
         """Sets `owner.path` to the directory in the block: stock's hooks look where ours do."""
         given = owner.path
-        owner.path = self.directory(Path(given))
+        owner.path = self.directory(location_of(given))
         try:
             yield
         finally:

@@ -23,6 +23,7 @@ from torch_dcpx._compat import saved_through
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.options import ProgressFunction
+from torch_dcpx.storage.object_url import Location
 
 _MAX_LOOKS = 1000
 _CHECK_S = 1.0
@@ -60,7 +61,8 @@ class RunningSave:
 
     def __init__(self, writer: object) -> None:
         self.save_id = uuid.uuid4().hex  # "" on a follower that does not know the coordinator's
-        self.directory: Path | None = None  # where it saves to, once the writer knows
+        self.directory: Location | None = None  # where it saves to, once the writer knows
+        self.is_unsure = False  # a commit that nobody has answered may still be done
         self.made: list[Path] = []  # directories that it made, the outermost first
         self.thread = threading.current_thread()
         begun = getattr(_driving, "begun", None)

@@ -19,14 +19,16 @@ import socket
 import stat
 import weakref
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.names import TRASH_PREFIX
-from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.system_calls import close_read, moved
+
+if TYPE_CHECKING:
+    from torch_dcpx.storage.running_save import RunningSave
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -3,7 +3,8 @@
 1. Check that every chunk and every bytes entry of the metadata has exactly one result, inside its
    file by the file table's size. Else nothing is published.
 2. Write `.metadata` under a name of its own, fsync it, rename it over the old one, and fsync the
-   directory. The rename is the commit.
+   directory. The rename is the commit. In a store it is one PUT, on the condition that nothing else
+   was put there since the save began.
 3. Remove data files that the replaced metadata named, rank-local metadata that a global checkpoint
    replaces, and leftovers that no metadata names. The new checkpoint is durable by then: a failure
    is logged, and the next save, which removes leftovers first, tries again.
@@ -23,17 +24,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx.errors import DcpxError, PlanError, StorageError, UnsupportedError
-from torch_dcpx.metadata.file import decode_file_names, encode_pieces
+from torch_dcpx.metadata.file import decode_file_names, decode_save_id, encode_pieces
 from torch_dcpx.ranks.plan_wire import pack_results, unpack_results
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     FileEntry,
     is_data_file_name,
     is_metadata_name,
     is_temporary_name,
-    temporary_name,
 )
+from torch_dcpx.storage.place import Place, SmallContent
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -150,66 +150,53 @@ def _refuse(
     raise PlanError(f"'{fqn}' at offset {offset} was written but is not in the metadata", fqn=fqn)
 
 
-def refuse_beside_global(directory: Directory) -> None:
+def refuse_beside_global(place: Place) -> None:
     """Raises UnsupportedError for a rank-local save beside a checkpoint of all ranks."""
-    if METADATA_NAME in directory.names():
+    if METADATA_NAME in place.names():
         raise UnsupportedError(
-            f"'{directory.path}' holds a checkpoint of all ranks ('{METADATA_NAME}'), which "
+            f"'{place.path}' holds a checkpoint of all ranks ('{METADATA_NAME}'), which "
             "every load would prefer to the rank-local one (use_collectives=False): save it "
             "to another directory"
         )
 
 
-def check_present(directory: Directory, own_files: Iterable[str]) -> None:
+def check_present(place: Place, own_files: Iterable[str]) -> None:
     """Raises StorageError where a file that this rank wrote is gone."""
-    for path in own_files:
-        if not directory.is_regular(path):
-            raise StorageError(
-                f"'{directory.path / path}' was written by this save and is gone: something "
-                "else removes files here; nothing is published",
-                errno=errno.ENOENT,
-                path=str(directory.path / path),
-            )
+    for path in place.missing(list(own_files))[:1]:
+        raise StorageError(
+            f"'{place.path / path}' was written by this save and is gone: something "
+            "else removes files here; nothing is published",
+            errno=errno.ENOENT,
+            path=str(place.path / path),
+        )
 
 
 def publish(
-    directory: Directory,
+    place: Place,
     name: str,
     metadata: Metadata,
     files: Sequence[FileEntry],
     save_id: str,
     *,
     is_durable: bool,
+    lock: Any = None,
 ) -> None:
-    """Commits `metadata` under `name`.
+    """Commits `metadata` under `name`; `lock` is that of the place's `locks`.
 
     Raises:
         PlanError: it cannot be represented; nothing was published.
-        StorageError: it could not be written, and the previous metadata is still in place; or the
-            last fsync failed, and a power cut may leave the one or the other.
+        StorageError, OutcomeUnknownError: as the place's `publish`.
     """
     pieces = encode_pieces(metadata, files, save_id)
-    temporary = temporary_name(name)
-    try:
-        directory.create(temporary, pieces, is_durable=is_durable)
-        directory.rename(temporary, name)
-    except BaseException:
-        remove_leftover(directory, temporary)
-        raise
-    if is_durable:
-        directory.sync()
 
+    def is_own(file: SmallContent) -> bool:
+        return decode_save_id(file, str(place.path / name)) == save_id
 
-def remove_leftover(directory: Directory, name: str) -> None:
-    """Removes a file of a save whose own error is on its way: an error in here is only logged."""
-    try:
-        directory.unlink(name)
-    except StorageError as error:
-        logger.warning("leftover of a failed save stays: %s", str(error))
+    place.publish(name, pieces, is_durable=is_durable, lock=lock, is_own=is_own)
 
 
 def commit(
-    directory: Directory,
+    place: Place,
     name: str,
     metadata: Metadata,
     files: Sequence[FileEntry],
@@ -218,46 +205,48 @@ def commit(
     is_durable: bool,
     takes_over_rank_local: bool,
     leftovers: Leftovers,
+    lock: Any = None,
 ) -> None:
     """Publishes `metadata` under `name`, and removes the files that it replaces.
 
     Args:
         takes_over_rank_local: remove rank-local metadata as well.
         leftovers: whose files of failed saves to remove as well.
+        lock: as in `publish`.
 
     Raises as `publish`.
     """
-    replaced = (directory.is_regular(name) and referenced_files(directory, name)) or set()
-    publish(directory, name, metadata, files, save_id, is_durable=is_durable)
+    replaced = (place.is_replacing(name, lock) and referenced_files(place, name)) or set()
+    publish(place, name, metadata, files, save_id, is_durable=is_durable, lock=lock)
     if takes_over_rank_local:
-        replaced |= take_over_rank_local(directory)
-    remove_replaced(directory, replaced, leftovers, {name: [file.path for file in files]})
+        replaced |= take_over_rank_local(place)
+    remove_replaced(place, replaced, leftovers, {name: [file.path for file in files]})
 
 
-def referenced_files(directory: Directory, name: str) -> set[str] | None:
+def referenced_files(place: Place, name: str) -> set[str] | None:
     """Returns the data files that a metadata file names; None where it cannot be read.
 
     Leaves out all but plain names beneath the directory, so that metadata from elsewhere cannot
     make a removal reach outside.
     """
     try:
-        with directory.open_small(name) as file:
-            paths = decode_file_names(file, str(directory.path / name))
+        with place.open_small(name) as file:
+            paths = decode_file_names(file, str(place.path / name))
     except DcpxError as error:
         logger.warning("what '%s' names is not removed: %s", name, str(error))
         return None
     return {path for path in paths if is_data_file_name(path)}
 
 
-def take_over_rank_local(directory: Directory) -> set[str]:
+def take_over_rank_local(place: Place) -> set[str]:
     """Removes `__{rank}.metadata` of saves that a global checkpoint has replaced, and returns the
     data files that they named. One that cannot be read stays, and so do its data files.
     """
     replaced: set[str] = set()
     try:
-        for name in filter(is_metadata_name, directory.names()):
-            if name != METADATA_NAME and (files := referenced_files(directory, name)) is not None:
-                directory.unlink(name)
+        for name in filter(is_metadata_name, place.names()):
+            if name != METADATA_NAME and (files := referenced_files(place, name)) is not None:
+                place.unlink(name)
                 replaced |= files
     except StorageError as error:
         logger.warning("rank-local metadata of a replaced checkpoint stay: %s", str(error))
@@ -265,7 +254,7 @@ def take_over_rank_local(directory: Directory) -> set[str]:
 
 
 def remove_replaced(
-    directory: Directory,
+    place: Place,
     replaced: set[str],
     leftovers: Leftovers,
     published: Mapping[str, Iterable[str]] | None = None,
@@ -280,16 +269,14 @@ def remove_replaced(
         published: files that the caller's metadata names, by its own name: it is not read again.
     """
     try:
-        found = unnamed_files(directory, replaced, leftovers, published)
-        for name in sorted(found or ()):
-            if directory.is_regular(name):
-                directory.unlink(name)
+        found = unnamed_files(place, replaced, leftovers, published)
+        place.unlink_all(sorted(found or ()))
     except StorageError as error:
         logger.warning("files of a replaced checkpoint stay: %s", str(error))
 
 
 def unnamed_files(
-    directory: Directory,
+    place: Place,
     replaced: Iterable[str] = (),
     leftovers: Leftovers = "everybody",
     published: Mapping[str, Iterable[str]] | None = None,
@@ -299,7 +286,9 @@ def unnamed_files(
     None: some metadata cannot be read, and may name any of them. Args: as `remove_replaced`.
     """
     known = published or {}
-    names = directory.names()
+    if leftovers == "nobody" and not replaced:
+        return set()
+    names = place.names()
     own: tuple[str, ...] = ()
     if leftovers == "everybody":
         own = ("__", ".metadata.")
@@ -311,23 +300,22 @@ def unnamed_files(
     if not candidates:
         return candidates
     for name in filter(is_metadata_name, names):
-        files = set() if name in known else referenced_files(directory, name)
+        files = set() if name in known else referenced_files(place, name)
         if files is None:
             return None
         candidates -= files
     return candidates
 
 
-def remove_unpublished(directory: Directory, name: str, own_files: Iterable[str]) -> None:
+def remove_unpublished(place: Place, name: str, own_files: Iterable[str]) -> None:
     """Removes this rank's files of a save that was not committed under `name`.
 
     The directory says whether it was, not the error: a rename that reports a failure may have
     happened. Failures are logged; the save's own error is on its way.
     """
     try:
-        named = referenced_files(directory, name) if name in directory.names() else set()
-        for path in own_files:
-            if named is not None and path not in named:
-                directory.unlink(path)
+        named = referenced_files(place, name) if name in place.names() else set()
+        if named is not None:
+            place.unlink_all(path for path in own_files if path not in named)
     except StorageError as error:
         logger.warning("leftovers of a failed save stay: %s", str(error))

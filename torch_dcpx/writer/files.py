@@ -9,7 +9,6 @@ written and its temporaries are dropped.
 from __future__ import annotations
 
 import math
-import os
 import secrets
 from collections.abc import Iterable
 from itertools import repeat
@@ -22,10 +21,10 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.reports import WriteReport
-from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.directory import remove_leftover
 from torch_dcpx.storage.names import FileEntry, data_file_names
+from torch_dcpx.storage.place import Place
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.writer.commit import remove_leftover
 from torch_dcpx.writer.items import Split, planned_bytes
 from torch_dcpx.writer.progress import WriteProgress
 from torch_dcpx.writer.rows import WriteRow, stored_bytes, write_results
@@ -66,7 +65,7 @@ class Written(NamedTuple):
 
 
 def write_files(
-    directory: Directory,
+    place: Place,
     split: Split,
     table: WriteTable,
     options: WriteOptions,
@@ -75,51 +74,52 @@ def write_files(
     prefix: str,
     rank: int,
     save_id: bytes,
-    is_fresh: bool,
     window_bytes: int,
 ) -> Written:
-    """Writes a split plan to new files beneath `directory`, fsynced with it if `options` say so.
+    """Writes a split plan to new files of a place, durably if `options` say so.
 
     Args:
         prefix: DCP's storage prefix of the rank, `__{rank}_`.
         rank, save_id: for the footers.
-        is_fresh: the directory holds no metadata, so the files may have stock's names.
         window_bytes: bound on temporaries alive at one time.
 
     Raises:
         StorageError: a write failed; the new files are removed.
         StagingError: likewise for a copy from a device.
     """
-    job = _C.WriteJob(
-        dir_fd=directory.fd,
-        dir_path=os.fsencode(directory.path),
-        workers=options.resolved_workers(),
-        segment_bytes=options.slot_bytes,
-        use_direct=options.direct_io,
-        is_durable=options.durability == "full",
-        files_at_once=options.files_per_rank,
-        in_place=options.in_place,
-        memory_bytes=options.resolved_memory_bytes(),
-    )
+    is_fresh = place.is_fresh()
+    job = place.write_job(options)
+    first_names = []
     for index in range(split.files[-1] + 1 if split.files else 0):
         file_id = secrets.token_bytes(16)
         names = data_file_names(prefix, index, file_id, is_fresh=is_fresh)
         job.add_file(list(names), file_id, rank, save_id)
+        first_names.append(names[0])
+    planned = [0] * len(first_names)
+    for item, file in zip(*split, strict=True):
+        planned[file] += planned_bytes(item)
     try:
         progress.start()
-        placed = _write_windows(job, split, table, progress, window_bytes)
-        if split.items and options.durability == "full":
-            directory.sync()
+        progress.is_ahead = place.is_object
+
+        def poll() -> None:
+            progress.tell(job.report()["done_bytes"])
+
+        with place.writing(job, first_names, planned, options, poll) as more:
+            placed = _write_windows(job, split, table, progress, window_bytes)
         files = [FileEntry(*row, save_id) for row in job.results()]
         paths = [files[file].path for file in split.files]
         with paused_gc():
             results = write_results(split.items, paths, *placed, table.descriptors)
         progress.finish()
-        return Written(results, files, job.report(), progress.done_bytes)
+        counters = job.report()
+        for name, value in more.items():
+            counters[name] += value
+        return Written(results, files, counters, progress.done_bytes)
     except BaseException:
         job.abandon()  # a traceback may keep the job alive, and with it the space of its files
         for name in job.created():
-            remove_leftover(directory, name)
+            remove_leftover(place, name)
         raise
 
 
@@ -143,6 +143,7 @@ class _Window:
         self._made_ratio = 1.0  # bytes that the planner made to bytes planned: the most so far
         self._rows: list[WriteRow] = []
         self._owners: list[object] = []
+        self._temporary: list[int] = []  # numbers of rows whose memory goes with the window
         self._used_bytes = 0
 
     def add_row(self, row: WriteRow) -> None:
@@ -162,6 +163,7 @@ class _Window:
         if announced_bytes:
             self._made_ratio = max(self._made_ratio, cost / announced_bytes)
         self._make_room(cost)
+        self._temporary.append(len(self._rows))
         self._rows.append(resolved.row)
         self._owners.append(resolved.owner)
         self._used_bytes += cost
@@ -178,7 +180,12 @@ class _Window:
         with self._progress.window(list(map(stored_bytes, self._rows))) as tell:
             try:
                 offsets, lengths = self._job.write(
-                    self._rows, self._table.types, is_final=is_final, progress=tell, after=after
+                    self._rows,
+                    self._table.types,
+                    is_final=is_final,
+                    progress=tell,
+                    after=after,
+                    temporary=self._temporary,
                 )
             except BaseException:
                 if after is not None:  # the caller may free what a device still reads
@@ -188,7 +195,7 @@ class _Window:
             device_memory.log_warning()
         self.placed[0].extend(offsets)
         self.placed[1].extend(lengths)
-        self._rows, self._owners, self._used_bytes = [], [], 0
+        self._rows, self._owners, self._temporary, self._used_bytes = [], [], [], 0
 
 
 def _write_windows(

@@ -6,8 +6,9 @@ lock and holds one of its own. Followers hold none.
 
 from __future__ import annotations
 
-from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import LOCK_NAME, rank_lock_name
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.storage.object_place import ObjectClaim
+from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import SaveLock
 from torch_dcpx.writer.commit import Leftovers, remove_replaced
@@ -17,15 +18,26 @@ class SaveLocks:
     """None to begin with; taken once a save, released in the end. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._locks: list[SaveLock] = []
+        self._locks: list[SaveLock | ObjectClaim] = []
         self._rank: int | None = None  # whose lock of its own is among them
 
-    def take(self, directory: Directory, save: RunningSave, rank: int | None = None) -> None:
-        """Takes the directory's lock, or with `rank` both of that rank. Raises as `SaveLock`."""
+    def take(
+        self,
+        place: Place,
+        save: RunningSave,
+        rank: int | None = None,
+        options: WriteOptions | None = None,
+    ) -> None:
+        """Takes the place's lock, or with `rank` both of that rank. Raises as its `locks`."""
         self._rank = rank
-        self._locks.append(SaveLock(directory, LOCK_NAME, save, is_shared=rank is not None))
-        if rank is not None:
-            self._locks.append(SaveLock(directory, rank_lock_name(rank), save))
+        is_conditional = options is None or options.conditional_commit
+        for lock in place.locks(save, rank, is_conditional=is_conditional):
+            self._locks.append(lock)
+
+    @property
+    def last(self) -> SaveLock | ObjectClaim | None:
+        """The lock that a commit needs."""
+        return self._locks[-1] if self._locks else None
 
     def release(self, *, has_ended_well: bool) -> None:
         """Gives all back; safe to call twice."""
@@ -48,23 +60,23 @@ class SaveLocks:
             return "nobody"
         return "everybody" if self._rank is None else self._rank
 
-    def tidy(self, directory: Directory, name: str, *, is_durable: bool) -> None:
+    def tidy(self, place: Place, name: str, *, is_durable: bool) -> None:
         """Removes leftovers of a save that did not end well: this one may need the room.
 
         Args:
-            directory: of this save; it was there before.
+            place: of this save; it was there before.
             is_durable: make the directory of a new checkpoint durable.
 
         Raises StorageError: the directory cannot be read or synced; nothing was removed.
         """
-        if not self._locks:
+        if not self._locks or place.is_object:
             return
-        if name in directory.names():
+        if name in place.names():
             if any(lock.left_by == "this machine" for lock in self._locks):
                 # A killed save may have renamed the metadata without an fsync: the files that it
                 # replaced must not go while a power cut could bring the old metadata back.
                 if is_durable:
-                    directory.sync()
-                remove_replaced(directory, set(), self.leftovers_of())
+                    place.sync()
+                remove_replaced(place, set(), self.leftovers_of())
         elif is_durable:
-            directory.sync_parent()  # of a new checkpoint, in a directory that somebody else made
+            place.sync_parent()  # of a new checkpoint, in a directory that somebody else made

@@ -26,6 +26,7 @@ class WriteProgress:
 
     def __init__(self, report: ProgressFunction | None, planned: Sequence[int]) -> None:
         self.done_bytes = 0  # payload of all written windows
+        self.is_ahead = False  # a window's end does not say that it is stored
         self._report = report
         self._planned = planned
         self._total_bytes = sum(planned)
@@ -45,18 +46,20 @@ class WriteProgress:
         self._total_bytes += nbytes - sum(self._planned[begin : self._count])
 
         def tell(done_bytes: int) -> None:  # bytes of all calls
-            self._tell(min(done_bytes, self.done_bytes + nbytes))
+            self.tell(min(done_bytes, self.done_bytes + nbytes))
 
         yield tell if self._report is not None else None
         self.done_bytes += nbytes
-        self._tell(self.done_bytes)
+        if not self.is_ahead:
+            self.tell(self.done_bytes)
 
     def finish(self) -> None:
         """Reports that everything is written."""
         if self._report is not None:
             self._report(self._total_bytes, self._total_bytes)
 
-    def _tell(self, done_bytes: int) -> None:
+    def tell(self, done_bytes: int) -> None:
+        """Reports that so much is stored, if that is more than before."""
         if self._report is not None and self._told_bytes < done_bytes < self._total_bytes:
             self._told_bytes = done_bytes
             self._report(done_bytes, self._total_bytes)

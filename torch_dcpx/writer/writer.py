@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint._extension import StreamTransformExtension
@@ -36,9 +35,17 @@ from torch_dcpx.ranks.plan_wire import offered
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.staging.staged_state import note_state_written
 from torch_dcpx.staging.stager import DcpxStager
-from torch_dcpx.storage.directory import Directory, look_into, make_directory
+from torch_dcpx.storage.directory import look_into
 from torch_dcpx.storage.names import FileEntry, is_metadata_name, metadata_name
-from torch_dcpx.storage.paths import AnyPath, PathAnchor, checked_path, refuse_other_metadata_file
+from torch_dcpx.storage.object_files import set_location
+from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.paths import (
+    AnyPath,
+    PathAnchor,
+    checked_location,
+    refuse_other_metadata_file,
+)
+from torch_dcpx.storage.place import Place, make_place, open_place
 from torch_dcpx.storage.running_save import RunningSave, WriterUse
 from torch_dcpx.tensors.offences import check_plan
 from torch_dcpx.writer.commit import (
@@ -58,7 +65,7 @@ from torch_dcpx.writer.table import WriteTable, transform_by
 
 logger = logging.getLogger("torch_dcpx")
 
-WAY_OUT = "DcpxWriter writes to mounted file systems, torch's FsspecWriter to others"
+WAY_OUT = "DcpxWriter writes to mounted file systems and s3://, torch's FsspecWriter to others"
 
 
 class DcpxWriter(FileSystemWriter):
@@ -71,7 +78,7 @@ class DcpxWriter(FileSystemWriter):
     Its own names begin with two underscores, so that no attribute of a subclass meets them.
     """
 
-    __opened: type[Directory] = Directory  # opens the checkpoint's directory
+    __opened: Callable[[Location], Place] = staticmethod(open_place)
     __log_level = logging.INFO  # of the line of a commit
 
     def __init__(
@@ -91,27 +98,27 @@ class DcpxWriter(FileSystemWriter):
         """Arguments as those of `FileSystemWriter`; docs/options.md says what each does here.
 
         Args:
-            path: directory of the checkpoint; made with its parents where missing. A relative one
-                counts from the current directory of the call that saves.
+            path: directory of the checkpoint, made with its parents where missing; a relative one
+                counts from the current directory of the call that saves. Or "s3://bucket/prefix".
             single_file_per_rank: False writes one file per item. Default True.
             sync_files: False is `durability="none"`; None (default) leaves it to `options`.
             thread_count: workers on the rank's file; None (default) chooses by cores.
-            per_thread_copy_ahead: bytes per worker of device tensors that are copied to the host
+            per_thread_copy_ahead: bytes of device tensors per worker that are copied to the host
                 before they are written. Default 10,000,000.
             cache_staged_state_dict: no effect: staging memory is always used again.
-            overwrite: False refuses a directory that holds a checkpoint. Default True.
+            overwrite: False refuses a path that holds a checkpoint. Default True.
             _extensions: stream extensions, applied item by item as stock does.
             serialization_format: only TORCH_SAVE.
             options: everything else, see `WriteOptions`.
 
         Raises:
             OptionError: a value that cannot work, or two that contradict each other.
-            UnsupportedError: SAFETENSORS, a URL as path, or a subclass that overrides a method that
-                nobody would call (docs/options.md).
+            UnsupportedError: SAFETENSORS, another URL, or a method overridden in vain.
         """
         self.options = merge_write_options(options, thread_count, sync_files)
+        location = checked_location(path, WAY_OUT)
         super().__init__(
-            checked_path(path, WAY_OUT),
+            location,
             single_file_per_rank,
             self.options.durability == "full",
             self.options.resolved_workers(),
@@ -121,6 +128,7 @@ class DcpxWriter(FileSystemWriter):
             _extensions,
             serialization_format,
         )
+        set_location(self, location, self.options.endpoint)
         self.last_report: WriteReport | None = None
         self.__hooks_s = 0.0  # spent in the hooks of the save under way
         self.__is_coordinator = False
@@ -128,7 +136,7 @@ class DcpxWriter(FileSystemWriter):
         self.__locks = SaveLocks()
         self.__use = WriterUse()
         self.__anchor = PathAnchor()
-        self.__anchor.see(Path(self.path))
+        self.__anchor.see(self.__location())
         self.__save: RunningSave | None = None
         self.__pause = PlanningPause()
         refuse_bypassed(self, DcpxWriter)
@@ -151,17 +159,19 @@ class DcpxWriter(FileSystemWriter):
         """Starts another save, to `checkpoint_id` where given.
 
         Raises:
-            UnsupportedError, OptionError: a URL as `checkpoint_id`; one with a NUL.
+            UnsupportedError, OptionError: as the constructor, for `checkpoint_id`.
             ConcurrentSaveError: a save through this writer is under way.
         """
-        target = checked_path(checkpoint_id, WAY_OUT) if checkpoint_id else None
+        target = checked_location(checkpoint_id, WAY_OUT) if checkpoint_id else None
         with self.__use.hold():
             self.__use.check()
             if target:
                 self.__use.retarget(target)
             self.__release()
             super().reset(target)
-            self.__anchor.see(Path(self.path))
+            if target:
+                set_location(self, target, self.options.endpoint)
+            self.__anchor.see(self.__location())
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies `state_dict` to the host for `dcp.async_save`, as `DcpxStager` does.
@@ -171,7 +181,7 @@ class DcpxWriter(FileSystemWriter):
             StagingError: no memory for it; a forked child.
         """
         self.__use.check()
-        self.__anchor.stage(Path(self.path))
+        self.__anchor.stage(self.__location())
         memory, timeout_s = self.options.host_memory_bytes, self.options.save_timeout_s
         return DcpxStager(host_memory_bytes=memory, timeout_s=timeout_s)._staged(state_dict)[0]
 
@@ -189,7 +199,7 @@ class DcpxWriter(FileSystemWriter):
             save = self.__use.begin(self, str(self.path))
             self.__release()
             self.__save = save
-            save.directory = self.__anchor.see(Path(self.path))
+            save.directory = self.__anchor.see(self.__location())
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self.__is_coordinator = is_coordinator
         save.save_id = save.save_id if is_coordinator or not self.use_collectives else ""
@@ -212,19 +222,19 @@ class DcpxWriter(FileSystemWriter):
             rank = None if self.use_collectives else self.rank
             refuse_other_metadata_file(self, rank)
             check_plan(plan.items)
-            path, is_durable = self.__directory_path(), self.__is_durable
-            made = make_directory(path, is_durable=is_durable)
+            path, is_durable = self.__anchor.directory(self.__location()), self.__is_durable
+            made = make_place(path, is_durable=is_durable)
             if self.__save is not None:
                 self.__save.made = made
-            with self.__opened(path) as directory:
+            with self.__opened(path) as place:
                 if self.__is_coordinator or rank is not None:
-                    self.__locks.take(directory, self.__save or RunningSave(self), rank)
+                    self.__locks.take(place, self.__save or RunningSave(self), rank, self.options)
                 if not self.use_collectives:
-                    refuse_beside_global(directory)
+                    refuse_beside_global(place)
                 with self.__anchor.applied(self):
-                    plan = look_into(directory.path, super().prepare_local_plan, plan)
-                if directory.path not in made:
-                    self.__locks.tidy(directory, self.__metadata_name(), is_durable=is_durable)
+                    plan = look_into(path, super().prepare_local_plan, plan)
+                if path not in made:
+                    self.__locks.tidy(place, self.__metadata_name(), is_durable=is_durable)
             is_paused = self.__is_coordinator and not (self.__save and self.__save.is_driven)
             self.__pause.begin(len(plan.items) if is_paused else 0)
             return offered(plan) if self.use_collectives else plan
@@ -268,8 +278,8 @@ class DcpxWriter(FileSystemWriter):
         """
         with self.__hook():
             try:
-                with self.__opened(self.__directory_path()) as directory:
-                    files = self.__commit(directory, self.__metadata_name(), metadata, results)
+                with self.__place() as place:
+                    files = self.__commit(place, self.__metadata_name(), metadata, results)
             except BaseException:
                 self.__remove_unpublished()
                 raise
@@ -288,13 +298,13 @@ class DcpxWriter(FileSystemWriter):
         split = split_items(plan.items, files_per_rank)
         option, path = self.options.progress, str(self.path)
         with (
-            self.__opened(self.__directory_path()) as directory,
+            self.__place() as place,
             reporting(option, path, is_coordinator=self.__is_coordinator) as shown,
         ):
             report = self.__save.watched(shown) if self.__save else shown
             planned = list(map(planned_bytes, split.items)) if shown is not None else ()
             written = write_files(
-                directory,
+                place,
                 split,
                 table,
                 self.options,
@@ -302,21 +312,20 @@ class DcpxWriter(FileSystemWriter):
                 prefix=plan.storage_data.prefix,
                 rank=self.rank or 0,
                 save_id=written_id(self.__save, plan.storage_data),
-                is_fresh=not any(map(is_metadata_name, directory.names())),
                 window_bytes=getattr(planner, "dcpx_window_bytes", None) or self.__window_bytes(),
             )
             self.__own_files = [file.path for file in written.files]
         return written, WriteResults(written.results, written.files)
 
     def __commit(
-        self, directory: Directory, name: str, metadata: Metadata, results: list[list[WriteResult]]
+        self, place: Place, name: str, metadata: Metadata, results: list[list[WriteResult]]
     ) -> list[FileEntry]:
         """Checks, publishes under `name`, removes what it replaced; returns the files of all."""
         metadata.storage_data, files = verify_results(metadata, results)
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
-        check_present(directory, self.__own_files)
+        check_present(place, self.__own_files)
         commit(
-            directory,
+            place,
             name,
             metadata,
             files,
@@ -324,15 +333,18 @@ class DcpxWriter(FileSystemWriter):
             is_durable=self.__is_durable,
             takes_over_rank_local=self.__locks.are_held and self.use_collectives,
             leftovers=self.__locks.leftovers_of(),
+            lock=self.__locks.last,
         )
         return files
 
     def __remove_unpublished(self) -> None:
+        if self.__save is not None and self.__save.is_unsure:
+            self.__own_files = []  # which the checkpoint may need
         if not self.__own_files:
             return
         try:
-            with self.__opened(self.__directory_path()) as directory:
-                remove_unpublished(directory, self.__metadata_name(), self.__own_files)
+            with self.__place() as place:
+                remove_unpublished(place, self.__metadata_name(), self.__own_files)
         except DcpxError as error:
             logger.warning("leftovers of a failed save stay: %s", str(error))
         self.__own_files = []
@@ -341,8 +353,11 @@ class DcpxWriter(FileSystemWriter):
     def __is_durable(self) -> bool:
         return self.options.durability == "full"
 
-    def __directory_path(self) -> Path:
-        return self.__anchor.directory(Path(self.path))
+    def __location(self) -> Location:
+        return location_of(self.path, self.options.endpoint)
+
+    def __place(self) -> Place:
+        return self.__opened(self.__anchor.directory(self.__location()))
 
     def __metadata_name(self) -> str:
         return metadata_name(None if self.use_collectives else self.rank)
@@ -357,7 +372,8 @@ class DcpxWriter(FileSystemWriter):
             return False  # stock only warns of what was asked for
         if not self.use_collectives:
             return super()._metadata_exists()
-        return any(is_metadata_name(path.name) for path in self.__directory_path().iterdir())
+        with self.__place() as place:
+            return any(map(is_metadata_name, place.names()))
 
     def __release(self, *, has_ended_well: bool = False) -> None:
         """Ends the save: its locks are free, and so is the writer."""
@@ -380,16 +396,3 @@ class DcpxWriter(FileSystemWriter):
             self.__release()
             raise
         self.__hooks_s += time.perf_counter() - begin
-
-
-def abandon_save(writer: DcpxWriter, save: RunningSave, *, removes_files: bool) -> None:
-    """Ends `save`, not committed: frees its locks and the writer, unless that has begun another.
-
-    `removes_files` removes this rank's files that no metadata names: never while the coordinator
-    may still publish them.
-    """
-    own: Any = writer
-    if own._DcpxWriter__save in (None, save):
-        if removes_files:
-            own._DcpxWriter__remove_unpublished()
-        own._DcpxWriter__release()

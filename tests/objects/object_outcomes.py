@@ -1,0 +1,221 @@
+"""What a store holds after a save that met a fault: the previous checkpoint, the new one, or none.
+
+A test records a checkpoint's objects once, puts them back before each point of a sweep, and asks
+`found` afterwards. The answers come from the server itself, past every proxy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.object_proxy import LOSSES, FaultProxy
+from support.object_server import ObjectServer
+from support.states import assert_same, blank_like
+
+import torch_dcpx
+from torch_dcpx import DcpxError, OutcomeUnknownError, StorageError, WriteOptions
+from torch_dcpx.metadata.file import decode_file_names
+from torch_dcpx.storage import object_place, object_store, object_uploads
+from torch_dcpx.storage.object_store import Bucket
+
+MIB = 1 << 20
+LOST = (*LOSSES, "done_500")  # faults after which a client may repeat the request
+REFUSED = ("412", "409", "403")
+MEMORY_BYTES = 25 * MIB  # the least: five parts of 5 MiB
+LARGE_NUMEL = 3 * MIB  # 12 MiB, an upload of three parts
+
+
+def state_of(seed: int, numel: int = 3000) -> dict[str, Any]:
+    """Returns a state that differs by seed in every part."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(numel, generator=generator),
+        "bias": torch.randn(7, generator=generator),
+        "step": seed,
+    }
+
+
+OLD, NEW, OTHER = (state_of(seed) for seed in (1, 2, 3))
+
+
+def save(state: dict[str, Any], url: str, **options: Any) -> None:
+    """Saves with `MEMORY_BYTES`, unless `options` say something else."""
+    chosen = {"host_memory_bytes": MEMORY_BYTES, **options}
+    torch_dcpx.save(state, url, no_dist=True, options=WriteOptions(**chosen))
+
+
+def load(state: dict[str, Any], url: str) -> dict[str, Any]:
+    """Returns what a blank copy of `state` holds after the load."""
+    target: dict[str, Any] = blank_like(state)
+    torch_dcpx.load(target, url, no_dist=True)
+    return target
+
+
+def objects_at(server: ObjectServer, url: str) -> dict[str, bytes]:
+    """Returns name -> bytes of the objects beneath a URL."""
+    prefix = url.removeprefix(f"s3://{server.bucket}/") + "/"
+    return {key.removeprefix(prefix): server.get(key) for key in server.keys(prefix)}
+
+
+def put_objects(server: ObjectServer, url: str, objects: Mapping[str, bytes]) -> None:
+    """Makes these the only objects beneath a URL."""
+    server.remove(f"{url}/")
+    for name, data in objects.items():
+        server.put(f"{url}/{name}", data)
+
+
+def prepared(server: ObjectServer, url: str, what: str) -> dict[str, bytes]:
+    """Returns the objects of what is there before: "old", or "none"."""
+    if what == "old":
+        save(OLD, url)
+    return objects_at(server, url)
+
+
+class Store(NamedTuple):
+    """A prefix of a server, and the proxy before it."""
+
+    server: ObjectServer
+    proxy: FaultProxy
+    url: str
+
+    def reset(self, objects: dict[str, bytes]) -> None:
+        """Makes these the only objects; the next request's number is 0, and none fails."""
+        put_objects(self.server, self.url, objects)
+        self.proxy.heal()
+        self.proxy.clear()
+
+    def saved(self, state: dict[str, Any]) -> dict[str, bytes]:
+        """Returns the objects of a checkpoint."""
+        self.reset({})
+        with retries(0):
+            save(state, self.url)
+        return objects_at(self.server, self.url)
+
+
+class Found(NamedTuple):
+    """What lies beneath a URL."""
+
+    what: str  # "none", "old" or "new": whole, bit for bit
+    more: list[str]  # names of objects that the checkpoint does not name
+
+
+def found(
+    server: ObjectServer, url: str, old: Mapping[str, bytes], new_state: dict[str, Any]
+) -> Found:
+    """Says which checkpoint lies there, and fails unless it is whole.
+
+    Args:
+        old: the objects of the previous one; empty: there was none.
+        new_state: what the other one must hold. It is loaded, by the environment's endpoint.
+    """
+    objects = objects_at(server, url)
+    metadata = objects.pop(".metadata", None)
+    if metadata is None:
+        assert not old, "the previous checkpoint is lost"
+        return Found("none", sorted(objects))
+    named = decode_file_names(metadata, url)
+    assert named <= set(objects), f"{url} lacks {named - set(objects)}"
+    more = sorted(set(objects) - named)
+    if metadata == old.get(".metadata"):
+        assert all(objects[name] == old[name] for name in named)
+        return Found("old", more)
+    assert_same(new_state, load(new_state, url))
+    return Found("new", more)
+
+
+def error_of(call: Callable[[], object]) -> DcpxError | None:
+    """Returns the error that the call raises; one that is not ours fails the test."""
+    try:
+        call()
+    except DcpxError as error:
+        return error
+    return None
+
+
+def loaded_or_error(state: dict[str, Any], url: str) -> tuple[DcpxError | None, dict[str, Any]]:
+    """Returns the error of a load, or what it has loaded."""
+    try:
+        return None, load(state, url)
+    except DcpxError as error:
+        return error, {}
+
+
+def assert_settled(error: DcpxError | None, what: str, before: str) -> None:
+    """Asserts that what lies there is what the save has said.
+
+    Args:
+        what: of `Found`.
+        before: what was there: "none" or "old".
+    """
+    if error is None:
+        assert what == "new", "a save returned and is not there"
+    elif isinstance(error, OutcomeUnknownError):
+        assert what in (before, "new")
+    else:
+        assert what == before, f"a save failed and is there: {error!r}"
+
+
+@contextmanager
+def retries(count: int | None) -> Iterator[None]:
+    """In the block, obstore repeats a request so often, and with 0 we do not, either; without a
+    pause. None: all as it is for a user.
+
+    The bucket is opened anew, and asked again what it can do.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_store, "_buckets", {})
+        if count is not None:
+            short, long = timedelta(milliseconds=1), timedelta(milliseconds=5)
+            retry_config = {
+                "max_retries": count,
+                "retry_timeout": timedelta(minutes=3),
+                "backoff": {"init_backoff": short, "max_backoff": long, "base": 2},
+            }
+            patch.setattr(object_store, "_CLIENT", {"retry_config": retry_config})
+            patch.setattr(object_place, "_COMMIT_PAUSE_S", 0.0)
+            for module in (object_store, object_uploads):
+                patch.setattr(module, "_PAUSE_S", 0.0)
+                if count == 0:
+                    patch.setattr(module, "_TRIES", 1)
+        yield
+
+
+class LatePut:
+    """Keeps the first conditional PUT of metadata back: its client learns that it has failed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._put: Any = Bucket.put_if
+        self._held: tuple[Any, ...] | None = None
+        self.before_next: Callable[[], None] = lambda: None  # called before each later PUT
+
+        def put_if(*arguments: Any) -> None:
+            self._called(*arguments)
+
+        patch.setattr(Bucket, "put_if", put_if)
+
+    def _called(
+        self, bucket: Bucket, key: str, pieces: Sequence[Any], replaced: str | None
+    ) -> None:
+        if self._held is None:
+            self._held = bucket, key, [bytes(piece) for piece in pieces], replaced
+            raise StorageError("put: timed out", errno=5)
+        self.before_next()
+        self._put(bucket, key, pieces, replaced)
+
+    def arrive(self) -> None:
+        """The store does it now."""
+        assert self._held is not None
+        self._put(*self._held)
+
+
+def unanswered() -> None:
+    raise StorageError("put: the store is gone", errno=5)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt

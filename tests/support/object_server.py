@@ -1,0 +1,223 @@
+"""An S3 server on this machine for tests: moto in a process of its own, one bucket, helper calls.
+
+moto alone checks `If-None-Match` and stores the object in two steps, so that two of its threads
+could both create one key. As S3 does, this server does one request after the other. It reads a
+request's body before that, and refuses one that its client did not send to the end.
+
+The helper calls use no client of S3 but plain HTTP: they share no thread, no connection and no
+mistake with what is tested, and pass by every proxy.
+
+    python object_server.py    prints its port; serves until its stdin is closed
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import logging
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.parse
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+BUCKET = "checkpoints"
+_START_S = 120.0
+_ANSWER_S = 120.0
+# moto wants to be told who asks, and does not check it.
+_SIGNED = (
+    "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, "
+    "SignedHeaders=host, Signature=0"
+)
+
+
+class Upload(NamedTuple):
+    """A multipart upload that was neither completed nor aborted."""
+
+    key: str
+    upload_id: str
+
+
+class ObjectServer:
+    """A running server with an empty bucket. Thread-safe.
+
+    Every call that takes a key or a prefix takes `s3://bucket/key` as well. A prefix is a string
+    that keys start with, not a folder: "run/1" finds "run/10".
+    """
+
+    def __init__(self, bucket: str = BUCKET) -> None:
+        """Starts the process, waits until it answers, creates the bucket."""
+        self.bucket = bucket
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # close() does
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        try:
+            self.host, self.port = "127.0.0.1", self._read_port()
+            self._ask("PUT", "")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables of a process that uses the store, by obstore or by boto."""
+        return {
+            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_SECRET_ACCESS_KEY": "tests",
+            "AWS_REGION": "us-east-1",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Returns the keys that start with `prefix`, sorted."""
+        return sorted(self.sizes(prefix))
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Returns key -> bytes of the objects whose keys start with `prefix`."""
+        query, found = {"list-type": "2", "prefix": self._key(prefix)}, {}
+        while True:
+            page = ET.fromstring(self._ask("GET", "", query))
+            for entry in page.iterfind("{*}Contents"):
+                found[entry.findtext("{*}Key", "")] = int(entry.findtext("{*}Size", ""))
+            token = page.findtext("{*}NextContinuationToken")
+            if not token:
+                return found
+            query["continuation-token"] = token
+
+    def get(self, key: str) -> bytes:
+        """Returns the object. Raises KeyError: there is none."""
+        return self._ask("GET", self._key(key))
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes the object, over one that is there."""
+        self._ask("PUT", self._key(key), body=data)
+
+    def delete(self, key: str) -> None:
+        """Deletes the object, if there is one."""
+        self._ask("DELETE", self._key(key))
+
+    def uploads(self, prefix: str = "") -> list[Upload]:
+        """Returns the unfinished uploads of keys that start with `prefix`."""
+        query = {"uploads": "", "prefix": self._key(prefix)}
+        page = ET.fromstring(self._ask("GET", "", query))
+        return sorted(
+            Upload(entry.findtext("{*}Key", ""), entry.findtext("{*}UploadId", ""))
+            for entry in page.iterfind("{*}Upload")
+        )
+
+    def remove(self, prefix: str) -> None:
+        """Deletes the objects and aborts the uploads of keys that start with `prefix`."""
+        for key in self.keys(prefix):
+            self.delete(key)
+        for upload in self.uploads(prefix):
+            self._ask("DELETE", upload.key, {"uploadId": upload.upload_id})
+
+    def kill(self) -> None:
+        """Ends the process as a crash does; what it stored is lost."""
+        self._process.kill()
+        self._process.wait(_ANSWER_S)
+
+    def close(self) -> None:
+        self.kill()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            assert stream is not None
+            stream.close()
+
+    def _read_port(self) -> int:
+        assert self._process.stdout is not None
+        if select.select([self._process.stdout], [], [], _START_S)[0]:
+            line = self._process.stdout.readline()
+            if line:
+                return int(line)
+        self._errors.seek(0)
+        raise RuntimeError(f"moto did not start within {_START_S:.0f} s:\n{self._errors.read()}")
+
+    def _key(self, key: str) -> str:
+        return key.removeprefix(f"s3://{self.bucket}").removeprefix("/")
+
+    def _ask(
+        self, method: str, key: str, query: dict[str, str] | None = None, body: bytes = b""
+    ) -> bytes:
+        target = urllib.parse.quote(f"/{self.bucket}/{key}" if key else f"/{self.bucket}")
+        if query:
+            target += "?" + urllib.parse.urlencode(query)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_ANSWER_S)
+        try:
+            headers = {"Content-Length": str(len(body)), "Authorization": _SIGNED}
+            connection.request(method, target, body or None, headers)
+            answer = connection.getresponse()
+            data = answer.read()
+        finally:
+            connection.close()
+        if answer.status == 404:
+            raise KeyError(key)
+        if answer.status >= 300:
+            raise RuntimeError(f"{method} {target}: {answer.status} {data!r}")
+        return data
+
+
+# ---- In the server's process --------------------------------------------------------------------
+
+
+class _OneByOne:
+    """A WSGI application that gives another its requests one by one, each with its whole body."""
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+        self._lock = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        length = int(environ.get("CONTENT_LENGTH") or 0)
+        body = environ["wsgi.input"].read(length)
+        if len(body) < length:
+            start("400 Bad Request", [("Content-Length", "0")])
+            return []
+        environ["wsgi.input"] = io.BytesIO(body)
+        with self._lock:
+            answer = self._application(environ, start)
+            try:
+                return list(answer)
+            finally:
+                getattr(answer, "close", lambda: None)()
+
+
+def _serve() -> None:
+    from moto.moto_server.werkzeug_app import (
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line a request
+    application = _OneByOne(DomainDispatcherApplication(create_backend_app))
+    server = make_server(
+        "127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(server.server_address[1], flush=True)
+    sys.stdin.read()  # until the tests have ended, also where they were killed
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder
+    _serve()

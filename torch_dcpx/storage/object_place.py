@@ -1,0 +1,325 @@
+"""The objects of a checkpoint beneath a prefix: what `PosixPlace` is for the files of a directory.
+
+There are no directories, no locks, no renames. An object is there whole or not at all, as soon as
+the request that put it was answered. One conditional PUT of the metadata commits.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch_dcpx._native import _C
+from torch_dcpx.errors import CorruptionError, DcpxError, OutcomeUnknownError, StorageError
+from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.storage.directory import MAX_METADATA_BYTES, Buffer
+from torch_dcpx.storage.names import metadata_name
+from torch_dcpx.storage.object_store import Bucket, bucket_of, concurrent
+from torch_dcpx.storage.object_uploads import Uploads, part_bytes_for, upload_slot_bytes
+from torch_dcpx.storage.object_url import ObjectUrl
+
+if TYPE_CHECKING:
+    from torch_dcpx.storage.running_save import RunningSave
+
+logger = logging.getLogger("torch_dcpx")
+
+_MAX_READERS = 32  # requests of one load under way
+_MAX_COMMITS = 4  # attempts, each with obstore's own
+_COMMIT_PAUSE_S = 1.0
+_MAX_LOOKS = 3
+_REFUSED = frozenset({errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP})
+_ANSWERS = _REFUSED | {errno.EEXIST, errno.ESTALE}  # by the store: no request is under way
+
+
+class SmallObject:
+    """An object of metadata: as `SmallFile`."""
+
+    def __init__(self, bucket: Bucket, key: str, path: ObjectUrl) -> None:
+        self._bucket, self._key, self.path = bucket, key, path
+        self.nbytes, self.tag, self._body = bucket.get(key)
+
+    def part(self, offset: int, nbytes: int) -> bytes:
+        """Returns bytes of the object. Raises: StorageError; CorruptionError: it ends before."""
+        if offset + nbytes > self.nbytes:
+            raise CorruptionError(
+                f"'{self.path}' ends at {self.nbytes} B",
+                path=str(self.path),
+                offset=offset,
+                nbytes=nbytes,
+            )
+        if self._body is not None:
+            return bytes(memoryview(self._body)[offset : offset + nbytes])
+        if nbytes == 0:
+            return b""
+        return bytes(self._bucket.get_range(self._key, self.tag, offset, offset + nbytes))
+
+
+class ObjectClaim:
+    """What a save has found in place of its metadata, and means to replace. It keeps nobody out:
+    of two saves at a time the later commit fails.
+    """
+
+    is_held = False
+    left_by: Literal["nobody"] = "nobody"
+
+    def __init__(
+        self, place: ObjectPlace, name: str, save: RunningSave | None, *, is_conditional: bool
+    ) -> None:
+        self._save = save
+        self.is_conditional = is_conditional
+        if is_conditional:
+            place.bucket.check_conditional(place.path.key)
+        found = place.bucket.head(place.key(name))
+        self.tag = None if found is None else found[1]
+
+    def set_unsure(self, is_unsure: bool) -> None:
+        """Notes whether the save may be committed, now or when a request arrives."""
+        if self._save is not None:
+            self._save.is_unsure = is_unsure
+
+    def release(self, *, has_ended_well: bool = False) -> None:
+        """Does nothing."""
+
+
+class ObjectPlace:
+    """The objects beneath a URL. A context manager that holds nothing."""
+
+    is_object = True
+
+    def __init__(self, path: ObjectUrl) -> None:
+        """Raises: as `bucket_of`."""
+        self.path = path
+        self.bucket = bucket_of(path)
+
+    def __enter__(self) -> ObjectPlace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def key(self, name: str) -> str:
+        return f"{self.path.key}/{name}"
+
+    def names(self) -> list[str]:
+        """Returns the names of all objects, without those beneath a further slash."""
+        return sorted(self.bucket.tags(self.path.key))
+
+    def state(self, name: str) -> tuple[str]:
+        """Returns the tag of an object; "" if there is none."""
+        found = self.bucket.head(self.key(name))
+        return ("" if found is None else found[1],)
+
+    def states(self) -> dict[str, tuple[int | str, ...]]:
+        """Returns the tags of all objects, by name."""
+        return {name: (tag,) for name, tag in self.bucket.tags(self.path.key).items()}
+
+    def is_regular(self, name: str) -> bool:
+        """Returns whether there is an object of this name."""
+        return self.bucket.head(self.key(name)) is not None
+
+    def missing(self, _names: Sequence[str]) -> list[str]:
+        """Returns no name: what a save has put is there, as the store has answered."""
+        return []
+
+    def is_replacing(self, name: str, lock: ObjectClaim | None) -> bool:
+        """Returns whether a commit under `name` would replace something, as `lock` has found."""
+        return self.is_regular(name) if lock is None else lock.tag is not None
+
+    @contextmanager
+    def open_small(self, name: str) -> Iterator[SmallObject]:
+        """Gets an object of metadata. Raises: StorageError; CorruptionError: it is too large."""
+        found = SmallObject(self.bucket, self.key(name), self.path / name)
+        if found.nbytes > MAX_METADATA_BYTES:
+            raise CorruptionError(
+                f"'{found.path}' has more than {MAX_METADATA_BYTES} B",
+                path=str(found.path),
+                nbytes=found.nbytes,
+            )
+        yield found
+
+    def create(self, name: str, pieces: Iterable[Buffer], *, is_durable: bool) -> None:
+        """Puts a new object. Raises: StorageError, EEXIST if there is one."""
+        self.bucket.put_if(self.key(name), list(pieces), None)
+
+    def unlink(self, name: str) -> None:
+        """Removes an object, if it is there."""
+        self.bucket.delete([self.key(name)])
+
+    def unlink_all(self, names: Iterable[str]) -> None:
+        """Removes objects, those that are there."""
+        self.bucket.delete([self.key(name) for name in names])
+
+    def sync(self) -> None:
+        """Does nothing: what a store has answered is durable."""
+
+    def sync_parent(self) -> None:
+        """Does nothing: a prefix has no entry."""
+
+    def is_fresh(self) -> bool:
+        """False: a name that was used before is never used again."""
+        return False
+
+    def locks(
+        self, save: RunningSave, rank: int | None, *, is_conditional: bool
+    ) -> Iterator[ObjectClaim]:
+        """Yields what the save of all ranks, or of one, means to replace."""
+        yield ObjectClaim(self, metadata_name(rank), save, is_conditional=is_conditional)
+
+    def publish(
+        self,
+        name: str,
+        pieces: Sequence[Buffer],
+        *,
+        is_durable: bool,
+        lock: Any,
+        is_own: Callable[[SmallObject], bool],
+    ) -> None:
+        """Commits, in place of what `lock` has found.
+
+        Args:
+            lock: of `locks`; None: what is there now.
+            is_own: whether an object of metadata is of this save.
+
+        Raises:
+            ConcurrentSaveError: something else is there by now.
+            StorageError: the store has refused it.
+            OutcomeUnknownError: whether it was done or not, the store does not say.
+        """
+        claim = lock or ObjectClaim(self, name, None, is_conditional=True)
+        has_answers = True  # to all attempts
+        for _ in range(_MAX_COMMITS):
+            claim.set_unsure(True)
+            error = self._attempt(name, pieces, claim)
+            if error is None:
+                break
+            has_answers &= error.errno in _ANSWERS
+            found = self._look(name, claim, is_own)
+            if found == "own":
+                break
+            if found == "other" and claim.is_conditional:
+                claim.set_unsure(False)
+                raise concurrent(self.path, f"'{name}' is another one") from error
+            if found == "same" and has_answers and error.errno in _REFUSED:
+                claim.set_unsure(False)
+                raise error
+            time.sleep(_COMMIT_PAUSE_S)
+        else:
+            raise OutcomeUnknownError(
+                f"commit '{self.path / name}': its outcome is unknown: {error}. What is there is "
+                "the previous checkpoint or this one, whole"
+            ) from error
+        claim.set_unsure(False)
+
+    def _attempt(
+        self, name: str, pieces: Sequence[Buffer], claim: ObjectClaim
+    ) -> StorageError | None:
+        """Puts metadata in place of what the claim has found; returns the error."""
+        try:
+            if claim.is_conditional:
+                self.bucket.put_if(self.key(name), pieces, claim.tag)
+            else:
+                self.bucket.put(self.key(name), pieces)
+        except StorageError as error:
+            return error
+        return None
+
+    def _look(
+        self, name: str, claim: ObjectClaim, is_own: Callable[[SmallObject], bool]
+    ) -> Literal["own", "same", "other", "unknown"]:
+        """Returns whose metadata is there: of this save, what the claim has found, another's."""
+        for _ in range(_MAX_LOOKS):
+            try:
+                with self.open_small(name) as found:
+                    if found.tag == claim.tag:
+                        return "same"
+                    return "own" if is_own(found) else "other"
+            except DcpxError as error:  # a damaged answer is one, too
+                if isinstance(error, StorageError) and error.errno == errno.ENOENT:
+                    return "same" if claim.tag is None else "other"
+                logger.debug("read again what is committed: %s", error)
+            time.sleep(_COMMIT_PAUSE_S)
+        return "unknown"
+
+    def write_job(self, options: WriteOptions) -> _C.WriteJob:
+        """Returns a job whose files `writing` uploads."""
+        memory_bytes = options.resolved_memory_bytes()
+        return _C.WriteJob(
+            dir_fd=-1,
+            dir_path=os.fsencode(self.path),
+            workers=options.resolved_workers(),
+            segment_bytes=upload_slot_bytes(options.slot_bytes, memory_bytes),
+            use_direct=False,
+            is_durable=False,
+            in_place=options.in_place,
+            memory_bytes=memory_bytes,
+        )
+
+    @contextmanager
+    def writing(
+        self,
+        job: _C.WriteJob,
+        names: Sequence[str],
+        planned_bytes: Sequence[int],
+        options: WriteOptions,
+        poll: Callable[[], None],
+    ) -> Iterator[dict[str, int]]:
+        """Uploads what `job` is given in the block, and has all of it in the store at its end.
+
+        Yields counters to add to the job's. Raises: OptionError, before anything; StorageError: no
+        object stays that can be removed.
+        """
+        memory_bytes = options.resolved_memory_bytes()
+        slot_bytes = upload_slot_bytes(options.slot_bytes, memory_bytes)
+        part_bytes = part_bytes_for(max(planned_bytes, default=0), memory_bytes, slot_bytes)
+        counters: dict[str, int] = {}
+        uploads = Uploads(self.bucket, self.path.key, job, names, part_bytes)
+        try:
+            yield counters
+            counters["engine_ns"] = uploads.wait(poll)
+            done = job.report()  # what workers did not copy, they waited for the store
+            engine_ns = done["engine_ns"] + counters["engine_ns"]
+            waited_ns = engine_ns * options.resolved_workers() - done["copy_ns"]
+            counters["write_ns"] = max(waited_ns, 0)
+        except BaseException as error:
+            first = uploads.error
+            uploads.cancel()
+            try:
+                self.unlink_all(uploads.begun)
+            except StorageError as left:
+                logger.warning("leftovers of a failed save stay: %s", str(left))
+            is_told = isinstance(error, StorageError) and error.errno == errno.ECANCELED
+            if is_told and first is not None:
+                raise first from None
+            raise
+
+    def read_job(self, options: ReadOptions) -> _C.ReadJob:
+        """Returns a job for a load of these objects. Answers are its slots; where what is in them
+        goes on to devices, it has others as well, of half the memory.
+        """
+        answers = options.host_memory_bytes // options.slot_bytes
+        return _C.ReadJob(
+            objects=_Reads(self),
+            dir_path=os.fsencode(self.path),
+            workers=min(options.workers or _MAX_READERS, answers),
+            slot_bytes=options.slot_bytes,
+            verify=options.verify == "blocks",
+            max_slots=max(answers // 2, 1),
+        )
+
+
+class _Reads:
+    """What C++ asks for: see csrc/dcp/python_objects.h."""
+
+    def __init__(self, place: ObjectPlace) -> None:
+        self._bucket, self._place = place.bucket, place
+
+    def look(self, name: str, nbytes: int) -> tuple[int, str, Any]:
+        return tuple(self._bucket.get_end(self._place.key(name), nbytes))
+
+    def read(self, name: str, tag: str, begin: int, end: int) -> Any:
+        return self._bucket.get_range(self._place.key(name), tag, begin, end)

@@ -1,0 +1,330 @@
+"""One bucket through obstore: requests, their errors as ours, and what the store can do.
+
+obstore signs, retries with backoff (10 times, in 3 minutes at most) and times out (30 s a request).
+Payloads are not signed: it takes two thirds of the speed, and every block has a checksum of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
+from torch_dcpx.storage.object_url import ObjectUrl
+
+logger = logging.getLogger("torch_dcpx")
+
+_T = TypeVar("_T")
+
+_TRIES = 3  # of what may be repeated
+_PAUSE_S = 0.5
+_MAX_REPEATED_S = 60.0  # obstore's own attempts may have taken minutes
+WHOLE_BYTES = 8 << 20  # an object of metadata up to here is read by one request
+_MAX_TEXT = 300
+_SECRETS = re.compile(
+    r"(?i)((?:signature|credential|security-token|accesskeyid|secret|password)[\w-]*[=:>\"' ]+)"
+    r"[^\s&<\"',}]+"
+)
+_ERRNOS = {
+    "NotFoundError": errno.ENOENT,
+    "FileNotFoundError": errno.ENOENT,
+    "PermissionDeniedError": errno.EACCES,
+    "UnauthenticatedError": errno.EACCES,
+    "PreconditionError": errno.ESTALE,
+    "AlreadyExistsError": errno.EEXIST,
+    "InvalidPathError": errno.EINVAL,
+    "NotSupportedError": errno.EOPNOTSUPP,
+    "UnknownConfigurationKeyError": errno.EINVAL,
+}
+
+
+class StoredObject(NamedTuple):
+    """An object as one request has found it."""
+
+    nbytes: int
+    tag: str  # its ETag: another one is another object
+    body: Any  # a buffer with the bytes that were asked for
+
+
+def import_obstore() -> Any:
+    """Returns the package. Raises UnsupportedError where it is not installed."""
+    try:
+        return importlib.import_module("obstore")
+    except ImportError as error:
+        raise UnsupportedError(
+            "s3:// URLs need obstore, which is not installed: pip install obstore"
+        ) from error
+
+
+_guard = Lock()
+_buckets: dict[tuple[object, ...], Bucket] = {}  # by name, endpoint and environment
+_was_forked = False
+
+
+def _after_fork() -> None:
+    global _guard, _was_forked
+    _guard = Lock()  # another thread of the parent may have held it
+    _was_forked = _was_forked or bool(_buckets)
+    _buckets.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def bucket_of(url: ObjectUrl) -> Bucket:
+    """Returns the bucket of a URL, one for all of a process.
+
+    Raises:
+        UnsupportedError: obstore is missing; this process was forked from one that has used it.
+        StorageError: settings that it does not take.
+    """
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))
+    key = url.bucket, url.endpoint, *settings
+    with _guard:
+        bucket = _buckets.get(key)
+        if bucket is None:
+            if _was_forked:
+                raise UnsupportedError(
+                    f"'{url}': this process was forked from one that has used a store, whose "
+                    "threads it does not have; start it by 'spawn' or 'forkserver'"
+                )
+            bucket = _buckets[key] = Bucket(url.bucket, url.endpoint)
+    return bucket
+
+
+class Bucket:
+    """Requests to one bucket. Thread-safe."""
+
+    def __init__(self, name: str, endpoint: str | None) -> None:
+        self.name = name
+        self._obstore = import_obstore()
+        importlib.import_module("obstore.exceptions")
+        store_module = importlib.import_module("obstore.store")
+        settings: dict[str, Any] = {}
+        if endpoint is not None:
+            settings["endpoint"] = endpoint
+        if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
+            settings["unsigned_payload"] = True
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+        given = endpoint or next(filter(None, map(os.environ.get, names)), "")
+        if given.startswith("http://"):
+            settings["client_options"] = {"allow_http": True}
+        with self.errors("open", ""):
+            self.store = store_module.S3Store(name, **settings, **_CLIENT)
+        self._is_conditional: bool | None = None
+
+    def url(self, key: str) -> str:
+        return f"s3://{self.name}/{key}"
+
+    @contextlib.contextmanager
+    def errors(
+        self, verb: str, key: str, *, offset: int | None = None, nbytes: int | None = None
+    ) -> Iterator[None]:
+        """Raises errors of obstore as StorageError, without a secret in its text."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, (self._obstore.exceptions.BaseError, FileNotFoundError)):
+                raise
+            number = _ERRNOS.get(type(error).__name__, errno.EIO)
+            range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
+            text = f"{verb}{range_text} '{self.url(key)}': {_told(error, number)}"
+            # Without the cause: its text has URLs and answers, which nobody has looked at.
+            raise StorageError(
+                text, errno=number, path=self.url(key), offset=offset, nbytes=nbytes
+            ) from None
+
+    def _repeated(
+        self,
+        verb: str,
+        key: str,
+        call: Callable[[], _T],
+        *,
+        offset: int | None = None,
+        nbytes: int | None = None,
+    ) -> _T:
+        """Returns what `call` returns, a request that may be made twice. obstore does not repeat
+        those whose answer was cut, nor POST and conditional PUT.
+        """
+        began = time.monotonic()
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                with self.errors(verb, key, offset=offset, nbytes=nbytes):
+                    return call()
+            except StorageError as error:
+                is_late = time.monotonic() - began > _MAX_REPEATED_S
+                if error.errno != errno.EIO or is_late or not tries_left:
+                    raise
+                logger.debug("again: %s", error)
+            time.sleep(_PAUSE_S)
+        raise AssertionError("unreachable")
+
+    def get(self, key: str) -> StoredObject:
+        """Returns a whole object; one of more than WHOLE_BYTES without its body."""
+
+        def call() -> StoredObject:
+            answer = self._obstore.get(self.store, key)
+            meta = answer.meta
+            body = answer.bytes() if meta["size"] <= WHOLE_BYTES else None
+            return StoredObject(meta["size"], _tag(meta, self.url(key)), body)
+
+        return self._repeated("get", key, call)
+
+    def get_end(self, key: str, nbytes: int) -> StoredObject:
+        """Returns the last bytes of an object, or all of a shorter one."""
+
+        def call() -> StoredObject:
+            answer = self._obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
+            meta = answer.meta
+            return StoredObject(meta["size"], _tag(meta, self.url(key)), answer.bytes())
+
+        return self._repeated("get", key, call)
+
+    def get_range(self, key: str, tag: str, begin: int, end: int) -> Any:
+        """Returns a buffer with a range of the object of this tag."""
+        nbytes = end - begin
+        options = {"range": (begin, end), "if_match": tag}
+
+        def call() -> Any:
+            body = self._obstore.get(self.store, key, options=options).bytes()
+            if len(body) == nbytes:
+                return body
+            raise StorageError(
+                f"get {nbytes} B at offset {begin} of '{self.url(key)}': the answer has "
+                f"{len(body)} B",
+                errno=errno.EIO,
+                path=self.url(key),
+                offset=begin,
+                nbytes=nbytes,
+            )
+
+        return self._repeated("get", key, call, offset=begin, nbytes=nbytes)
+
+    def head(self, key: str) -> tuple[int, str] | None:
+        """Returns size and tag of an object; None if there is none."""
+        try:
+            meta = self._repeated("head", key, lambda: self._obstore.head(self.store, key))
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+        return meta["size"], _tag(meta, self.url(key))
+
+    def put(self, key: str, pieces: Iterable[Any]) -> None:
+        """Puts an object by one request."""
+        with self.errors("put", key):
+            self._obstore.put(self.store, key, iter(pieces), use_multipart=False)
+
+    def put_parts(self, key: str, pieces: Iterable[Any], part_bytes: int, at_once: int) -> None:
+        """Puts an object by parts, so many at a time; an error of `pieces` aborts the upload."""
+        with self.errors("upload", key):
+            self._obstore.put(
+                self.store,
+                key,
+                pieces,
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=at_once,
+            )
+
+    def put_if(self, key: str, pieces: Sequence[Any], replaced: str | None) -> None:
+        """Puts an object in place of the one with the tag `replaced`; None: of none.
+
+        Raises StorageError: EEXIST, ESTALE: something else is there; any other errno: unknown.
+        """
+        mode: Any = "create" if replaced is None else {"e_tag": replaced}
+        with self.errors("put", key):
+            self._obstore.put(self.store, key, iter(pieces), mode=mode)
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        """Returns the tags of the objects beneath a prefix by name, none of deeper ones."""
+        found = self._repeated(
+            "list", prefix, lambda: self._obstore.list_with_delimiter(self.store, prefix)
+        )
+        return {
+            one["path"].rpartition("/")[2]: _tag(one, self.url(one["path"]))
+            for one in found["objects"]
+        }
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes objects, those that are there; 1,000 a request."""
+        if not keys:
+            return
+        try:
+            self._repeated("delete", keys[0], lambda: self._obstore.delete(self.store, list(keys)))
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+
+    def check_conditional(self, prefix: str) -> None:
+        """Finds out by an object beneath `prefix`, once a process, whether the store knows
+        conditional writes. Raises UnsupportedError: it does not.
+        """
+        if self._is_conditional is None:
+            key = f"{prefix}/.dcpx.probe.{uuid.uuid4().hex[:12]}"
+            try:
+                self.put(key, [b"torch-dcpx"])
+                self._is_conditional = self._refuses(key, None) and self._refuses(key, '"0"')
+            finally:
+                try:
+                    self.delete([key])
+                except StorageError as error:
+                    logger.warning("an object of a few bytes stays: %s", error)
+        if not self._is_conditional:
+            raise UnsupportedError(
+                f"save to '{self.url(prefix)}': the store ignores If-None-Match or If-Match, so "
+                "two saves at a time could mix; WriteOptions(conditional_commit=False) saves all "
+                "the same, where nobody else saves to this URL"
+            )
+
+    def _refuses(self, key: str, replaced: str | None) -> bool:
+        mode: Any = "create" if replaced is None else {"e_tag": replaced}
+        try:
+            self._repeated(
+                "put", key, lambda: self._obstore.put(self.store, key, b"torch-dcpx", mode=mode)
+            )
+        except StorageError as error:
+            if error.errno in (errno.EEXIST, errno.ESTALE):
+                return True
+            if error.errno == errno.EOPNOTSUPP:
+                return False
+            raise
+        return False
+
+
+_CLIENT: dict[str, Any] = {}  # more arguments of S3Store
+
+
+def _tag(meta: Any, url: str) -> str:
+    tag = meta.get("e_tag")
+    if not tag:
+        raise UnsupportedError(f"'{url}': the store gives no ETag to tell when it changes")
+    return str(tag)
+
+
+def _told(error: Exception, number: int) -> str:
+    """Returns an error of obstore as one short line."""
+    if number == errno.ENOENT:
+        return os.strerror(number)
+    text = str(error).partition("\n\nDebug source")[0]
+    text = _SECRETS.sub(r"\1...", " ".join(text.split()))
+    shown = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    return f"{type(error).__name__}: {shown}"
+
+
+def concurrent(url: ObjectUrl, why: str) -> ConcurrentSaveError:
+    return ConcurrentSaveError(
+        f"another save has committed to '{url}' since this one began ({why}): nothing of this one "
+        "is published; save to another prefix, or one after the other",
+        errno=errno.EWOULDBLOCK,
+        path=str(url),
+    )

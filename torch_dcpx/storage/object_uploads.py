@@ -1,0 +1,151 @@
+"""The files of one streamed `WriteJob`, uploaded while it fills."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch_dcpx.errors import OptionError, StorageError
+from torch_dcpx.storage.object_store import Bucket
+
+if TYPE_CHECKING:
+    from torch_dcpx._native import _C
+
+KIB = 1 << 10
+MIB = 1 << 20
+_MIN_PART_BYTES = 5 * MIB
+_PART_BYTES = 8 * MIB
+_MAX_PARTS = 9_000  # S3 takes 10,000; what a planner makes on the fly may be more than it planned
+_PARTS_AT_ONCE = 16
+_MAX_THREADS = 16  # each uploads a file
+_POLL_S = 0.1
+_TRIES = 3
+_PAUSE_S = 0.5
+
+
+def upload_slot_bytes(slot_bytes: int, memory_bytes: int) -> int:
+    """Returns the size of the slots of an upload: so many that parts leave some free."""
+    fitting = memory_bytes // 32 // (64 * KIB) * (64 * KIB)
+    return max(min(slot_bytes, fitting), 256 * KIB)
+
+
+def part_bytes_for(file_bytes: int, memory_bytes: int, slot_bytes: int) -> int:
+    """Returns the size of the parts of a file of about so many bytes, uploaded from these slots.
+
+    Raises OptionError: parts that the store takes do not fit the memory.
+    """
+    needed = max(_MIN_PART_BYTES, -(-file_bytes // _MAX_PARTS // MIB) * MIB)
+    # As csrc/engine/write_stream.cpp: a part that waits for more bytes leaves a slot free.
+    fitting = (memory_bytes // 2 // slot_bytes - 2) * slot_bytes // 2 // MIB * MIB
+    if needed > fitting:
+        way = " or files_per_rank" if needed > _MIN_PART_BYTES else ""
+        raise OptionError(
+            f"host_memory_bytes={memory_bytes} is too little for the upload of a file of "
+            f"{file_bytes} B in parts of {needed} B: raise it{way}; {5 * needed} B are enough",
+            option="host_memory_bytes",
+            value=memory_bytes,
+        )
+    return max(needed, min(_PART_BYTES, fitting))
+
+
+class Uploads:
+    """Threads that upload the files of a job, in their order. Not thread-safe."""
+
+    def __init__(
+        self, bucket: Bucket, prefix: str, job: _C.WriteJob, names: Sequence[str], part_bytes: int
+    ) -> None:
+        self.error: Exception | None = None  # the first of any thread
+        self.begun: list[str] = []  # names of objects that may be there
+        self._bucket, self._prefix, self._job, self._names = bucket, prefix, job, names
+        self._part_bytes = part_bytes
+        self._guard = threading.Lock()
+        self._next = 0
+        self._threads = [
+            threading.Thread(target=self._run, name=f"dcpx-upload-{number}", daemon=True)
+            for number in range(min(len(names), _MAX_THREADS))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, poll: Callable[[], None]) -> int:
+        """Waits until all is uploaded, and returns how long, in ns. Raises the first error of a
+        thread, and what `poll` raises.
+        """
+        began = time.perf_counter_ns()
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(_POLL_S)
+                poll()
+        if self.error is not None:
+            raise self.error
+        return time.perf_counter_ns() - began
+
+    def cancel(self) -> None:
+        """Ends all uploads, aborted: waits for the requests that are under way."""
+        self._job.stop_uploads()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._guard:
+                number, self._next = self._next, self._next + 1
+                if number >= len(self._names) or self.error is not None:
+                    return
+                name = self._names[number]
+                self.begun.append(name)
+            try:
+                self._upload(number, f"{self._prefix}/{name}")
+            except Exception as error:  # noqa: BLE001 - `wait` raises it
+                with self._guard:
+                    self.error = self.error or error
+                self._job.stop_uploads()
+                return
+
+    def _upload(self, number: int, key: str) -> None:
+        pieces = _Pieces(self._job.pieces(number))
+        nbytes = pieces.own.nbytes()
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                if nbytes is not None and nbytes <= self._part_bytes:
+                    self._bucket.put(key, pieces)
+                else:
+                    self._bucket.put_parts(key, pieces, self._part_bytes, _PARTS_AT_ONCE)
+                return
+            except StorageError as error:
+                if pieces.is_ended and self._is_there(key, pieces.own.nbytes()):
+                    return
+                # What is taken is gone: only an upload that has not begun may begin again.
+                if pieces.is_begun or error.errno != errno.EIO or not tries_left:
+                    raise
+            time.sleep(_PAUSE_S)
+
+    def _is_there(self, key: str, nbytes: int | None) -> bool:
+        """Whether an upload that was not answered was done: its name is new, and nobody else's."""
+        try:
+            found = self._bucket.head(key)
+        except StorageError:
+            return False  # the error of the upload says more
+        return found is not None and found[0] == nbytes
+
+
+class _Pieces:
+    """Knows how far obstore has come."""
+
+    def __init__(self, own: _C.UploadPieces) -> None:
+        self.own = own
+        self.is_begun = self.is_ended = False
+
+    def __iter__(self) -> _Pieces:
+        return self
+
+    def __next__(self) -> _C.UploadPiece:
+        self.is_begun = True
+        try:
+            return next(self.own)
+        except StopIteration:
+            self.is_ended = True
+            raise

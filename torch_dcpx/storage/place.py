@@ -1,0 +1,195 @@
+"""Where a checkpoint lies, for whoever does not care whether that is a directory or a store.
+
+`PosixPlace` and `ObjectPlace` have the same methods.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch_dcpx._native import _C
+from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.storage.directory import (
+    Buffer,
+    Directory,
+    SmallFile,
+    make_directory,
+    remove_leftover,
+    storage_error,
+)
+from torch_dcpx.storage.names import (
+    LOCK_NAME,
+    is_metadata_name,
+    rank_lock_name,
+    temporary_name,
+)
+from torch_dcpx.storage.object_place import ObjectPlace, SmallObject
+from torch_dcpx.storage.object_url import Location, ObjectUrl
+from torch_dcpx.storage.save_lock import SaveLock
+
+if TYPE_CHECKING:
+    from torch_dcpx.storage.running_save import RunningSave
+
+
+# Differs once a name means another file or object, or was written to.
+FileState: TypeAlias = tuple[int | str, ...]
+
+
+class PosixPlace(Directory):
+    """A directory of a mounted file system."""
+
+    is_object = False
+
+    def missing(self, names: Sequence[str]) -> list[str]:
+        """Returns those of the names that are no regular file. Raises StorageError if unknown."""
+        return [name for name in names if not self.is_regular(name)]
+
+    def state(self, name: str) -> FileState:
+        """Returns the state of a file. Raises: StorageError."""
+        try:
+            found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except OSError as error:
+            raise storage_error("stat", self.path / name, error, is_read=True) from error
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def states(self) -> dict[str, FileState]:
+        """Returns the states of all files, by name. Raises: StorageError."""
+        found = {}
+        for name in self.names():
+            with suppress(FileNotFoundError):  # of a save that goes on
+                found[name] = self.state(name)
+        return found
+
+    def is_replacing(self, name: str, _lock: object) -> bool:
+        """Returns whether a commit under `name` would replace something."""
+        return self.is_regular(name)
+
+    def unlink_all(self, names: Iterable[str]) -> None:
+        """Removes regular files, those that are there. Raises: StorageError."""
+        for name in names:
+            if self.is_regular(name):
+                self.unlink(name)
+
+    def is_fresh(self) -> bool:
+        """Whether no metadata is there, so that no reader knows the name of a data file."""
+        return not any(map(is_metadata_name, self.names()))
+
+    def locks(
+        self, save: RunningSave, rank: int | None, *, is_conditional: bool
+    ) -> Iterator[SaveLock]:
+        """Takes and yields the directory's lock; with `rank` it is shared, and the rank's own
+        follows. Raises as `SaveLock`.
+        """
+        yield SaveLock(self, LOCK_NAME, save, is_shared=rank is not None)
+        if rank is not None:
+            yield SaveLock(self, rank_lock_name(rank), save)
+
+    def publish(
+        self,
+        name: str,
+        pieces: Sequence[Buffer],
+        *,
+        is_durable: bool,
+        lock: Any,
+        is_own: Callable[[Any], bool],
+    ) -> None:
+        """Commits: writes beside, syncs, renames, syncs the directory.
+
+        Raises StorageError: it could not be written, and what was there is still in place; or the
+        last fsync failed, and a power cut may leave the one or the other.
+        """
+        temporary = temporary_name(name)
+        try:
+            self.create(temporary, pieces, is_durable=is_durable)
+            self.rename(temporary, name)
+        except BaseException:
+            remove_leftover(self, temporary)
+            raise
+        if is_durable:
+            self.sync()
+
+    def write_job(self, options: WriteOptions) -> _C.WriteJob:
+        """Returns a job that writes files here."""
+        return _C.WriteJob(
+            dir_fd=self.fd,
+            dir_path=os.fsencode(self.path),
+            workers=options.resolved_workers(),
+            segment_bytes=options.slot_bytes,
+            use_direct=options.direct_io,
+            is_durable=options.durability == "full",
+            files_at_once=options.files_per_rank,
+            in_place=options.in_place,
+            memory_bytes=options.resolved_memory_bytes(),
+        )
+
+    @contextmanager
+    def writing(
+        self,
+        job: _C.WriteJob,
+        names: Sequence[str],
+        planned_bytes: Sequence[int],
+        options: WriteOptions,
+        poll: Callable[[], None],
+    ) -> Iterator[dict[str, int]]:
+        """Makes the entries of what `job` has written in the block durable, if `options` say so.
+
+        Yields counters to add to the job's: none.
+        """
+        yield {}
+        if names and options.durability == "full":
+            self.sync()
+
+    def read_job(self, options: ReadOptions) -> _C.ReadJob:
+        """Returns a job for a load of files here."""
+        return _C.ReadJob(
+            dir_fd=self.fd,
+            dir_path=os.fsencode(self.path),
+            workers=fitting_workers(options.resolved_workers()),
+            slot_bytes=options.slot_bytes,
+            use_direct=options.direct_io,
+            verify=options.verify == "blocks",
+            max_open_files=_max_open_files(),
+            max_slots=options.host_memory_bytes // options.slot_bytes,
+        )
+
+
+Place: TypeAlias = PosixPlace | ObjectPlace
+SmallContent: TypeAlias = SmallFile | SmallObject
+
+
+def open_place(location: Location) -> Place:
+    """Opens the place of a checkpoint. Raises: StorageError, UnsupportedError: as the place."""
+    if isinstance(location, ObjectUrl):
+        return ObjectPlace(location)
+    return PosixPlace(location)
+
+
+def make_place(location: Location, *, is_durable: bool) -> list[Any]:
+    """Makes the directory of a place, as `make_directory` does; a prefix needs none."""
+    if isinstance(location, ObjectUrl):
+        return []
+    return make_directory(location, is_durable=is_durable)
+
+
+def _free_descriptors() -> int:
+    """Returns how many more files the process may open."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
+        return 1 << 30
+    return max(0, soft_limit - len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - ten times as fast
+
+
+def _max_open_files() -> int:
+    """Returns how many data files may stay open: half of what the process may open still."""
+    return min(4096, _free_descriptors() // 2)
+
+
+def fitting_workers(workers: int) -> int:
+    """Returns how many workers a job may have: each may open a file twice, all together half of
+    what the process may open. The other half is for data files that stay open.
+    """
+    return max(1, min(workers, _free_descriptors() // 4 - 1))
