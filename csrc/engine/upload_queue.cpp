@@ -108,37 +108,39 @@ void UploadQueue::end(std::uint32_t file, std::uint64_t nbytes) {
   has_piece_.notify_all();
 }
 
-void UploadQueue::wait_for_piece(Lock<Mutex>& lock, const PollFunction& poll) {
-  if (has_failed_) throw given_up();
-  if (has_piece_.wait_for(lock, kPollInterval) == std::cv_status::no_timeout) return;
-  lock.unlock();
-  poll();  // which takes the GIL: never with the mutex
-  lock.lock();
-}
-
 std::optional<std::uint64_t> UploadQueue::size_of(std::uint32_t file, const PollFunction& poll) {
   Lock lock(mutex_);
-  while (!file_at(file).is_begun) wait_for_piece(lock, poll);
+  while (!file_at(file).is_begun) {
+    if (has_failed_) throw given_up();
+    if (has_piece_.wait_for(lock, kPollInterval) == std::cv_status::no_timeout) continue;
+    lock.unlock();
+    poll();  // which takes the GIL: never with the mutex
+    lock.lock();
+  }
   return file_at(file).size;
 }
 
 std::optional<UploadPiece> UploadQueue::next(std::uint32_t file, const PollFunction& poll) {
   Lock lock(mutex_);
-  while (true) {
+  while (!has_failed_) {
     File& from = file_at(file);
     const auto first = from.waiting.begin();
-    if (first != from.waiting.end() && first->first == from.next_offset && !has_failed_) {
+    if (first != from.waiting.end() && first->first == from.next_offset) {
       UploadPiece piece = std::move(first->second);
       from.waiting.erase(first);
       from.next_offset += piece.nbytes;
       return piece;
     }
-    if (from.is_whole && from.waiting.empty() && !has_failed_) {
+    if (from.is_whole && from.waiting.empty()) {
       DCPX_CHECK(from.next_offset == from.size, "a file with a gap");
       return std::nullopt;
     }
-    wait_for_piece(lock, poll);
+    if (has_piece_.wait_for(lock, kPollInterval) == std::cv_status::no_timeout) continue;
+    lock.unlock();
+    poll();
+    lock.lock();
   }
+  throw given_up();
 }
 
 void UploadQueue::let_go(const UploadPiece& piece) noexcept {

@@ -75,7 +75,6 @@ class UploadQueue {  // Thread-safe, but for allocate().
   };
 
   File& file_at(std::uint32_t file) DCPX_HOLDS(mutex_);
-  void wait_for_piece(Lock<Mutex>& lock, const PollFunction& poll) DCPX_HOLDS(mutex_);
 
   JobSlots slots_;
   mutable Mutex mutex_;
