@@ -38,6 +38,7 @@ struct ReadJob::Pass {
 namespace {
 
 std::atomic<std::uint32_t> files_kept_open{0};  // by all jobs
+constexpr std::size_t kMaxKeptEnds = 32;        // of objects: 8 MiB
 
 // Tells an error of a device's copy which tensor it was about. REQUIRES: where `copy` asks a device
 // for anything, `fqn` is one.
@@ -128,7 +129,7 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
           const Stopwatch own_watch(locate_ns_);
           OpenFile& file = *files_[f];
           file.stored.open(folder_);
-          file.stored.locate(wanted, by_file[f], located);
+          file.stored.locate(wanted, by_file[f], files_.size() <= kMaxKeptEnds, located);
           file.is_kept_open = keep_open();
           if (!file.is_kept_open) file.stored.close();
         }

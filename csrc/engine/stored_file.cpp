@@ -72,7 +72,7 @@ void StoredFile::open(const InputFolder& folder) {
 }
 
 void StoredFile::locate(const std::vector<WantedItem>& wanted,
-                        const std::vector<std::uint32_t>& indices,
+                        const std::vector<std::uint32_t>& indices, bool keeps_end,
                         std::vector<LocatedItem>& located) {
   refuse_overlaps(wanted, indices);
   if (!spec_.is_ours) {
@@ -93,7 +93,7 @@ void StoredFile::locate(const std::vector<WantedItem>& wanted,
                            static_cast<std::int64_t>(tail_.index_bytes), "index checksum",
                            std::to_string(tail_.index_crc), std::to_string(crc));
   }
-  file_.forget();
+  keeps_end ? file_.forget_all_but_end() : file_.forget();
   std::vector<IndexRow> rows =
       parse_index(raw.data(), raw.size(), tail_.item_count, tail_.data_bytes, file_.path());
   std::sort(rows.begin(), rows.end(), [](const IndexRow& a, const IndexRow& b) {

@@ -84,10 +84,10 @@ class StoredFile {  // open() and close() are the owner's; the rest is thread-sa
   void open_direct() { file_.open_direct(); }
   void close_direct() { file_.close_direct(); }
 
-  // Finds items by their offset. REQUIRES: open. Throws Error(kCorruption) for what the file does
-  // not hold.
+  // Finds items by their offset. Of an object's end it keeps what load_blocks() needs, if
+  // `keeps_end`. REQUIRES: open. Throws Error(kCorruption) for what the file does not hold.
   void locate(const std::vector<WantedItem>& wanted, const std::vector<std::uint32_t>& indices,
-              std::vector<LocatedItem>& located);
+              bool keeps_end, std::vector<LocatedItem>& located);
 
   // Reads and checks the checksums of blocks [first, last]. REQUIRES: open, is_verifiable().
   void load_blocks(std::uint64_t first, std::uint64_t last);

@@ -4,6 +4,7 @@
 
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -81,8 +82,8 @@ class OutputFile {
   std::atomic<bool> is_direct_{false};
 };
 
-// What is read of an object's end as it is opened: the whole footer of most files.
-inline constexpr std::uint64_t kObjectEndBytes = 64 << 10;
+// What is read of an object's end as it is opened: the whole footer of most files up to 4 GiB.
+inline constexpr std::uint64_t kObjectEndBytes = 256 << 10;
 
 // A file that is read beneath a directory: a regular file, no link on the way. Or an object.
 class InputFile {  // read_at() is thread-safe.
@@ -106,6 +107,7 @@ class InputFile {  // read_at() is thread-safe.
   // under way. Both throw as read_at().
   void keep(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t ahead = 0);
   void forget() noexcept { kept_.clear(); }
+  void forget_all_but_end() noexcept { kept_.resize(std::min<std::size_t>(kept_.size(), 1)); }
   // Returns a range of an object as the store gave it, without a copy. REQUIRES: is_object().
   // Blocks. Throws as read_at().
   ObjectStore::Bytes fetch(std::uint64_t offset, std::uint64_t nbytes) const;
@@ -137,7 +139,7 @@ class InputFile {  // read_at() is thread-safe.
   std::shared_ptr<ObjectStore> store_;
   std::string name_;  // of the object
   std::string tag_;
-  std::vector<Kept> kept_;
+  std::vector<Kept> kept_;  // the end, as long as it is kept, and two more
 };
 
 }  // namespace dcpx::io

@@ -137,7 +137,7 @@ void InputFile::keep(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t a
   const std::uint64_t behind = size_bytes_ - std::min(size_bytes_, checked_add(offset, nbytes));
   const std::uint64_t count = nbytes + std::min(ahead, behind);
   const ObjectStore::Bytes found = fetch(offset, count);
-  if (kept_.size() > 1) kept_.erase(kept_.begin());
+  if (kept_.size() > 2) kept_.erase(kept_.begin() + 1);
   kept_.push_back({offset, {found.data, found.data + count}});
 }
 

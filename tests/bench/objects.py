@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", choices=["save", "load"], default=["save", "load"])
     parser.add_argument("--latency-ms", nargs="+", type=float, default=[0.0, 20.0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--slow-rounds", type=int, default=2, help="of s3fs and s3torchconnector")
+    parser.add_argument("--slow-rounds", type=int, default=2, help="of the others, 1 or more")
     parser.add_argument("--scale", type=int, default=1, help="a part of each case, for a test")
     args = parser.parse_args()
     warnings.simplefilter("ignore")

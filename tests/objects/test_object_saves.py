@@ -235,7 +235,7 @@ def test_requests_are_those_that_the_page_counts(
     assert sorted(kinds) == sorted(["head_object"] + ["put_object"] * 2 + more)
     object_proxy.clear()
     loaded(state, f"{object_prefix}/a")
-    assert [one.kind for one in object_proxy.requests()] == ["get_object"] * 4
+    assert [one.kind for one in object_proxy.requests()] == ["get_object"] * 3
 
 
 def test_nothing_is_there_before_the_first_save(object_prefix: str) -> None:
