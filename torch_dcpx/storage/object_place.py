@@ -154,6 +154,13 @@ class ObjectPlace:
         """Removes objects, those that are there."""
         self.bucket.delete([self.key(name) for name in names])
 
+    def remove_leftovers(self, names: Iterable[str]) -> None:
+        """Removes objects of a save whose own error is on its way: its errors are only logged."""
+        try:
+            self.unlink_all(names)
+        except StorageError as error:
+            logger.warning("leftovers of a failed save stay: %s", str(error))
+
     def sync(self) -> None:
         """Does nothing: what a store has answered is durable."""
 
@@ -288,10 +295,6 @@ class ObjectPlace:
         except BaseException as error:
             first = uploads.error
             uploads.cancel()
-            try:
-                self.unlink_all(uploads.begun)
-            except StorageError as left:
-                logger.warning("leftovers of a failed save stay: %s", str(left))
             is_told = isinstance(error, StorageError) and error.errno == errno.ECANCELED
             if is_told and first is not None:
                 raise first from None

@@ -58,7 +58,6 @@ class Uploads:
         self, bucket: Bucket, prefix: str, job: _C.WriteJob, names: Sequence[str], part_bytes: int
     ) -> None:
         self.error: Exception | None = None  # the first of any thread
-        self.begun: list[str] = []  # names of objects that may be there
         self._bucket, self._prefix, self._job, self._names = bucket, prefix, job, names
         self._part_bytes = part_bytes
         self._guard = threading.Lock()
@@ -96,7 +95,6 @@ class Uploads:
                 if number >= len(self._names) or self.error is not None:
                     return
                 name = self._names[number]
-                self.begun.append(name)
             try:
                 self._upload(number, f"{self._prefix}/{name}")
             except Exception as error:  # noqa: BLE001 - `wait` raises it

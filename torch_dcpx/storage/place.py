@@ -74,6 +74,11 @@ class PosixPlace(Directory):
             if self.is_regular(name):
                 self.unlink(name)
 
+    def remove_leftovers(self, names: Iterable[str]) -> None:
+        """Removes files of a save whose own error is on its way: errors in here are only logged."""
+        for name in names:
+            remove_leftover(self, name)
+
     def is_fresh(self) -> bool:
         """Whether no metadata is there, so that no reader knows the name of a data file."""
         return not any(map(is_metadata_name, self.names()))

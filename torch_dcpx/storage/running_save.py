@@ -95,21 +95,27 @@ class RunningSave:
         self._is_stopped = True
 
     def watched(self, report: ProgressFunction | None) -> ProgressFunction | None:
-        """Returns `report`; of a driven save, one that also raises once it is stopped."""
+        """Returns `report`; of a driven save, one that also raises once it is stopped, and whose
+        `poll` does only that.
+        """
         if not self.is_driven:
             return report
         next_check = time.monotonic() + _CHECK_S
 
-        def tell(done_bytes: int, total_bytes: int) -> None:
+        def poll() -> None:
             nonlocal next_check
             if self._is_stopped:
                 raise StorageError("cancelled while it wrote", errno=errno.ECANCELED)
             if self.check is not None and time.monotonic() >= next_check:
                 self.check()
                 next_check = time.monotonic() + _CHECK_S
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            poll()
             if report is not None:
                 report(done_bytes, total_bytes)
 
+        vars(tell)["poll"] = poll
         return tell
 
     def is_under_way(self) -> bool:

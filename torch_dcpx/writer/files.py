@@ -21,7 +21,6 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.reports import WriteReport
-from torch_dcpx.storage.directory import remove_leftover
 from torch_dcpx.storage.names import FileEntry, data_file_names
 from torch_dcpx.storage.place import Place
 from torch_dcpx.tensors import device as device_memory
@@ -103,7 +102,7 @@ def write_files(
         progress.is_ahead = place.is_object
 
         def poll() -> None:
-            progress.tell(job.report()["done_bytes"])
+            progress.poll(job.report()["done_bytes"])
 
         with place.writing(job, first_names, planned, options, poll) as more:
             placed = _write_windows(job, split, table, progress, window_bytes)
@@ -118,8 +117,8 @@ def write_files(
         return Written(results, files, counters, progress.done_bytes)
     except BaseException:
         job.abandon()  # a traceback may keep the job alive, and with it the space of its files
-        for name in job.created():
-            remove_leftover(place, name)
+        # The names of objects are nobody else's, whether they are there or not.
+        place.remove_leftovers(first_names if place.is_object else job.created())
         raise
 
 

@@ -33,6 +33,13 @@ class WriteProgress:
         self._count = 0  # items in the windows so far
         self._told_bytes = 0
 
+    def poll(self, done_bytes: int) -> None:
+        """As `tell`; raises if the save is to end, also where there is nothing to report."""
+        self.tell(done_bytes)
+        look = getattr(self._report, "poll", None)
+        if look is not None:
+            look()
+
     def start(self) -> None:
         """Reports that nothing is written yet."""
         if self._report is not None:
