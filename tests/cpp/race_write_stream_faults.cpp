@@ -46,20 +46,24 @@ TEST(refused_upload_ends_all_workers_and_uploaders) {
     RandomSource random(460 + round);
     const Shape shape{4, random.pick<unsigned>({1, 2, 4}), InPlace::kAuto};
     Calls calls = large_calls(random, shape.files, 4);
+    WriteJob job(-1, "s3://bucket", options_of(budget_of(kLeastBytes), shape, true));
+    add_files(job, shape.files);
     std::atomic<std::uint64_t> taken{0};
+    std::atomic<unsigned> refused{0};
     const std::uint64_t last = random.between(1, 8);
     UploadOptions options = random_uploads(random);
     options.part_bytes = budget_of(kLeastBytes).part_bytes;
-    options.on_piece = [&] {
-      if (taken.fetch_add(1) + 1 == last) throw StoreRefused();
+    options.on_piece = [&, queue = job.queue()] {
+      if (taken.fetch_add(1) + 1 < last) return;
+      ++refused;
+      queue->fail();
+      throw StoreRefused();
     };
-    WriteJob job(-1, "s3://bucket", options_of(budget_of(kLeastBytes), shape, true));
-    add_files(job, shape.files);
     Uploads uploads(job.queue(), shape.files, options, round);
     Saved saved;
     CHECK(is_canceled([&] { write_all(job, calls, uploads.progress.poll(), saved, false); }));
     uploads.join();
-    CHECK(uploads.given_up() + 1 == options.threads);
+    CHECK_EQ(uploads.given_up() + refused.load(), options.threads);
     bool is_told = false;
     try {
       uploads.throw_first_error();
