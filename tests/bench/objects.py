@@ -181,7 +181,7 @@ def measure(
     cpu: dict[str, list[float]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):
         for side in random.sample(sides, len(sides)):
-            if number > side.rounds:
+            if number > side.rounds or side.rounds == 0:
                 continue
             began, cpu_began = time.perf_counter(), cpu_s()
             side.run(url_of(side, number))
@@ -190,6 +190,7 @@ def measure(
                 cpu[side.name].append((cpu_s() - cpu_began) / nbytes * 1e9)
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
     base = seconds[sides[0].name]
+    sides = [side for side in sides if seconds[side.name]]
     rows = []
     for side in sides:
         own = seconds[side.name]
@@ -209,7 +210,7 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", choices=["save", "load"], default=["save", "load"])
     parser.add_argument("--latency-ms", nargs="+", type=float, default=[0.0, 20.0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--slow-rounds", type=int, default=2, help="of the others, 1 or more")
+    parser.add_argument("--slow-rounds", type=int, default=2, help="of the others; 0: none")
     parser.add_argument("--scale", type=int, default=1, help="a part of each case, for a test")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
