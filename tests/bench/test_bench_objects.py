@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import http.client
 import os
+import subprocess
+import sys
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,3 +242,27 @@ def test_the_probe_prints_a_row_for_each_case(capsys: pytest.CaptureFixture[str]
     assert len(titles) == len(object_probe.SECTIONS)
     assert "| 1 | 4 | 5 | 5 |" in printed  # a buffer each part, 4 in flight: one more is held
     assert printed.count("| unsigned_payload | 8 | 4 |") == 2  # latencies
+
+
+@pytest.mark.parametrize("case", ["large", "small"])
+def test_sides_are_timed_beside_obstore_alone(case: str) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, str(Path(__file__).with_name("objects.py")), "--cases", case),
+            *("--scale", "64", "--rounds", "1", "--slow-rounds", "0", "--latency-ms", "0"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [(row[1], row[3]) for row in rows] == [
+        ("save", "obstore alone"),
+        ("save", "dcpx.save"),
+        ("save", "dcp.save, DcpxWriter"),
+        ("load", "obstore alone"),
+        ("load", "dcpx.load"),
+        ("load", "dcp.load, DcpxReader"),
+    ]
+    assert all(float(row[4].split()[0]) > 0 for row in rows)
