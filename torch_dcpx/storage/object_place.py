@@ -60,8 +60,8 @@ class SmallObject:
 
 
 class ObjectClaim:
-    """What a save has found in place of its metadata, and means to replace. It keeps nobody out:
-    of two saves at a time the later commit fails.
+    """Knows what a save has found in place of its metadata, and means to replace. It keeps nobody
+    out: of two saves at a time the later commit fails.
     """
 
     is_held = False
@@ -277,8 +277,8 @@ class ObjectPlace:
     ) -> Iterator[dict[str, int]]:
         """Uploads what `job` is given in the block, and has all of it in the store at its end.
 
-        Yields counters to add to the job's. Raises: OptionError, before anything; StorageError: no
-        object stays that can be removed.
+        Yields counters to add to the job's. Raises: OptionError, before anything; StorageError: all
+        uploads have ended, and what is there of them is the caller's to remove.
         """
         memory_bytes = options.resolved_memory_bytes()
         slot_bytes = upload_slot_bytes(options.slot_bytes, memory_bytes)
@@ -316,7 +316,7 @@ class ObjectPlace:
 
 
 class _Reads:
-    """What C++ asks for: see csrc/dcp/python_objects.h."""
+    """Answers what C++ asks for: see csrc/dcp/python_objects.h."""
 
     def __init__(self, place: ObjectPlace) -> None:
         self._bucket, self._place = place.bucket, place

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies, for whoever does not care whether that is a directory or a store.
+"""Opens the place of a checkpoint, for whoever does not care if it is a directory or a store.
 
 `PosixPlace` and `ObjectPlace` have the same methods.
 """
