@@ -8,30 +8,29 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.reader.hints import absent, add_repair
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, is_metadata_name
-from torch_dcpx.storage.paths import checked_path
-from torch_dcpx.storage.place import PosixPlace
+from torch_dcpx.storage.object_url import ObjectUrl, location_of
+from torch_dcpx.storage.paths import checked_location
+from torch_dcpx.storage.place import Place, open_place
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> PosixPlace:
-    """Opens the directory of a checkpoint.
+def open_checkpoint(path: str | os.PathLike[str]) -> Place:
+    """Opens the place of a checkpoint; a prefix of a store without looking if anything is there.
 
     Raises:
         NotCommittedError: there is no such directory.
         StorageError: it cannot be opened.
-        OptionError, UnsupportedError: as `checked_path`.
+        OptionError, UnsupportedError: as `checked_location`.
     """
-    text = checked_path(path, "copy or mount it, and name the directory")
+    text = checked_location(path, "copy or mount it, and name the directory")
     try:
-        return PosixPlace(Path(text))
+        return open_place(path if isinstance(path, ObjectUrl) else location_of(text))
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
@@ -44,8 +43,8 @@ def commits_among(names: Iterable[str]) -> list[str]:
     return [METADATA_NAME] if METADATA_NAME in found else found
 
 
-def read_commit(directory: Directory, name: str) -> CheckpointMetadata:
-    """Reads a file of metadata. Raises as `Directory.open_small` and `decode_metadata`."""
+def read_commit(directory: Place, name: str) -> CheckpointMetadata:
+    """Reads a file of metadata. Raises as `open_small` of the place and `decode_metadata`."""
     with directory.open_small(name) as file:
         try:
             return decode_metadata(file, str(directory.path / name))

@@ -14,7 +14,6 @@ import errno
 import json
 import math
 import os
-import stat
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +21,6 @@ from torch_dcpx.checkpoint.load import load
 from torch_dcpx.errors import (
     CorruptionError,
     NotCommittedError,
-    ShortReadError,
     StorageError,
     UnsupportedError,
 )
@@ -32,7 +30,7 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.reader import quiet_reader
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
-from torch_dcpx.storage.place import PosixPlace
+from torch_dcpx.storage.place import Place, PosixPlace
 from torch_dcpx.storage.system_calls import uninterrupted
 
 Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tags that are not whole, and reasons
@@ -143,23 +141,9 @@ class DataFiles(NamedTuple):
     sizes: dict[str, int]
     is_exact: bool  # stock's metadata says only the least of them
 
-    def check(self, directory: Directory) -> None:
+    def check(self, place: Place) -> None:
         """Raises, as `examine`, unless each is a regular file of its size."""
-        for name, nbytes in self.sizes.items():
-            path = str(directory.path / name)
-            try:
-                status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-            except (OSError, ValueError) as error:
-                problem = f"stat '{path}', which '{METADATA_NAME}' names: {error}"
-                number = getattr(error, "errno", None)
-                raise StorageError(problem, errno=number, path=path) from error
-            is_right = status.st_size == nbytes if self.is_exact else status.st_size >= nbytes
-            if not stat.S_ISREG(status.st_mode) or not is_right:
-                least = "" if self.is_exact else "at least "
-                problem = f"is no regular file of {least}{nbytes} B: it has {status.st_size} B"
-                raise ShortReadError(
-                    f"'{path}' {problem}", errno=errno.EIO, path=path, offset=0, nbytes=nbytes
-                )
+        place.check_sizes(self.sizes, is_exact=self.is_exact)
 
 
 def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, DataFiles]:

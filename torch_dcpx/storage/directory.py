@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
+from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.storage.system_calls import (
     close_read,
     close_written,
@@ -178,6 +178,22 @@ def _irregular(path: Path, nbytes: int) -> CorruptionError:
     return CorruptionError(
         f"'{path}' is no regular file of at most {MAX_METADATA_BYTES} B, or nearly all holes",
         path=str(path),
+        nbytes=nbytes,
+    )
+
+
+def is_size(found: int, nbytes: int, *, is_exact: bool) -> bool:
+    """Whether a file of `found` bytes has `nbytes`, or at least these."""
+    return found == nbytes if is_exact else found >= nbytes
+
+
+def wrong_size(path: str, nbytes: int, found: int, *, is_exact: bool) -> ShortReadError:
+    least = "" if is_exact else "at least "
+    return ShortReadError(
+        f"'{path}' is no regular file of {least}{nbytes} B: it has {found} B",
+        errno=errno.EIO,
+        path=path,
+        offset=0,
         nbytes=nbytes,
     )
 

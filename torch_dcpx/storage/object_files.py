@@ -69,7 +69,7 @@ class ObjectFileSystem(FileSystemBase):
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         bucket, key = self._place(path)
-        return [f"{os.fspath(path)}/{name}" for name in bucket.tags(key)]
+        return [f"{os.fspath(path)}/{name}" for name in bucket.listing(key).objects]
 
 
 OWN_FILE_SYSTEMS.append(ObjectFileSystem)

@@ -10,16 +10,16 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, OutcomeUnknownError, StorageError
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.storage.directory import MAX_METADATA_BYTES, Buffer
-from torch_dcpx.storage.names import metadata_name
-from torch_dcpx.storage.object_store import Bucket, bucket_of, concurrent
+from torch_dcpx.storage.directory import MAX_METADATA_BYTES, Buffer, is_size, wrong_size
+from torch_dcpx.storage.names import METADATA_NAME, metadata_name
+from torch_dcpx.storage.object_store import Bucket, ListedObject, bucket_of, concurrent
 from torch_dcpx.storage.object_uploads import Uploads, part_bytes_for, upload_slot_bytes
 from torch_dcpx.storage.object_url import ObjectUrl
 
@@ -107,7 +107,15 @@ class ObjectPlace:
 
     def names(self) -> list[str]:
         """Returns the names of all objects, without those beneath a further slash."""
-        return sorted(self.bucket.tags(self.path.key))
+        return sorted(self.entries())
+
+    def entries(self) -> dict[str, ListedObject]:
+        """Returns all objects by name, without those beneath a further slash; one listing."""
+        return self.bucket.listing(self.path.key).objects
+
+    def prefixes(self) -> list[str]:
+        """Returns the names beneath which there are objects."""
+        return sorted(self.bucket.listing(self.path.key).prefixes)
 
     def state(self, name: str) -> tuple[str]:
         """Returns the tag of an object; "" if there is none."""
@@ -116,7 +124,7 @@ class ObjectPlace:
 
     def states(self) -> dict[str, tuple[int | str, ...]]:
         """Returns the tags of all objects, by name."""
-        return {name: (tag,) for name, tag in self.bucket.tags(self.path.key).items()}
+        return {name: (one.tag,) for name, one in self.entries().items()}
 
     def is_regular(self, name: str) -> bool:
         """Returns whether there is an object of this name."""
@@ -125,6 +133,23 @@ class ObjectPlace:
     def missing(self, _names: Sequence[str]) -> list[str]:
         """Returns no name: what a save has put is there, as the store has answered."""
         return []
+
+    def check_sizes(self, sizes: Mapping[str, int], *, is_exact: bool) -> None:
+        """Raises unless each name is an object of so many bytes, or of at least so many.
+
+        StorageError: one is missing, or unknown. ShortReadError: it has another size.
+        """
+        found = self.entries() if sizes else {}
+        for name, nbytes in sizes.items():
+            path = str(self.path / name)
+            if name not in found:
+                raise StorageError(
+                    f"list '{path}', which '{METADATA_NAME}' names: {os.strerror(errno.ENOENT)}",
+                    errno=errno.ENOENT,
+                    path=path,
+                )
+            if not is_size(found[name].nbytes, nbytes, is_exact=is_exact):
+                raise wrong_size(path, nbytes, found[name].nbytes, is_exact=is_exact)
 
     def is_replacing(self, name: str, lock: ObjectClaim | None) -> bool:
         """Returns whether a commit under `name` would replace something, as `lock` has found."""

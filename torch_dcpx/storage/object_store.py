@@ -55,6 +55,21 @@ class StoredObject(NamedTuple):
     body: Any  # a buffer with the bytes that were asked for
 
 
+class ListedObject(NamedTuple):
+    """An object in a listing."""
+
+    nbytes: int
+    tag: str
+    modified_s: float  # when it was put, in whole seconds since 1970 by the store's clock
+
+
+class Listing(NamedTuple):
+    """What lies directly beneath a prefix."""
+
+    objects: dict[str, ListedObject]  # by name
+    prefixes: list[str]  # names of those beneath which there is more
+
+
 def import_obstore() -> Any:
     """Returns the package. Raises UnsupportedError where it is not installed."""
     try:
@@ -245,15 +260,18 @@ class Bucket:
         with self.errors("put", key):
             self._obstore.put(self.store, key, iter(pieces), mode=mode)
 
-    def tags(self, prefix: str) -> dict[str, str]:
-        """Returns the tags of the objects beneath a prefix by name, none of deeper ones."""
+    def listing(self, prefix: str) -> Listing:
+        """Returns what lies directly beneath a prefix."""
         found = self._repeated(
             "list", prefix, lambda: self._obstore.list_with_delimiter(self.store, prefix)
         )
-        return {
-            one["path"].rpartition("/")[2]: _tag(one, self.url(one["path"]))
+        objects = {
+            one["path"].rpartition("/")[2]: ListedObject(
+                one["size"], _tag(one, self.url(one["path"])), one["last_modified"].timestamp()
+            )
             for one in found["objects"]
         }
+        return Listing(objects, [one.rpartition("/")[2] for one in found["common_prefixes"]])
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects, those that are there; 1,000 a request."""

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch_dcpx._native import _C
+from torch_dcpx.errors import StorageError
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.storage.directory import (
     Buffer,
     Directory,
     SmallFile,
+    is_size,
     make_directory,
     remove_leftover,
     storage_error,
+    wrong_size,
 )
 from torch_dcpx.storage.names import (
     LOCK_NAME,
+    METADATA_NAME,
     is_metadata_name,
     rank_lock_name,
     temporary_name,
@@ -63,6 +68,26 @@ class PosixPlace(Directory):
             with suppress(FileNotFoundError):  # of a save that goes on
                 found[name] = self.state(name)
         return found
+
+    def check_sizes(self, sizes: Mapping[str, int], *, is_exact: bool) -> None:
+        """Raises unless each name is a regular file of so many bytes, or of at least so many.
+
+        StorageError: one is missing, or unknown. ShortReadError: it has another size.
+        """
+        for name, nbytes in sizes.items():
+            path = str(self.path / name)
+            try:
+                status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            except (OSError, ValueError) as error:
+                number = getattr(error, "errno", None)
+                raise StorageError(
+                    f"stat '{path}', which '{METADATA_NAME}' names: {error}",
+                    errno=number,
+                    path=path,
+                ) from error
+            found = status.st_size
+            if not stat.S_ISREG(status.st_mode) or not is_size(found, nbytes, is_exact=is_exact):
+                raise wrong_size(path, nbytes, found, is_exact=is_exact)
 
     def is_replacing(self, name: str, _lock: object) -> bool:
         """Returns whether a commit under `name` would replace something."""

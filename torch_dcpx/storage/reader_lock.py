@@ -20,6 +20,7 @@ from typing import Any
 from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.storage.directory import storage_error, storage_errors
 from torch_dcpx.storage.names import READERS_NAME
+from torch_dcpx.storage.object_url import is_url
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.save_lock import holders_of
 from torch_dcpx.storage.system_calls import close_read
@@ -93,7 +94,7 @@ def _shared(path: AnyPath | None) -> tuple[int, bool]:
     """Returns the locked file, -1 if there is none, and False if a manager is deleting."""
     fd = -1
     try:
-        if path is not None:
+        if path is not None and not is_url(path):  # a store has no locks
             fd = os.open(Path(os.fsdecode(path)) / READERS_NAME, _FLAGS)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, ValueError, TypeError) as error:
