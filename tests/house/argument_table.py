@@ -303,6 +303,7 @@ TABLE: Table = {
             "options": NOT_WRITE,
             "read_options": NOT_READ,
             "allow_fresh": NOT_SWITCHES,
+            "grace_s": (60.0, *NOT_SECONDS),  # of a directory
             **GROUP,
         },
     ),

@@ -334,10 +334,10 @@ def test_damage_is_written_down_once_and_with_no_pointer_by_itself(
     damage(tmp_path / "step-2")
     (tmp_path / "newest").unlink()
     written: list[Any] = []
-    real = manager_root.write_pointer
+    real = manager_root.DirectoryRoot.write
     monkeypatch.setattr(
-        manager_root,
-        "write_pointer",
+        manager_root.DirectoryRoot,
+        "write",
         lambda *args, **kwargs: written.append(args) or real(*args, **kwargs),
     )
     for _ in range(2):
@@ -355,7 +355,7 @@ def test_damage_that_cannot_be_written_down_is_logged(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise StorageError("write the pointer", errno=30, path=str(root))
 
-    monkeypatch.setattr(manager_root, "write_pointer", fails)
+    monkeypatch.setattr(manager_root.DirectoryRoot, "write", fails)
     with caplog.at_level(logging.WARNING, "torch_dcpx"):
         assert manager_of(root).resume(state={"x": large(0)}).tag == "step-150"
     assert any("not told what is damaged" in message for message in caplog.messages)

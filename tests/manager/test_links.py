@@ -16,7 +16,8 @@ from trainings import manager_of, on_disk, save_steps
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, DcpxError, StorageError, UnsupportedError
 from torch_dcpx.cli import listing as cli_list
-from torch_dcpx.manager import removal, retention
+from torch_dcpx.manager import removal
+from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.manager.stored import OwnDirectory
 
 WORKER = Path(__file__).with_name("links_worker.py")
@@ -257,14 +258,14 @@ def test_link_made_before_retention_opens_what_it_removes_is_not_followed(
     root = tmp_path / "root"
     manager = manager_of(root, keep_last=1)
     save_steps(manager, 1)
-    remove = retention.remove_checkpoint
+    remove = DirectoryRoot.remove
     moved: list[Path] = []
 
     def raced(of: Any, tag: str) -> None:
         moved.append(move_away_and_link(root / tag))
         remove(of, tag)
 
-    monkeypatch.setattr(retention, "remove_checkpoint", raced)
+    monkeypatch.setattr(DirectoryRoot, "remove", raced)
     save_steps(manager, 2)
     manager.wait()
     assert dcpx.verify(moved[0]).ok

@@ -15,7 +15,8 @@ import pytest
 from trainings import manager_of, on_disk, save_steps
 
 from torch_dcpx import ConcurrentSaveError, UnsupportedError, WriteOptions
-from torch_dcpx.manager import removal, retention
+from torch_dcpx.manager import removal
+from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.reader_lock import being_deleted, being_read
 from torch_dcpx.storage.running_save import RunningSave
@@ -128,13 +129,13 @@ def test_pin_between_the_choice_and_the_removal_holds(
 ) -> None:
     manager = manager_of(tmp_path, keep_last=1)
     save_steps(manager, 1)
-    remove = retention.remove_checkpoint
+    remove = DirectoryRoot.remove
 
-    def pinned_first(root: Any, tag: str) -> None:
+    def pinned_first(root: DirectoryRoot, tag: str) -> None:
         manager.pin(tag)
         remove(root, tag)
 
-    monkeypatch.setattr(retention, "remove_checkpoint", pinned_first)
+    monkeypatch.setattr(DirectoryRoot, "remove", pinned_first)
     save_steps(manager, 2)
     manager.wait()
     assert manager.tags() == ["step-1", "step-2"]

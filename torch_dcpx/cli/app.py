@@ -206,18 +206,26 @@ def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | No
 @app.command()
 @click.argument("paths", type=_PATH, nargs=-1, required=True, metavar="PATH...")
 @click.option("--delete", is_flag=True, help="remove them")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="age at which objects of a store may go; default: a day",
+)
 @command
-def gc(paths: tuple[Path, ...], delete: bool, as_json: bool) -> int:
+def gc(paths: tuple[Path, ...], delete: bool, grace_s: float | None, as_json: bool) -> int:
     """List data files that no metadata names: of saves that did not end, or were replaced.
 
     Each PATH is a checkpoint, or a directory with checkpoints in it. --delete removes them, under
     the lock of a save. In a directory without metadata it removes files only if PATH names it. A
-    save of stock DCP takes no lock: do not use --delete while one is under way.
+    save of stock DCP takes no lock: do not use --delete while one is under way. A store has no
+    locks: there it removes what is older than --grace.
     """
     _look(*paths)
     from torch_dcpx.cli.gc import run_gc
 
-    return run_gc(paths, delete=delete, as_json=as_json)
+    return run_gc(paths, delete=delete, grace_s=grace_s, as_json=as_json)
 
 
 @app.command()

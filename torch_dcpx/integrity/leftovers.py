@@ -1,31 +1,44 @@
 """`dcpx gc`: data files that no metadata names, left by saves that did not end or were replaced.
 
-Our next save there removes them as well. A file is a leftover only by the exact form of name that a
-save gives. Where a directory holds no metadata, every data file is one, also of a checkpoint whose
-`.metadata` was lost: the caller must have named that directory.
+Our next save to a directory removes them there as well. A file is a leftover only by the exact form
+of name that a save gives. Where a directory holds no metadata, every data file is one, also of a
+checkpoint whose `.metadata` was lost: the caller must have named that directory.
+
+A store has no locks that would show a save under way: there only what is older than a grace goes.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Collection
 from typing import NamedTuple
 
-from torch_dcpx.errors import CorruptionError, UnsupportedError
+from torch_dcpx.errors import CorruptionError, UnsupportedError, must_be
 from torch_dcpx.integrity.contents import commits_among, open_checkpoint
-from torch_dcpx.storage.names import LOCK_NAME, METADATA_NAME
-from torch_dcpx.storage.place import PosixPlace
+from torch_dcpx.storage.names import (
+    LOCK_NAME,
+    METADATA_NAME,
+    TOMBSTONE_NAME,
+    is_probe_name,
+)
+from torch_dcpx.storage.object_place import ObjectPlace
+from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.place import Place, PosixPlace
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import saves_elsewhere
 from torch_dcpx.writer.commit import unnamed_files
 from torch_dcpx.writer.locks import SaveLocks
 
+GRACE_S = 86400.0
+_MARKS = frozenset({LOCK_NAME, TOMBSTONE_NAME})  # of a manager, in a store
+
 
 class Leftovers(NamedTuple):
-    """The leftovers of one directory."""
+    """The leftovers of one directory or prefix."""
 
     path: str
-    is_committed: bool  # the directory holds metadata
+    is_committed: bool  # it holds metadata
+    is_removed: bool  # it held a checkpoint that a manager has removed
     files: dict[str, int]  # bytes by name
 
     @property
@@ -33,58 +46,89 @@ class Leftovers(NamedTuple):
         return sum(self.files.values())
 
 
-def find_leftovers(path: Path) -> Leftovers:
+def find_leftovers(path: Location) -> Leftovers:
     """Returns what is a leftover now, without a lock: of a save under way as well.
 
     Raises: NotCommittedError: no directory; CorruptionError: its metadata cannot be read, so nobody
     knows its files; StorageError.
     """
-    with open_checkpoint(path) as directory:
-        return _found(directory)
+    with open_checkpoint(path) as place:
+        return _found(place)
 
 
-def remove_leftovers(path: Path) -> Leftovers:
-    """Removes the leftovers of a directory, under the lock of a save, and returns them.
+def remove_leftovers(path: Location, grace_s: float | None = None) -> Leftovers:
+    """Removes leftovers, and returns them: of a directory under the lock of a save.
+
+    Args:
+        grace_s: of a store: younger objects stay. Default None: a day.
 
     Raises as `find_leftovers`, and:
         ConcurrentSaveError: a save is under way there.
         UnsupportedError: a save on another machine may be under way, where locks do not reach, or
             the file system has no locks; nothing was removed.
+        OptionError: `grace_s` of a directory.
     """
-    with open_checkpoint(path) as directory:
-        locks, has_ended_well = SaveLocks(), False
-        try:
-            elsewhere = saves_elsewhere(directory, LOCK_NAME)
-            if not elsewhere:  # else taking the lock would add this machine to them
-                locks.take(directory, RunningSave(directory))
-            if elsewhere or locks.leftovers_of() == "nobody":
-                who = f"a save of another machine ({elsewhere[0]}) did not end, or is under way"
-                raise UnsupportedError(
-                    f"remove leftovers in '{path}': {who if elsewhere else 'there are no locks'}; "
-                    "run `dcpx gc` on that machine, or remove the files by hand"
-                )
-            found = _found(directory)
-            if found.is_committed:  # a killed save may have renamed it without an fsync
-                directory.sync()
-            for name in found.files:
-                directory.unlink(name)
-            has_ended_well = True
-        finally:
-            locks.release(has_ended_well=has_ended_well)
-        return found
+    with open_checkpoint(path) as place:
+        if isinstance(place, ObjectPlace):
+            return _remove_old(place, GRACE_S if grace_s is None else grace_s)
+        if grace_s is not None:
+            raise must_be("grace", grace_s, "left out: a directory has locks of saves")
+        return _remove_locked(place)
 
 
-def _found(directory: PosixPlace) -> Leftovers:
-    names = unnamed_files(directory)
+def _remove_locked(directory: PosixPlace) -> Leftovers:
+    locks, has_ended_well = SaveLocks(), False
+    try:
+        elsewhere = saves_elsewhere(directory, LOCK_NAME)
+        if not elsewhere:  # else taking the lock would add this machine to them
+            locks.take(directory, RunningSave(directory))
+        if elsewhere or locks.leftovers_of() == "nobody":
+            who = f"a save of another machine ({elsewhere[0]}) did not end, or is under way"
+            raise UnsupportedError(
+                f"remove leftovers in '{directory.path}': "
+                f"{who if elsewhere else 'there are no locks'}; run `dcpx gc` on that machine, or "
+                "remove the files by hand"
+            )
+        found = _found(directory)
+        if found.is_committed:  # a killed save may have renamed it without an fsync
+            directory.sync()
+        directory.unlink_all(found.files)
+        has_ended_well = True
+    finally:
+        locks.release(has_ended_well=has_ended_well)
+    return found
+
+
+def _remove_old(place: ObjectPlace, grace_s: float) -> Leftovers:
+    now_s, entries = place.bucket.now_s(place.path.key), place.entries()
+    found = _found(place)  # behind the entries: what was named meanwhile is no leftover
+    old = {
+        name: nbytes
+        for name, nbytes in found.files.items()
+        if name in entries and now_s - entries[name].modified_s >= grace_s
+    }
+    place.unlink_all(old)
+    return found._replace(files=old)
+
+
+def _found(place: Place) -> Leftovers:
+    names = unnamed_files(place)
     if names is None:
         raise CorruptionError(
-            f"look for leftovers in '{directory.path}': its metadata cannot be read, so any file "
-            f"may belong to it; try `dcpx repair {directory.path}`",
-            path=str(directory.path / METADATA_NAME),
+            f"look for leftovers in '{place.path}': its metadata cannot be read, so any file "
+            f"may belong to it; try `dcpx repair {place.path}`",
+            path=str(place.path / METADATA_NAME),
         )
-    sizes = {
-        name: os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_size
-        for name in sorted(names)
-        if directory.is_regular(name)
-    }
-    return Leftovers(str(directory.path), bool(commits_among(directory.names())), sizes)
+    if isinstance(place, PosixPlace):
+        there: Collection[str] = place.names()
+        sizes = {
+            name: os.stat(name, dir_fd=place.fd, follow_symlinks=False).st_size
+            for name in sorted(names)
+            if place.is_regular(name)
+        }
+    else:
+        there = entries = place.entries()
+        names |= {name for name in entries if name in _MARKS or is_probe_name(name)}
+        sizes = {name: entries[name].nbytes for name in sorted(names) if name in entries}
+    is_committed, is_removed = bool(commits_among(there)), TOMBSTONE_NAME in there
+    return Leftovers(str(place.path), is_committed, is_removed, sizes)

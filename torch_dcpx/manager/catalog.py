@@ -25,24 +25,20 @@ from torch_dcpx.errors import (
     MismatchError,
     NotCommittedError,
     OptionError,
-    StorageError,
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.manager.pointer import Tag, tag_of, tag_or_none
-from torch_dcpx.manager.removal import remove_checkpoint
 from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.state import ModelPart
-from torch_dcpx.manager.stored import OwnDirectory, Skipped, Stored, identity_of, lies_there
+from torch_dcpx.manager.stored import Skipped, Stored
 from torch_dcpx.manager.translate import MODEL, beneath, checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.pretrained_reader import stored_sizes
-from torch_dcpx.storage.names import PIN_NAME
-from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 
 _T = TypeVar("_T")
 _Own = TypeVar("_Own")
@@ -131,31 +127,17 @@ class CheckpointCatalog:
     # ---- CheckpointManager's methods, on the coordinator ---------------------------------------
 
     def pin(self, name: str) -> None:
-        lies_there(self.root.path / name, "pin")
-        path = self.root.examined(name).path
-        with OwnDirectory(path, "pin") as directory:
-            try:
-                make_readers_file(path, dir_fd=directory.fd)
-            except StorageError as error:
-                logger.debug("%s: pinned without a lock", error)
-            with being_read(path) as is_left_alone:
-                # A deletion looks for the mark under the same lock.
-                if not is_left_alone or identity_of(path) is None:
-                    problem = f"pin '{path}': it is being deleted"
-                    raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(path))
-                if not directory.is_regular(PIN_NAME):
-                    directory.create(PIN_NAME, [], is_durable=self.root.is_durable)
-                    directory.sync()
+        self.root.files.is_there(name, "pin")
+        self.root.examined(name)
+        self.root.files.pin(name)
 
     def unpin(self, name: str) -> None:
-        with OwnDirectory(self.root.path / name, "unpin") as directory:
-            directory.unlink(PIN_NAME)
-            directory.sync()
+        self.root.files.unpin(name)
 
     def delete(self, name: str) -> None:
         self.retention.wait()
         root, path = self.root, self.root.path / name
-        lies_there(path, "delete")
+        root.files.is_there(name, "delete")
         root.examined(name)
         self.retention.refuse_pinned(name, "delete")
         if name in self.retention.busy:
@@ -170,7 +152,7 @@ class CheckpointCatalog:
                 f"delete '{path}': it is the last whole checkpoint beneath '{root.path}'"
                 f"{' that is not damaged' if others else ''}; remove the directory by hand"
             )
-        remove_checkpoint(root, name)
+        root.remove(name)
         if newest is not None and newest.tag == name:
             root.point_away(name, next((o for o in others if o.tag in good), others[0]))
 
@@ -193,12 +175,8 @@ class CheckpointCatalog:
                 if not allow_fresh and not passed:
                     root.check_fresh(skipped)
                 return None, skipped
-            try:
-                make_readers_file(stored.path)
-            except StorageError as error:
-                logger.debug("%s: read without a lock", error)
-            stack.enter_context(being_read(stored.path))
-            if identity_of(stored.path) is not None:
+            stack.enter_context(root.files.reading(stored.tag))
+            if root.files.identity(stored.tag) is not None:
                 return stored, skipped
         path = str(root.path)
         problem = f"resume from '{path}': checkpoints are deleted faster than one can be chosen"
@@ -273,7 +251,8 @@ class CheckpointCatalog:
                     path = str(self.root.path)
                     problem = f"dry_run: nothing lies beneath '{path}'"
                     raise NotCommittedError(problem, errno=errno.ENOENT, path=path)
-                return rules.dry_run(beneath(MODEL, stored_sizes(str(chosen.path)).items()))
+                sizes = stored_sizes(chosen.path, self.read_options)
+                return rules.dry_run(beneath(MODEL, sizes.items()))
 
             with self.exchange("dry_run") as exchange:
                 return self.agree(exchange, "dry_run", local, reduce)[1]

@@ -11,7 +11,6 @@ import os
 import signal
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import torch
@@ -29,12 +28,13 @@ from torch_dcpx.manager.pointer import Tag
 from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
-from torch_dcpx.manager.root import ManagerRoot
+from torch_dcpx.manager.root import ManagerRoot, files_at
 from torch_dcpx.manager.save import Saves
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.members import check_ranks, keys_for
-from torch_dcpx.storage.paths import AnyPath, checked_path
+from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.paths import AnyPath
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -62,11 +62,12 @@ class CheckpointManager:
         options: WriteOptions | None = None,
         read_options: ReadOptions | None = None,
         allow_fresh: bool = False,
+        grace_s: float | None = None,
     ) -> None:
         """Touches nothing yet.
 
         Args:
-            root: directory of the checkpoints; made by the first save. One job at a time.
+            root: their directory, made by the first save, or `s3://bucket/prefix`; for one job.
             keep_last: keeps that many of the last commits. Default None.
             keep_every: keeps checkpoints whose step is a multiple of this. Default None.
             keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. All
@@ -76,29 +77,28 @@ class CheckpointManager:
             async_save: whether `save` returns before the checkpoint is written. Default True.
             process_group: the ranks of the training. Default None: all.
             no_dist: this process by itself. Default False.
-            options: of the writer. Default None: `WriteOptions()`.
-            read_options: of readers. Default None: `ReadOptions()`.
+            options, read_options: of the writer, and of readers. Default None: all defaults.
             allow_fresh: starts fresh in a root where saves have begun, but no checkpoint is whole.
                 Default False: an error. Files that no save has made are no reason for one.
+            grace_s: of an `s3://` root: seconds for which data of removed checkpoints, and of saves
+                that did not end, stay. Default None: 3600, or `2 * save_timeout_s` if that is more.
 
         Raises:
             OptionError: values that cannot work.
-            UnsupportedError: a URL as root.
+            UnsupportedError: another URL as root, or no obstore for this one.
         """
         check_ranks(process_group, no_dist)
         check_options("options", options, WriteOptions)
         check_options("read_options", read_options, ReadOptions)
         check_bool("async_save", async_save)
         check_bool("allow_fresh", allow_fresh)
-        rules = KeepRules.of(keep_last, keep_every, keep_best)
-        options, read_options = options or WriteOptions(), read_options or ReadOptions()
-        way_out = "a CheckpointManager's root is a directory of a mounted file system"
-        given = checked_path(root, way_out, "root")
-        self.root = Path(given).absolute()
-        is_durable = options.durability == "full"
-        self._root = ManagerRoot(self.root, read_options, is_durable=is_durable, given=given)
-        self._rules = rules
-        self._retention = Retention(self._root, rules)
+        self._rules = KeepRules.of(keep_last, keep_every, keep_best)
+        options = options or WriteOptions()
+        read_options = read_options or ReadOptions(endpoint=options.endpoint)
+        files = files_at(root, options, read_options, grace_s)
+        self.root: Location = files.path
+        self._root = ManagerRoot(files, read_options, os.fsdecode(root))
+        self._retention = Retention(self._root, self._rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
         self._catalog = CheckpointCatalog(self._root, self._retention, ranks, options, read_options)
         self._cadence = Cadence(self._catalog, save_every, save_every_s)

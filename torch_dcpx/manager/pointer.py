@@ -14,13 +14,12 @@ import errno
 import json
 import os
 import re
-from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 from torch_dcpx._integers import plain_int
 from torch_dcpx.errors import CorruptionError, OptionError, StorageError, must_be
-from torch_dcpx.storage.directory import Directory, make_directory
-from torch_dcpx.storage.names import POINTER_NAME, is_pointer_temporary, temporary_name
+from torch_dcpx.storage.names import POINTER_NAME
+from torch_dcpx.storage.place import Place, SmallContent
 
 Tag: TypeAlias = str | SupportsIndex  # a name, or a step
 
@@ -102,16 +101,22 @@ class Pointer(NamedTuple):
     damaged: tuple[str, ...] = ()  # ids of saves in which a resume has read wrong bytes
 
 
-def read_pointer(root: Path) -> Pointer | None:
-    """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""
-    path = root / POINTER_NAME
+def read_pointer(place: Place) -> Pointer | None:
+    """Returns the pointer of an open root, None of a missing one. Raises: CorruptionError,
+    StorageError.
+    """
     try:
-        with Directory(root) as directory, directory.open_small(POINTER_NAME) as file:
-            text = file.part(0, min(file.nbytes, _MAX_BYTES + 1))
+        with place.open_small(POINTER_NAME) as file:
+            return decoded_pointer(file)
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None
         raise
+
+
+def decoded_pointer(file: SmallContent) -> Pointer:
+    """Returns the pointer in an open file. Raises: CorruptionError, StorageError."""
+    text = file.part(0, min(file.nbytes, _MAX_BYTES + 1))
     try:
         found = json.loads(text)
         pointer = Pointer(*(found[name] for name in ("tag", "step", "save_id", "order")))._replace(
@@ -128,32 +133,15 @@ def read_pointer(root: Path) -> Pointer | None:
         ):
             raise TypeError("its values are not those of a pointer")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
+        path = str(file.path)
         problem = f"read '{path}' of {len(text)} B: no pointer to a checkpoint: {error}"
-        raise CorruptionError(problem, path=str(path), offset=0, nbytes=len(text)) from error
+        raise CorruptionError(problem, path=path, offset=0, nbytes=len(text)) from error
     return pointer
 
 
-def write_pointer(root: Path, pointer: Pointer, *, is_durable: bool, is_alone: bool = True) -> None:
-    """Replaces the pointer: writes it under another name, fsyncs, renames, fsyncs the directory.
-
-    It makes a missing root. With `is_alone` no other job writes, and it removes the leftovers of
-    killed ones. Raises StorageError: the pointer before is still there.
-    """
-    make_directory(root, is_durable=is_durable)
+def encoded_pointer(pointer: Pointer) -> bytes:
+    """Returns the line that `read_pointer` reads."""
     fields = {"format": _FORMAT, **pointer._asdict()}
     if not pointer.damaged:
         del fields["damaged"]
-    content = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-    with Directory(root) as directory:
-        for name in directory.names() if is_alone else ():
-            if is_pointer_temporary(name):  # of a job that was killed
-                directory.unlink(name)
-        temporary = temporary_name(POINTER_NAME)
-        try:
-            directory.create(temporary, [content], is_durable=is_durable)
-            directory.rename(temporary, POINTER_NAME)
-        except BaseException:
-            directory.unlink(temporary)
-            raise
-        if is_durable:
-            directory.sync()
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch_dcpx.errors import (
     ConcurrentSaveError,
@@ -30,7 +31,6 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import OwnDirectory
 from torch_dcpx.storage.directory import Directory, fsync_path, storage_error
 from torch_dcpx.storage.names import (
@@ -49,6 +49,9 @@ from torch_dcpx.storage.reader_lock import being_deleted
 from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.storage.save_lock import SaveLock
 from torch_dcpx.writer.commit import referenced_files, remove_replaced
+
+if TYPE_CHECKING:
+    from torch_dcpx.manager.directory_root import DirectoryRoot
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -70,7 +73,7 @@ def _locked(directory: Directory) -> Iterator[SaveLock]:
         lock.release(has_ended_well=lock.left_by != "another machine")
 
 
-def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
+def remove_checkpoint(root: DirectoryRoot, tag: str) -> None:
     """Removes a checkpoint, or goes on with a removal that did not end.
 
     Raises:
@@ -79,7 +82,6 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
         CorruptionError: its `.metadata` cannot be read, so the names of its files are unknown.
         StorageError: a system call failed; the next attempt removes the rest.
     """
-    root.forget(tag)
     with OwnDirectory(root.path / tag, "delete") as directory, _locked(directory):
         names = directory.names()
         if METADATA_NAME in names:
@@ -99,7 +101,7 @@ def remove_checkpoint(root: ManagerRoot, tag: str) -> None:
         _remove_trash(trash)
 
 
-def _empty(root: ManagerRoot, directory: PosixPlace) -> Path | None:
+def _empty(root: DirectoryRoot, directory: PosixPlace) -> Path | None:
     """Removes our data files of a directory without `.metadata`, under its locks; then renames it.
 
     Returns the new path, for `_remove_trash` without the locks; None if the directory stays.
@@ -169,7 +171,7 @@ def _remove_trash(path: Path) -> None:
 
 
 def resume_removals(
-    root: ManagerRoot, busy: Callable[[], Collection[str]], *, leftovers: bool
+    root: DirectoryRoot, busy: Callable[[], Collection[str]], *, leftovers: bool
 ) -> None:
     """Ends unfinished removals but of `busy` tags; logs failures.
 
@@ -184,7 +186,7 @@ def resume_removals(
                 _tidy(root, tag, leftovers=leftovers)
 
 
-def _tidy(root: ManagerRoot, tag: str, *, leftovers: bool) -> None:
+def _tidy(root: DirectoryRoot, tag: str, *, leftovers: bool) -> None:
     """Ends the removal of a directory, or removes that of a killed save."""
     trash = None
     with OwnDirectory(root.path / tag, "tidy") as directory:

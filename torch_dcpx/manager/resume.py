@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeGuard
 
 from torch_dcpx._arguments import check_bool
@@ -44,6 +43,7 @@ from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.reader.reader import quiet_reader
 from torch_dcpx.reports import LoadReport, resumed_line
+from torch_dcpx.storage.object_url import Location, location_of
 
 _MAX_SHOWN = 5  # names in one message
 
@@ -237,7 +237,8 @@ class Resume:
         def check() -> None:
             for tag in self._passed_tags if missing else ():
                 # Behind a map the names are not those that are stored.
-                held = missing if has_rules else stored_sizes(str(self.catalog.root.path / tag))
+                path, options = self.catalog.root.path / tag, self.catalog.read_options
+                held = missing if has_rules else stored_sizes(path, options)
                 left = [name for name in missing if name in held]
                 if left:
                     names = ", ".join(left[:_MAX_SHOWN])
@@ -255,7 +256,7 @@ class Resume:
         ) from cause
 
 
-def _is_damage(error: BaseException, path: Path) -> TypeGuard[CorruptionError]:
+def _is_damage(error: BaseException, path: Location) -> TypeGuard[CorruptionError]:
     """Returns whether bytes of a file of the checkpoint in `path` are wrong.
 
     No damage are a class on no list, names in the metadata that contradict each other, and a file
@@ -265,5 +266,5 @@ def _is_damage(error: BaseException, path: Path) -> TypeGuard[CorruptionError]:
         isinstance(error, CorruptionError)
         and not isinstance(error, UnsafePickleError)
         and error.path is not None
-        and Path(error.path).is_relative_to(path)
+        and location_of(error.path).is_relative_to(path)
     )

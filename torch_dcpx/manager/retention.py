@@ -20,10 +20,9 @@ from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError, must_be
 from torch_dcpx.manager.pointer import checked_step
-from torch_dcpx.manager.removal import remove_checkpoint, resume_removals, suppress_and_log
+from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
-from torch_dcpx.manager.stored import Stored, lies_there
-from torch_dcpx.storage.names import PIN_NAME
+from torch_dcpx.manager.stored import Stored
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -126,7 +125,7 @@ class Retention:
         with self._guard:
             self._saves[tag] += 1
         try:
-            if lies_there(self._root.path / tag, "save"):
+            if self._root.files.is_there(tag, "save"):
                 with self._run_guard:
                     pass
                 self.refuse_pinned(tag, "save")
@@ -200,7 +199,7 @@ class Retention:
         root = self._root
         try:
             with self._run_guard, suppress_and_log(f"remove old checkpoints beneath '{root.path}'"):
-                resume_removals(root, lambda: self.busy, leftovers=not self._rules.keep_all)
+                root.files.tidy(lambda: self.busy, leftovers=not self._rules.keep_all)
                 if not self._rules.keep_all:
                     self._remove_condemned()
         except Exception:
@@ -230,7 +229,7 @@ class Retention:
     def _remove(self, stored: Stored) -> None:
         """Removes a checkpoint. Raises: as `remove_checkpoint`. Many deferrals are a WARNING."""
         try:
-            remove_checkpoint(self._root, stored.tag)
+            self._root.remove(stored.tag)
         except ConcurrentSaveError as error:
             count = self._deferrals[stored.save_id] = self._deferrals.get(stored.save_id, 0) + 1
             if count % _MANY_DEFERRALS == 0:
@@ -241,7 +240,7 @@ class Retention:
         logger.info("removed checkpoint '%s'", stored.path)
 
     def is_pinned(self, tag: str) -> bool:
-        return (self._root.path / tag / PIN_NAME).exists()
+        return self._root.files.is_pinned(tag)
 
     def refuse_pinned(self, tag: str, doing: str) -> None:
         """Raises UnsupportedError if a checkpoint is pinned. `doing` is the verb of the message."""

@@ -1,4 +1,4 @@
-"""The directory of a manager's checkpoints, as one rank (the coordinator) sees it.
+"""The root of a manager's checkpoints, as one rank (the coordinator) sees it.
 
 The newest checkpoint is
 1. the one that the pointer names, if it is whole and still that save; or, of the commits that had
@@ -12,56 +12,70 @@ from __future__ import annotations
 
 import errno
 import logging
-import stat
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torch_dcpx._arguments import check_wait
 from torch_dcpx._text import counted
-from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError
-from torch_dcpx.integrity.contents import open_checkpoint
-from torch_dcpx.manager.pointer import (
-    Pointer,
-    is_tag,
-    read_pointer,
-    step_of_name,
-    write_pointer,
-)
-from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine, identity_of
-from torch_dcpx.options import ReadOptions
-from torch_dcpx.storage.directory import Directory
+from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError, must_be
+from torch_dcpx.manager.directory_root import DirectoryRoot
+from torch_dcpx.manager.pointer import Pointer
+from torch_dcpx.manager.store_root import StoreRoot
+from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine
+from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     POINTER_NAME,
     TRASH_PREFIX,
-    is_of_checkpoint,
     is_pointer_temporary,
 )
+from torch_dcpx.storage.object_url import ObjectUrl, location_of
+from torch_dcpx.storage.paths import AnyPath, checked_location
 
 logger = logging.getLogger("torch_dcpx")
 
 _MAX_SHOWN = 8
-_LOST_AND_FOUND = "lost+found"
+_GRACE_S = 3600.0
+
+
+def files_at(
+    root: AnyPath, options: WriteOptions, read_options: ReadOptions, grace_s: float | None
+) -> DirectoryRoot | StoreRoot:
+    """Returns the files of a root. Args, Raises: as `CheckpointManager`."""
+    text = checked_location(root, "a root is a directory of a file system, or s3://", "root")
+    location = location_of(root if isinstance(root, ObjectUrl) else text, options.endpoint)
+    if isinstance(location, Path):
+        if grace_s is not None:
+            raise must_be("grace_s", grace_s, "None: a directory has locks for readers")
+        return DirectoryRoot(location.absolute(), is_durable=options.durability == "full")
+    if options.endpoint != read_options.endpoint:
+        raise must_be(
+            "read_options.endpoint", read_options.endpoint, f"as in options: {options.endpoint!r}"
+        )
+    check_wait("grace_s", grace_s)
+    if grace_s is None:
+        grace_s = max(_GRACE_S, 2 * options.save_timeout_s)
+    is_conditional = options.conditional_commit
+    return StoreRoot(location, grace_s=grace_s, is_conditional=is_conditional)
 
 
 class ManagerRoot:
-    """A root directory. Not thread-safe but for `committing` and `note_*`."""
+    """A root. Not thread-safe but for `committing` and `note_*`."""
 
     def __init__(
-        self, path: Path, options: ReadOptions | None, *, is_durable: bool, given: str = ""
+        self, files: DirectoryRoot | StoreRoot, options: ReadOptions | None, given: str = ""
     ) -> None:
         """Reads nothing yet.
 
         Args:
-            path: absolute.
             options: of readers.
-            is_durable: whether to fsync the pointer and entries.
-            given: the path in the user's words, for logs. Default: `path`.
+            given: the path in the user's words, for logs. Default: that of `files`.
         """
-        self.path = path
-        self.given = given or str(path)
-        self.is_durable = is_durable
+        self.files = files
+        self.path = files.path
+        self.given = given or str(files.path)
         self._options = options
         self.commit_guard = threading.Lock()  # one commit at a time: the pointer follows each
         self._guard = threading.RLock()
@@ -73,37 +87,20 @@ class ManagerRoot:
         self._warned: dict[str, str] = {}  # why a tag was skipped, since the last `newest`
         self.is_busy: Callable[[str], bool] = lambda _: False  # whether this job saves to a tag
 
-    def names(self) -> list[str]:
-        """Returns the names in the root, none where it does not exist. Raises: StorageError."""
-        try:
-            with Directory(self.path) as directory:
-                return directory.names()
-        except StorageError as error:
-            if error.errno == errno.ENOENT:
-                return []
-            raise
-
-    def directories(self) -> list[str]:
-        """Returns the names in the root that may be checkpoints' (no links)."""
-        found: list[str] = []
-        for name in filter(is_tag, self.names()):
-            with suppress(OSError):  # removed meanwhile
-                if stat.S_ISDIR((self.path / name).lstat().st_mode):
-                    found.append(name)
-        return found
-
     def examined(self, tag: str, *, looks_at_data: bool = True) -> Stored:
-        """Returns `examine` of a tag, from memory where `.metadata` has not changed."""
-        path = self.path / tag
-        identity = identity_of(path)
-        with self._guard:
-            known = self._known.get(tag)
-        if known is not None and known[0] == identity:
-            if looks_at_data:
-                with open_checkpoint(path) as directory:
-                    known[2].check(directory)
-            return known[1]
-        stored, files = examine(path, self._options)
+        """Returns `examine` of a tag, from memory where `.metadata` has not changed.
+
+        Raises: as `examine`; NotCommittedError: there is no such directory.
+        """
+        with self.files.open(tag) as place:
+            identity = place.identity(METADATA_NAME)
+            with self._guard:
+                known = self._known.get(tag)
+            if known is not None and known[0] == identity:
+                if looks_at_data:
+                    known[2].check(place)
+                return known[1]
+            stored, files = examine(place, self._options)
         if identity is not None:
             with self._guard:
                 self._known[tag] = identity, stored, files
@@ -124,11 +121,11 @@ class ManagerRoot:
         """
         with self._guard:
             try:
-                found = read_pointer(self.path) or Pointer()
+                found = self.files.read() or Pointer()
                 damaged = tuple(sorted(self._damaged))
                 if damaged != found.damaged:
                     pointer = found._replace(damaged=damaged)
-                    write_pointer(self.path, pointer, is_durable=self.is_durable, is_alone=False)
+                    self.files.write(pointer, is_alone=False)
             except DcpxError as error:
                 logger.warning(
                     "later jobs are not told what is damaged beneath '%s': %s", self.path, error
@@ -147,23 +144,28 @@ class ManagerRoot:
 
     def listed(self) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first; and the others."""
-        stored, skipped = self._whole(self.directories())
+        stored, skipped = self._whole(self.files.directories())
         with self._guard:
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
     def remembered(self) -> tuple[list[Stored], frozenset[str]]:
         """Returns all that is or was whole, the newest first, and ids of damaged and lost saves."""
-        whole = {found.save_id for found in self.listed()[0]}
-        stored, _ = self._whole(self.directories(), looks_at_data=False)
-        lost = {found.save_id for found in stored} - whole
-        return stored, self.damaged | lost
+        stored, skipped = self.listed()
+        lost, _ = self._whole((tag for tag, _ in skipped), looks_at_data=False)
+        together = sorted([*stored, *lost], key=lambda each: each.rank_among, reverse=True)
+        return together, self.damaged | {found.save_id for found in lost}
+
+    def remove(self, tag: str) -> None:
+        """Removes a checkpoint. Raises: as `remove` of the root's files."""
+        self.forget(tag)
+        self.files.remove(tag)
 
     def newest(self) -> tuple[Stored | None, Skipped]:
         """Returns and notes the newest whole checkpoint; and the others. Raises: StorageError."""
         self._known.clear()
         try:
-            pointer = read_pointer(self.path) or Pointer()
+            pointer = self.files.read() or Pointer()
         except DcpxError as error:
             if isinstance(error, StorageError) and error.errno == errno.ENOTDIR:
                 raise
@@ -215,34 +217,19 @@ class ManagerRoot:
             try:
                 stored.append(self.examined(tag, looks_at_data=looks_at_data))
             except DcpxError as error:
-                if not self._is_foreign(tag) and not self.is_busy(tag):
+                if not self.files.is_foreign(tag) and not self.is_busy(tag):
                     skipped.append((tag, f"{type(error).__name__}: {error}"))
         stored.sort(key=lambda each: each.rank_among, reverse=True)
         return stored, tuple(skipped)
-
-    def _is_foreign(self, name: str) -> bool:
-        """Returns whether an entry of the root is neither a manager's nor perhaps a checkpoint."""
-        path = self.path / name
-        if name == _LOST_AND_FOUND:
-            return True  # of the file system; only root may read it
-        try:
-            if not stat.S_ISDIR(path.stat().st_mode):
-                return not is_of_checkpoint(name)
-            with Directory(path) as directory:
-                within = directory.names()
-        except (OSError, DcpxError):
-            return False  # a link that leads nowhere at the moment, or nobody may look
-        if not within:  # where a save was killed before its first file
-            return step_of_name(name) is None
-        return not any(map(is_of_checkpoint, within))
 
     def check_fresh(self, skipped: Skipped) -> None:
         """Raises NotCommittedError where a root without a whole checkpoint may hold parts of one.
 
         Files and directories that no save has made do not count.
         """
-        names = [n for n in self.names() if n != POINTER_NAME and not n.startswith(TRASH_PREFIX)]
-        names = [n for n in names if not is_pointer_temporary(n) and not self._is_foreign(n)]
+        files = self.files
+        names = [n for n in files.names() if n != POINTER_NAME and not n.startswith(TRASH_PREFIX)]
+        names = [n for n in names if not is_pointer_temporary(n) and not files.is_foreign(n)]
         if METADATA_NAME in names:
             raise NotCommittedError(
                 f"resume from '{self.path}': it is a checkpoint itself; the root of a manager is "
@@ -268,7 +255,7 @@ class ManagerRoot:
         with self._guard:
             own, found = self._pointer, None
             with suppress(DcpxError):
-                found = own and read_pointer(self.path)
+                found = own and self.files.read()
         if own is None or found is None or found[:4] != own[:4]:
             self.newest()
         with self._guard:
@@ -326,7 +313,7 @@ class ManagerRoot:
         committing = tuple(tag for tag in self._committing if tag != ended)
         damaged = tuple(sorted(self._damaged))
         pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
-        write_pointer(self.path, pointer, is_durable=self.is_durable)
+        self.files.write(pointer)
 
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:

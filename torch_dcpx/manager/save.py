@@ -15,28 +15,28 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, SupportsIndex
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.save import async_save
 from torch_dcpx.checkpoint.save import save as save_now
-from torch_dcpx.errors import OptionError, StorageError
+from torch_dcpx.errors import OptionError
 from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import Tag, checked_step, step_of_name, tag_of
 from torch_dcpx.manager.state import Parts, Small
-from torch_dcpx.manager.stored import OwnDirectory, Record, told_step
+from torch_dcpx.manager.stored import Record, told_step
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
 from torch_dcpx.metadata.file import committed_save_id
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reports import SaveReport, saved_in_root_line
-from torch_dcpx.storage.reader_lock import make_readers_file
+from torch_dcpx.storage.object_url import Location
 from torch_dcpx.writer.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")
@@ -109,6 +109,7 @@ class Saves:
 
         def local() -> tuple[Small, Call]:
             tag = tag_of(tag_or_step)
+            catalog.root.files.check_tag(tag)
             parts.check()
             if not parts.given:
                 raise OptionError(
@@ -193,31 +194,39 @@ class Saves:
 class _ManagedWriter(DcpxWriter):
     """Writes one checkpoint of a manager; on the coordinator, `finish` also keeps the root."""
 
-    # Refuses a link that comes behind the coordinator's look, too.
-    _DcpxWriter__opened = OwnDirectory
     _DcpxWriter__log_level = logging.DEBUG  # the manager's own line says it
 
-    def __init__(self, path: Path, record: Record, catalog: CheckpointCatalog) -> None:
+    def __init__(self, path: Location, record: Record, catalog: CheckpointCatalog) -> None:
         super().__init__(path, options=catalog.options)
         self.__record, self.__catalog = record, catalog
         self.__began = time.monotonic()
+        # Refuses a link that comes behind the coordinator's look, too.
+        vars(self)["_DcpxWriter__opened"] = catalog.root.files.open_own
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.__is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Raises: as `DcpxWriter` and `begin_save` of the root's files."""
+        plan = super().prepare_local_plan(plan)
+        if self.__is_coordinator:
+            self.__catalog.root.files.begin_save(self.__record.tag)
+        return plan
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits, and points to the checkpoint. Raises: as `DcpxWriter` and `committing`."""
         root, retention = self.__catalog.root, self.__catalog.retention
-        record, path = self.__record, Path(self.path)
+        record, tag = self.__record, self.__record.tag
         with root.commit_guard:
             retention.catch_up()
-            retention.refuse_pinned(path.name, "save")  # also since the save began
-            with root.committing(path.name):
+            retention.refuse_pinned(tag, "save")  # also since the save began
+            with root.committing(tag):
                 super().finish(metadata, results)
-                try:
-                    make_readers_file(path)
-                except StorageError as error:
-                    logger.warning("'%s': its readers have no lock: %s", path, error)
-                save_id = committed_save_id(path)
+                root.files.end_save(tag)
+                save_id = committed_save_id(root.path / tag)
                 if save_id is not None:
-                    root.note_committed(path.name, record.step, save_id, record.order)
+                    root.note_committed(tag, record.step, save_id, record.order)
             nbytes = sum(file.nbytes for own in results for file in getattr(own, "files", ()))
             seconds, what = time.monotonic() - self.__began, told_step(record.tag, record.step)
             logger.info(saved_in_root_line(what, root.given, record.ranks, nbytes, seconds))

@@ -24,12 +24,13 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.integrity.contents import open_checkpoint, read_commit, wanted_sizes
+from torch_dcpx.integrity.contents import read_commit, wanted_sizes
 from torch_dcpx.manager.pointer import step_of_name
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.reader import quiet_reader
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import METADATA_NAME
+from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place, PosixPlace
 from torch_dcpx.storage.system_calls import uninterrupted
 
@@ -61,7 +62,7 @@ class Record(NamedTuple):
         return json.dumps({"format": _FORMAT, **self._asdict()}, separators=(",", ":"))
 
     @classmethod
-    def decoded(cls, text: Any, path: Path) -> Record:
+    def decoded(cls, text: Any, path: Location) -> Record:
         """Returns the record in a text of `encoded`. Raises CorruptionError: there is none."""
         try:
             found = json.loads(text)
@@ -85,7 +86,7 @@ class Record(NamedTuple):
         return record
 
 
-def _wrong_record(path: Path, problem: str) -> CorruptionError:
+def _wrong_record(path: Location, problem: str) -> CorruptionError:
     message = f"read the item '{_RECORD_ITEM}' of '{path}': {problem}"
     return CorruptionError(message, fqn=_RECORD_ITEM, path=str(path))
 
@@ -94,7 +95,7 @@ class Stored(NamedTuple):
     """A whole checkpoint beneath a root."""
 
     tag: str  # the directory's name
-    path: Path
+    path: Location
     save_id: str
     record: Record | None  # None: no manager saved it
 
@@ -126,15 +127,6 @@ def told_step(tag: str, step: int | None) -> str:
     return repr(tag) if step is None else f"{tag!r} (step {step})"
 
 
-def identity_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns the identity of a `.metadata`, new with each save; None of a missing one."""
-    try:
-        status = (path / METADATA_NAME).lstat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 class DataFiles(NamedTuple):
     """The data files that a `.metadata` names, and their bytes."""
 
@@ -146,23 +138,23 @@ class DataFiles(NamedTuple):
         place.check_sizes(self.sizes, is_exact=self.is_exact)
 
 
-def examine(path: Path, options: ReadOptions | None = None) -> tuple[Stored, DataFiles]:
-    """Returns the whole checkpoint in the directory `path`, whose name is the tag.
+def examine(place: Place, options: ReadOptions | None = None) -> tuple[Stored, DataFiles]:
+    """Returns the whole checkpoint in an open place, whose name is the tag.
 
     Raises:
-        NotCommittedError: no directory or no `.metadata`: never committed, or half deleted.
+        NotCommittedError: no `.metadata`: never committed, or half deleted.
         StorageError: a data file is missing or its status cannot be read.
         ShortReadError: a data file has not the size that its save gave it.
         CorruptionError: `.metadata` or the manager's record cannot be read.
     """
-    with open_checkpoint(path) as directory:
-        if METADATA_NAME not in directory.names():
-            problem = f"holds no '{METADATA_NAME}': a save that did not end, or a deletion"
-            missing = str(path / METADATA_NAME)
-            raise NotCommittedError(f"'{path}' {problem}", errno=errno.ENOENT, path=missing)
-        found = read_commit(directory, METADATA_NAME)
-        files = DataFiles(wanted_sizes(found), found.files is not None)
-        files.check(directory)
+    path = place.path
+    if METADATA_NAME not in place.names():
+        problem = f"holds no '{METADATA_NAME}': a save that did not end, or a deletion"
+        missing = str(path / METADATA_NAME)
+        raise NotCommittedError(f"'{path}' {problem}", errno=errno.ENOENT, path=missing)
+    found = read_commit(place, METADATA_NAME)
+    files = DataFiles(wanted_sizes(found), found.files is not None)
+    files.check(place)
     record = None
     if _RECORD_ITEM in found.metadata.state_dict_metadata:
         item: dict[str, Any] = {"dcpx": {"manager": ""}}

@@ -90,12 +90,14 @@ class PretrainedReader(DcpxReader):
         return self._held.objects if isinstance(self._held, TorchFile) else {}
 
 
-def stored_sizes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...] | None]:
+def stored_sizes(
+    path: str | os.PathLike[str], options: ReadOptions | None = None
+) -> dict[str, tuple[int, ...] | None]:
     """Returns sizes of the tensors by name, None for objects, of a checkpoint or of safetensors.
 
     Raises: NotCommittedError, CorruptionError, StorageError: it cannot be read.
     """
-    return sizes_of(PretrainedReader(path).read_metadata().state_dict_metadata)
+    return sizes_of(PretrainedReader(path, options=options).read_metadata().state_dict_metadata)
 
 
 def _places_of(held: Safetensors) -> dict[str, RawPlace]:

@@ -29,6 +29,7 @@ _DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}(?:\.([0-9a-f]{{12}}))?\.distcp"
 _METADATA = re.compile(rf"(__{_NUMBER})?\.metadata")
 _RANK_LOCK = re.compile(rf"\.dcpx\.{_NUMBER}\.lock")
 _TEMPORARY = re.compile(rf"(__{_NUMBER})?\.metadata\.[0-9a-f]{{12}}\.tmp")
+_PROBE = re.compile(r"\.dcpx\.probe\.[0-9a-f]{12}")
 _POINTER_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 # NFS and libfuse rename a file that is removed while it is open.
 _OPEN_FILE = re.compile(r"\.nfs[0-9a-f]{8,}|\.fuse_hidden[0-9a-f]{8,}")
@@ -97,6 +98,16 @@ def is_temporary_name(name: str) -> bool:
 def is_metadata_name(name: str) -> bool:
     """Whether `name` commits a checkpoint: `.metadata` or `__{rank}.metadata`."""
     return _METADATA.fullmatch(name) is not None
+
+
+def probe_name() -> str:
+    """Returns a new name for an object by which a store is asked what it can, and for its clock."""
+    return f".dcpx.probe.{uuid.uuid4().hex[:12]}"
+
+
+def is_probe_name(name: str) -> bool:
+    """Whether `probe_name` gives such a name: a killed process may leave the object."""
+    return _PROBE.fullmatch(name) is not None
 
 
 def is_pointer_temporary(name: str) -> bool:

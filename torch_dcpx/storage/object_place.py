@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_dcpx._native import _C
@@ -121,6 +122,11 @@ class ObjectPlace:
         """Returns the tag of an object; "" if there is none."""
         found = self.bucket.head(self.key(name))
         return ("" if found is None else found[1],)
+
+    def identity(self, name: str) -> tuple[str] | None:
+        """Returns the tag of an object, None of a missing one."""
+        found = self.state(name)
+        return found if found[0] else None
 
     def states(self) -> dict[str, tuple[int | str, ...]]:
         """Returns the tags of all objects, by name."""
@@ -338,6 +344,24 @@ class ObjectPlace:
             verify=options.verify == "blocks",
             max_slots=max(answers // 2, 1),
         )
+
+
+class ListedPlace(ObjectPlace):
+    """A place that lists its objects once, and knows their names, sizes and tags from there."""
+
+    @cached_property
+    def _entries(self) -> dict[str, ListedObject]:
+        return super().entries()
+
+    def entries(self) -> dict[str, ListedObject]:
+        return self._entries
+
+    def state(self, name: str) -> tuple[str]:
+        found = self._entries.get(name)
+        return ("" if found is None else found.tag,)
+
+    def is_regular(self, name: str) -> bool:
+        return name in self._entries
 
 
 class _Reads:

@@ -13,12 +13,12 @@ import logging
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
+from torch_dcpx.storage.names import probe_name
 from torch_dcpx.storage.object_url import ObjectUrl
 
 logger = logging.getLogger("torch_dcpx")
@@ -239,6 +239,31 @@ class Bucket:
         with self.errors("put", key):
             self._obstore.put(self.store, key, iter(pieces), use_multipart=False)
 
+    def put_again(self, key: str, body: bytes) -> None:
+        """Puts a small object, whatever is there; the request may be made twice."""
+        self._repeated(
+            "put", key, lambda: self._obstore.put(self.store, key, body, use_multipart=False)
+        )
+
+    def now_s(self, prefix: str) -> float:
+        """Returns the time by the store's clock, in whole seconds since 1970.
+
+        It puts an object beneath `prefix` and removes it.
+        """
+        key = f"{prefix}/{probe_name()}"
+        try:
+            self.put_again(key, b"torch-dcpx")
+            meta = self._repeated("head", key, lambda: self._obstore.head(self.store, key))
+        finally:
+            self._remove_probe(key)
+        return float(meta["last_modified"].timestamp())
+
+    def _remove_probe(self, key: str) -> None:
+        try:
+            self.delete([key])
+        except StorageError as error:
+            logger.warning("an object of a few bytes stays: %s", error)
+
     def put_parts(self, key: str, pieces: Iterable[Any], part_bytes: int, at_once: int) -> None:
         """Puts an object by parts, so many at a time; an error of `pieces` aborts the upload."""
         with self.errors("upload", key):
@@ -288,15 +313,12 @@ class Bucket:
         conditional writes. Raises UnsupportedError: it does not.
         """
         if self._is_conditional is None:
-            key = f"{prefix}/.dcpx.probe.{uuid.uuid4().hex[:12]}"
+            key = f"{prefix}/{probe_name()}"
             try:
                 self.put(key, [b"torch-dcpx"])
                 self._is_conditional = self._refuses(key, None) and self._refuses(key, '"0"')
             finally:
-                try:
-                    self.delete([key])
-                except StorageError as error:
-                    logger.warning("an object of a few bytes stays: %s", error)
+                self._remove_probe(key)
         if not self._is_conditional:
             raise UnsupportedError(
                 f"save to '{self.url(prefix)}': the store ignores If-None-Match or If-Match, so "

@@ -46,6 +46,10 @@ class ObjectUrl:
         return self.key.rpartition("/")[2]
 
     @property
+    def parent(self) -> ObjectUrl:
+        return ObjectUrl(self.bucket, self.key.rpartition("/")[0], self.endpoint)
+
+    @property
     def parents(self) -> tuple[ObjectUrl, ...]:
         """None: no prefix has to be made."""
         return ()

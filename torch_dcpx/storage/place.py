@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import stat
@@ -60,6 +61,15 @@ class PosixPlace(Directory):
         except OSError as error:
             raise storage_error("stat", self.path / name, error, is_read=True) from error
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def identity(self, name: str) -> FileState | None:
+        """Returns the state of a file, None of a missing one. Raises: StorageError."""
+        try:
+            return self.state(name)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
 
     def states(self) -> dict[str, FileState]:
         """Returns the states of all files, by name. Raises: StorageError."""

@@ -1,0 +1,205 @@
+"""The root of a manager as a directory: its pointer, pins, locks of readers, and removals.
+
+`StoreRoot` has the same methods.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch_dcpx.errors import ConcurrentSaveError, DcpxError, StorageError
+from torch_dcpx.integrity.contents import open_checkpoint
+from torch_dcpx.manager.pointer import (
+    Pointer,
+    encoded_pointer,
+    is_tag,
+    read_pointer,
+    step_of_name,
+)
+from torch_dcpx.manager.removal import remove_checkpoint, resume_removals
+from torch_dcpx.manager.stored import OwnDirectory, lies_there
+from torch_dcpx.storage.directory import Directory, make_directory
+from torch_dcpx.storage.names import (
+    METADATA_NAME,
+    PIN_NAME,
+    POINTER_NAME,
+    is_of_checkpoint,
+    is_pointer_temporary,
+    temporary_name,
+)
+from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.place import FileState, Place, PosixPlace
+from torch_dcpx.storage.reader_lock import being_read, make_readers_file
+
+logger = logging.getLogger("torch_dcpx")
+
+_LOST_AND_FOUND = "lost+found"
+
+
+class DirectoryRoot:
+    """A root directory. Holds nothing open."""
+
+    def __init__(self, path: Path, *, is_durable: bool) -> None:
+        """Reads nothing yet. `is_durable`: whether to fsync the pointer and entries."""
+        self.path = path
+        self.is_durable = is_durable
+
+    # ---- The root ------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Returns the names in the root, none where it does not exist. Raises: StorageError."""
+        try:
+            with Directory(self.path) as directory:
+                return directory.names()
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return []
+            raise
+
+    def directories(self) -> list[str]:
+        """Returns the names in the root that may be checkpoints' (no links)."""
+        found: list[str] = []
+        for name in filter(is_tag, self.names()):
+            with suppress(OSError):  # removed meanwhile
+                if stat.S_ISDIR((self.path / name).lstat().st_mode):
+                    found.append(name)
+        return found
+
+    def is_foreign(self, name: str) -> bool:
+        """Returns whether an entry of the root is neither a manager's nor perhaps a checkpoint."""
+        path = self.path / name
+        if name == _LOST_AND_FOUND:
+            return True  # of the file system; only root may read it
+        try:
+            if not stat.S_ISDIR(path.stat().st_mode):
+                return not is_of_checkpoint(name)
+            with Directory(path) as directory:
+                within = directory.names()
+        except (OSError, DcpxError):
+            return False  # a link that leads nowhere at the moment, or nobody may look
+        if not within:  # where a save was killed before its first file
+            return step_of_name(name) is None
+        return not any(map(is_of_checkpoint, within))
+
+    def read(self) -> Pointer | None:
+        """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""
+        try:
+            directory = PosixPlace(self.path)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+        with directory:
+            return read_pointer(directory)
+
+    def write(self, pointer: Pointer, *, is_alone: bool = True) -> None:
+        """Replaces the pointer: writes it under another name, fsyncs, renames, fsyncs the
+        directory.
+
+        It makes a missing root. With `is_alone` no other job writes, and it removes the leftovers
+        of killed ones. Raises StorageError: the pointer before is still there.
+        """
+        make_directory(self.path, is_durable=self.is_durable)
+        with Directory(self.path) as directory:
+            for name in directory.names() if is_alone else ():
+                if is_pointer_temporary(name):  # of a job that was killed
+                    directory.unlink(name)
+            temporary = temporary_name(POINTER_NAME)
+            try:
+                content = [encoded_pointer(pointer)]
+                directory.create(temporary, content, is_durable=self.is_durable)
+                directory.rename(temporary, POINTER_NAME)
+            except BaseException:
+                directory.unlink(temporary)
+                raise
+            if self.is_durable:
+                directory.sync()
+
+    # ---- One checkpoint ------------------------------------------------------------------------
+
+    def check_tag(self, tag: str) -> None:
+        """Does nothing: every tag can be a directory's name."""
+
+    def open(self, tag: str) -> Place:
+        """Opens a checkpoint to read it, also through a link. Raises: as `open_checkpoint`."""
+        return open_checkpoint(self.path / tag)
+
+    def open_own(self, path: Location) -> Place:
+        """Opens the directory of a save, itself no link. Raises: as `OwnDirectory`."""
+        return OwnDirectory(Path(path))
+
+    def identity(self, tag: str) -> FileState | None:
+        """Returns what is new in `.metadata` with each save; None of a missing one."""
+        try:
+            status = (self.path / tag / METADATA_NAME).lstat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def is_there(self, tag: str, doing: str) -> bool:
+        """Returns whether anything lies there. Raises: as `lies_there`."""
+        return lies_there(self.path / tag, doing)
+
+    def begin_save(self, tag: str) -> None:
+        """Does nothing: a lock marks a save under way."""
+
+    def end_save(self, tag: str) -> None:
+        """Makes the lock file for the readers of a committed checkpoint; logs a failure."""
+        path = self.path / tag
+        try:
+            make_readers_file(path)
+        except StorageError as error:
+            logger.warning("'%s': its readers have no lock: %s", path, error)
+
+    @contextmanager
+    def reading(self, tag: str) -> Iterator[None]:
+        """Keeps a checkpoint from removal while the block runs, if that can be."""
+        path = self.path / tag
+        try:
+            make_readers_file(path)
+        except StorageError as error:
+            logger.debug("%s: read without a lock", error)
+        with being_read(path):
+            yield
+
+    def is_pinned(self, tag: str) -> bool:
+        """Returns whether a checkpoint has the mark of `pin`."""
+        return (self.path / tag / PIN_NAME).exists()
+
+    def pin(self, tag: str) -> None:
+        """Marks a checkpoint. Raises ConcurrentSaveError: it is being deleted."""
+        path = self.path / tag
+        with OwnDirectory(path, "pin") as directory:
+            try:
+                make_readers_file(path, dir_fd=directory.fd)
+            except StorageError as error:
+                logger.debug("%s: pinned without a lock", error)
+            with being_read(path) as is_left_alone:
+                # A deletion looks for the mark under the same lock.
+                if not is_left_alone or self.identity(tag) is None:
+                    problem = f"pin '{path}': it is being deleted"
+                    raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(path))
+                if not directory.is_regular(PIN_NAME):
+                    directory.create(PIN_NAME, [], is_durable=self.is_durable)
+                    directory.sync()
+
+    def unpin(self, tag: str) -> None:
+        """Removes the mark. Raises: StorageError."""
+        with OwnDirectory(self.path / tag, "unpin") as directory:
+            directory.unlink(PIN_NAME)
+            directory.sync()
+
+    # ---- Removals ------------------------------------------------------------------------------
+
+    def remove(self, tag: str) -> None:
+        """Removes a checkpoint. Raises: as `remove_checkpoint`."""
+        remove_checkpoint(self, tag)
+
+    def tidy(self, busy: Callable[[], Collection[str]], *, leftovers: bool) -> None:
+        """Ends removals that did not end: as `resume_removals`."""
+        resume_removals(self, busy, leftovers=leftovers)

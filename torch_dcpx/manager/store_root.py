@@ -1,0 +1,305 @@
+"""The root of a manager as a prefix of a store: what `DirectoryRoot` is for a directory.
+
+A store has no locks and no renames. So
+- the pointer is replaced by a conditional PUT, on what was read right before;
+- a removal puts `.dcpx.deleted` and deletes `.metadata`: no checkpoint any more. The data stay for
+  a grace, in which those who have opened it read on, and go behind a later commit;
+- a save puts `.dcpx.lock` until its commit. Where that is older than the grace and nothing was
+  committed, the save was killed, and its objects go;
+- a pin is put before `.dcpx.deleted` is looked for, and the other way round: of a `pin` and a
+  removal at one time at least one sees the other.
+All ages are differences of the store's own dates.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    CorruptionError,
+    OutcomeUnknownError,
+    StorageError,
+    UnsupportedError,
+)
+from torch_dcpx.manager.pointer import (
+    Pointer,
+    decoded_pointer,
+    encoded_pointer,
+    is_tag,
+    read_pointer,
+)
+from torch_dcpx.manager.removal import suppress_and_log
+from torch_dcpx.storage.names import (
+    LOCK_NAME,
+    METADATA_NAME,
+    PIN_NAME,
+    POINTER_NAME,
+    TOMBSTONE_NAME,
+    is_metadata_name,
+    is_of_checkpoint,
+    is_probe_name,
+)
+from torch_dcpx.storage.object_place import ListedPlace, ObjectPlace
+from torch_dcpx.storage.object_store import ListedObject
+from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url
+from torch_dcpx.writer.commit import referenced_files, unnamed_files
+
+logger = logging.getLogger("torch_dcpx")
+
+_TRIES = 8  # of the pointer, while others replace it or nobody answers
+_PAUSE_S = 0.5
+_CHANGED = frozenset({errno.EEXIST, errno.ESTALE})
+_REFUSED = frozenset({errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class StoreRoot:
+    """The objects of a root. Thread-safe but for `read` and `write`."""
+
+    def __init__(self, path: ObjectUrl, *, grace_s: float, is_conditional: bool) -> None:
+        """Asks nothing yet.
+
+        Args:
+            grace_s: seconds for which the data of a removed checkpoint stay, and what a save that
+                did not end has left.
+            is_conditional: whether the pointer is replaced by conditional PUTs.
+        """
+        self.path = path
+        self._grace_s = grace_s
+        self._is_conditional = is_conditional
+        self._seen: Pointer | None = None  # as this process has read or written it last
+        self._named: dict[str, set[str]] = {}  # data files, by the tag of their `.metadata`
+
+    @cached_property
+    def _place(self) -> ObjectPlace:
+        return ObjectPlace(self.path)
+
+    # ---- The root ------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Returns the names right beneath the root. Raises: StorageError."""
+        found = self._place.bucket.listing(self._place.path.key)
+        return sorted([*found.objects, *found.prefixes])
+
+    def directories(self) -> list[str]:
+        """Returns the names beneath which there may be a checkpoint."""
+        return list(filter(is_tag, self._place.prefixes()))
+
+    def is_foreign(self, name: str) -> bool:
+        """Returns whether an entry of the root is no manager's, no checkpoint, or a removed one."""
+        within = ObjectPlace(self.path / name).names()
+        if not within:
+            return not is_of_checkpoint(name)
+        is_removed = TOMBSTONE_NAME in within and METADATA_NAME not in within
+        return is_removed or not any(map(is_of_checkpoint, within))
+
+    def read(self) -> Pointer | None:
+        """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""
+        self._seen = read_pointer(self._place)
+        return self._seen
+
+    def write(self, pointer: Pointer, *, is_alone: bool = True) -> None:
+        """Replaces the pointer, but for a later commit and damaged saves that others have noted.
+
+        Raises:
+            StorageError: it is not replaced.
+            OutcomeUnknownError: the store does not say if it is.
+        """
+        error: StorageError | None = None
+        for _ in range(_TRIES):
+            found, tag = self._found()
+            wanted = pointer if found is None else _merged(pointer, found, self._seen)
+            is_done = error is not None and found == wanted  # by a try that nobody answered
+            error = None if is_done else self._attempt(wanted, tag)
+            if error is None:
+                self._seen = wanted
+                return
+            if error.errno in _REFUSED:
+                raise error
+            time.sleep(_PAUSE_S)
+        raise OutcomeUnknownError(
+            f"replace '{self.path / POINTER_NAME}': its outcome is unknown: {error}"
+        ) from error
+
+    def _found(self) -> tuple[Pointer | None, str | None]:
+        """Returns the pointer that is there, None of a damaged one, and its tag."""
+        try:
+            with self._place.open_small(POINTER_NAME) as file:
+                try:
+                    return decoded_pointer(file), file.tag
+                except CorruptionError as error:
+                    logger.warning("a damaged pointer is replaced: %s", error)
+                    return None, file.tag
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return None, None
+            raise
+
+    def _attempt(self, pointer: Pointer, tag: str | None) -> StorageError | None:
+        bucket, key = self._place.bucket, self._place.key(POINTER_NAME)
+        try:
+            if self._is_conditional:
+                bucket.put_if(key, [encoded_pointer(pointer)], tag)
+            else:
+                bucket.put_again(key, encoded_pointer(pointer))
+        except StorageError as error:
+            return error
+        return None
+
+    # ---- One checkpoint ------------------------------------------------------------------------
+
+    def check_tag(self, tag: str) -> None:
+        """Raises OptionError, UnsupportedError: a tag that no URL takes."""
+        check_url(str(self.path / tag), "tag")
+
+    def open(self, tag: str) -> ListedPlace:
+        """Opens a checkpoint to read it, and lists it once."""
+        return ListedPlace(self.path / tag)
+
+    def open_own(self, path: Location) -> ObjectPlace:
+        """Opens the place of a save."""
+        return ObjectPlace(path)  # type: ignore[arg-type]
+
+    def identity(self, tag: str) -> tuple[str] | None:
+        """Returns the tag of a `.metadata`, new with each save; None of a missing one."""
+        return ObjectPlace(self.path / tag).identity(METADATA_NAME)
+
+    def is_there(self, tag: str, doing: str) -> bool:
+        """Returns True: something may lie there, and nothing is a link."""
+        return True
+
+    def begin_save(self, tag: str) -> None:
+        """Marks a save that is under way."""
+        place = ObjectPlace(self.path / tag)
+        place.bucket.put_again(place.key(LOCK_NAME), b"a save has begun\n")
+
+    def end_save(self, tag: str) -> None:
+        """Removes that mark; logs a failure: it goes after the grace."""
+        with suppress_and_log(f"remove '{self.path / tag / LOCK_NAME}'"):
+            ObjectPlace(self.path / tag).unlink(LOCK_NAME)
+
+    @contextmanager
+    def reading(self, tag: str) -> Iterator[None]:
+        """Does nothing: the data of a removed checkpoint stay for the grace."""
+        yield
+
+    def is_pinned(self, tag: str) -> bool:
+        """Returns whether a checkpoint has the mark of `pin`. Raises: StorageError."""
+        return ObjectPlace(self.path / tag).is_regular(PIN_NAME)
+
+    def pin(self, tag: str) -> None:
+        """Marks a checkpoint. Raises ConcurrentSaveError: it is being deleted."""
+        place = ObjectPlace(self.path / tag)
+        if place.is_regular(PIN_NAME):
+            return
+        place.bucket.put_again(place.key(PIN_NAME), b"")
+        if self._is_going(place):
+            place.unlink(PIN_NAME)
+            problem = f"pin '{place.path}': it is being deleted"
+            raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(place.path))
+
+    def unpin(self, tag: str) -> None:
+        """Removes the mark. Raises: StorageError."""
+        ObjectPlace(self.path / tag).unlink(PIN_NAME)
+
+    def _is_going(self, place: ObjectPlace) -> bool:
+        """Whether a checkpoint is gone, or its removal has begun."""
+        found = place.identity(METADATA_NAME)
+        if found is None or not place.is_regular(TOMBSTONE_NAME):
+            return found is None
+        with place.open_small(TOMBSTONE_NAME) as noted:
+            return noted.part(0, noted.nbytes) == found[0].encode()
+
+    # ---- Removals ------------------------------------------------------------------------------
+
+    def remove(self, tag: str) -> None:
+        """Ends a checkpoint; `tidy` removes its data after the grace.
+
+        Raises: UnsupportedError: it is pinned; StorageError: the next attempt goes on.
+        """
+        place = ObjectPlace(self.path / tag)
+        found = place.identity(METADATA_NAME)
+        if found is None:
+            return
+        place.bucket.put_again(place.key(TOMBSTONE_NAME), found[0].encode())
+        if place.is_regular(PIN_NAME):
+            place.unlink(TOMBSTONE_NAME)
+            raise UnsupportedError(f"delete '{place.path}': it is pinned; unpin it first")
+        place.unlink(METADATA_NAME)
+
+    def tidy(self, busy: Callable[[], Collection[str]], *, leftovers: bool) -> None:
+        """Removes data of removed checkpoints after the grace, but of `busy` tags; logs failures.
+
+        With `leftovers` also objects that no metadata names, of saves that did not end.
+        """
+        place = self._place
+        ages = _Ages(place, self._grace_s)
+        found = place.bucket.listing(place.path.key)
+        probes = [name for name in found.objects if is_probe_name(name)]
+        with suppress_and_log(f"tidy '{self.path}'"):
+            place.unlink_all(name for name in probes if ages.is_old(found.objects[name]))
+        for tag in filter(is_tag, found.prefixes):
+            if tag not in busy():
+                with suppress_and_log(f"tidy '{self.path / tag}'"):
+                    self._tidy(ListedPlace(self.path / tag), ages, leftovers=leftovers)
+
+    def _tidy(self, place: ListedPlace, ages: _Ages, *, leftovers: bool) -> None:
+        found = place.entries()
+        is_whole = any(map(is_metadata_name, found))
+        noted = found.get(TOMBSTONE_NAME) or (None if is_whole else found.get(LOCK_NAME))
+        if noted is None and not (leftovers and is_whole):
+            return  # data without metadata, of which nobody knows that they may go
+        if noted is found.get(LOCK_NAME) and not leftovers:
+            return
+        unnamed = self._unnamed(place, found)
+        if not unnamed and noted is None and LOCK_NAME not in found:
+            return
+        if noted is not None and not ages.is_old(noted):
+            return  # those who read it go on
+        stale = [name for name in unnamed if ages.is_old(found[name])]
+        place.unlink_all(stale)
+        if len(stale) == len(unnamed):
+            marks = [TOMBSTONE_NAME, LOCK_NAME, *(() if is_whole else (PIN_NAME,))]
+            place.unlink_all(one for one in marks if one in found and ages.is_old(found[one]))
+
+    def _unnamed(self, place: ListedPlace, found: dict[str, ListedObject]) -> set[str]:
+        """Returns the objects of saves that no metadata names; none where that is not known."""
+        published = None
+        if METADATA_NAME in found:
+            tag = found[METADATA_NAME].tag
+            named = self._named.get(tag) or referenced_files(place, METADATA_NAME)
+            if named is None:
+                return set()
+            self._named[tag] = named
+            published = {METADATA_NAME: named}
+        unnamed = unnamed_files(place, published=published)
+        return set() if unnamed is None else unnamed | set(filter(is_probe_name, found))
+
+
+class _Ages:
+    """Tells by the store's clock what is older than a grace; asks it once, when it must."""
+
+    def __init__(self, place: ObjectPlace, grace_s: float) -> None:
+        self._place, self._grace_s = place, grace_s
+
+    @cached_property
+    def _now_s(self) -> float:
+        return self._place.bucket.now_s(self._place.path.key)
+
+    def is_old(self, found: ListedObject) -> bool:
+        return self._now_s - found.modified_s >= self._grace_s
+
+
+def _merged(own: Pointer, found: Pointer, seen: Pointer | None) -> Pointer:
+    """Returns the pointer to write in place of `found`, which another job may have written."""
+    if found == seen:
+        return own
+    later = own if own.order >= found.order else found
+    committing = tuple(dict.fromkeys((*own.committing, *found.committing)))
+    damaged = tuple(sorted({*own.damaged, *found.damaged}))
+    return later._replace(committing=committing, damaged=damaged)
