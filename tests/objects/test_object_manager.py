@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from object_managers import manager_of, names, resumed, save_steps
 
 import torch_dcpx as dcpx
 from torch_dcpx import (
@@ -28,34 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from support.object_proxy import FaultProxy
     from support.object_server import ObjectServer
 
 HOUR = 3600.0
-
-
-def manager_of(url: str, **arguments: Any) -> CheckpointManager:
-    return CheckpointManager(url, no_dist=True, **{"async_save": False, **arguments})
-
-
-def save_steps(manager: CheckpointManager, *steps: int, **more: Any) -> None:
-    for step in steps:
-        manager.save(step, state={"x": torch.full((40,), float(step))}, **more)
-    manager.wait()
-
-
-def resumed(manager: CheckpointManager, **more: Any) -> float:
-    state = {"x": torch.zeros(40)}
-    info = manager.resume(state=state, **more)
-    assert info.tag is not None and len(set(state["x"].tolist())) == 1
-    return float(state["x"][0])
-
-
-def names(server: ObjectServer, url: str, tag: str) -> set[str]:
-    """Returns the names of a checkpoint's objects, "data" for each data file."""
-    prefix = f"{url}/{tag}/".removeprefix(f"s3://{server.bucket}/")
-    found = [key.removeprefix(prefix) for key in server.keys(prefix)]
-    return {"data" if name.endswith(".distcp") else name for name in found}
 
 
 @pytest.fixture
@@ -362,48 +338,3 @@ def test_endpoint_is_that_of_the_options(
     assert resumed(manager) == 2
     dropped = manager.dry_run(lambda name: name, tag=1).dropped
     assert not dropped
-
-
-def test_requests_of_a_save_and_a_resume(object_proxy: FaultProxy, object_prefix: str) -> None:
-    """As docs/object_stores.md counts them."""
-    manager = manager_of(object_prefix)
-    save_steps(manager, 1, 2)
-    object_proxy.clear()
-    save_steps(manager, 3)
-    assert asked(object_proxy) == [
-        "head .dcpx.pin",  # is there something that a save must not replace?
-        "get newest",  # has another job been here?
-        "head .metadata",
-        "put .dcpx.lock",
-        "put data",
-        "head .dcpx.pin",
-        "get newest",  # the tag is noted ...
-        "put newest",
-        "put .metadata",  # ... committed ...
-        "delete_many",
-        "head .metadata",
-        "get .metadata",
-        "get newest",  # ... and pointed to
-        "put newest",
-        *["list"] * 4,  # behind it: what may go of the root and of each checkpoint
-    ]
-    object_proxy.clear()
-    resumed(manager_of(object_prefix))
-    assert asked(object_proxy) == [
-        "get newest",
-        "list",  # is it whole?
-        "get .metadata",
-        *["get .metadata", "get data", "get data"],  # the manager's record
-        "head .metadata",
-        *["get .metadata", "get data", "get data"],  # the load
-    ]
-
-
-def asked(proxy: FaultProxy) -> list[str]:
-    """Returns the requests that have come, in order."""
-    found = []
-    for one in proxy.requests():
-        name = one.key.rpartition("/")[2]
-        name = "data" if name.endswith(".distcp") else name
-        found.append(f"{one.kind.removesuffix('_object')} {name}".strip())
-    return found
