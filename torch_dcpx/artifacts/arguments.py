@@ -33,7 +33,7 @@ from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.reader.safetensors_header import DTYPE_CODES
 from torch_dcpx.storage.names import TORCH_SUFFIXES
-from torch_dcpx.storage.paths import absolute, checked_path
+from torch_dcpx.storage.paths import absolute, checked_location, checked_path
 from torch_dcpx.tensors.tiling import untiled
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -81,7 +81,7 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
         return LiveSource(source)
     if not isinstance(source, (str, os.PathLike)):
         raise must_be("source", source, "a path, a module or a state dict")
-    checked_path(source, "mount it, and name the directory", "source")
+    checked_location(source, "mount it, and name the directory", "source")
     return StoredSource(source, options)
 
 

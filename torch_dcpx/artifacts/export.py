@@ -130,8 +130,8 @@ def export(
             "format": "pt", which is always there.
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
-        options: durability, host_memory_bytes, workers, slot_bytes, direct_io and save_timeout_s
-            of `WriteOptions`. Ranks must agree on the durability alone.
+        options: durability, host_memory_bytes, workers, slot_bytes, direct_io, save_timeout_s and
+            endpoint of `WriteOptions`. Ranks must agree on the durability alone.
 
     Returns:
         The report of this rank.

@@ -190,6 +190,7 @@ def _read_options(options: WriteOptions) -> ReadOptions:
         workers=workers,
         slot_bytes=slot_bytes,
         direct_io=options.direct_io,
+        endpoint=options.endpoint,
     )
 
 
@@ -225,7 +226,7 @@ class StoredSource:
         if not names or not is_first:
             return {}
         loaded: dict[str, Any] = dict.fromkeys(names.values())
-        load(loaded, self._path, no_dist=True)
+        load(loaded, self._path, no_dist=True, options=self.reader.options)
         return {new: loaded[name] for new, name in names.items()}
 
     def offers(

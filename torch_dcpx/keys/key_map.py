@@ -16,7 +16,7 @@ from torch_dcpx.errors import must_be
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.keys.rules import Entries, Rule, applied, checked_rule
 from torch_dcpx.reader.pretrained_reader import stored_sizes
-from torch_dcpx.storage.paths import checked_path
+from torch_dcpx.storage.paths import checked_location
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 
@@ -95,7 +95,7 @@ class KeyMap:
             NotCommittedError, CorruptionError, StorageError: the path cannot be read.
         """
         if isinstance(source, (str, os.PathLike)):
-            checked_path(source, "mount it, and name the directory", "source")
+            checked_location(source, "mount it, and name the directory", "source")
             source = stored_sizes(source)
         given: Any = source
         if not isinstance(given, Iterable) or isinstance(given, bytes):

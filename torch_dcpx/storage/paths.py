@@ -131,12 +131,14 @@ def _here() -> str | None:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Returns a path from the root on; as it is where the current directory is gone.
+    """Returns a path from the root on; as it is where the current directory is gone, and a URL.
 
     Links and ".." stay: the file system resolves them.
     """
     text = os.fspath(path)
-    return text if os.path.isabs(text) else os.path.join(_here() or "", text)  # noqa: PTH117,PTH118
+    if os.path.isabs(text) or is_url(text):  # noqa: PTH117
+        return text
+    return os.path.join(_here() or "", text)  # noqa: PTH118
 
 
 def absolute_text(path: str | os.PathLike[str]) -> str:
