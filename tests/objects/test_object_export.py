@@ -1,8 +1,9 @@
-"""Exports from a store: of a checkpoint by its URL, and of a manager's tag."""
+"""Exports from a store and to a store: bit for bit, over one that is there, with faults."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -76,3 +77,60 @@ def test_failing_reads_leave_the_old_file(
     dcpx.export(object_prefix, tmp_path / "m.safetensors", no_dist=True)
     check_file(tmp_path / "m.safetensors", new)
     assert [one.name for one in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+# ---- To a store ----------------------------------------------------------------------------------
+
+
+def fetched(server: ObjectServer, url: str, into: Path) -> set[str]:
+    """Writes the objects beneath a URL to a folder; returns their names."""
+    into.mkdir()
+    keys = server.keys(url)
+    for key in keys:
+        (into / key.rpartition("/")[2]).write_bytes(server.get(f"s3://{server.bucket}/{key}"))
+    return {key.rpartition("/")[2] for key in keys}
+
+
+@pytest.mark.parametrize("source", ["model", "checkpoint", "url"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_one_file_goes_to_a_store_and_comes_back(
+    object_prefix: str,
+    object_server: ObjectServer,
+    tmp_path: Path,
+    source: str,
+    dtype: torch.dtype | None,
+) -> None:
+    model = model_of(5)
+    given: Any = model
+    if source != "model":
+        given = str(tmp_path / "ckpt") if source == "checkpoint" else f"{object_prefix}/ckpt"
+        dcpx.save({"model": model.state_dict(), "step": 3}, given)
+    url = f"{object_prefix}/out"
+    report = dcpx.export(given, url, dtype=dtype, no_dist=True)
+    assert report.files == ("model.safetensors",) and report.path == url
+    assert fetched(object_server, url, tmp_path / "got") == {"model.safetensors"}
+    check_file(tmp_path / "got" / "model.safetensors", model, dtype or torch.float32)
+    assert (tmp_path / "got" / "model.safetensors").stat().st_size == report.nbytes
+
+
+def test_shards_replace_an_older_artifact_and_are_replaced(
+    object_prefix: str, object_server: ObjectServer, tmp_path: Path
+) -> None:
+    url = f"{object_prefix}/out"
+    object_server.put(f"{url}/README.md", b"the user's own")
+    dcpx.export(model_of(1), url, no_dist=True)
+    for seed in (2, 3):
+        model = model_of(seed)
+        report = dcpx.export(model, url, max_shard_bytes=150_000, no_dist=True)
+        folder = tmp_path / str(seed)
+        assert len(report.files) == 2
+        index = "model.safetensors.index.json"
+        assert fetched(object_server, url, folder) == {*report.files, index, "README.md"}
+        found = {}
+        for file in report.files:
+            found |= load_file(folder / file)
+        weight_map = json.loads((folder / index).read_bytes())["weight_map"]
+        assert weight_map.keys() == found.keys() and {*weight_map.values()} == {*report.files}
+        assert all(torch.equal(found[name], one) for name, one in model.state_dict().items())
+    dcpx.export(model_of(4), f"{url}/model.safetensors", no_dist=True)
+    assert fetched(object_server, url, tmp_path / "4") == {"model.safetensors", "README.md"}

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,8 @@ from torch_dcpx.keys.mapped_tensor import MappedTensor
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.reader.safetensors_header import DTYPE_CODES
 from torch_dcpx.storage.names import TORCH_SUFFIXES
-from torch_dcpx.storage.paths import absolute, checked_location, checked_path
+from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.paths import absolute, checked_location
 from torch_dcpx.tensors.tiling import untiled
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -47,7 +47,7 @@ _SIZE = re.compile(r"\s*(\d+)\s*([A-Za-z]*)\s*")
 class ExportArguments(NamedTuple):
     """The checked arguments of an export."""
 
-    directory: Path
+    directory: Location
     stem: str
     keys: tuple[str, ...] | None
     key_map: KeyMap
@@ -123,8 +123,7 @@ def checked_arguments(
         way = "; source and path are swapped: export(source, path)"
         raise must_be("path", path, "a path", way)
     check_type("path", path, (str, os.PathLike), "a path")
-    checked_path(path, "an export writes to mounted file systems")
-    directory = Path(path)
+    directory = location_of(checked_location(path, "an export writes to file systems and s3://"))
     by_name = "torch" if directory.suffix in TORCH_SUFFIXES else None
     by_name = "safetensors" if directory.suffix == ".safetensors" else by_name
     if file_format is None and by_name is None and directory.suffix[1:].isalpha():

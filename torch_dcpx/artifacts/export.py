@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx._arguments import check_options
-from torch_dcpx._native import _C
 from torch_dcpx.artifacts.arguments import (
     ExportArguments,
     RankPart,
@@ -35,11 +34,12 @@ from torch_dcpx.artifacts.arguments import (
     tied,
     united,
 )
-from torch_dcpx.artifacts.files import ArtifactFiles, check_destination, open_job, temporary_name
-from torch_dcpx.artifacts.layout import ExportTensor, Layout, index_of, safetensors_layout
-from torch_dcpx.artifacts.rows import ExportRows, Target
-from torch_dcpx.artifacts.sources import Box, Entry, LiveSource, StoredSource, selected
+from torch_dcpx.artifacts.files import ArtifactFiles
+from torch_dcpx.artifacts.layout import ExportTensor, index_of, safetensors_layout
+from torch_dcpx.artifacts.object_files import ObjectFiles, files_of
+from torch_dcpx.artifacts.sources import Entry, LiveSource, StoredSource, selected
 from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
+from torch_dcpx.artifacts.writing import Done, Order, write_own
 from torch_dcpx.checkpoint.same_call import Call, has_functions
 from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.key_map import KeyMap
@@ -49,7 +49,6 @@ from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.generation import Generation, check_same_generation
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.reader_lock import being_read
 
 
@@ -109,7 +108,7 @@ def export(
         source: path of a checkpoint of torch-dcpx or stock DCP, or of files as `load_pretrained`
             takes them; or a module or state dict, whose tensors may be sharded (DTensor).
         path: the file (`*.safetensors`; `*.bin`, `*.pt`, `*.pth`), whose suffix says the format, or
-            a directory. Missing directories are made. A directory whose name ends in a dot and
+            a directory; or an `s3://` URL of one, for safetensors. Missing directories are made. A directory whose name ends in a dot and
             letters (`out.model`, not `run-1.5`) needs `format`. One that holds a checkpoint is
             refused.
         format: of the files in a directory. "safetensors" (default): `model.safetensors`, or
@@ -137,7 +136,8 @@ def export(
         The report of this rank.
 
     Raises:
-        UnsupportedError: all names that the format cannot hold; nothing was written.
+        UnsupportedError: all names that the format cannot hold; to a store, a torch archive, or a
+            tensor of a live source that no rank holds whole; nothing was written.
         PlanError: ranks make different calls, or contradict each other; a glob or a rule matches
             nothing; two tensors get one name; there is nothing to export.
         OptionError: an argument that cannot work.
@@ -195,17 +195,6 @@ def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
     return united(own.entries for own in of_ranks), max(parts, default="")
 
 
-class _Order(NamedTuple):
-    """The boxes that a rank writes, and their places."""
-
-    export_id: str
-    layout: Layout
-    tensors: tuple[ExportTensor, ...]  # of the artifact, in the order of the layout's payloads
-    numbers: tuple[int, ...]  # of the payload of each offered tensor; -1: an alias
-    own: tuple[tuple[int, Box], ...]  # of a live source; a rank finds its share of a stored one
-    piece_bytes: int  # at most, of a box in a share
-
-
 class _Export:
     """One rank's part in one export."""
 
@@ -219,10 +208,10 @@ class _Export:
         self._objects: list[str] = []
         self._left_out: tuple[str, ...] = ()
         self._records: list[Any] = []  # of a torch archive, on the coordinator
-        self._files: ArtifactFiles  # on the coordinator
+        self._files: ArtifactFiles | ObjectFiles  # on the coordinator
         self._stack = ExitStack()  # removes the files of an export that fails
-        self._order: _Order
-        self._counts = {"written_bytes": 0, "in_place_bytes": 0}
+        self._order: Order
+        self._done = Done(0, 0, [])
         self._plan_s = self._write_s = 0.0
 
     def prepare(self, source: Any, checked: Callable[[], ExportArguments]) -> None:
@@ -295,14 +284,14 @@ class _Export:
             nbytes=sum(file.nbytes for file in layout.files),
             aliases=tuple((alias, one.name) for one in tensors for alias in one.aliases),
             skipped=(*self._left_out, *(() if self._arguments.is_torch else self._objects)),
-            written_bytes=self._counts["written_bytes"],
-            in_place_bytes=self._counts["in_place_bytes"],
+            written_bytes=self._done.written_bytes,
+            in_place_bytes=self._done.in_place_bytes,
             plan_s=self._plan_s,
             write_s=self._write_s,
             total_s=total_s,
         )
 
-    def _orders(self, parts: list[RankPart]) -> list[_Order]:
+    def _orders(self, parts: list[RankPart]) -> list[Order]:
         """Lays the artifact out and makes empty files. Returns an order for each rank."""
         check_same_tensors(self._tensors, parts)
         arguments, is_shared = self._arguments, self._source.is_shared
@@ -313,8 +302,7 @@ class _Export:
         boxes = assigned(tensors, of_ranks[:1] if is_shared else of_ranks)
         suffix = "" if arguments.is_torch else ".safetensors"
         file_name = f"{arguments.stem}{suffix}" if arguments.names_file else None
-        check_destination(arguments.directory, file_name)
-        files = ArtifactFiles(arguments.directory, arguments.stem, suffix, self._options)
+        files = files_of(arguments.directory, file_name, arguments.stem, suffix, self._options)
         self._files = files
         self._stack.callback(files.close)
         if arguments.is_torch:
@@ -330,50 +318,31 @@ class _Export:
         places = {tensor.name: number for number, tensor in enumerate(kept)}
         numbers = tuple(places.get(tensor.name, -1) for tensor in tensors)
         piece_bytes = min(part.piece_bytes for part in parts)
+        offers = None if is_shared else of_ranks
+        own_files = files.assigned(layout, kept, offers, len(of_ranks))
         bare = layout._replace(files=tuple(file._replace(head=b"") for file in layout.files))
         orders = []
         for rank in range(len(of_ranks)):
             own = () if is_shared else tuple(box for box in boxes[rank] if numbers[box[0]] >= 0)
-            seen = bare if rank else layout  # the coordinator alone writes heads
-            orders.append(_Order(files.export_id, seen, kept, numbers, own, piece_bytes))
+            # Of a directory the coordinator alone writes heads.
+            seen = layout if rank == 0 or own_files[rank] else bare
+            order = Order(files.export_id, seen, kept, numbers, own, piece_bytes, own_files[rank])
+            orders.append(order)
         return orders
 
     def _write_own(self) -> list[int]:
         """Writes this rank's boxes. Returns its shares of the payloads' checksums."""
-        order, memory_bytes = self._order, self._options.resolved_memory_bytes()
-        own: Iterable[tuple[int, Box]] = order.own
-        if isinstance(self._source, StoredSource):
-            rank, ranks = self._exchange.rank, self._exchange.world_size
-            own = self._source.shares(rank, ranks, order.piece_bytes)
-        boxes = [box for box in own if order.numbers[box[0]] >= 0]
-        if not boxes:
-            return []
-        with Directory(self._arguments.directory) as directory:
-            job = open_job(directory, self._options, memory_bytes * self._source.slot_parts // 16)
-            try:
-                targets = self._targets(job, {box[0] for box in boxes})
-                self._source.write(boxes, targets, ExportRows(job, memory_bytes))
-                job.finish(is_whole=False)
-            finally:
-                job.abandon()
-            self._counts = job.report()
-            return job.crc_shares()
-
-    def _targets(self, job: _C.RangeJob, used: set[int]) -> dict[int, Target]:
-        """Opens the files of the tensors `used`. Returns their places by number."""
-        order = self._order
-        opened: dict[int, int] = {}
-        targets = {}
-        for number in sorted(used):
-            place = order.numbers[number]
-            payload = order.layout.payloads[place]
-            tag = place if self._arguments.is_torch else -1
-            if payload.file not in opened:
-                file = order.layout.files[payload.file]
-                name = temporary_name(file.name, order.export_id)
-                opened[payload.file] = job.add_file(name, file.nbytes, is_new=False)
-            targets[number] = Target(opened[payload.file], payload.offset, payload.nbytes, tag)
-        return targets
+        done = write_own(
+            self._source,
+            self._order,
+            self._arguments.directory,
+            self._options,
+            rank=self._exchange.rank,
+            ranks=self._exchange.world_size,
+            is_torch=self._arguments.is_torch,
+        )
+        self._done = done
+        return done.crc_shares
 
     def _publish(self, of_ranks: list[list[int]]) -> None:
         """Completes the files, which all ranks have written, and renames them."""

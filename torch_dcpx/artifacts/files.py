@@ -22,15 +22,19 @@ import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_dcpx._native import _C
-from torch_dcpx.artifacts.layout import Layout
+from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, StorageError
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.directory import Directory, make_directory
 from torch_dcpx.storage.names import is_data_file_name, is_metadata_name
+from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id
+
+if TYPE_CHECKING:
+    from torch_dcpx.artifacts.sources import Offer
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -116,6 +120,24 @@ def check_destination(directory: Path, file_name: str | None) -> None:
     if wrong:
         message = f"export to '{place}': it {wrong}; name another place"
         raise OptionError(message, option="path", value=str(place))
+
+
+def old_shards(
+    place: Directory | ObjectPlace, index_name: str, shard: re.Pattern[str]
+) -> frozenset[str]:
+    """Returns the shards that an index names; none of one that cannot be read, with a warning."""
+    try:
+        with place.open_small(index_name) as file:
+            index: Any = json.loads(file.part(0, file.nbytes))
+        names = set(index["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, DcpxError) as error:
+        logger.warning(
+            "'%s' is no index that can be read (%s); the files that it names stay",
+            place.path / index_name,
+            str(error)[:200],
+        )
+        return frozenset()
+    return frozenset(name for name in names if isinstance(name, str) and shard.fullmatch(name))
 
 
 class ArtifactFiles:
@@ -235,21 +257,21 @@ class ArtifactFiles:
         if self._is_durable:
             self.directory.sync()
 
+    def assigned(
+        self,
+        layout: Layout,
+        tensors: Sequence[ExportTensor],
+        of_ranks: Sequence[Sequence[Offer]] | None,
+        ranks: int,
+    ) -> list[tuple[int, ...]]:
+        """Returns no file for any rank: all write to all files."""
+        return [()] * ranks
+
     def _old_shards(self) -> frozenset[str]:
         """Returns the shards that the old index names."""
         if not self._has_shards or not self.directory.is_regular(self._index_name):
             return frozenset()
-        try:
-            index: Any = json.loads(self.directory.read_small(self._index_name))
-            names = set(index["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError, DcpxError) as error:
-            logger.warning(
-                "'%s' is no index that can be read (%s); the files that it names stay",
-                self.directory.path / self._index_name,
-                str(error)[:200],
-            )
-            return frozenset()
-        return frozenset(n for n in names if isinstance(n, str) and self._shard.fullmatch(n))
+        return old_shards(self.directory, self._index_name, self._shard)
 
     def _remove_replaced(self, has_index: bool) -> None:
         """Removes the replaced artifact, first the name by which loads find it.

@@ -13,6 +13,8 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +55,14 @@ class Entry(NamedTuple):
 
     dtype: str | None = None
     sizes: Sizes | None = None
+
+
+class Piece(NamedTuple):
+    """A box of an offered tensor whose bytes follow each other in a file."""
+
+    number: int
+    offsets: Sizes
+    lengths: Sizes
 
 
 class Offer(NamedTuple):
@@ -152,6 +162,23 @@ class LiveSource:
             rows.add(self._memory[number, offsets], place, targets[number], tensor.name)
         rows.flush()
 
+    def fill(self, pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+        """Copies pieces of tensors that this rank holds whole to plain host memory."""
+        for piece, view in zip(pieces, views, strict=True):
+            for at, local in self._boxes_of[piece.number]:
+                box = _common(piece, at, local.shape)
+                if box is not None:
+                    begin, lengths = box
+                    there = narrowed(view, map(sub, begin, piece.offsets), lengths)
+                    there.copy_(narrowed(local, map(sub, begin, at), lengths))
+
+    @cached_property
+    def _boxes_of(self) -> dict[int, list[tuple[Sizes, torch.Tensor]]]:
+        found: dict[int, list[tuple[Sizes, torch.Tensor]]] = {}
+        for (number, at), local in self._memory.items():
+            found.setdefault(number, []).append((at, local))
+        return found
+
     def _chunks(self, name: str) -> Iterable[tuple[Sizes, torch.Tensor]]:
         target = self.state.get(name)
         if target is None:  # another rank's
@@ -167,6 +194,14 @@ class LiveSource:
                     "export cannot lay out"
                 )
             yield tuple(chunk.offsets), local
+
+
+def _common(piece: Piece, at: Sizes, sizes: Sizes) -> Box | None:
+    """Returns offsets and lengths of what a piece has in common with a box; None: nothing."""
+    begins = tuple(map(max, piece.offsets, at))
+    ends = map(min, map(add, piece.offsets, piece.lengths), map(add, at, sizes))
+    lengths = tuple(map(sub, ends, begins))
+    return (begins, lengths) if all(length > 0 for length in lengths) else None
 
 
 # ---- Stored sources ------------------------------------------------------------------------------
@@ -265,45 +300,78 @@ class StoredSource:
         """Writes boxes: (number of the tensor, box)."""
         with BackgroundRows(rows, self.piece_bytes) as written:
             planner = _ExportPlanner(written)
-            items = self._items(own, targets, planner)
-            plan = self.reader.prepare_local_plan(LoadPlan(items))
-            self.reader.read_data(plan, planner).wait()
+            for number, (offsets, lengths) in own:
+                place = narrowed(file_view(self._tensors[number]), offsets, lengths)
+                self._add(planner, number, offsets, place, targets[number])
+            self._read(planner)
             written.finish()
 
-    def _items(
-        self, own: Sequence[tuple[int, Box]], targets: Mapping[int, Target], planner: _ExportPlanner
-    ) -> list[ReadItem]:
-        """Returns the read items that fill the boxes."""
-        items: list[ReadItem] = []
-        for number, (offsets, lengths) in own:
-            tensor = self._tensors[number]
-            place = narrowed(file_view(tensor), offsets, lengths)
-            for part in self._mapped[tensor.name].parts_of(offsets, place):
-                stored: Any = self.metadata.state_dict_metadata[part.fqn]
-                wanted = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.lengths))
-                for item in create_read_items_for_chunk_list(part.fqn, stored, [wanted]):
-                    there = narrowed(part.view, item.dest_offsets, item.lengths)
-                    items.append(planner.placed(item, there, targets[number]))
-        return items
+    def fill(self, pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+        """Reads pieces into plain host memory."""
+        planner = _FillPlanner()
+        for piece, view in zip(pieces, views, strict=True):
+            self._add(planner, piece.number, piece.offsets, view, None)
+        self._read(planner)
+
+    def _add(
+        self,
+        planner: _PlacingPlanner,
+        number: int,
+        offsets: Sizes,
+        place: torch.Tensor,
+        target: Target | None,
+    ) -> None:
+        """Adds the read items that fill a box."""
+        for part in self._mapped[self._tensors[number].name].parts_of(offsets, place):
+            stored: Any = self.metadata.state_dict_metadata[part.fqn]
+            wanted = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.lengths))
+            for item in create_read_items_for_chunk_list(part.fqn, stored, [wanted]):
+                there = narrowed(part.view, item.dest_offsets, item.lengths)
+                planner.add(item, there, target)
+
+    def _read(self, planner: _PlacingPlanner) -> None:
+        plan = self.reader.prepare_local_plan(LoadPlan(planner.items))
+        self.reader.read_data(plan, planner).wait()
 
 
-@takes_in_any_order
-class _ExportPlanner(DefaultLoadPlanner):
-    """Gives each read item memory of its own, and passes it on to the files once it is filled."""
+class _PlacingPlanner(DefaultLoadPlanner):
+    """Knows where each read item goes."""
 
-    def __init__(self, rows: BackgroundRows) -> None:
-        # Not stock's: a read calls none of its hooks but those below.
-        self._rows = rows
-        self._places: list[tuple[torch.Tensor, Target]] = []
+    def __init__(self) -> None:
+        # Not stock's: a read calls none of its hooks but those of the subclasses.
+        self.items: list[ReadItem] = []
+        self._places: list[tuple[torch.Tensor, Any]] = []
 
-    def placed(self, item: ReadItem, place: torch.Tensor, target: Target) -> ReadItem:
-        """Returns an item of the plan, and notes the place of its bytes in a payload."""
+    def add(self, item: ReadItem, place: torch.Tensor, target: Target | None) -> None:
+        """Adds an item to the plan, and notes the place of its bytes."""
         zeros = torch.Size([0] * len(item.lengths))
         index = MetadataIndex(str(len(self._places)), zeros)
         self._places.append((place, target))
-        return ReadItem(
-            item.type, index, zeros, item.storage_index, item.storage_offsets, item.lengths
-        )
+        stored = item.storage_index, item.storage_offsets
+        self.items.append(ReadItem(item.type, index, zeros, *stored, item.lengths))
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise PlanError(f"'{read_item.storage_index.fqn}' is an object, not a tensor")
+
+
+@takes_in_any_order
+class _FillPlanner(_PlacingPlanner):
+    """Has each read item filled in its place."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self._places[int(read_item.dest_index.fqn)][0]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Does nothing: it lies there."""
+
+
+@takes_in_any_order
+class _ExportPlanner(_PlacingPlanner):
+    """Gives each read item memory of its own, and passes it on to the files once it is filled."""
+
+    def __init__(self, rows: BackgroundRows) -> None:
+        super().__init__()
+        self._rows = rows
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         place, _ = self._places[int(read_item.dest_index.fqn)]
@@ -312,6 +380,3 @@ class _ExportPlanner(DefaultLoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         place, target = self._places[int(read_item.dest_index.fqn)]
         self._rows.add_copy(tensor, place, target)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise PlanError(f"'{read_item.storage_index.fqn}' is an object, not a tensor")

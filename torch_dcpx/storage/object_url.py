@@ -45,6 +45,18 @@ class ObjectUrl:
     def name(self) -> str:
         return self.key.rpartition("/")[2]
 
+    def at(self, endpoint: str | None) -> ObjectUrl:
+        """Returns the same prefix of the store at `endpoint`; None: as it is."""
+        return self if endpoint is None else ObjectUrl(self.bucket, self.key, endpoint)
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def stem(self) -> str:
+        return PurePosixPath(self.name).stem
+
     @property
     def parent(self) -> ObjectUrl:
         return ObjectUrl(self.bucket, self.key.rpartition("/")[0], self.endpoint)

@@ -1,0 +1,152 @@
+"""The files of an export to a store: what `ArtifactFiles` is for a directory.
+
+Nothing is renamed there, and nothing written to later. So one rank uploads each file whole.
+1. Shards have names that no export has used. The last PUT, of the index, makes the artifact; a
+   single file is one as soon as it is uploaded.
+2. The files that the replaced artifact named go, and no others.
+An error before the index is there leaves the old artifact, and removes the new files.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+
+from torch_dcpx.artifacts.files import ArtifactFiles, check_destination, old_shards
+from torch_dcpx.artifacts.layout import ExportTensor, Layout
+from torch_dcpx.artifacts.sources import Offer
+from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.storage.names import is_data_file_name, is_metadata_name
+from torch_dcpx.storage.object_place import ObjectPlace
+from torch_dcpx.storage.object_url import Location, ObjectUrl
+from torch_dcpx.tensors.tiling import untiled
+
+logger = logging.getLogger("torch_dcpx")
+
+
+def files_of(
+    directory: Location, file_name: str | None, stem: str, suffix: str, options: WriteOptions
+) -> ArtifactFiles | ObjectFiles:
+    """Returns the files of an export; of a directory they are locked.
+
+    Args:
+        file_name: of the file that the path names; None: it names the directory.
+        suffix: of safetensors; "": a torch archive.
+
+    Raises:
+        OptionError: an export would not be found there, or cannot be made.
+        UnsupportedError: a torch archive in a store.
+        ConcurrentSaveError, StorageError: as `ArtifactFiles`.
+    """
+    if isinstance(directory, ObjectUrl):
+        place = ObjectPlace(directory.at(options.endpoint))
+        return ObjectFiles(place, file_name, stem, suffix)
+    check_destination(directory, file_name)
+    return ArtifactFiles(directory, stem, suffix, options)
+
+
+def _is_whole(tensor: ExportTensor, offers: Sequence[Offer]) -> bool:
+    """Returns whether a rank holds all of a tensor."""
+    boxes = next(offer.boxes for offer in offers if offer.name == tensor.name)
+    return not list(untiled([(tensor.sizes, boxes)]))
+
+
+class ObjectFiles:
+    """The files of one export. Not thread-safe."""
+
+    def __init__(self, place: ObjectPlace, file_name: str | None, stem: str, suffix: str) -> None:
+        """Looks at what is there. Raises: as `files_of`."""
+        if not suffix:
+            raise UnsupportedError(
+                f"export to '{place.path}': a torch archive has checksums before the bytes that "
+                "they cover, so that it cannot be uploaded as it is written: export to a "
+                "directory and copy the file, or write safetensors"
+            )
+        there = place.names()
+        if file_name is None and any(is_metadata_name(n) or is_data_file_name(n) for n in there):
+            raise OptionError(
+                f"export to '{place.path}': it holds a checkpoint, beside which loads would not "
+                "find an export; name another place",
+                option="path",
+                value=str(place.path),
+            )
+        self._place = place
+        self.export_id = uuid.uuid4().hex[:12]
+        self._single_name = f"{stem}{suffix}"
+        self._index_name = f"{stem}{suffix}.index.json"
+        shard = re.escape(stem) + r"(-[0-9a-f]{12})?-\d{5,9}-of-\d{5,9}" + re.escape(suffix)
+        has_index = self._index_name in there
+        self._replaced = old_shards(place, self._index_name, re.compile(shard)) if has_index else ()
+        self._has_single = self._single_name in there
+        self._names: tuple[str, ...] = ()
+        self._is_published = False
+
+    def shard_stem(self, stem: str) -> str:
+        """Returns the beginning of shards' names."""
+        return f"{stem}-{self.export_id}"
+
+    def make(self, layout: Layout) -> None:
+        """Notes the names of the files."""
+        self._names = tuple(file.name for file in layout.files)
+
+    def assigned(
+        self,
+        layout: Layout,
+        tensors: Sequence[ExportTensor],
+        of_ranks: Sequence[Sequence[Offer]] | None,
+        ranks: int,
+    ) -> list[tuple[int, ...]]:
+        """Returns the files that each rank uploads: the one with the least takes the next.
+
+        Args:
+            tensors: of the payloads.
+            of_ranks: the boxes that each rank holds of each tensor; None: each rank reads any.
+
+        Raises UnsupportedError: no rank has all of a file.
+        """
+        held: list[set[int]] = [set(range(ranks)) for _ in layout.files]
+        for tensor, payload in zip(tensors, layout.payloads, strict=True):
+            able = held[payload.file]
+            if of_ranks is not None:
+                able = {rank for rank in able if _is_whole(tensor, of_ranks[rank])}
+            if not able:
+                raise UnsupportedError(
+                    f"export to '{self._place.path}': one rank uploads a file, and none holds all "
+                    f"of '{layout.files[payload.file].name}' up to '{tensor.name}', whose shards "
+                    "lie on several: export to a directory, or save a checkpoint and export that"
+                )
+            held[payload.file] = able
+        own: list[list[int]] = [[] for _ in range(ranks)]
+        loads = [0] * ranks
+        for file, able in enumerate(held):
+            rank = min(sorted(able), key=loads.__getitem__)
+            own[rank].append(file)
+            loads[rank] += layout.files[file].nbytes
+        return list(map(tuple, own))
+
+    def publish(self, patches: Sequence[tuple[int, int, bytes]], index: bytes | None) -> None:
+        """Makes the artifact of the files, which are there; removes the one that it replaces.
+
+        Args:
+            patches: of heads, which are there as well.
+            index: of several files; None: there is one.
+
+        Raises StorageError: the artifact may not be there; or the single file before it still is,
+        and loads take that.
+        """
+        place = self._place
+        if index is not None:
+            place.bucket.put_again(place.key(self._index_name), index)
+        self._is_published = True
+        if index is not None and self._has_single:
+            place.unlink(self._single_name)
+        old = set(self._replaced) if index is not None else {self._index_name, *self._replaced}
+        place.remove_leftovers(sorted(old.difference(self._names)))
+
+    def close(self) -> None:
+        """Removes shards that are no artifact. Never raises."""
+        if not self._is_published and len(self._names) > 1:
+            self._place.remove_leftovers(self._names)

@@ -1,0 +1,177 @@
+"""A rank's part of an export: its boxes into files of a directory, or whole files into a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torch_dcpx._compat import dtype_by_name
+from torch_dcpx._native import _C
+from torch_dcpx.artifacts.files import open_job, temporary_name
+from torch_dcpx.artifacts.layout import ExportTensor, Layout
+from torch_dcpx.artifacts.rows import ExportRows, Target, slabs
+from torch_dcpx.artifacts.sources import Box, LiveSource, Piece, StoredSource
+from torch_dcpx.errors import must_be
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.object_place import ObjectPlace
+from torch_dcpx.storage.object_url import Location, ObjectUrl
+
+_MIB = 1 << 20
+_PART_BYTES = 8 * _MIB
+_LEAST_PART_BYTES = 5 * _MIB  # that a store takes
+_LEAST_MEMORY_BYTES = 4 * _LEAST_PART_BYTES
+_MAX_PARTS = 9_000  # a store takes 10,000
+_PARTS_AT_ONCE = 16
+
+
+class Order(NamedTuple):
+    """The boxes that a rank writes, and their places."""
+
+    export_id: str
+    layout: Layout
+    tensors: tuple[ExportTensor, ...]  # of the artifact, in the order of the layout's payloads
+    numbers: tuple[int, ...]  # of the payload of each offered tensor; -1: an alias
+    own: tuple[tuple[int, Box], ...]  # of a live source; a rank finds its share of a stored one
+    piece_bytes: int  # at most, of a box in a share
+    own_files: tuple[int, ...]  # of a store, where one rank writes a file
+
+
+class Done(NamedTuple):
+    """What a rank has written, and its shares of the payloads' checksums."""
+
+    written_bytes: int
+    in_place_bytes: int
+    crc_shares: list[int]
+
+
+def write_own(
+    source: LiveSource | StoredSource,
+    order: Order,
+    directory: Location,
+    options: WriteOptions,
+    *,
+    rank: int,
+    ranks: int,
+    is_torch: bool,
+) -> Done:
+    """Writes a rank's part. Raises: StorageError, and as a read of `source`."""
+    if isinstance(directory, ObjectUrl):
+        return _Streams(source, order, directory, options).write()
+    own: Iterable[tuple[int, Box]] = order.own
+    if isinstance(source, StoredSource):
+        own = source.shares(rank, ranks, order.piece_bytes)
+    boxes = [box for box in own if order.numbers[box[0]] >= 0]
+    if not boxes:
+        return Done(0, 0, [])
+    memory_bytes = options.resolved_memory_bytes()
+    with Directory(directory) as opened:
+        job = open_job(opened, options, memory_bytes * source.slot_parts // 16)
+        try:
+            targets = _targets(job, order, {box[0] for box in boxes}, is_torch=is_torch)
+            source.write(boxes, targets, ExportRows(job, memory_bytes))
+            job.finish(is_whole=False)
+        finally:
+            job.abandon()
+        report = job.report()
+        return Done(report["written_bytes"], report["in_place_bytes"], job.crc_shares())
+
+
+def _targets(
+    job: _C.RangeJob, order: Order, used: set[int], *, is_torch: bool
+) -> dict[int, Target]:
+    """Opens the files of the tensors `used`. Returns their places by number."""
+    opened: dict[int, int] = {}
+    targets = {}
+    for number in sorted(used):
+        place = order.numbers[number]
+        payload = order.layout.payloads[place]
+        tag = place if is_torch else -1
+        if payload.file not in opened:
+            file = order.layout.files[payload.file]
+            name = temporary_name(file.name, order.export_id)
+            opened[payload.file] = job.add_file(name, file.nbytes, is_new=False)
+        targets[number] = Target(opened[payload.file], payload.offset, payload.nbytes, tag)
+    return targets
+
+
+# ---- Into a store --------------------------------------------------------------------------------
+
+
+class _Streams:
+    """Uploads whole files, each by one rank, piece by piece in the order of its bytes.
+
+    Of the budget a quarter is for the piece that is being filled, and half for parts under way: a
+    store holds one more than it was told.
+    """
+
+    def __init__(
+        self,
+        source: LiveSource | StoredSource,
+        order: Order,
+        directory: ObjectUrl,
+        options: WriteOptions,
+    ) -> None:
+        """Raises OptionError: parts that a store takes do not fit the memory."""
+        memory_bytes = options.resolved_memory_bytes()
+        if memory_bytes < _LEAST_MEMORY_BYTES:
+            least = f"{_LEAST_MEMORY_BYTES} or more for an export to a store"
+            raise must_be("host_memory_bytes", memory_bytes, least)
+        self._source, self._order, self._memory_bytes = source, order, memory_bytes
+        self._place = ObjectPlace(directory.at(options.endpoint))
+        self._offered = {place: n for n, place in enumerate(order.numbers) if place >= 0}
+
+    def write(self) -> Done:
+        written = 0
+        for file in self._order.own_files:
+            plan = self._order.layout.files[file]
+            part_bytes = max(
+                min(_PART_BYTES, self._memory_bytes // 4), -(-plan.nbytes // _MAX_PARTS)
+            )
+            bucket, key = self._place.bucket, self._place.key(plan.name)
+            if plan.nbytes <= part_bytes:
+                bucket.put(key, list(self._pieces(file)))
+            else:
+                at_once = max(1, min(_PARTS_AT_ONCE, self._memory_bytes // 2 // part_bytes - 1))
+                bucket.put_parts(key, self._pieces(file), part_bytes, at_once)
+            written += plan.nbytes
+        return Done(written, 0, [])
+
+    def _pieces(self, file: int) -> Iterator[memoryview]:
+        """Yields the bytes of a file."""
+        head = self._order.layout.files[file].head
+        yield memoryview(head)
+        batch: list[Piece] = []
+        held = 0
+        most = max(1, min(_PART_BYTES, self._memory_bytes // 4))
+        for piece, nbytes in self._boxes(file, most):
+            if batch and held + nbytes > most:
+                yield self._filled(batch, held)
+                batch, held = [], 0
+            batch.append(piece)
+            held += nbytes
+        if batch:
+            yield self._filled(batch, held)
+
+    def _boxes(self, file: int, most_bytes: int) -> Iterator[tuple[Piece, int]]:
+        payloads, tensors = self._order.layout.payloads, self._order.tensors
+        places = [place for place, payload in enumerate(payloads) if payload.file == file]
+        for place in sorted(places, key=lambda one: payloads[one].offset):
+            tensor = tensors[place]
+            for offsets, lengths in slabs(tensor.sizes, tensor.itemsize, most_bytes):
+                nbytes = torch.Size(lengths).numel() * tensor.itemsize
+                yield Piece(self._offered[place], offsets, lengths), nbytes
+
+    def _filled(self, batch: Sequence[Piece], nbytes: int) -> memoryview:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        views, at = [], 0
+        for piece in batch:
+            tensor = self._order.tensors[self._order.numbers[piece.number]]
+            end = at + torch.Size(piece.lengths).numel() * tensor.itemsize
+            dtype = dtype_by_name(tensor.dtype) or torch.uint8
+            views.append(memory[at:end].view(dtype).view(piece.lengths))
+            at = end
+        self._source.fill(batch, views)
+        return memoryview(memory.numpy())  # type: ignore[arg-type]
