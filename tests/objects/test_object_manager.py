@@ -20,10 +20,8 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
-from torch_dcpx.integrity.leftovers import find_leftovers, remove_leftovers
 from torch_dcpx.manager.store_root import StoreRoot
 from torch_dcpx.storage.object_store import Bucket
-from torch_dcpx.storage.object_url import location_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -272,44 +270,6 @@ def test_root_with_parts_of_a_save_alone_is_no_fresh_start(
     save_steps(manager_of(f"{object_prefix}/run"), 1)
     with pytest.raises(NotCommittedError, match="it is a checkpoint itself"):
         manager_of(f"{object_prefix}/run/step-1").resume(state={"x": torch.zeros(4)})
-
-
-def test_objects_of_a_killed_save_go_after_the_grace_and_lost_metadata_keep_theirs(
-    object_prefix: str, object_server: ObjectServer, later: list[float]
-) -> None:
-    data = f"{object_prefix}/step-9/__0_0.0123456789ab.distcp"
-    object_server.put(data, b"of a save that was killed")
-    object_server.put(f"{object_prefix}/step-9/.dcpx.lock", b"")
-    manager = manager_of(object_prefix, keep_last=2)
-    save_steps(manager, 1)
-    lost = f"{object_prefix}/step-8/__0_0.0123456789ab.distcp"
-    object_server.put(lost, b"of a checkpoint whose metadata somebody has deleted")
-    object_server.put(f"{object_prefix}/step-1/__1_0.0123456789ab.distcp", b"of a killed re-save")
-    assert names(object_server, object_prefix, "step-9") == {"data", ".dcpx.lock"}
-    later[0] = 2 * HOUR
-    save_steps(manager, 2)
-    assert names(object_server, object_prefix, "step-9") == set()
-    assert names(object_server, object_prefix, "step-8") == {"data"}
-    assert len(object_server.keys(f"{object_prefix}/step-1")) == 2
-    assert manager.tags() == ["step-1", "step-2"]
-
-
-def test_leftovers_are_listed_and_removed_when_they_are_old(
-    object_prefix: str, object_server: ObjectServer, later: list[float]
-) -> None:
-    url = f"{object_prefix}/step-1"
-    save_steps(manager_of(object_prefix), 1)
-    left = "__1_0.0123456789ab.distcp"
-    object_server.put(f"{url}/{left}", b"12345")
-    object_server.put(f"{url}/.dcpx.probe.0123456789ab", b"1")
-    place = location_of(url)
-    found = find_leftovers(place)
-    assert found.is_committed and found.files == {left: 5, ".dcpx.probe.0123456789ab": 1}
-    assert remove_leftovers(place).files == {}
-    later[0] = 24 * HOUR
-    assert remove_leftovers(place).files == found.files
-    assert names(object_server, object_prefix, "step-1") == {".metadata", "data"}
-    assert remove_leftovers(place, 0.0).files == {}
 
 
 def test_what_a_root_in_a_store_does_not_take(object_prefix: str, tmp_path: Path) -> None:

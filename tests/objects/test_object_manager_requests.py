@@ -20,6 +20,7 @@ def test_requests_of_a_save_and_a_resume(object_proxy: FaultProxy, object_prefix
         "head .dcpx.pin",  # is there something that a save must not replace?
         "get newest",  # has another job been here?
         "head .metadata",
+        "head .metadata",  # does it replace one?
         "put .dcpx.lock",
         "put data",
         "head .dcpx.pin",

@@ -102,10 +102,12 @@ def _remove_locked(directory: PosixPlace) -> Leftovers:
 def _remove_old(place: ObjectPlace, grace_s: float) -> Leftovers:
     now_s, entries = place.bucket.now_s(place.path.key), place.entries()
     found = _found(place)  # behind the entries: what was named meanwhile is no leftover
+    removed = entries.get(TOMBSTONE_NAME)  # its readers go on for the grace
+    since_s = 0.0 if removed is None else removed.modified_s
     old = {
         name: nbytes
         for name, nbytes in found.files.items()
-        if name in entries and now_s - entries[name].modified_s >= grace_s
+        if name in entries and now_s - max(since_s, entries[name].modified_s) >= grace_s
     }
     place.unlink_all(old)
     return found._replace(files=old)

@@ -4,8 +4,9 @@ A store has no locks and no renames. So
 - the pointer is replaced by a conditional PUT, on what was read right before;
 - a removal puts `.dcpx.deleted` and deletes `.metadata`: no checkpoint any more. The data stay for
   a grace, in which those who have opened it read on, and go behind a later commit;
-- a save puts `.dcpx.lock` until its commit. Where that is older than the grace and nothing was
-  committed, the save was killed, and its objects go;
+- a save puts `.dcpx.lock` until its commit, which notes the checkpoint that it replaces. Where that
+  is none, and it is older than the grace, the save was killed, and its objects go. Data without
+  metadata and without such a mark stay: somebody may have lost the metadata;
 - a pin is put before `.dcpx.deleted` is looked for, and the other way round: of a `pin` and a
   removal at one time at least one sees the other.
 All ages are differences of the store's own dates.
@@ -14,9 +15,10 @@ All ages are differences of the store's own dates.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -41,6 +43,7 @@ from torch_dcpx.storage.names import (
     PIN_NAME,
     POINTER_NAME,
     TOMBSTONE_NAME,
+    is_data_file_name,
     is_metadata_name,
     is_of_checkpoint,
     is_probe_name,
@@ -91,12 +94,15 @@ class StoreRoot:
         return list(filter(is_tag, self._place.prefixes()))
 
     def is_foreign(self, name: str) -> bool:
-        """Returns whether an entry of the root is no manager's, no checkpoint, or a removed one."""
+        """Returns whether an entry of the root is no manager's, no checkpoint, a removed one, or
+        only the mark of a save that failed.
+        """
         within = ObjectPlace(self.path / name).names()
         if not within:
             return not is_of_checkpoint(name)
         is_removed = TOMBSTONE_NAME in within and METADATA_NAME not in within
-        return is_removed or not any(map(is_of_checkpoint, within))
+        rest = [one for one in within if one != LOCK_NAME]
+        return is_removed or not any(map(is_of_checkpoint, rest))
 
     def read(self) -> Pointer | None:
         """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""
@@ -174,9 +180,10 @@ class StoreRoot:
         return True
 
     def begin_save(self, tag: str) -> None:
-        """Marks a save that is under way."""
+        """Marks a save that is under way, and notes if it is to replace a checkpoint."""
         place = ObjectPlace(self.path / tag)
-        place.bucket.put_again(place.key(LOCK_NAME), b"a save has begun\n")
+        found = place.identity(METADATA_NAME)
+        place.bucket.put_again(place.key(LOCK_NAME), b"" if found is None else found[0].encode())
 
     def end_save(self, tag: str) -> None:
         """Removes that mark; logs a failure: it goes after the grace."""
@@ -212,25 +219,53 @@ class StoreRoot:
         found = place.identity(METADATA_NAME)
         if found is None or not place.is_regular(TOMBSTONE_NAME):
             return found is None
-        with place.open_small(TOMBSTONE_NAME) as noted:
-            return noted.part(0, noted.nbytes) == found[0].encode()
+        return self._noted(place)[0] == found[0]
+
+    def _noted(self, place: ObjectPlace) -> tuple[str, set[str]]:
+        """Returns the tag of the `.metadata` that `.dcpx.deleted` is about, and the files that it
+        named; nothing of a damaged note.
+        """
+        with place.open_small(TOMBSTONE_NAME) as file:
+            text = file.part(0, file.nbytes)
+        try:
+            noted = json.loads(text)
+            return str(noted["tag"]), {n for n in noted["files"] if is_data_file_name(n)}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning("'%s' cannot be read: %s", place.path / TOMBSTONE_NAME, error)
+            return "", set()
 
     # ---- Removals ------------------------------------------------------------------------------
 
     def remove(self, tag: str) -> None:
         """Ends a checkpoint; `tidy` removes its data after the grace.
 
-        Raises: UnsupportedError: it is pinned; StorageError: the next attempt goes on.
+        Raises:
+            UnsupportedError: it is pinned.
+            CorruptionError: its `.metadata` cannot be read, so the names of its files are unknown.
+            StorageError: the next attempt goes on.
         """
         place = ObjectPlace(self.path / tag)
         found = place.identity(METADATA_NAME)
         if found is None:
             return
-        place.bucket.put_again(place.key(TOMBSTONE_NAME), found[0].encode())
-        if place.is_regular(PIN_NAME):
-            place.unlink(TOMBSTONE_NAME)
-            raise UnsupportedError(f"delete '{place.path}': it is pinned; unpin it first")
-        place.unlink(METADATA_NAME)
+        named = self._named.get(found[0]) or referenced_files(place, METADATA_NAME)
+        if named is None:
+            raise CorruptionError(
+                f"delete '{place.path}': its '{METADATA_NAME}' cannot be read, so nobody knows "
+                "which objects are its own; remove them by hand",
+                path=str(place.path / METADATA_NAME),
+            )
+        note = json.dumps({"tag": found[0], "files": sorted(named)})
+        place.bucket.put_again(place.key(TOMBSTONE_NAME), note.encode())
+        try:
+            if place.is_regular(PIN_NAME):
+                raise UnsupportedError(f"delete '{place.path}': it is pinned; unpin it first")
+            place.unlink(METADATA_NAME)
+        except (StorageError, UnsupportedError):
+            with suppress_and_log(f"remove '{place.path / TOMBSTONE_NAME}'"):
+                if place.identity(METADATA_NAME) is not None:
+                    place.unlink(TOMBSTONE_NAME)  # else nobody could pin it
+            raise
 
     def tidy(self, busy: Callable[[], Collection[str]], *, leftovers: bool) -> None:
         """Removes data of removed checkpoints after the grace, but of `busy` tags; logs failures.
@@ -250,25 +285,40 @@ class StoreRoot:
 
     def _tidy(self, place: ListedPlace, ages: _Ages, *, leftovers: bool) -> None:
         found = place.entries()
+        tombstone = found.get(TOMBSTONE_NAME)
         is_whole = any(map(is_metadata_name, found))
-        noted = found.get(TOMBSTONE_NAME) or (None if is_whole else found.get(LOCK_NAME))
-        if noted is None and not (leftovers and is_whole):
-            return  # data without metadata, of which nobody knows that they may go
-        if noted is found.get(LOCK_NAME) and not leftovers:
-            return
-        unnamed = self._unnamed(place, found)
-        if not unnamed and noted is None and LOCK_NAME not in found:
-            return
-        if noted is not None and not ages.is_old(noted):
+        if tombstone is not None and not ages.is_old(tombstone):
             return  # those who read it go on
-        stale = [name for name in unnamed if ages.is_old(found[name])]
-        place.unlink_all(stale)
-        if len(stale) == len(unnamed):
-            marks = [TOMBSTONE_NAME, LOCK_NAME, *(() if is_whole else (PIN_NAME,))]
-            place.unlink_all(one for one in marks if one in found and ages.is_old(found[one]))
+        going: set[str] = set()
+        if is_whole:
+            if leftovers or tombstone is not None:
+                going = self._unnamed(place, found)
+        elif tombstone is not None:
+            noted, before_s = self._noted(place)[1], tombstone.modified_s
+            unnamed = self._unnamed(place, found)  # of saves that were killed before it, too
+            going = {n for n in unnamed if n in noted or found[n].modified_s < before_s}
+        elif leftovers:
+            going = self._of_killed(place, found, ages)
+        gone = sorted(name for name in going if ages.is_old(found[name]))
+        place.unlink_all(gone)
+        marks = set(filter(is_probe_name, found))
+        if is_whole or not set(filter(is_data_file_name, found)).difference(gone):
+            marks |= {LOCK_NAME, TOMBSTONE_NAME, *(() if is_whole else (PIN_NAME,))}
+        elif tombstone is not None:
+            marks.add(TOMBSTONE_NAME)
+        place.unlink_all(n for n in sorted(marks) if n in found and ages.is_old(found[n]))
 
-    def _unnamed(self, place: ListedPlace, found: dict[str, ListedObject]) -> set[str]:
-        """Returns the objects of saves that no metadata names; none where that is not known."""
+    def _of_killed(
+        self, place: ListedPlace, found: Mapping[str, ListedObject], ages: _Ages
+    ) -> set[str]:
+        """Returns the data of a save that was killed before there was a checkpoint."""
+        mark = found.get(LOCK_NAME)
+        if mark is None or mark.nbytes > 0 or not ages.is_old(mark):
+            return set()  # data that may be of a checkpoint that lost its metadata
+        return self._unnamed(place, found)
+
+    def _unnamed(self, place: ListedPlace, found: Mapping[str, ListedObject]) -> set[str]:
+        """Returns the data files that no metadata names; none where that is not known."""
         published = None
         if METADATA_NAME in found:
             tag = found[METADATA_NAME].tag
@@ -277,8 +327,7 @@ class StoreRoot:
                 return set()
             self._named[tag] = named
             published = {METADATA_NAME: named}
-        unnamed = unnamed_files(place, published=published)
-        return set() if unnamed is None else unnamed | set(filter(is_probe_name, found))
+        return unnamed_files(place, published=published) or set()
 
 
 class _Ages:
