@@ -1,15 +1,12 @@
 #include "engine/upload_queue.h"
 
 #include <cerrno>
-#include <chrono>
 #include <utility>
 
 #include "common/error.h"
 
 namespace dcpx::engine {
 namespace {
-
-constexpr std::chrono::milliseconds kPollInterval(100);
 
 Error given_up() {
   Error error(ErrorCode::kStorage, "the save that is uploaded was given up");
@@ -20,12 +17,12 @@ Error given_up() {
 }  // namespace
 
 void UploadQueue::allocate(unsigned count, std::uint64_t slot_bytes, int device,
-                           std::uint64_t owned_bytes) {
+                           const OwnedLimit& owned) {
   if (is_allocated_) return;
   slots_ = JobSlots(count, slot_bytes, device);
   is_allocated_ = true;
   const Lock lock(mutex_);
-  max_owned_bytes_ = owned_bytes;
+  limit_ = owned;
   for (unsigned number = count; number-- > 0;) free_.push_back(static_cast<int>(number));
 }
 
@@ -35,21 +32,31 @@ bool UploadQueue::wait(const StopFlag& stop, const std::function<bool()>& is_don
     Lock lock(mutex_);
     if (has_failed_) return false;
     if (is_done()) return true;
-    changed_.wait_for(lock, kPollInterval);
+    changed_.wait_for(lock, poll_interval_);
   }
   return false;
+}
+
+// Whoever has a slot may come to own a piece without a wait: so the one with the earliest turn
+// never waits for memory that those behind it hold.
+bool UploadQueue::has_room() const {
+  const std::uint64_t own_bytes = owned_bytes_ + (taken_slots_ + 1) * limit_.piece_bytes;
+  return !free_.empty() && own_bytes <= limit_.max_bytes;
 }
 
 int UploadQueue::take_slot(const StopFlag& stop) {
   while (!stop.is_set()) {
     Lock lock(mutex_);
     if (has_failed_) return kNoSlot;
-    if (!free_.empty() && owned_bytes_ <= max_owned_bytes_) {
+    if (has_room()) {
       const int slot = free_.back();
       free_.pop_back();
+      ++taken_slots_;
+      // One piece that was let go may leave room for several workers, of which it wakes one.
+      if (has_room()) has_slot_.notify_one();
       return slot;
     }
-    has_slot_.wait_for(lock, kPollInterval);
+    has_slot_.wait_for(lock, poll_interval_);
   }
   return kNoSlot;
 }
@@ -59,6 +66,7 @@ void UploadQueue::give_back(int slot) {
   {
     const Lock lock(mutex_);
     free_.push_back(slot);
+    --taken_slots_;
   }
   has_slot_.notify_one();
 }
@@ -85,17 +93,21 @@ void UploadQueue::set_size(std::uint32_t file, std::uint64_t nbytes) {
   file_at(file).size = nbytes;
 }
 
-void UploadQueue::put(std::uint32_t file, std::uint64_t offset, UploadPiece piece) {
+void UploadQueue::put(std::uint32_t file, std::uint64_t offset, UploadPiece piece, int from) {
+  bool is_next = false;
   {
     const Lock lock(mutex_);
     File& into = file_at(file);
     into.is_begun = true;
     owned_bytes_ += piece.owned.size();
+    if (from != kNoSlot) --taken_slots_;
+    if (from != kNoSlot && piece.slot == kNoSlot) free_.push_back(from);
     const bool is_new = into.waiting.emplace(offset, std::move(piece)).second;
     DCPX_CHECK(is_new && offset >= into.next_offset, "two pieces at one place of a file");
-    if (offset > into.next_offset) return;  // nobody can take it yet
+    is_next = offset == into.next_offset;  // else nobody can take it yet
   }
-  has_piece_.notify_all();
+  if (from != kNoSlot) has_slot_.notify_one();
+  if (is_next) has_piece_.notify_all();
 }
 
 void UploadQueue::end(std::uint32_t file, std::uint64_t nbytes) {
@@ -112,7 +124,7 @@ std::optional<std::uint64_t> UploadQueue::size_of(std::uint32_t file, const Poll
   Lock lock(mutex_);
   while (!file_at(file).is_begun) {
     if (has_failed_) throw given_up();
-    if (has_piece_.wait_for(lock, kPollInterval) == std::cv_status::no_timeout) continue;
+    if (has_piece_.wait_for(lock, poll_interval_) == std::cv_status::no_timeout) continue;
     lock.unlock();
     poll();  // which takes the GIL: never with the mutex
     lock.lock();
@@ -135,7 +147,7 @@ std::optional<UploadPiece> UploadQueue::next(std::uint32_t file, const PollFunct
       DCPX_CHECK(from.next_offset == from.size, "a file with a gap");
       return std::nullopt;
     }
-    if (has_piece_.wait_for(lock, kPollInterval) == std::cv_status::no_timeout) continue;
+    if (has_piece_.wait_for(lock, poll_interval_) == std::cv_status::no_timeout) continue;
     lock.unlock();
     poll();
     lock.lock();

@@ -5,6 +5,7 @@
 // it; only then its slot is free again. So memory is bounded, and workers wait for the store.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -30,15 +31,28 @@ struct UploadPiece {
   std::vector<std::byte> owned;  // the bytes, where nobody else has them
 };
 
+// What pieces may own of memory, beside slots. A footer counts, but nobody waits to put it: its
+// bytes were the file's index before.
+struct OwnedLimit {
+  std::uint64_t max_bytes = ~std::uint64_t{0};
+  std::uint64_t piece_bytes = 0;  // the most that the segment in a slot may come to own
+};
+
 class UploadQueue {  // Thread-safe, but for allocate().
  public:
-  // Makes the slots; a second call does nothing. Beside them pieces may own `owned_bytes` until
-  // workers wait. `device`: as JobSlots. Throws Error (ENOMEM).
-  void allocate(unsigned count, std::uint64_t slot_bytes, int device, std::uint64_t owned_bytes);
+  // Whoever waits looks at its flag, or polls, once in `poll_interval`.
+  explicit UploadQueue(
+      std::chrono::milliseconds poll_interval = std::chrono::milliseconds(100)) noexcept
+      : poll_interval_(poll_interval) {}
+
+  // Makes the slots; a second call does nothing. `device`: as JobSlots. Throws Error (ENOMEM).
+  // REQUIRES: a part that waits for more bytes owns no more than `owned` less one piece.
+  void allocate(unsigned count, std::uint64_t slot_bytes, int device, const OwnedLimit& owned);
   std::uint64_t size_bytes() const noexcept { return slots_.size_bytes(); }
   std::byte* slot(int number) noexcept { return slots_.slot(static_cast<unsigned>(number)); }
 
-  // Returns a free slot, kNoSlot once `stop` is set or the queue has failed. Blocks.
+  // Returns a free slot, once its segment may come to own a piece as well; kNoSlot once `stop` is
+  // set or the queue has failed. Blocks. What has taken a slot puts it or gives it back, once.
   int take_slot(const StopFlag& stop);
   void give_back(int slot);
   // Waits until `is_done`, which is asked again after each notify(); false as take_slot().
@@ -48,7 +62,8 @@ class UploadQueue {  // Thread-safe, but for allocate().
   void add_file();
   // Says how long a file will be, before its first piece; without it nobody knows until its end.
   void set_size(std::uint32_t file, std::uint64_t nbytes);
-  void put(std::uint32_t file, std::uint64_t offset, UploadPiece piece);
+  // `from`: the slot that the piece's segment has taken, free from here on unless the piece has it.
+  void put(std::uint32_t file, std::uint64_t offset, UploadPiece piece, int from = kNoSlot);
   void end(std::uint32_t file, std::uint64_t nbytes);
 
   // Returns how long the file will be, once it has a first piece; nullopt: not known yet. Blocks.
@@ -75,16 +90,19 @@ class UploadQueue {  // Thread-safe, but for allocate().
   };
 
   File& file_at(std::uint32_t file) DCPX_HOLDS(mutex_);
+  bool has_room() const DCPX_HOLDS(mutex_);
 
+  const std::chrono::milliseconds poll_interval_;
   JobSlots slots_;
   mutable Mutex mutex_;
-  std::condition_variable_any has_slot_;   // for workers, one by one
+  std::condition_variable_any has_slot_;   // for workers: whoever is woken wakes the next
   std::condition_variable_any has_piece_;  // for uploaders
   std::condition_variable_any changed_;    // for workers, by notify()
   std::vector<int> free_ DCPX_GUARDED_BY(mutex_);
   std::vector<File> files_ DCPX_GUARDED_BY(mutex_);
-  std::uint64_t max_owned_bytes_ DCPX_GUARDED_BY(mutex_) = 0;
-  std::uint64_t owned_bytes_ DCPX_GUARDED_BY(mutex_) = 0;
+  OwnedLimit limit_ DCPX_GUARDED_BY(mutex_);
+  std::uint64_t owned_bytes_ DCPX_GUARDED_BY(mutex_) = 0;  // of pieces that are not let go
+  std::uint64_t taken_slots_ DCPX_GUARDED_BY(mutex_) = 0;  // whose segments may come to own more
   std::uint64_t gone_bytes_ DCPX_GUARDED_BY(mutex_) = 0;
   bool is_allocated_ = false;
   bool has_failed_ DCPX_GUARDED_BY(mutex_) = false;

@@ -128,6 +128,8 @@ class WriteJob {
   const std::byte* fill(Window& window, const Segment& segment, SegmentSummer& summer,
                         Worker& worker);
   FittingWorkers make_queue_slots(const Window& window, unsigned workers, bool is_only_call);
+  // Of a streamed job: a piece so short owns its bytes, and holds no slot.
+  std::uint64_t owned_piece_bytes() const noexcept { return options_.segment_bytes / 2; }
   void stream(Window& window, Worker& worker);
   bool stream_segment(Window& window, std::uint32_t index, int slot, Worker& worker);
   void announce_sizes();

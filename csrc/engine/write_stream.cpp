@@ -1,5 +1,6 @@
 // The streamed half of WriteJob: segments go to uploaders, in the order of each file.
 #include <algorithm>
+#include <limits>
 
 #include "engine/write_job_parts.h"
 
@@ -18,19 +19,32 @@ void WriteJob::announce_sizes() {
 // own, and the last one is left to the tables of a kernel. A part that waits for more bytes holds
 // the rest of one piece, and of others more than half a slot each: of n slots all but one while it
 // has less than (n - 2) / 2 slots of bytes. Whoever uploads makes no larger parts.
+// The only call knows all segments: what they cannot own are slots as well.
 FittingWorkers WriteJob::make_queue_slots(const Window& window, unsigned workers,
                                           bool is_only_call) {
+  DCPX_CHECK(options_.memory_bytes >= 6 * options_.segment_bytes,
+             "uploads need memory for six segments");
   std::uint64_t slot_bytes = options_.segment_bytes;
-  std::uint64_t count = std::max<std::uint64_t>(options_.memory_bytes / 2 / slot_bytes, 3);
+  std::uint64_t slots_bytes = options_.memory_bytes / 2;
+  OwnedLimit owned{options_.memory_bytes / 4, owned_piece_bytes()};
+  std::uint64_t most = std::numeric_limits<unsigned>::max();
   if (is_only_call) {
     slot_bytes = io::kDirectAlignment;
+    std::uint64_t owned_bytes = 0;
     for (const Segment& segment : window.layout.segments) {
-      if (!segment.is_in_place) slot_bytes = std::max(slot_bytes, segment.end - segment.begin);
+      const std::uint64_t nbytes = segment.end - segment.begin;
+      if (!segment.is_in_place) slot_bytes = std::max(slot_bytes, nbytes);
+      if (nbytes <= owned_piece_bytes()) owned_bytes += nbytes;
     }
-    count = std::min<std::uint64_t>(count, window.layout.segments.size());
+    if (owned_bytes <= owned.max_bytes) {
+      slots_bytes += owned.max_bytes - owned_bytes;
+      owned = {};
+    }
+    most = window.layout.segments.size();
   }
+  const std::uint64_t count = std::max<std::uint64_t>(slots_bytes / options_.segment_bytes, 3);
   const int device = window.devices.empty() ? -1 : *window.devices.begin();
-  queue_->allocate(static_cast<unsigned>(count), slot_bytes, device, options_.memory_bytes / 4);
+  queue_->allocate(static_cast<unsigned>(std::min(count, most)), slot_bytes, device, owned);
   slot_bytes_ = queue_->size_bytes();
   if (window.devices.empty()) return {workers};
   return fitting_workers(workers, 1, 1, window.devices.size(), options_.memory_bytes / 4);
@@ -72,15 +86,14 @@ bool WriteJob::stream_segment(Window& window, std::uint32_t index, int slot, Wor
   }
   UploadPiece piece{source, nbytes, slot, segment.payload_bytes, {}};
   // A short piece would hold a whole slot, and a part that waits for more bytes could hold all.
-  if (nbytes <= options_.segment_bytes / 2) {
+  if (nbytes <= owned_piece_bytes()) {
     piece.owned.assign(source, source + nbytes);
     piece.data = piece.owned.data();
     piece.slot = kNoSlot;
-    queue_->give_back(slot);
   }
   if (segment.is_in_place) in_place_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
   buffered_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
-  queue_->put(segment.file, segment.begin, std::move(piece));
+  queue_->put(segment.file, segment.begin, std::move(piece), slot);
   if (file.segments_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
     complete(window, file, worker);
   }

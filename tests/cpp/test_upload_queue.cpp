@@ -23,8 +23,10 @@ constexpr std::uint64_t kSlotBytes = 64 << 10;
 constexpr std::uint64_t kOwnedBytes = 1000;
 
 struct Queue {
-  explicit Queue(int files = 1, unsigned slots = 3) {
-    queue.allocate(slots, kSlotBytes, -1, kOwnedBytes);
+  explicit Queue(int files = 1, unsigned slots = 3, std::uint64_t piece_bytes = 0,
+                 std::chrono::milliseconds poll_interval = std::chrono::milliseconds(100))
+      : queue(poll_interval) {
+    queue.allocate(slots, kSlotBytes, -1, {kOwnedBytes, piece_bytes});
     for (int f = 0; f < files; ++f) queue.add_file();
   }
   UploadQueue* operator->() { return &queue; }
@@ -211,7 +213,7 @@ TEST(failed_queue_hands_out_nothing_and_takes_back_what_was_taken) {
   const std::vector<std::byte> bytes(10);
   queue->check();
   const int slot = take_slot(queue);
-  queue->put(0, 0, borrowed_piece(bytes, slot));
+  queue->put(0, 0, borrowed_piece(bytes, slot), slot);
   queue->put(0, 10, borrowed_piece(bytes));
   const auto taken = queue->next(0, {});
   queue->end(1, 0);
@@ -245,7 +247,7 @@ TEST(each_slot_is_one_until_it_is_let_go_or_given_back) {
   CHECK_EQ(take_slot(queue), taken[1]);
   const std::vector<std::byte> bytes(10);
   for (std::size_t n = 0; n < 3; ++n) {
-    queue->put(0, 10 * n, borrowed_piece(bytes, taken[n]));
+    queue->put(0, 10 * n, borrowed_piece(bytes, taken[n]), taken[n]);
     const auto piece = queue->next(0, {});
     CHECK(has_to_wait(queue));
     queue->let_go(*piece);
@@ -258,7 +260,7 @@ TEST(second_allocation_changes_nothing) {
   const std::uint64_t size_bytes = queue->size_bytes();
   const int slot = take_slot(queue);
   std::byte* const begin = queue->slot(slot);
-  queue->allocate(9, 2 * kSlotBytes, -1, 1 << 30);
+  queue->allocate(9, 2 * kSlotBytes, -1, {});
   CHECK_EQ(queue->size_bytes(), size_bytes);
   CHECK_EQ(queue->slot(slot), begin);
   CHECK(take_slot(queue) != slot);
@@ -278,6 +280,57 @@ TEST(slots_wait_until_pieces_own_no_more_than_the_limit) {
   CHECK(!has_to_wait(queue));
   queue->let_go(*first);
   CHECK(!has_to_wait(queue));
+}
+
+// Whatever a segment comes to own, it never waits for room: it has it with its slot.
+TEST(slots_taken_leave_room_for_a_piece_each) {
+  Queue queue(1, 5, kOwnedBytes / 3);
+  std::vector<int> taken;
+  for (int n = 0; n < 3; ++n) taken.push_back(take_slot(queue));
+  CHECK(has_to_wait(queue));  // slots are free
+  queue->give_back(taken[2]);
+  CHECK(!has_to_wait(queue));
+  queue->put(0, 0, owned_piece(kOwnedBytes / 3), taken[1]);
+  CHECK_EQ(take_slot(queue), taken[1]);  // free, as the piece does not have it
+  CHECK(has_to_wait(queue));
+  const auto piece = queue->next(0, {});
+  queue->let_go(*piece);
+  CHECK(!has_to_wait(queue));
+}
+
+TEST(piece_that_keeps_its_slot_owns_nothing) {
+  Queue queue(1, 3, kOwnedBytes);
+  const std::vector<std::byte> bytes(10);
+  const int slot = take_slot(queue);
+  CHECK(has_to_wait(queue));
+  queue->put(0, 0, borrowed_piece(bytes, slot), slot);
+  CHECK(!has_to_wait(queue));
+}
+
+// Nobody looks again by itself for an hour: who is woken wakes the next, as long as there is room.
+TEST(one_piece_let_go_wakes_all_workers_that_have_room) {
+  constexpr unsigned kWorkers = 4;
+  for (const unsigned held : {0U, 1U}) {
+    Queue queue(1, kWorkers, kOwnedBytes / kWorkers, std::chrono::hours(1));
+    queue->put(0, 0, owned_piece(kOwnedBytes));
+    const auto piece = queue->next(0, {});
+    StopFlag stop;
+    std::atomic<unsigned> taken{0};
+    std::vector<std::future<void>> workers;
+    for (unsigned n = 0; n < kWorkers; ++n) {
+      workers.push_back(std::async(std::launch::async, [&] {
+        const int slot = queue->take_slot(stop);
+        if (taken.fetch_add(1) + 1 <= held) queue->put(0, kOwnedBytes, owned_piece(1), slot);
+      }));
+    }
+    for (int n = 0; n < 1000; ++n) std::this_thread::yield();  // most wait by now
+    queue->let_go(*piece);
+    for (auto& worker : workers) {
+      if (worker.wait_for(std::chrono::seconds(60)) != std::future_status::ready)
+        std::quick_exit(3);
+    }
+    CHECK_EQ(taken.load(), kWorkers);
+  }
 }
 
 TEST(stop_flag_of_another_thread_ends_all_waits_of_workers) {
