@@ -235,6 +235,7 @@ class ReadJob:
     def report(self) -> dict[str, int]: ...
 
 class VerifyJob:
+    @overload
     def __init__(
         self,
         *,
@@ -243,6 +244,10 @@ class VerifyJob:
         workers: int,
         slot_bytes: int,
         use_direct: bool,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self, *, objects: Any, dir_path: str | bytes, workers: int, slot_bytes: int
     ) -> None: ...
     def has_footer(self, path: str) -> bool: ...
     def add_file(

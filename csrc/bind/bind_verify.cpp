@@ -11,6 +11,7 @@
 #include "dcp/fields.h"
 #include "dcp/gil.h"
 #include "dcp/python.h"
+#include "dcp/python_objects.h"
 #include "engine/verify_job.h"
 
 namespace dcpx {
@@ -151,6 +152,14 @@ void bind_verify(py::module_& m) {
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
            py::arg("slot_bytes"), py::arg("use_direct"))
+      .def(py::init([](const py::object& objects, std::string dir_path, unsigned workers,
+                       std::uint64_t slot_bytes) {
+             return std::make_unique<VerifyJob>(
+                 python_objects(objects), std::move(dir_path),
+                 engine::VerifyOptions{workers, slot_bytes, /*use_direct=*/false});
+           }),
+           py::kw_only(), py::arg("objects"), py::arg("dir_path"), py::arg("workers"),
+           py::arg("slot_bytes"))
       .def("has_footer", &VerifyJob::has_footer, py::arg("path"), py::call_guard<ReleasedGil>())
       .def("add_file", &add_file, py::arg("path"))
       .def("add_foreign", &add_foreign, py::arg("path"), py::arg("items"))

@@ -1,5 +1,6 @@
 #include "dcp/python_objects.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -31,23 +32,35 @@ class View {
   Py_buffer view_{};
 };
 
-// A call of Python's code, which may release the GIL while the interpreter ends.
-py::object call(const py::object& method, const py::tuple& arguments) {
-  PyObject* const answer =
-      in_python([&] { return PyObject_CallObject(method.ptr(), arguments.ptr()); });
-  if (answer == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(answer);
+// An error of torch_dcpx.errors by its attributes, none of which is Python's code.
+Error to_error(ErrorCode code, const py::object& value) {
+  const auto attribute = [&](const char* name) { return py::getattr(value, name, py::none()); };
+  const auto number = [&](const char* name) {
+    const py::object found = attribute(name);
+    return PyLong_Check(found.ptr()) != 0 ? found.cast<std::int64_t>() : std::int64_t{-1};
+  };
+  Error error(code, to_string(attribute("message")));
+  error.sys_errno = static_cast<int>(std::max<std::int64_t>(number("errno"), 0));
+  const py::object path = attribute("path");
+  if (PyUnicode_Check(path.ptr()) != 0) error.path = to_string(path);
+  error.offset = number("offset");
+  error.nbytes = number("nbytes");
+  return error;
 }
 
 class PythonObjects : public io::ObjectStore {
  public:
   explicit PythonObjects(const py::object& objects)
-      : look_(objects.attr("look")), read_(objects.attr("read")) {}
+      : look_(objects.attr("look")), read_(objects.attr("read")) {
+    const py::object errors = py::module_::import("torch_dcpx.errors");
+    storage_error_ = errors.attr("StorageError");
+    unsupported_error_ = errors.attr("UnsupportedError");
+  }
   PythonObjects(const PythonObjects&) = delete;
   PythonObjects& operator=(const PythonObjects&) = delete;
   ~PythonObjects() override {
     const TakenGil gil;
-    look_ = read_ = py::object();
+    look_ = read_ = storage_error_ = unsupported_error_ = py::object();
   }
 
   Object look(const std::string& name, std::uint64_t nbytes) override {
@@ -74,8 +87,23 @@ class PythonObjects : public io::ObjectStore {
   }
 
  private:
+  // A call of Python's code, which may release the GIL while the interpreter ends.
+  py::object call(const py::object& method, const py::tuple& arguments) const {
+    PyObject* const answer =
+        in_python([&] { return PyObject_CallObject(method.ptr(), arguments.ptr()); });
+    if (answer != nullptr) return py::reinterpret_steal<py::object>(answer);
+    const py::error_already_set raised;
+    if (raised.type().is(storage_error_)) throw to_error(ErrorCode::kStorage, raised.value());
+    if (raised.type().is(unsupported_error_)) {
+      throw to_error(ErrorCode::kUnsupported, raised.value());
+    }
+    throw raised;
+  }
+
   py::object look_;
   py::object read_;
+  py::object storage_error_;
+  py::object unsupported_error_;
 };
 
 }  // namespace

@@ -69,7 +69,7 @@ bool is_hollow_footer(const io::InputFile& file, const Tail& tail) {
   return end - tail.index_offset > kSmallBytes && io::has_hole(file.fd(), tail.index_offset, end);
 }
 
-FooterFacts check_footer(const io::InputFile& file, std::vector<Finding>& findings) {
+FooterFacts check_footer(io::InputFile& file, std::vector<Finding>& findings) {
   FooterFacts facts;
   const std::uint64_t size = file.size_bytes();
   if (size < kTailBytes) {
@@ -91,6 +91,7 @@ FooterFacts check_footer(const io::InputFile& file, std::vector<Finding>& findin
     return facts;
   }
   facts.has_tail = true;
+  file.keep(tail.data_bytes, size - tail.data_bytes);
   check_zeros(file, tail.data_bytes, tail.index_offset, findings);
   check_zeros(file, tail.index_offset + tail.index_bytes, tail.table_offset, findings);
   check_zeros(file, tail.page_checks_offset() + 4 * tail.page_count(), size - kTailBytes, findings);
@@ -113,9 +114,10 @@ FooterFacts check_footer(const io::InputFile& file, std::vector<Finding>& findin
   return facts;
 }
 
-BlockSums read_block_sums(const io::InputFile& file, const Tail& tail,
-                          std::vector<Finding>& findings) {
+BlockSums read_block_sums(io::InputFile& file, const Tail& tail, std::vector<Finding>& findings) {
   BlockSums sums;
+  const std::uint64_t checks_end = tail.page_checks_offset() + 4 * tail.page_count();
+  file.keep(tail.table_offset, checks_end - tail.table_offset);
   sums.is_known.assign(static_cast<std::size_t>(tail.page_count()), false);
   const std::vector<std::byte> table = read_bytes(file, tail.table_offset, 4 * tail.block_count);
   const std::vector<std::byte> checks =
@@ -144,8 +146,7 @@ BlockSums read_block_sums(const io::InputFile& file, const Tail& tail,
   return sums;
 }
 
-std::vector<SummedRange> check_items(const io::InputFile& file,
-                                     const std::vector<ForeignItem>& items,
+std::vector<SummedRange> check_items(io::InputFile& file, const std::vector<ForeignItem>& items,
                                      std::vector<Finding>& findings) {
   std::vector<SummedRange> ranges;
   for (const ForeignItem& item : items) {
@@ -158,6 +159,7 @@ std::vector<SummedRange> check_items(const io::InputFile& file,
     const auto unchecked = [&](std::uint64_t offset, std::uint64_t nbytes, const char* why) {
       add(findings, FindingKind::kUnchecked, file, offset, nbytes, why);
     };
+    keep_zip_ends(file, item.offset, item.nbytes);
     if (!item.is_tensor && !begins_as_zip(file, item)) {
       unchecked(item.offset, item.nbytes, "bytes without any checksum");
       continue;

@@ -52,9 +52,10 @@ struct FooterFacts {
 bool is_hollow_footer(const io::InputFile& file, const Tail& tail);
 inline constexpr const char* kHollowFooter = "a footer with a hole, to which nothing was written";
 
-// Reads tail and index, and looks for bytes between them that are not zero. Blocks.
-// Throws what cannot be read at all; adds the rest to `findings`.
-FooterFacts check_footer(const io::InputFile& file, std::vector<Finding>& findings);
+// Reads tail and index, and looks for bytes between them that are not zero. Blocks. As the next
+// two, it keeps of an object what it reads. Throws what cannot be read at all; adds the rest to
+// `findings`.
+FooterFacts check_footer(io::InputFile& file, std::vector<Finding>& findings);
 
 // The checksums of the blocks [0, tail.block_count). `is_known` has one flag per page of the table:
 // false where the table itself is damaged, which is then one of the findings. Blocks.
@@ -62,8 +63,7 @@ struct BlockSums {
   std::vector<std::uint32_t> crcs;
   std::vector<bool> is_known;
 };
-BlockSums read_block_sums(const io::InputFile& file, const Tail& tail,
-                          std::vector<Finding>& findings);
+BlockSums read_block_sums(io::InputFile& file, const Tail& tail, std::vector<Finding>& findings);
 
 // An item of a file without a footer, as the metadata names it.
 struct ForeignItem {
@@ -74,8 +74,7 @@ struct ForeignItem {
 
 // Finds the checksums of stock's zip items, in the order of the file. REQUIRES: items ascending,
 // none overlapping. Blocks. Throws what cannot be read at all; adds the rest to `findings`.
-std::vector<SummedRange> check_items(const io::InputFile& file,
-                                     const std::vector<ForeignItem>& items,
+std::vector<SummedRange> check_items(io::InputFile& file, const std::vector<ForeignItem>& items,
                                      std::vector<Finding>& findings);
 
 }  // namespace dcpx::engine

@@ -1,6 +1,7 @@
 // An item of a file as the zip parser wants it: offsets from the item's start.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
@@ -9,6 +10,16 @@
 #include "io/file.h"
 
 namespace dcpx::engine {
+
+// Keeps of an object both ends of an item, where a zip's records lie, and what follows: behind the
+// end of an item the next one begins. Throws as InputFile::keep().
+inline void keep_zip_ends(io::InputFile& file, std::uint64_t offset, std::uint64_t nbytes) {
+  static constexpr std::uint64_t kEndBytes = 8 << 10;
+  static constexpr std::uint64_t kAheadBytes = 248 << 10;
+  const std::uint64_t count = std::min(nbytes, kEndBytes);
+  file.keep(offset, count, kAheadBytes);
+  file.keep(offset + nbytes - count, count, kAheadBytes);
+}
 
 class FileRange : public RangeReader {  // Not thread-safe. REQUIRES: `file` outlives this.
  public:

@@ -11,10 +11,6 @@
 namespace dcpx::engine {
 namespace {
 
-// Of an item that only its own zip describes: what is read of an object at a time.
-constexpr std::uint64_t kZipEndBytes = 8 << 10;
-constexpr std::uint64_t kZipAheadBytes = 248 << 10;
-
 std::string hex(const FileId& id) {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string text;
@@ -159,10 +155,7 @@ LocatedItem StoredFile::locate_foreign(const WantedItem& wanted) {
   out.payload_bytes = wanted.nbytes;
   if (!wanted.is_tensor) return out;
   out.kind = LocatedKind::kTorch;
-  // A zip's records lie at both ends of it. Behind its end the next item begins.
-  file_.keep(wanted.offset, std::min(wanted.nbytes, kZipEndBytes), kZipAheadBytes);
-  file_.keep(wanted.offset + wanted.nbytes - std::min(wanted.nbytes, kZipEndBytes),
-             std::min(wanted.nbytes, kZipEndBytes), kZipAheadBytes);
+  keep_zip_ends(file_, wanted.offset, wanted.nbytes);
   FileRange reader(file_, wanted.offset);
   ParsedTensor parsed;
   if (parse_zip_item(reader, wanted.nbytes, &parsed) == ZipShape::kOther) return out;

@@ -16,6 +16,16 @@ namespace {
 // What is read from the page cache at once, so that it is summed while in the CPU's.
 constexpr std::uint64_t kWindowBytes = 256 << 10;
 static_assert(kWindowBytes % kBlockBytes == 0);
+constexpr std::size_t kMaxKeptEnds = 32;  // of objects: 8 MiB
+constexpr const char* kReplaced = "the file was replaced while it was checked";
+
+// A store tells by the tag that an object was replaced.
+Finding unreadable(const io::InputFile& file, const Error& error) {
+  if (!file.is_object() || error.sys_errno != ESTALE) return {FindingKind::kUnreadable, error};
+  return {
+      FindingKind::kUnreadable,
+      corruption_error(file.path(), 0, static_cast<std::int64_t>(file.size_bytes()), kReplaced)};
+}
 
 }  // namespace
 
@@ -59,13 +69,22 @@ struct VerifyJob::File {
   bool is_ready = false;
   bool is_lost = false;
   std::atomic<std::uint32_t> cells_left{0};
-  io::InputFile input;
+  io::InputFile input;  // of an object from the begin on: it costs no descriptor
+  bool keeps_end = false;
   BlockSums sums;
 };
 
 VerifyJob::VerifyJob(int dir_fd, std::string dir_path, const VerifyOptions& options)
-    : dir_fd_(UniqueFd::copy_of(dir_fd)), dir_path_(std::move(dir_path)), options_(options) {
-  if (!dir_fd_.is_open()) throw storage_error("dup", dir_path_, errno);
+    : VerifyJob({UniqueFd::copy_of(dir_fd), nullptr, std::move(dir_path)}, options) {
+  if (!folder_.dir_fd.is_open()) throw storage_error("dup", folder_.path, errno);
+}
+
+VerifyJob::VerifyJob(std::shared_ptr<io::ObjectStore> store, std::string dir_path,
+                     const VerifyOptions& options)
+    : VerifyJob({UniqueFd(), std::move(store), std::move(dir_path)}, options) {}
+
+VerifyJob::VerifyJob(InputFolder folder, const VerifyOptions& options)
+    : folder_(std::move(folder)), options_(options) {
   DCPX_CHECK(options_.workers > 0, "a job needs a worker");
   DCPX_CHECK(
       options_.slot_bytes >= kWindowBytes && (options_.slot_bytes & (options_.slot_bytes - 1)) == 0,
@@ -74,40 +93,60 @@ VerifyJob::VerifyJob(int dir_fd, std::string dir_path, const VerifyOptions& opti
 
 VerifyJob::~VerifyJob() = default;
 
-bool VerifyJob::has_footer(const std::string& path) const {
-  const io::InputFile input = io::InputFile::open(dir_fd_.get(), dir_path_, path);
-  if (input.size_bytes() < kTailBytes) return false;
-  std::byte raw[kTailBytes];
-  input.read_at(raw, kTailBytes, input.size_bytes() - kTailBytes);
-  return has_tail_magic(raw);
+bool VerifyJob::has_footer(const std::string& path) {
+  io::InputFile input = folder_.open(path);
+  bool has_magic = false;
+  if (input.size_bytes() >= kTailBytes) {
+    std::byte raw[kTailBytes];
+    input.read_at(raw, kTailBytes, input.size_bytes() - kTailBytes);
+    has_magic = has_tail_magic(raw);
+  }
+  if (input.is_object()) {
+    looked_path_ = path;
+    looked_ = std::move(input);
+  }
+  return has_magic;
+}
+
+// Opens a file; an object that has_footer() has just looked at costs no further request.
+io::InputFile VerifyJob::take(const std::string& path) {
+  if (!looked_.is_object() || looked_path_ != path) return folder_.open(path);
+  return std::exchange(looked_, io::InputFile());
+}
+
+VerifyJob::File& VerifyJob::add(const std::string& path, io::InputFile input) {
+  File& file = *files_.emplace_back(std::make_unique<File>());
+  file.path = path;
+  file.inode = input.inode();
+  file.size_bytes = input.size_bytes();
+  if (input.is_object()) {
+    file.keeps_end = files_.size() <= kMaxKeptEnds;
+    file.keeps_end ? input.forget_all_but_end() : input.forget();
+    file.input = std::move(input);
+  }
+  return file;
 }
 
 FooterFacts VerifyJob::add_file(const std::string& path, std::uint64_t* file_bytes,
                                 std::vector<Finding>& findings) {
-  const io::InputFile input = io::InputFile::open(dir_fd_.get(), dir_path_, path);
+  io::InputFile input = take(path);
   *file_bytes = input.size_bytes();
   FooterFacts facts = check_footer(input, findings);
   if (!facts.has_tail || facts.tail.data_bytes == 0) return facts;
-  File& file = *files_.emplace_back(std::make_unique<File>());
-  file.path = path;
+  File& file = add(path, std::move(input));
   file.has_footer = true;
   file.tail = facts.tail;
-  file.inode = input.inode();
-  file.size_bytes = input.size_bytes();
   cut_blocks(file, static_cast<std::uint32_t>(files_.size() - 1));
   return facts;
 }
 
 void VerifyJob::add_foreign(const std::string& path, const std::vector<ForeignItem>& items,
                             std::uint64_t* file_bytes, std::vector<Finding>& findings) {
-  const io::InputFile input = io::InputFile::open(dir_fd_.get(), dir_path_, path);
+  io::InputFile input = take(path);
   *file_bytes = input.size_bytes();
   const std::vector<SummedRange> ranges = check_items(input, items, findings);
   if (ranges.empty()) return;
-  File& file = *files_.emplace_back(std::make_unique<File>());
-  file.path = path;
-  file.inode = input.inode();
-  file.size_bytes = input.size_bytes();
+  File& file = add(path, std::move(input));
   cut_ranges(file, static_cast<std::uint32_t>(files_.size() - 1), ranges);
 }
 
@@ -148,7 +187,8 @@ std::vector<Finding> VerifyJob::sum(const PollFunction& poll) {
   const auto workers =
       static_cast<unsigned>(std::min<std::size_t>(options_.workers, cells_.size()));
   if (workers > 0) {
-    SlotArena slots(workers, options_.slot_bytes);
+    const bool has_slots = folder_.store == nullptr;
+    SlotArena slots(workers, has_slots ? options_.slot_bytes : io::kDirectAlignment);
     std::atomic<std::size_t> next{0};
     run_workers(
         workers,
@@ -157,7 +197,9 @@ std::vector<Finding> VerifyJob::sum(const PollFunction& poll) {
                c = next.fetch_add(1)) {
             const Cell& cell = cells_[c];
             File& file = *files_[cell.file];
-            if (prepare(file)) read_cell(cell, slots.slot(number), stop);
+            if (prepare(file)) {
+              has_slots ? read_cell(cell, slots.slot(number), stop) : fetch_cell(cell);
+            }
             if (file.cells_left.fetch_sub(1) == 1) release(file);
           }
         },
@@ -180,24 +222,25 @@ bool VerifyJob::prepare(File& file) {
   if (file.is_ready) return !file.is_lost;
   file.is_ready = true;
   try {
-    file.input = io::InputFile::open(dir_fd_.get(), dir_path_, file.path);
+    if (!file.input.is_object()) file.input = folder_.open(file.path);
     const std::uint64_t size = file.input.size_bytes();
     if (file.input.inode() != file.inode || size != file.size_bytes) {
-      throw corruption_error(file.input.path(), 0, static_cast<std::int64_t>(size),
-                             "the file was replaced while it was checked");
+      throw corruption_error(file.input.path(), 0, static_cast<std::int64_t>(size), kReplaced);
     }
     if (file.has_footer) {
       std::vector<Finding> findings;
       file.sums = read_block_sums(file.input, file.tail, findings);
       for (Finding& finding : findings) add(std::move(finding));
     }
-    if (options_.use_direct && io::resident_fraction(file.input.fd(), 0, size) < 1.0) {
+    if (file.input.is_object()) {
+      file.keeps_end ? file.input.forget_all_but_end() : file.input.forget();
+    } else if (options_.use_direct && io::resident_fraction(file.input.fd(), 0, size) < 1.0) {
       file.input.open_direct();
     }
   } catch (const Error& error) {
     file.is_lost = true;
     file.is_partial = true;
-    add({FindingKind::kUnreadable, error});
+    add(unreadable(file.input, error));
   }
   return !file.is_lost;
 }
@@ -221,16 +264,39 @@ void VerifyJob::read_cell(const Cell& cell, std::byte* slot, const StopFlag& sto
       iovec part{slot, static_cast<std::size_t>(read_end - begin)};
       file.input.read_at(&part, 1, begin, is_direct);
       if (is_direct) direct_bytes_.fetch_add(read_end - begin, std::memory_order_relaxed);
-      if (file.has_footer) {
-        sum_blocks(cell, slot, begin, end);
-      } else {
-        sum_pieces(file, cell, slot, begin, end);
-      }
+      sum_range(cell, slot, begin, end);
     } catch (const Error& error) {  // the rest of the file may be readable
       file.is_partial = true;
       add({FindingKind::kUnreadable, error});
     }
     begin = end;
+  }
+}
+
+// A request that failed was repeated before: what of the object is left is not asked for.
+void VerifyJob::fetch_cell(const Cell& cell) {
+  File& file = *files_[cell.file];
+  if (file.is_partial) return;
+  try {
+    io::ObjectStore::Bytes fetched;
+    const std::byte* data = file.input.kept(cell.begin, cell.end - cell.begin);
+    if (data == nullptr) {
+      fetched = file.input.fetch(cell.begin, cell.end - cell.begin);
+      data = fetched.data;
+    }
+    sum_range(cell, data, cell.begin, cell.end);
+  } catch (const Error& error) {
+    if (!file.is_partial.exchange(true)) add(unreadable(file.input, error));
+  }
+}
+
+void VerifyJob::sum_range(const Cell& cell, const std::byte* data, std::uint64_t begin,
+                          std::uint64_t end) {
+  File& file = *files_[cell.file];
+  if (file.has_footer) {
+    sum_blocks(cell, data, begin, end);
+  } else {
+    sum_pieces(file, cell, data, begin, end);
   }
 }
 
@@ -283,7 +349,7 @@ void VerifyJob::join_ranges(File& file) {
       found = crc32_combine(found, file.pieces[p].crc, file.pieces[p].nbytes);
     if (found == range.crc) continue;
     add({FindingKind::kData,
-         corruption_error(dir_path_ + "/" + file.path, static_cast<std::int64_t>(range.offset),
+         corruption_error(folder_.path + "/" + file.path, static_cast<std::int64_t>(range.offset),
                           static_cast<std::int64_t>(range.nbytes), "checksum of a zip's record",
                           hex32(range.crc), hex32(found))});
   }
@@ -304,7 +370,7 @@ void VerifyJob::join_runs() {
     const std::string what = run.blocks == 1 ? "checksum of a block"
                                              : "checksums of " + std::to_string(run.blocks) +
                                                    " blocks, of which the first";
-    add({FindingKind::kData, corruption_error(dir_path_ + "/" + files_[run.file]->path,
+    add({FindingKind::kData, corruption_error(folder_.path + "/" + files_[run.file]->path,
                                               static_cast<std::int64_t>(run.begin),
                                               static_cast<std::int64_t>(run.end - run.begin), what,
                                               hex32(run.expected), hex32(run.found))});

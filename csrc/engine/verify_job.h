@@ -4,6 +4,8 @@
 // 2. sum() reads what is covered: cells of a slot's size, each by whichever worker is free, and
 //    sums it while it is in the CPU's cache. Nothing ends at the first finding.
 // A file is open only while one of its cells is read: memory and descriptors go with the workers.
+// Of an object a cell is one request, whose answer takes the place of the slot; all that is read is
+// of the object that add_*() has seen.
 #pragma once
 
 #include <atomic>
@@ -16,6 +18,7 @@
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
 #include "engine/file_check.h"
+#include "engine/stored_file.h"
 
 namespace dcpx::engine {
 
@@ -29,11 +32,14 @@ class VerifyJob {  // Not thread-safe, but for done_bytes().
  public:
   // `dir_fd` is duplicated. Throws Error(kStorage).
   VerifyJob(int dir_fd, std::string dir_path, const VerifyOptions& options);
+  // Of objects.
+  VerifyJob(std::shared_ptr<io::ObjectStore> store, std::string dir_path,
+            const VerifyOptions& options);
   ~VerifyJob();
 
   // Whether a file claims to have a footer: then it is one of ours, whatever the metadata says.
   // Blocks. Throws Error where it cannot be opened or read.
-  bool has_footer(const std::string& path) const;
+  bool has_footer(const std::string& path);
 
   // Adds a file and looks at its footer; with a whole tail its blocks will be summed.
   // Blocks. Throws Error where it cannot be opened or read, and then the file is not added.
@@ -58,11 +64,17 @@ class VerifyJob {  // Not thread-safe, but for done_bytes().
   struct Piece;
   struct BadRun;
 
+  VerifyJob(InputFolder folder, const VerifyOptions& options);
+
+  io::InputFile take(const std::string& path);
+  File& add(const std::string& path, io::InputFile input);
   void cut_blocks(File& file, std::uint32_t number);
   void cut_ranges(File& file, std::uint32_t number, const std::vector<SummedRange>& ranges);
   bool prepare(File& file);
   void release(File& file) noexcept;
   void read_cell(const Cell& cell, std::byte* slot, const StopFlag& stop);
+  void fetch_cell(const Cell& cell);
+  void sum_range(const Cell& cell, const std::byte* data, std::uint64_t begin, std::uint64_t end);
   void sum_pieces(File& file, const Cell& cell, const std::byte* data, std::uint64_t begin,
                   std::uint64_t end);
   void sum_blocks(const Cell& cell, const std::byte* data, std::uint64_t begin, std::uint64_t end);
@@ -70,9 +82,10 @@ class VerifyJob {  // Not thread-safe, but for done_bytes().
   void join_runs();
   void add(Finding finding);
 
-  UniqueFd dir_fd_;
-  std::string dir_path_;
+  InputFolder folder_;
   VerifyOptions options_;
+  std::string looked_path_;  // of the object that has_footer() has looked at last
+  io::InputFile looked_;
   std::vector<std::unique_ptr<File>> files_;
   std::vector<Cell> cells_;
   std::uint64_t total_bytes_ = 0;

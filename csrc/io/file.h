@@ -108,6 +108,8 @@ class InputFile {  // read_at() is thread-safe.
   void keep(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t ahead = 0);
   void forget() noexcept { kept_.clear(); }
   void forget_all_but_end() noexcept { kept_.resize(std::min<std::size_t>(kept_.size(), 1)); }
+  // Returns where a range lies that was kept, until it is forgotten; nullptr: it was not.
+  const std::byte* kept(std::uint64_t offset, std::uint64_t nbytes) const noexcept;
   // Returns a range of an object as the store gave it, without a copy. REQUIRES: is_object().
   // Blocks. Throws as read_at().
   ObjectStore::Bytes fetch(std::uint64_t offset, std::uint64_t nbytes) const;
@@ -128,8 +130,6 @@ class InputFile {  // read_at() is thread-safe.
     std::uint64_t begin = 0;
     std::vector<std::byte> bytes;
   };
-
-  const std::byte* kept(std::uint64_t offset, std::uint64_t nbytes) const noexcept;
 
   UniqueFd fd_;
   UniqueFd direct_fd_;

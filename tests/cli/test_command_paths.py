@@ -130,7 +130,7 @@ def test_path_that_no_call_takes_is_refused_by_every_command(
     monkeypatch.chdir(tmp_path)
     for path, words in (
         ("", "an empty text is no path"),
-        ("s3://bucket/run", "is a URL"),
+        ("gs://bucket/run", "is a URL"),
         ("~/run", "which only a shell expands"),
     ):
         assert words in usage(*(path if each == "P" else each for each in args.split()))

@@ -52,14 +52,14 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
     data[-TAIL.size + 8 : -TAIL.size + 12] = struct.pack("<I", 99)  # the format's version
     data[-4:] = struct.pack("<I", _C.crc32(data[-TAIL.size : -4]))
     path.write_bytes(data)
-    described = torch_dcpx.cli.listing.described
+    described_in = torch_dcpx.cli.listing.described_in
 
-    def refuse(path: Path) -> Any:  # tests may run as root, whom no mode refuses
-        if path.name == "forbidden":
-            raise StorageError("open", errno=13, path=str(path))
-        return described(path)
+    def refuse(place: Any, look: Any) -> Any:  # tests may run as root, whom no mode refuses
+        if place.path.name == "forbidden":
+            raise StorageError("open", errno=13, path=str(place.path))
+        return described_in(place, look)
 
-    monkeypatch.setattr(torch_dcpx.cli.listing, "described", refuse)
+    monkeypatch.setattr(torch_dcpx.cli.listing, "described_in", refuse)
     result = CliRunner().invoke(app, ["ls", str(tmp_path), "--json"])
     states = [each["state"] for each in json.loads(result.stdout)]
     assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "whole"])

@@ -40,10 +40,19 @@ class MemoryStore : public dcpx::io::ObjectStore {
     const std::lock_guard lock(mutex_);
     objects_.at(name).first.at(offset) ^= std::byte{0x10};
   }
+  void remove(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    objects_.erase(name);
+  }
   // The request after so many others fails, once.
   void fail_after(std::uint64_t requests) {
     const std::lock_guard lock(mutex_);
     fails_in_ = requests + 1;
+  }
+  // Of all answers of read() that somebody held at one time.
+  std::uint64_t peak_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return peak_bytes_;
   }
 
   // Of look(), and of read() in the order of names and offsets, since the last call.
@@ -75,8 +84,15 @@ class MemoryStore : public dcpx::io::ObjectStore {
     }
     // Exactly what was asked for: ASan sees a byte too many.
     const auto first = bytes.begin() + static_cast<std::ptrdiff_t>(offset);
-    const auto answer = std::make_shared<const std::vector<std::byte>>(
-        first, first + static_cast<std::ptrdiff_t>(nbytes));
+    const std::shared_ptr<const std::vector<std::byte>> answer(
+        new std::vector<std::byte>(first, first + static_cast<std::ptrdiff_t>(nbytes)),
+        [this](const std::vector<std::byte>* held) {
+          const std::lock_guard own_lock(mutex_);
+          held_bytes_ -= held->size();
+          delete held;
+        });
+    held_bytes_ += nbytes;
+    peak_bytes_ = std::max(peak_bytes_, held_bytes_);
     return {answer, answer->data()};
   }
 
@@ -90,10 +106,12 @@ class MemoryStore : public dcpx::io::ObjectStore {
     return found->second;
   }
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::map<std::string, Stored> objects_;
   std::uint64_t puts_ = 0;
   std::uint64_t looks_ = 0;
   std::uint64_t fails_in_ = 0;
+  std::uint64_t held_bytes_ = 0;
+  std::uint64_t peak_bytes_ = 0;
   std::vector<Request> reads_;
 };

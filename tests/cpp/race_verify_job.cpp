@@ -4,9 +4,9 @@
 
 #include "check.h"
 #include "engine/verify_job.h"
-#include "format/crc32.h"
 #include "random_source.h"
 #include "scratch_dir.h"
+#include "verify_samples.h"
 
 namespace {
 
@@ -20,25 +20,9 @@ void write_file(const ScratchDir& dir, const std::string& name,
              static_cast<std::streamsize>(bytes.size()));
 }
 
-// A file with one item of random bytes and its footer.
 void write_with_footer(RandomSource& random, const ScratchDir& dir, const std::string& name,
                        std::uint64_t nbytes) {
-  std::vector<std::byte> data = random.bytes(nbytes);
-  std::vector<std::uint32_t> blocks;
-  for (std::uint64_t at = 0; at < nbytes; at += kBlockBytes)
-    blocks.push_back(dcpx::crc32(0, data.data() + at, std::min(nbytes - at, kBlockBytes)));
-  dcpx::IndexRow row;
-  row.kind = dcpx::ItemKind::kBytes;
-  row.item_bytes = row.payload_bytes = nbytes;
-  row.fqn = name;
-  std::vector<std::byte> index;
-  dcpx::append_row(row, index);
-  dcpx::Tail tail;
-  tail.data_bytes = nbytes;
-  const std::vector<std::byte> footer = dcpx::encode_footer(index, 1, blocks, tail);
-  data.resize(tail.index_offset);
-  data.insert(data.end(), footer.begin(), footer.end());
-  write_file(dir, name, data);
+  write_file(dir, name, file_with_footer(random, name, nbytes));
 }
 
 std::uint64_t random_size(RandomSource& random) {

@@ -10,33 +10,41 @@ import click
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import command
 from torch_dcpx.errors import DcpxError
-from torch_dcpx.storage.paths import checked_path
+from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.paths import checked_location, checked_path
+
+_WAY_OUT = "copy or mount it, and name the directory"
 
 
 class _Path(click.Path):
     """A path that the library takes; whether one may read it, a command finds out itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_urls: bool = False) -> None:
+        """Takes `s3://` URLs, too, if `takes_urls`."""
         super().__init__(readable=False, path_type=Path)
+        self._check = checked_location if takes_urls else checked_path
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Location:
         if not value:
             self.fail("an empty text is no path; '.' is the current directory", param, ctx)
         try:
-            text = checked_path(value, "copy or mount it, and name the directory")
+            text = self._check(value, _WAY_OUT)
         except DcpxError as error:
             self.fail(str(error), param, ctx)
-        path = Path(text)  # which drops the "./" of a name that begins with "~"
-        return path.absolute() if str(path).startswith("~") else path
+        path = location_of(text)  # which drops the "./" of a name that begins with "~"
+        if isinstance(path, Path) and str(path).startswith("~"):
+            return path.absolute()
+        return path
 
 
 _PATH = _Path()
+_PATH_OR_URL = _Path(takes_urls=True)
 _RANK = click.option(
     "--rank", type=click.IntRange(min=0), help="whose checkpoint, where each rank saved its own"
 )
 
 
-def _look(*paths: Path, takes_files: bool = False) -> None:
+def _look(*paths: Location, takes_files: bool = False) -> None:
     """Raises StorageError where a path is not what a command takes: before torch is imported.
 
     Args:
@@ -58,11 +66,11 @@ def app() -> None:
 
 
 @app.command("ls")
-@click.argument("path", type=_PATH)
+@click.argument("path", type=_PATH_OR_URL)
 @click.option("--all", "with_all", is_flag=True, help="directories without a checkpoint, too")
 @command
-def list_(path: Path, with_all: bool, as_json: bool) -> int:
-    """List the checkpoints at PATH, or in the directories beneath it: state, size, files.
+def list_(path: Location, with_all: bool, as_json: bool) -> int:
+    """List the checkpoints at PATH, or beneath it one level down: state, size, files.
 
     Compares sizes, reads no data: see `verify`. Exits with 1 if one is not whole.
     """
@@ -73,14 +81,14 @@ def list_(path: Path, with_all: bool, as_json: bool) -> int:
 
 
 @app.command()
-@click.argument("path", type=_PATH)
+@click.argument("path", type=_PATH_OR_URL)
 @click.option(
     "--key", "-k", "keys", multiple=True, help="only names that this glob fits (any of several)"
 )
 @click.option("--chunks", is_flag=True, help="each chunk, with its file and place")
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @command
-def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
+def inspect(path: Location, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
     """Show the names, dtypes, shapes, chunks and files of a checkpoint or an export. Reads no data.
 
     Exits with 1 if a file is missing or has a wrong size, or if no name fits a --key.
@@ -92,10 +100,10 @@ def inspect(path: Path, keys: tuple[str, ...], chunks: bool, limit: int, as_json
 
 
 @app.command()
-@click.argument("paths", type=_PATH, nargs=-1, required=True, metavar="PATH...")
+@click.argument("paths", type=_PATH_OR_URL, nargs=-1, required=True, metavar="PATH...")
 @click.option("--workers", type=click.IntRange(min=1), help="threads that read and sum")
 @command
-def verify(paths: tuple[Path, ...], workers: int | None, as_json: bool) -> int:
+def verify(paths: tuple[Location, ...], workers: int | None, as_json: bool) -> int:
     """Compare every byte of checkpoints with its checksums, and list all faults.
 
     Each PATH is a checkpoint, a directory with checkpoints in it, or what `export` wrote.
@@ -107,12 +115,12 @@ def verify(paths: tuple[Path, ...], workers: int | None, as_json: bool) -> int:
 
 
 @app.command()
-@click.argument("path", type=_PATH)
+@click.argument("path", type=_PATH_OR_URL)
 @click.argument("names", nargs=-1, required=True, metavar="NAME[ROWS]...")
 @click.option("--full", is_flag=True, help="every value; default: torch's summary")
 @_RANK
 @command
-def cat(path: Path, names: tuple[str, ...], full: bool, rank: int | None, as_json: bool) -> int:
+def cat(path: Location, names: tuple[str, ...], full: bool, rank: int | None, as_json: bool) -> int:
     """Print values: 'model.weight', 'model.weight[3:7]', 'model.weight[0, ::2]', 'step'.
 
     PATH is a checkpoint, or what `export` wrote. Reads the blocks that hold these rows, and
@@ -125,12 +133,12 @@ def cat(path: Path, names: tuple[str, ...], full: bool, rank: int | None, as_jso
 
 
 @app.command()
-@click.argument("a", type=_PATH)
-@click.argument("b", type=_PATH)
+@click.argument("a", type=_PATH_OR_URL)
+@click.argument("b", type=_PATH_OR_URL)
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @_RANK
 @command
-def diff(a: Path, b: Path, limit: int, rank: int | None, as_json: bool) -> int:
+def diff(a: Location, b: Location, limit: int, rank: int | None, as_json: bool) -> int:
     """Show how B differs from A: names, shapes, dtypes, then values.
 
     Each is a checkpoint, or what `export` wrote. Compares values by their checksums, where both
@@ -144,8 +152,8 @@ def diff(a: Path, b: Path, limit: int, rank: int | None, as_json: bool) -> int:
 
 
 @app.command()
-@click.argument("source", type=_PATH)
-@click.argument("dest", type=_PATH)
+@click.argument("source", type=_PATH_OR_URL)
+@click.argument("dest", type=_PATH_OR_URL)
 @click.option(
     "--format", "-f", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), help="of DEST"
 )
@@ -154,7 +162,7 @@ def diff(a: Path, b: Path, limit: int, rank: int | None, as_json: bool) -> int:
 @click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
 @click.option("--overwrite", is_flag=True, help="replace a DEST of the same kind")
 @command
-def export(source: Path, dest: Path, as_json: bool, **choices: Any) -> int:
+def export(source: Location, dest: Location, as_json: bool, **choices: Any) -> int:
     """Write a checkpoint as safetensors or one torch.save file, or such files as a checkpoint.
 
     DEST's suffix (.safetensors, .pt, .pth, .bin) says the format. A DEST without one is a directory
@@ -181,7 +189,7 @@ def run(line: tuple[str, ...], as_json: bool) -> int:  # noqa: ARG001  (of error
 
 
 @app.command()
-@click.argument("path", type=_PATH)
+@click.argument("path", type=_PATH_OR_URL)
 @click.option("--dry-run", is_flag=True, help="print the report, write nothing")
 @click.option("--accept-assumptions", is_flag=True, help="write metadata that needs assumptions")
 @click.option("--file", "files", multiple=True, help="a data file of the save (each of them)")
@@ -191,7 +199,7 @@ def run(line: tuple[str, ...], as_json: bool) -> int:  # noqa: ARG001  (of error
     help="make each rank's own metadata, or that of all ranks; default: as the files show",
 )
 @command
-def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | None) -> int:
+def repair(path: Location, files: tuple[str, ...], as_json: bool, **flags: bool | None) -> int:
     """Make a lost or damaged .metadata anew from the data files. Never over a good one.
 
     Exits with 1, and writes nothing, if they do not prove what the metadata held. If they do with
@@ -204,7 +212,7 @@ def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | No
 
 
 @app.command()
-@click.argument("paths", type=_PATH, nargs=-1, required=True, metavar="PATH...")
+@click.argument("paths", type=_PATH_OR_URL, nargs=-1, required=True, metavar="PATH...")
 @click.option("--delete", is_flag=True, help="remove them")
 @click.option(
     "--grace",
@@ -214,7 +222,7 @@ def repair(path: Path, files: tuple[str, ...], as_json: bool, **flags: bool | No
     help="age at which objects of a store may go; default: a day",
 )
 @command
-def gc(paths: tuple[Path, ...], delete: bool, grace_s: float | None, as_json: bool) -> int:
+def gc(paths: tuple[Location, ...], delete: bool, grace_s: float | None, as_json: bool) -> int:
     """List data files that no metadata names: of saves that did not end, or were replaced.
 
     Each PATH is a checkpoint, or a directory with checkpoints in it. --delete removes them, under
@@ -229,10 +237,10 @@ def gc(paths: tuple[Path, ...], delete: bool, grace_s: float | None, as_json: bo
 
 
 @app.command()
-@click.argument("path", type=_PATH, required=False)
+@click.argument("path", type=_PATH_OR_URL, required=False)
 @command
-def doctor(path: Path | None, as_json: bool) -> int:
-    """Check that this machine, and PATH's file system, serve fast and safe saves.
+def doctor(path: Location | None, as_json: bool) -> int:
+    """Check that this machine, and PATH's file system or store, serve fast and safe saves.
 
     Writes and removes a small file in PATH.
     """

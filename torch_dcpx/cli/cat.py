@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -12,12 +11,13 @@ import torch
 from torch_dcpx.artifacts.opened import OpenCheckpoint, open_checkpoint
 from torch_dcpx.cli.output import FINE, put_json, put_lines
 from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.storage.object_url import Location
 
 _Part: TypeAlias = int | slice | EllipsisType
 
 
 def run_cat(
-    path: Path, names: Sequence[str], *, is_full: bool, rank: int | None, as_json: bool
+    path: Location, names: Sequence[str], *, is_full: bool, rank: int | None, as_json: bool
 ) -> int:
     """Prints the values that `names` mean. Returns the exit code."""
     with open_checkpoint(path, rank=rank) as checkpoint:

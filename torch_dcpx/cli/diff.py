@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +19,11 @@ from torch_dcpx.artifacts.opened import LazyTensor, OpenCheckpoint, open_checkpo
 from torch_dcpx.artifacts.rows import slabs
 from torch_dcpx.cli.output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
 from torch_dcpx.errors import UnsafePickleError, UnsupportedError
-from torch_dcpx.integrity.artifact import find_artifact
-from torch_dcpx.integrity.contents import read_commit
+from torch_dcpx.integrity.contents import open_contents, read_commit
 from torch_dcpx.integrity.footers import TORCH_TENSOR, FooterRow, add_file
-from torch_dcpx.integrity.verify import verify_job
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import metadata_name
+from torch_dcpx.storage.object_url import Location
 
 _PIECE_BYTES = 32 << 20  # of each side, in memory at one time
 
@@ -48,7 +45,7 @@ class Sum(NamedTuple):
     crc: int
 
 
-def run_diff(a: Path, b: Path, *, rank: int | None, limit: int, as_json: bool) -> int:
+def run_diff(a: Location, b: Location, *, rank: int | None, limit: int, as_json: bool) -> int:
     """Prints how two checkpoints differ. Returns the exit code: 1 if they do."""
     with open_checkpoint(a, rank=rank) as one, open_checkpoint(b, rank=rank) as two:
         run = _Run(one, two, _sums(a, rank), _sums(b, rank))
@@ -181,15 +178,15 @@ def _dtype(tensor: LazyTensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _sums(path: Path, rank: int | None) -> dict[str, dict[Any, Sum]]:
+def _sums(path: Location, rank: int | None) -> dict[str, dict[Any, Sum]]:
     """Returns the checksums of all chunks, by name and offsets; not of stock's."""
     sums: dict[str, dict[Any, Sum]] = {}
-    if find_artifact(path) is not None:
-        return sums
-    with Directory(path) as directory:
+    with open_contents(path) as (_, place, look, artifact):
         name = metadata_name(rank)
-        files = read_commit(directory, name).files if directory.is_regular(name) else None
-        job = verify_job(directory, ReadOptions())
+        if artifact is not None or look.size(name) is None:
+            return sums
+        files = read_commit(place, name).files
+        job = place.verify_job(ReadOptions())
         for entry in (files or {}).values():
             facts = add_file(job, entry.path)
             if facts.tail is None or facts.tail.footer_crc != entry.footer_crc:

@@ -16,18 +16,21 @@ import platform
 import resource
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch_dcpx._text import counted
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import CANNOT, FINE, human_bytes, put_json, put_table
-from torch_dcpx.errors import OptionError
+from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.hook.settings import AUTOLOAD, INSTALL, is_asked, is_autoload_off
 from torch_dcpx.storage.directory import Directory, storage_error
 from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_temporary_name
+from torch_dcpx.storage.object_store import bucket_of
+from torch_dcpx.storage.object_url import Location, ObjectUrl
 
 _FEW_FILES = 1024
 _BLOCK = 4096
@@ -43,9 +46,11 @@ class Check(NamedTuple):
     text: str
 
 
-def examine(path: Path | None, *, as_json: bool) -> int:
+def examine(path: Location | None, *, as_json: bool) -> int:
     """Prints all checks. Returns the exit code: 2 with a failure, else 0."""
-    checks = [*_of_machine(), *(_of_place(path) if path is not None else ())]
+    checks = list(_of_machine())
+    if path is not None:
+        checks += _of_directory(path) if isinstance(path, Path) else _of_store(path)
     if as_json:
         put_json(checks)
     else:
@@ -163,16 +168,37 @@ def _huge_pages() -> Check:
     return Check("huge pages", "warning" if slower else "fine", text + slower)
 
 
-def _of_place(path: Path) -> Iterator[Check]:
+def _of_store(url: ObjectUrl) -> Iterator[Check]:
+    """Checks what lies beneath a URL, and the store by an object of its own."""
+    bucket = bucket_of(url)
+    client = f"by obstore {importlib.metadata.version('obstore')}"
+    began = time.perf_counter()
+    try:
+        names = list(bucket.listing(url.key).objects)
+    except StorageError as error:
+        yield Check("store", "failure", f"{error} ({client})")
+        return
+    answered_ms = (time.perf_counter() - began) * 1e3
+    yield Check("store", "fine", f"lists '{url}' in {answered_ms:.0f} ms, {client}")
+    yield _left(names)
+    try:
+        bucket.check_conditional(url.key)
+    except UnsupportedError as error:
+        yield Check("writing", "failure", str(error))
+    except StorageError as error:
+        yield Check("writing", "warning", f"{error}: loads may work, saves do not")
+    else:
+        yield Check("writing", "fine", "works, with conditions: of two saves at a time one fails")
+
+
+def _of_directory(path: Path) -> Iterator[Check]:
     """Checks a directory. Raises: StorageError: there is none, or it cannot be read."""
-    if "://" in os.fspath(path):
-        raise OptionError(f"'{path}' is a URL; torch-dcpx keeps files", option="path", value=path)
     with Directory(path) as directory:
         status = os.fstatvfs(directory.fd)
         free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         text = f"{_mount_of(path)}, {human_bytes(free)} of {human_bytes(whole)} free"
         yield Check("file system", "fine", text)
-        yield _left(directory)
+        yield _left(directory.names())
         if status.f_flag & os.ST_RDONLY:
             text = "the file system is read-only: loads work, saves do not"
             yield Check("writing", "warning", text)
@@ -194,8 +220,7 @@ def _mount_of(path: Path) -> str:
     return "unknown ()"
 
 
-def _left(directory: Directory) -> Check:
-    names = directory.names()
+def _left(names: Sequence[str]) -> Check:
     data, temporary = sum(map(is_data_file_name, names)), sum(map(is_temporary_name, names))
     if any(map(is_metadata_name, names)):
         text = f"a committed one, {counted(data, 'data file')} (see `dcpx inspect`)"

@@ -19,14 +19,17 @@ from torch_dcpx.cli.listing import holds_files
 from torch_dcpx.cli.output import FINE, UNSOUND, put_error, put_json, put_lines
 from torch_dcpx.errors import OptionError, PlanError, must_be
 from torch_dcpx.integrity.artifact import find_artifact
+from torch_dcpx.integrity.contents import open_contents
 from torch_dcpx.reader.hints import listed
+from torch_dcpx.reader.safetensors import names_file
+from torch_dcpx.storage.object_url import Location, ObjectUrl
 
 Format = Literal["safetensors", "torch", "dcp"]
 
 
 def run_export(
-    source: Path,
-    dest: Path,
+    source: Location,
+    dest: Location,
     *,
     kind: Format | None,
     keys: Sequence[str],
@@ -70,19 +73,38 @@ def run_export(
     return FINE
 
 
-def _check_dest(source: Path, dest: Path, kind: Format | None, overwrite: bool) -> None:
+def _check_dest(source: Location, dest: Location, kind: Format | None, overwrite: bool) -> None:
     """Raises OptionError where the export would replace, or lie beside, what is there."""
+    if not isinstance(dest, Path):
+        _check_url(source, dest, kind, overwrite)
+        return
     if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
         return
     way = "name another place"
-    if overwrite and not dest.samefile(source):
+    is_source = isinstance(source, Path) and dest.samefile(source)
+    if overwrite and not is_source:
         is_checkpoint = dest.is_dir() and holds_files(dest)
         # The library refuses a checkpoint beneath an export.
         if is_checkpoint or (kind != "dcp" and find_artifact(dest) is not None):
             return
         way += f": it is no {'checkpoint' if kind == 'dcp' else 'export'} that could be replaced"
-    elif not dest.samefile(source):
+    elif not is_source:
         way += ", or replace it by --overwrite"
+    raise OptionError(f"'{dest}' is there; {way}", option="dest", value=str(dest))
+
+
+def _check_url(source: Location, dest: ObjectUrl, kind: Format | None, overwrite: bool) -> None:
+    with open_contents(dest) as there:
+        names, artifact = there.look.names, there.artifact
+    is_file = names_file(dest)
+    if not names or (is_file and dest.name not in names):
+        return
+    way = "name another place"
+    if dest != source:
+        is_same_kind = artifact in names if kind != "dcp" else holds_files(dest)
+        if overwrite and is_same_kind:
+            return
+        way += ", or replace one of the same kind by --overwrite"
     raise OptionError(f"'{dest}' is there; {way}", option="dest", value=str(dest))
 
 
@@ -97,7 +119,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _to_checkpoint(
-    source: Path, dest: Path, keys: Sequence[str], dtype: torch.dtype | None
+    source: Location, dest: Location, keys: Sequence[str], dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """Saves tensors and objects of files as a checkpoint. All of them are in memory meanwhile."""
     with open_checkpoint(source) as opened:

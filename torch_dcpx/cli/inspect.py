@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-import os
 import re
-import stat
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import (
@@ -30,12 +27,20 @@ from torch_dcpx.cli.output import (
     put_table,
 )
 from torch_dcpx.errors import NotCommittedError
-from torch_dcpx.integrity.artifact import find_artifact
-from torch_dcpx.integrity.contents import commits_among, least_sizes, read_commit, wanted_sizes
+from torch_dcpx.integrity.contents import (
+    Contents,
+    commits_among,
+    least_sizes,
+    open_checkpoint,
+    open_contents,
+    read_commit,
+    wanted_sizes,
+)
 from torch_dcpx.reader.hints import uncommitted
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
-from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES
+from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES, Look
+from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.reader_lock import being_read
 
 
@@ -111,9 +116,15 @@ class Described(NamedTuple):
 
 
 @paused_gc()
-def show(path: Path, keys: Sequence[str], *, with_chunks: bool, limit: int, as_json: bool) -> int:
+def show(
+    path: Location, keys: Sequence[str], *, with_chunks: bool, limit: int, as_json: bool
+) -> int:
     """Prints the checkpoint at `path`. Returns the exit code: globs without a name are a fault."""
-    found = _described_artifact(path, keys) or described(path, keys)
+    with being_read(path), open_contents(path) as contents:
+        if contents.artifact is not None:
+            found = [_described_artifact(contents, contents.artifact, keys)]
+        else:
+            found = described_in(contents.place, contents.look, keys)
     nothing = "" if not keys or any(each.fqns for each in found) else _no_name(path, keys)
     code = UNSOUND if nothing or any(each.faults for each in found) else FINE
     if as_json:
@@ -126,7 +137,7 @@ def show(path: Path, keys: Sequence[str], *, with_chunks: bool, limit: int, as_j
     return code
 
 
-def _no_name(path: Path, keys: Sequence[str]) -> str:
+def _no_name(path: Location, keys: Sequence[str]) -> str:
     globs = " or ".join(map(repr, keys))
     return f"no name in '{path}' fits {globs}; `dcpx inspect {path}` lists all"
 
@@ -142,7 +153,7 @@ def _json(found: Described, with_chunks: bool) -> dict[str, Any]:
 
 
 def _put(found: Described, limit: int, with_chunks: bool) -> None:
-    name, by = Path(found.path) / found.metadata_file, found.written_by
+    name, by = location_of(found.path) / found.metadata_file, found.written_by
     origin = f"written by {by}, save {found.save_id[:12]}" if found.save_id else f"a file of {by}"
     put_lines([f"{name}: {origin}"])
     tensors, files = found.tensors, len(found.files)
@@ -166,35 +177,40 @@ def _text(sizes: Sequence[int] | None) -> str:
     return "" if sizes is None else str(list(sizes))
 
 
-def described(path: Path, keys: Sequence[str] = ()) -> list[Described]:
-    """Returns the global metadata at `path`, else each rank's own; with globs, only their names.
+def described(path: Location) -> list[Described]:
+    """Returns what `described_in` does of the checkpoint at `path`. Raises as it does."""
+    with being_read(path), open_checkpoint(path) as place:
+        return described_in(place, place.look())
+
+
+def described_in(place: Place, look: Look, keys: Sequence[str] = ()) -> list[Described]:
+    """Returns the global metadata of a place, else each rank's own; with globs, only their names.
 
     Raises:
         NotCommittedError: there is no metadata.
         CorruptionError, UnsafePickleError, UnsupportedError, StorageError: it cannot be read.
     """
-    with being_read(path), Directory(path) as directory:
-        names = directory.names()
-        commits = commits_among(names)
-        if not commits:
-            raise NotCommittedError(
-                uncommitted(path, names, (METADATA_NAME,)),
-                errno=errno.ENOENT,
-                path=str(path / METADATA_NAME),
-            )
-        return [_described(directory, path, name, keys) for name in commits]
+    commits = commits_among(look.names)
+    if not commits:
+        raise NotCommittedError(
+            uncommitted(place.path, look.names, (METADATA_NAME,)),
+            errno=errno.ENOENT,
+            path=str(place.path / METADATA_NAME),
+        )
+    return [_described(place, look, name, keys) for name in commits]
 
 
-def _described(directory: Directory, path: Path, name: str, keys: Sequence[str]) -> Described:
-    found = read_commit(directory, name)
+def _described(place: Place, look: Look, name: str, keys: Sequence[str]) -> Described:
+    found = read_commit(place, name)
     fqns = _fitting(found.metadata.state_dict_metadata, keys)
     is_exact = found.files is not None
     sizes = {
-        name: FileSize(_size(directory, name), nbytes, is_exact)
+        name: FileSize(look.size(name), nbytes, is_exact)
         for name, nbytes in sorted(wanted_sizes(found).items())
     }
     written_by = "torch-dcpx" if is_exact else "stock"
-    return Described(str(path), name, written_by, found.save_id, found.metadata, fqns, sizes)
+    where = str(place.path), name, written_by, found.save_id
+    return Described(*where, found.metadata, fqns, sizes)
 
 
 def _fitting(names: Iterable[str], keys: Sequence[str]) -> list[str]:
@@ -204,37 +220,17 @@ def _fitting(names: Iterable[str], keys: Sequence[str]) -> list[str]:
     return list(filter(re.compile("|".join(map(fnmatch.translate, keys))).match, names))
 
 
-def _described_artifact(path: Path, keys: Sequence[str]) -> list[Described]:
-    """Returns what lies in the files of an export; nothing where `path` means none."""
-    artifact = find_artifact(path)
-    if artifact is None:
-        return []
-    reader = PretrainedReader(path)
+def _described_artifact(contents: Contents, name: str, keys: Sequence[str]) -> Described:
+    """Returns what lies in the files of an export, whose file or index has this name."""
+    reader = PretrainedReader(contents.path)
     metadata = reader.read_metadata()
     entries = metadata.state_dict_metadata
-    entries |= {name: BytesStorageMetadata() for name in reader.objects}
-    ends = least_sizes(metadata) or {artifact.name: 0}
-    with Directory(artifact.directory) as directory:
-        files = {one: FileSize(_size(directory, one), end, False) for one, end in ends.items()}
-    form = "torch.save" if artifact.name.endswith(TORCH_SUFFIXES) else "safetensors"
-    where = str(artifact.directory), artifact.name, form, ""
-    return [Described(*where, metadata, _fitting(entries, keys), files)]
-
-
-def _size(directory: Directory, name: str) -> int | None:
-    """Returns the size of a regular file beneath the directory, reached through no link."""
-    parts = name.split("/")
-    if "" in parts or "." in parts or ".." in parts:
-        return None
-    try:
-        for depth in range(1, len(parts)):
-            above = os.stat("/".join(parts[:depth]), dir_fd=directory.fd, follow_symlinks=False)
-            if not stat.S_ISDIR(above.st_mode):
-                return None
-        status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-    except (OSError, ValueError):  # ValueError: NUL in a name
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+    entries |= {object_name: BytesStorageMetadata() for object_name in reader.objects}
+    ends = least_sizes(metadata) or {name: 0}
+    files = {one: FileSize(contents.look.size(one), end, False) for one, end in ends.items()}
+    form = "torch.save" if name.endswith(TORCH_SUFFIXES) else "safetensors"
+    where = str(contents.place.path), name, form, ""
+    return Described(*where, metadata, _fitting(entries, keys), files)
 
 
 def _item(metadata: Metadata, fqn: str) -> Item:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch_dcpx._text import counted
-from torch_dcpx.cli.inspect import described
+from torch_dcpx.cli.inspect import described, described_in
 from torch_dcpx.cli.output import (
     CANNOT,
     FINE,
@@ -19,17 +20,20 @@ from torch_dcpx.cli.output import (
     put_table,
     showing_progress,
 )
-from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError
-from torch_dcpx.integrity.artifact import find_artifact
+from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError, StorageError
+from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.integrity.findings import RepairReport, VerifyReport
 from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.verify import verify
-from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_temporary_name
+from torch_dcpx.reader.safetensors import names_file
+from torch_dcpx.storage.names import Look, is_data_file_name, is_metadata_name, is_temporary_name
+from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.place import Place
+from torch_dcpx.storage.reader_lock import being_read
 
 
 class _Listed(NamedTuple):
-    """One directory."""
+    """One directory or prefix."""
 
     name: str
     state: str  # "whole", "damaged", "uncommitted", "unreadable" or "none"
@@ -40,10 +44,21 @@ class _Listed(NamedTuple):
     problem: str = ""
 
 
-def show(path: Path, *, with_all: bool, as_json: bool) -> int:
-    """Prints the checkpoints at `path`. Returns the exit code."""
-    places = [path] if holds_files(path) else _beneath(path)
-    found = [_listed(place, place.name or str(place)) for place in places]
+def show(path: Location, *, with_all: bool, as_json: bool) -> int:
+    """Prints the checkpoints at `path`. Returns the exit code.
+
+    Raises: StorageError: it cannot be listed; of a URL, nothing is there.
+    """
+    with open_checkpoint(path) as place:
+        look = place.look()
+        if _are_files(look.names):
+            found = [_listed(place, look, path.name or str(path))]
+        else:
+            beneath = look.beneath()
+            if place.is_object and not (look.names or beneath):
+                text = f"'{path}': the store holds nothing beneath it"
+                raise StorageError(text, errno=errno.ENOENT, path=str(path))
+            found = [_listed_at(path / name, name) for name in beneath]
     if not with_all:
         found = [each for each in found if each.state != "none"]
     if as_json:
@@ -59,30 +74,42 @@ def show(path: Path, *, with_all: bool, as_json: bool) -> int:
     return CANNOT if "unreadable" in states else FINE
 
 
-def holds_files(path: Path) -> bool:
-    """Returns whether files of a checkpoint lie in a directory."""
-    with Directory(path) as directory:
-        return any(
-            is_metadata_name(name) or is_data_file_name(name) or is_temporary_name(name)
-            for name in directory.names()
-        )
+def holds_files(path: Location) -> bool:
+    """Returns whether files of a checkpoint lie in a directory, or beneath a URL."""
+    with open_checkpoint(path) as place:
+        return _are_files(place.names())
 
 
-def _beneath(path: Path) -> list[Path]:
-    with Directory(path) as directory:
-        return [path / name for name in directory.names() if (path / name).is_dir()]
+def _are_files(names: Iterable[str]) -> bool:
+    return any(
+        is_metadata_name(name) or is_data_file_name(name) or is_temporary_name(name)
+        for name in names
+    )
 
 
-def _listed(path: Path, name: str) -> _Listed:
+def _listed_at(path: Location, name: str) -> _Listed:
     try:
-        if not holds_files(path):
+        with open_checkpoint(path) as place:
+            return _listed(place, place.look(), name)
+    except DcpxError as error:
+        return _unreadable(name, error)
+
+
+def _unreadable(name: str, error: DcpxError) -> _Listed:
+    state = "damaged" if is_of_checkpoint(error) else "unreadable"
+    return _Listed(name, state, problem=f"{type(error).__name__}: {error}")
+
+
+def _listed(place: Place, look: Look, name: str) -> _Listed:
+    try:
+        if not _are_files(look.names):
             return _Listed(name, "none")
-        found = described(path)
+        with being_read(place.path):
+            found = described_in(place, look)
     except NotCommittedError as error:
         return _Listed(name, "uncommitted", problem=str(error))
     except DcpxError as error:
-        state = "damaged" if is_of_checkpoint(error) else "unreadable"
-        return _Listed(name, state, problem=f"{type(error).__name__}: {error}")
+        return _unreadable(name, error)
     faults = [fault for each in found for fault in each.faults]
     state, problem = ("damaged", faults[0]) if faults else ("whole", "")
     items = sum(len(each.fqns) for each in found)
@@ -91,7 +118,7 @@ def _listed(path: Path, name: str) -> _Listed:
     return _Listed(name, state, found[0].written_by, items, len(files), nbytes, problem)
 
 
-def run_verify(paths: Sequence[Path], *, workers: int | None, as_json: bool) -> int:
+def run_verify(paths: Sequence[Location], *, workers: int | None, as_json: bool) -> int:
     """Prints a report of `verify` for each checkpoint at these paths. Returns the exit code."""
     places = list(dict.fromkeys(place for path in paths for place in checkpoints_at(path)))
     reports: list[VerifyReport] = []
@@ -109,15 +136,22 @@ def run_verify(paths: Sequence[Path], *, workers: int | None, as_json: bool) -> 
     return UNSOUND if damaged else FINE
 
 
-def checkpoints_at(path: Path) -> list[Path]:
+@overload
+def checkpoints_at(path: Path) -> list[Path]: ...
+@overload
+def checkpoints_at(path: Location) -> list[Location]: ...
+def checkpoints_at(path: Location) -> Sequence[Location]:
     """Returns `path`, or the directories beneath it that hold files of checkpoints."""
-    if path.is_file() and find_artifact(path) is not None:
+    if names_file(path):
         return [path]
-    found = [] if holds_files(path) else list(filter(holds_files, _beneath(path)))
-    return found or [path]
+    with open_checkpoint(path) as place:
+        look = place.look()
+    if _are_files(look.names):
+        return [path]
+    return [path / name for name in look.beneath() if holds_files(path / name)] or [path]
 
 
-def run_repair(path: Path, *, as_json: bool, **arguments: Any) -> int:
+def run_repair(path: Location, *, as_json: bool, **arguments: Any) -> int:
     """Prints the report of `repair`. Returns the exit code: of a dry run, that of the repair."""
     try:
         report = repair(path, **arguments)

@@ -10,10 +10,16 @@ from torch_dcpx.errors import StorageError
 from torch_dcpx.reader.hints import absent, command
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import ARTIFACT_SUFFIXES, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.object_url import Location
 
 
-def look(path: Path, *, takes_files: bool) -> None:
-    """Raises StorageError where a path is no directory, nor a file that the command takes."""
+def look(path: Location, *, takes_files: bool) -> None:
+    """Raises StorageError where a path is no directory, nor a file that the command takes.
+
+    Of a URL it asks nothing: what is there is the command's first request.
+    """
+    if not isinstance(path, Path):
+        return
     if os.path.isfile(path):  # noqa: PTH113 - which never raises
         wrong = _wrong_file(path, takes_files=takes_files)
         if wrong:

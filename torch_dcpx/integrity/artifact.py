@@ -10,10 +10,10 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError, UnsafePickleError
+from torch_dcpx.integrity.contents import Contents, open_contents
 from torch_dcpx.integrity.findings import (
     Finding,
     ItemRanges,
@@ -26,14 +26,13 @@ from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.reader.safetensors import (
     StoredTensor,
     check_index,
-    find_files,
     read_header,
     read_index,
 )
-from torch_dcpx.reader.torch_file import read_torch_file
-from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import TORCH_SUFFIXES, is_data_file_name
-from torch_dcpx.storage.paths import checked_path
+from torch_dcpx.reader.torch_file import on_disk, read_torch_file
+from torch_dcpx.storage.names import TORCH_SUFFIXES
+from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.place import Place
 
 if TYPE_CHECKING:
     from torch_dcpx._native import _C
@@ -42,46 +41,42 @@ if TYPE_CHECKING:
 class Artifact(NamedTuple):
     """Says where an artifact lies: its directory, and the name of its file or index."""
 
-    directory: Path
+    directory: Location
     name: str
-    given: str  # the path that means it: its directory, or that file
 
 
 def find_artifact(path: str | os.PathLike[str]) -> Artifact | None:
     """Returns the artifact that a path means; None: a checkpoint, a part of one, or nothing.
 
-    Raises: OptionError, UnsupportedError: as `checked_path`.
+    Raises: OptionError, UnsupportedError: as `checked_location`.
     """
-    place = Path(checked_path(path, "copy or mount it, and name the directory"))
     try:
-        found = find_files(place)
-        if found is None:
-            return None
-        with Directory(found[0]) as directory:
-            has_data = place.is_dir() and any(map(is_data_file_name, directory.names()))
+        with open_contents(path) as found:
+            name = found.artifact
+            return None if name is None else Artifact(found.place.path, name)
     except StorageError:  # NotCommittedError, too: the look at a checkpoint says it better
         return None
-    return None if has_data else Artifact(*found, str(place))
 
 
 def verify_artifact(
-    directory: Directory,
-    artifact: Artifact,
+    contents: Contents,
     job: _C.VerifyJob,
     safe_globals: Sequence[Any],
     progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
     """Compares an artifact with itself and with its checksums. Faults raise nothing.
 
-    Raises: NotCommittedError: the file that the path names is not there.
+    Raises: NotCommittedError: the file that the path names is not there; UnsupportedError: a file
+    of torch.save in a store.
     """
-    began, name = time.perf_counter(), artifact.name
-    if name not in directory.names():
+    began, directory, name = time.perf_counter(), contents.place, contents.artifact or ""
+    if name not in contents.look.names:
         path = str(directory.path / name)
         message = f"'{path}' is not there: there is nothing to verify"
         raise NotCommittedError(message, errno=errno.ENOENT, path=path)
     if name.endswith(TORCH_SUFFIXES):
-        looked = _of_torch(directory, name, job, safe_globals)
+        on_disk(directory.path, name)
+        looked = _of_torch(contents, job, safe_globals)
     else:
         looked = _of_safetensors(directory, name)
     summed = time.perf_counter()
@@ -91,7 +86,7 @@ def verify_artifact(
         progress(job.done_bytes, job.total_bytes)
     ended = time.perf_counter()
     return VerifyReport(
-        path=artifact.given,
+        path=str(contents.path),
         findings=tuple(sorted(findings, key=lambda f: (not f.is_fault, f.file, f.offset or 0))),
         metadata_files=(name,),
         files=looked.files,
@@ -112,10 +107,9 @@ class _Looked(NamedTuple):
     ranges: ItemRanges | None = None
 
 
-def _of_torch(
-    directory: Directory, name: str, job: _C.VerifyJob, safe_globals: Sequence[Any]
-) -> _Looked:
+def _of_torch(contents: Contents, job: _C.VerifyJob, safe_globals: Sequence[Any]) -> _Looked:
     """Looks at a file of torch.save, and adds its records to the sums of `job`."""
+    directory, name = contents.place, contents.artifact or ""
     findings, ranges, items = [], None, 0
     try:
         places = read_torch_file(directory.path, name, safe_globals).places
@@ -126,17 +120,16 @@ def _of_torch(
     except DcpxError as error:
         findings.append(_error_of(error, name))
     try:
-        nbytes = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_size
-        _, raws = job.add_foreign(name, [(0, nbytes, False)])
-    except (DcpxError, OSError) as error:
-        if isinstance(error, DcpxError) and not findings:
+        _, raws = job.add_foreign(name, [(0, contents.look.size(name) or 0, False)])
+    except DcpxError as error:
+        if not findings:
             findings.append(_error_of(error, name))
         return _Looked(findings, 0, items)
     findings += [of_raw(raw, name, ranges) for raw in map(RawFinding._make, raws)]
     return _Looked(findings, 1, items, ranges)
 
 
-def _of_safetensors(directory: Directory, name: str) -> _Looked:
+def _of_safetensors(directory: Place, name: str) -> _Looked:
     """Looks at a file, or an index and all its files."""
     findings: list[Finding] = []
     weight_map = None

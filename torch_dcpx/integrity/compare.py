@@ -23,8 +23,8 @@ from torch_dcpx.metadata.file import decode_metadata, encode_pieces
 from torch_dcpx.metadata.lazy import plain_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
+from torch_dcpx.storage.place import Place
 from torch_dcpx.tensors.tiling import offence_text, untiled
 
 
@@ -52,7 +52,7 @@ class StoredCheckpoint(NamedTuple):
 
 
 def read_checkpoint(
-    directory: Directory, name: str, safe_globals: Sequence[Any]
+    directory: Place, name: str, safe_globals: Sequence[Any]
 ) -> tuple[StoredCheckpoint | None, list[Finding], int]:
     """Reads a file of metadata; returns its content or None, findings, and its size in bytes."""
     path = str(directory.path / name)

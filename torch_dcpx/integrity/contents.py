@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.reader.hints import absent, add_repair
-from torch_dcpx.storage.names import METADATA_NAME, is_metadata_name
-from torch_dcpx.storage.object_url import ObjectUrl, location_of
+from torch_dcpx.reader.safetensors import file_among, names_file
+from torch_dcpx.storage.names import METADATA_NAME, Look, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.object_url import Location, ObjectUrl, location_of
 from torch_dcpx.storage.paths import checked_location
 from torch_dcpx.storage.place import Place, open_place
+
+_WAY_OUT = "copy or mount it, and name the directory"
+
+
+def location(path: str | os.PathLike[str]) -> Location:
+    """Returns what a path means. Raises: as `checked_location`."""
+    text = checked_location(path, _WAY_OUT)
+    return path if isinstance(path, ObjectUrl) else location_of(text)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Place:
@@ -28,13 +39,48 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Place:
         StorageError: it cannot be opened.
         OptionError, UnsupportedError: as `checked_location`.
     """
-    text = checked_location(path, "copy or mount it, and name the directory")
+    where = location(path)
     try:
-        return open_place(path if isinstance(path, ObjectUrl) else location_of(text))
+        return open_place(where)
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
+        text = os.fsdecode(path)
         raise NotCommittedError(absent(text), errno=error.errno, path=text) from error
+
+
+class Contents(NamedTuple):
+    """A place, what is in it, and what of that is meant."""
+
+    path: Location  # of the place, or of a file in it
+    place: Place
+    look: Look
+    artifact: str | None  # a file of safetensors or torch.save, or an index; None: a checkpoint
+
+
+@contextmanager
+def open_contents(path: str | os.PathLike[str]) -> Iterator[Contents]:
+    """Opens the place of a checkpoint, or of files that `export` writes, and looks at it once.
+
+    Raises: as `open_checkpoint`; StorageError: it cannot be listed.
+    """
+    where = location(path)
+    name = where.name if names_file(where) else None
+    with open_checkpoint(where if name is None else where.parent) as place:
+        look = place.look()
+        yield Contents(where, place, look, name or artifact_among(where, look.names))
+
+
+def artifact_among(where: Location, names: Sequence[str]) -> str | None:
+    """Returns the file or index that is meant where these names are; None: a checkpoint, a part of
+    one, or nothing.
+    """
+    if any(map(is_data_file_name, names)):
+        return None
+    try:
+        return file_among(where, names)
+    except NotCommittedError:  # the look at a checkpoint says it better
+        return None
 
 
 def commits_among(names: Iterable[str]) -> list[str]:

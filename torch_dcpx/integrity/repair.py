@@ -6,7 +6,8 @@
    pickle, the footers of the data files. The first two name the files of the save. Footers alone
    must prove it (`rebuild`); the caller must accept assumptions that they cannot prove.
 3. Every data file that the metadata will name must be there, with a whole footer that agrees.
-4. It is written as a save commits: temporary name, fsync, rename, fsync of the directory.
+4. It is written as a save commits: temporary name, fsync, rename, fsync of the directory. In a
+   store, by one PUT on the condition that what `claims` has found before step 1 is still there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from torch_dcpx.integrity.rebuild import (
     one_generation,
     one_save,
 )
-from torch_dcpx.integrity.verify import verify_job
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
@@ -53,7 +53,7 @@ from torch_dcpx.storage.names import (
     is_rank_lock,
     metadata_name,
 )
-from torch_dcpx.storage.place import PosixPlace
+from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.writer.commit import publish
 from torch_dcpx.writer.locks import SaveLocks
@@ -75,7 +75,7 @@ def repair(
     Data is not read but for footers: `torch_dcpx.verify` says whether it is as it was written.
 
     Args:
-        path: directory of a checkpoint that torch-dcpx wrote.
+        path: directory or `s3://` prefix of a checkpoint that torch-dcpx wrote.
         files: names of the data files of the save, where others lie beside them and nobody can
             tell. Of rank-local saves, name those of each rank whose metadata is made. Default
             None: all that are there.
@@ -92,8 +92,10 @@ def repair(
         RepairError: the metadata is good, what is there does not prove what it said, or only with
             assumptions that are not accepted (`assumptions`): nothing was written.
         NotCommittedError: `path` is no directory.
-        ConcurrentSaveError: a save is under way there.
+        ConcurrentSaveError: a save is under way there; of a store: one was committed meanwhile.
         StorageError: a file cannot be read or written; the old metadata is still there.
+        UnsupportedError: a URL other than `s3://`, or a store without conditional writes.
+        OutcomeUnknownError: the store does not say whether it was written.
         OptionError: an argument that cannot work.
     """
     if files is not None:
@@ -109,6 +111,7 @@ def repair(
         try:
             if not dry_run:  # before anything is looked at: a save may commit meanwhile
                 locks.take(directory, RunningSave(run))
+                claim = directory.claims()
             made = [run.plan(name) for name in run.targets(rank_local)]
             reports = tuple(one.report() for one in made)
             report = RepairReport(str(directory.path), reports, dry_run)
@@ -117,7 +120,13 @@ def repair(
                     _refuse_assumed(report)
                 for one in made:
                     publish(
-                        directory, one.name, one.metadata, one.files, one.save_id, is_durable=True
+                        directory,
+                        one.name,
+                        one.metadata,
+                        one.files,
+                        one.save_id,
+                        is_durable=True,
+                        lock=claim(one.name),
                     )
         finally:
             # Knowledge of saves that did not end stays.
@@ -161,7 +170,7 @@ class _Made(NamedTuple):
 class _Repair:
     """One repair of one directory. Not thread-safe."""
 
-    _directory: PosixPlace
+    _directory: Place
     _chosen: Sequence[str] | None  # files that the caller named
     _safe_globals: Sequence[Any]
 
@@ -208,7 +217,7 @@ class _Repair:
             return False
         if found.files is not None:
             return True
-        job = verify_job(self._directory, ReadOptions())
+        job = self._directory.verify_job(ReadOptions())
         named = {info.relative_path for info in found.metadata.storage_data.values()}
         is_there = [file for file in named if self._directory.is_regular(file)]
         return not is_there or not all(map(job.has_footer, is_there))
@@ -292,7 +301,7 @@ class _Repair:
 
     def _facts(self, name: str, files: Iterable[str]) -> list[FileFacts]:
         """Returns the facts of whole footers, or raises RepairError with all that is wrong."""
-        job = verify_job(self._directory, ReadOptions())
+        job = self._directory.verify_job(ReadOptions())
         found, findings = [], []
         for file in files:
             facts, looked = look_at_file(job, file)
@@ -316,7 +325,7 @@ class _Repair:
         """Raises RepairError unless the data files hold all that `made` says of them."""
         files, items = {entry.path: entry for entry in made.files}, items_by_file(made.metadata)
         checkpoint = StoredCheckpoint(made.name, made.metadata, files, items)
-        job = verify_job(self._directory, ReadOptions())
+        job = self._directory.verify_job(ReadOptions())
         findings: list[Finding] = []
         for file in dict.fromkeys([*files, *items]):
             findings += look_at_named(job, checkpoint, file).findings

@@ -1,4 +1,4 @@
-"""`torch_dcpx.verify`: is what lies in a directory what was written there?
+"""`torch_dcpx.verify`: is what lies in a directory, or a store, what was written there?
 
 1. `.metadata` is read and its parts are compared; without it each rank's own, or none at all.
 2. Every data file that it names is opened, and its footer (of stock's its zip items) compared with
@@ -21,7 +21,7 @@ from typing import Any
 from torch_dcpx._arguments import check_callable, checked_globals
 from torch_dcpx._native import _C
 from torch_dcpx._text import counted
-from torch_dcpx.integrity.artifact import find_artifact, verify_artifact
+from torch_dcpx.integrity.artifact import verify_artifact
 from torch_dcpx.integrity.compare import (
     LookedAt,
     StoredCheckpoint,
@@ -29,24 +29,22 @@ from torch_dcpx.integrity.compare import (
     look_at_named,
     read_checkpoint,
 )
-from torch_dcpx.integrity.contents import commits_among, open_checkpoint
+from torch_dcpx.integrity.contents import commits_among, open_contents
 from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, of_raw
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.hints import beneath, command
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
     METADATA_NAME,
+    Look,
     is_data_file_name,
     is_metadata_name,
     is_temporary_name,
 )
-from torch_dcpx.storage.place import fitting_workers
+from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.reader_lock import being_read
 
 logger = logging.getLogger("torch_dcpx")
-
-_MIN_SLOT_BYTES = 256 << 10  # csrc/engine/verify_job.cpp
 
 
 def verify(
@@ -60,10 +58,11 @@ def verify(
     """Compares a whole checkpoint with its checksums, and reports all its faults.
 
     Args:
-        path: directory of a checkpoint, of ours or of stock's, of all ranks or of each rank's own;
-            or what `export` writes, as `load_pretrained` finds it. Safetensors hold no checksums:
-            headers, sizes and the index are compared, and a note says so.
-        workers: threads that read and sum. Default None: as in `ReadOptions`.
+        path: directory or `s3://` prefix of a checkpoint, of ours or of stock's, of all ranks or of
+            each rank's own; or what `export` writes, as `load_pretrained` finds it. Safetensors
+            hold no checksums: headers, sizes and the index are compared, and a note says so.
+        workers: threads that read and sum. Default None: as in `ReadOptions`; of a store 32
+            requests at a time, within `host_memory_bytes`.
         host_memory_bytes: bound on the memory that files are read into. Default None: 64 MiB.
         safe_globals: classes that the metadata's pickle may name beside stock's own.
         progress: called about ten times a second, and at the end, with the bytes summed so far
@@ -76,6 +75,7 @@ def verify(
         NotCommittedError: `path` is no directory.
         StorageError: the directory cannot be opened or listed.
         OptionError: an argument that cannot work.
+        UnsupportedError: a URL other than `s3://`; a file of torch.save in a store.
     """
     check_callable("progress", progress)
     safe_globals = checked_globals(safe_globals)
@@ -83,14 +83,13 @@ def verify(
     options = ReadOptions(workers=workers)
     if host_memory_bytes is not None:
         options = replace(options, host_memory_bytes=host_memory_bytes)
-    artifact = find_artifact(path)
-    if artifact is not None:
-        with open_checkpoint(artifact.directory) as directory:
-            job = verify_job(directory, options)
-            return verify_artifact(directory, artifact, job, safe_globals, progress)
-    with open_checkpoint(path) as directory, being_read(path):
-        run = _Run(directory, verify_job(directory, options), safe_globals)
-        run.look()
+    with being_read(path), open_contents(path) as contents:
+        directory = contents.place
+        job = directory.verify_job(options)
+        if contents.artifact is not None:
+            return verify_artifact(contents, job, safe_globals, progress)
+        run = _Run(directory, contents.look, job, safe_globals)
+        run.compare()
         looked = time.perf_counter()
         run.sum(progress)
         ended = time.perf_counter()
@@ -107,24 +106,12 @@ def verify(
     )
 
 
-def verify_job(directory: Directory, options: ReadOptions) -> _C.VerifyJob:
-    """Returns a job whose slots stay within the options' memory."""
-    slot_bytes = max(_MIN_SLOT_BYTES, 1 << (options.slot_bytes.bit_length() - 1))
-    slots = max(1, options.host_memory_bytes // slot_bytes)
-    return _C.VerifyJob(
-        dir_fd=directory.fd,
-        dir_path=os.fsencode(directory.path),
-        workers=min(fitting_workers(options.resolved_workers()), slots),
-        slot_bytes=slot_bytes,
-        use_direct=options.direct_io,
-    )
-
-
 @dataclass(eq=False)
 class _Run:
     """One verification of one directory. Not thread-safe."""
 
-    directory: Directory
+    directory: Place
+    look: Look
     job: _C.VerifyJob
     safe_globals: Sequence[Any]
     looked: dict[str, LookedAt] = field(default_factory=dict)  # by file
@@ -133,9 +120,9 @@ class _Run:
     items: int = 0
     checked_bytes: int = 0
 
-    def look(self) -> None:
+    def compare(self) -> None:
         """Steps 1 and 2."""
-        names = self.directory.names()
+        names = self.look.names
         self.commits = commits_among(names)
         known = [found for found in map(self._read, self.commits) if found is not None]
         for checkpoint in known:
@@ -168,7 +155,7 @@ class _Run:
         """Step 3."""
         for row in self.job.sum(progress):
             raw = RawFinding._make(row)
-            name = os.path.relpath(raw.path, self.directory.path)
+            name = raw.path.removeprefix(f"{self.directory.path}/")
             items = self.looked[name].items if name in self.looked else None
             self.findings.append(of_raw(raw, name, items))
         if progress is not None:
@@ -195,14 +182,7 @@ class _Run:
             if METADATA_NAME not in commits and rank.isdigit() and own not in commits:
                 message = f"'{name}' is of rank {rank}, of which there is no '{own}'"
                 self.findings.append(file_finding("uncommitted", name, message))
-            elif not self._is_empty(name):
+            elif not (is_data_file_name(name) and self.look.size(name) == 0):
+                # Stock leaves an empty one for a rank that has nothing to write.
                 message = f"'{name}' is named by no metadata that counts: of a save that failed or "
                 self.findings.append(file_finding("leftover", name, message + "was replaced"))
-
-    def _is_empty(self, name: str) -> bool:
-        """Returns whether stock leaves such a file for a rank that has nothing to write."""
-        try:
-            status = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
-        except OSError:
-            return False
-        return status.st_size == 0 and is_data_file_name(name)

@@ -37,6 +37,7 @@ from torch_dcpx.manager.pointer import (
     read_pointer,
 )
 from torch_dcpx.manager.removal import suppress_and_log
+from torch_dcpx.storage.listed_place import ListedPlace
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
@@ -48,7 +49,7 @@ from torch_dcpx.storage.names import (
     is_of_checkpoint,
     is_probe_name,
 )
-from torch_dcpx.storage.object_place import ListedPlace, ObjectPlace
+from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_store import ListedObject
 from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url
 from torch_dcpx.writer.commit import referenced_files, unnamed_files

@@ -16,7 +16,7 @@ from torch_dcpx._version import __version__
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.metadata.columns import ColumnReader
 from torch_dcpx.storage.directory import SmallFile
-from torch_dcpx.storage.object_place import SmallObject
+from torch_dcpx.storage.object_claim import SmallObject
 from torch_dcpx.storage.place import SmallContent
 from torch_dcpx.unpickle.unpickler import malformed_is_corruption
 

@@ -18,7 +18,7 @@ from torch_dcpx.storage.names import (
     is_data_file_name,
     is_metadata_name,
 )
-from torch_dcpx.storage.object_url import Location, is_url
+from torch_dcpx.storage.object_url import Location
 
 _MAX_LOOKED_AT = 1000  # entries of a directory
 _MAX_SHOWN = 5
@@ -66,8 +66,6 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
             else "; load_tensors and open_checkpoint take rank=, dcpx inspect, cat and diff --rank"
         )
         return f"{text}, but metadata of {counted(ranks, 'other rank')}{way_out}"
-    if files and is_url(path):
-        return f"{text}, but {counted(files, 'data file')} of an unfinished save"
     if files:
         return (
             f"{text}, but {counted(files, 'data file')} of an unfinished save; if it had ended "
@@ -83,16 +81,12 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
 
 def add_repair(error: CorruptionError, directory: Location, names: Sequence[str]) -> None:
     """Adds to the error of damaged metadata the command that may mend it."""
-    if is_url(directory):
-        return  # it mends directories alone
     if any(map(is_data_file_name, names)) and not isinstance(error, UnsafePickleError):
         error.message += f"; {command('repair', directory)} makes it anew if torch-dcpx wrote it"
 
 
 def add_verify(error: BaseException, directory: str) -> None:
     """Adds to the error of a damaged or missing data file the command that lists all damage."""
-    if is_url(directory):
-        return  # it looks into directories alone
     is_lost = isinstance(error, StorageError) and error.errno == errno.ENOENT
     if isinstance(error, DcpxError) and (is_lost or isinstance(error, CorruptionError)):
         error.message += f"; {command('verify', directory)} lists all damage"
@@ -118,8 +112,10 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:_MAX_SHOWN]) + more
 
 
-def beneath(path: Path) -> str:
-    """Returns which checkpoints lie beneath a directory; "" if there are none."""
+def beneath(path: Location) -> str:
+    """Returns which checkpoints lie beneath a directory; "" if there are none, or in a store."""
+    if not isinstance(path, Path):
+        return ""
     names = _checkpoints_in(path)
     return f"; it holds {_named(path, names)}" if names else ""
 

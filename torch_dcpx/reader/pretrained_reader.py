@@ -23,32 +23,37 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from torch_dcpx.errors import NotCommittedError
 from torch_dcpx.metadata.lazy import sizes_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.generation import Generation, check_not_replaced
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.reader.rows import stored_dtype
-from torch_dcpx.reader.safetensors import Safetensors, find_files, read_safetensors
+from torch_dcpx.reader.safetensors import Safetensors, find_files, names_file, read_safetensors
 from torch_dcpx.reader.torch_file import TorchFile, read_torch_file
 from torch_dcpx.storage.names import TORCH_SUFFIXES
-from torch_dcpx.storage.object_url import is_url
-from torch_dcpx.storage.paths import checked_location
+from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.paths import absolute_text, checked_location
 
 
 class PretrainedReader(DcpxReader):
     """A DcpxReader that also reads the files of safetensors or torch.save that a path means."""
 
     def __init__(self, path: str | os.PathLike[str], *, options: ReadOptions | None = None) -> None:
-        """Reads `path`: a directory of any kind, a file of safetensors or torch.save, or an index;
-        at an `s3://` URL a checkpoint.
+        """Reads `path`: a directory or prefix of any kind, a file of safetensors or torch.save, or
+        an index.
 
         Raises:
-            NotCommittedError, StorageError: there is nothing to read.
-            UnsupportedError: another URL.
+            NotCommittedError, StorageError: there is nothing to read; of a prefix `read_metadata`
+                says it.
+            UnsupportedError: a URL other than `s3://`.
         """
         text = checked_location(path, "mount it, and name the directory")
-        found = None if is_url(text) else find_files(Path(text))
+        location = location_of(text, getattr(options, "endpoint", None))
+        found: tuple[Location, str] | None = None
+        if isinstance(location, Path) or names_file(location):
+            found = find_files(location)
         directory, file_name = found or (path, None)
         super().__init__(directory, options=options)
         self._file_name = file_name
@@ -56,14 +61,22 @@ class PretrainedReader(DcpxReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads `.metadata`, or what the files say of their tensors. Raises: as they do."""
+        location = location_of(self.path, self.options.endpoint)
         if self._file_name is None:
-            return super().read_metadata(*args, **kwargs)
+            try:
+                return super().read_metadata(*args, **kwargs)
+            except NotCommittedError:
+                found = find_files(location)
+                if found is None:
+                    raise
+                self._file_name = found[1]
+                self.reset()  # drops the error
         meta = StorageMeta(load_id=self.load_id)
         if self._file_name.endswith(TORCH_SUFFIXES):
-            file = read_torch_file(Path(self.path), self._file_name, self.options.safe_globals)
+            file = read_torch_file(location, self._file_name, self.options.safe_globals)
             self._held = file
             return _metadata_of(file.places, meta, file.paths)
-        self._held = read_safetensors(Path(self.path), self._file_name)
+        self._held = read_safetensors(location, self._file_name)
         return _metadata_of(_places_of(self._held), meta, None)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -82,7 +95,7 @@ class PretrainedReader(DcpxReader):
         """Returns the save whose metadata was read, or the digest of headers or pickle."""
         if self._held is None:
             return super().generation
-        return Generation(os.path.abspath(self.path), self._held.digest)  # noqa: PTH100 - as there
+        return Generation(absolute_text(self.path), self._held.digest)
 
     @property
     def objects(self) -> dict[str, Any]:

@@ -6,8 +6,7 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
@@ -20,9 +19,9 @@ from torch_dcpx.reader.safetensors_header import (
     parse_header,
     unique_keys,
 )
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import ARTIFACT_SUFFIXES, METADATA_NAME
-from torch_dcpx.storage.place import FileState, PosixPlace
+from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.place import FileState, Place, is_place, open_place
 
 _SINGLE_NAME = "model.safetensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -41,13 +40,13 @@ class StoredTensor(NamedTuple):
 class Safetensors(NamedTuple):
     """The tensors of one file, or of the files of one index."""
 
-    directory: Path
+    directory: Location
     tensors: dict[str, StoredTensor]
     digest: str  # of all headers
     files: dict[str, FileState]  # by name
 
 
-def find_files(path: Path) -> tuple[Path, str] | None:
+def find_files(path: Location) -> tuple[Location, str] | None:
     """Returns (directory, name of the file or index) that a path means; None: a checkpoint of DCP.
 
     Args:
@@ -60,22 +59,36 @@ def find_files(path: Path) -> tuple[Path, str] | None:
         NotCommittedError: it holds none of these.
         StorageError: it cannot be listed.
     """
-    if path.name.endswith(ARTIFACT_SUFFIXES) and not path.is_dir():
+    if names_file(path):
         return path.parent, path.name
     try:
-        with Directory(path) as directory:
-            names = set(directory.names())
+        with open_place(path) as place:
+            names = place.names()
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         raise NotCommittedError(absent(path), errno=error.errno, path=str(path)) from error
-    if METADATA_NAME in names or any(name.endswith(METADATA_NAME) for name in names):
+    name = file_among(path, names)
+    return None if name is None else (path, name)
+
+
+def names_file(path: Location) -> bool:
+    """Whether a path is that of a file of tensors or an index, by its suffix."""
+    return path.name.endswith(ARTIFACT_SUFFIXES) and not is_place(path)
+
+
+def file_among(path: Location, names: Sequence[str]) -> str | None:
+    """Returns the file or index that a directory with these names means; None: a checkpoint of DCP.
+
+    Raises: NotCommittedError: it holds none of these.
+    """
+    if any(name.endswith(METADATA_NAME) for name in names):
         return None
     single = [name for name in names if name.endswith(".safetensors")]
-    only = single if len(single) == 1 else ()
+    only = single if len(single) == 1 else []
     for name in (_SINGLE_NAME, _INDEX_NAME, *only, _TORCH_NAME):
         if name in names:
-            return path, name
+            return name
     wanted = (METADATA_NAME, _INDEX_NAME, _SINGLE_NAME)
     message = uncommitted(path, sorted(names), wanted)
     if single:
@@ -88,14 +101,14 @@ def find_files(path: Path) -> tuple[Path, str] | None:
     )
 
 
-def read_safetensors(directory_path: Path, name: str) -> Safetensors:
+def read_safetensors(directory_path: Location, name: str) -> Safetensors:
     """Reads the headers of a file, or of the files of an index.
 
     Raises:
         CorruptionError: headers or the index are not what they may be; a link or a FIFO.
         StorageError: a file cannot be read.
     """
-    with PosixPlace(directory_path) as directory:
+    with open_place(directory_path) as directory:
         weight_map = read_index(directory, name) if name.endswith(".json") else None
         held: dict[str, dict[str, StoredTensor]] = {}
         seen = {}
@@ -142,7 +155,7 @@ def check_index(
             )
 
 
-def read_header(directory: Directory, name: str) -> tuple[dict[str, StoredTensor], bytes]:
+def read_header(directory: Place, name: str) -> tuple[dict[str, StoredTensor], bytes]:
     """Returns the tensors of one file, and its header with the length before it.
 
     Raises: CorruptionError, StorageError, UnsupportedError.
@@ -158,7 +171,7 @@ def read_header(directory: Directory, name: str) -> tuple[dict[str, StoredTensor
     return rows, prefix + header
 
 
-def read_index(directory: Directory, name: str) -> dict[str, str]:
+def read_index(directory: Place, name: str) -> dict[str, str]:
     """Returns an index's file by tensor. Raises: CorruptionError, StorageError."""
     path = str(directory.path / name)
 

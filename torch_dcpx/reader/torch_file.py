@@ -25,6 +25,7 @@ from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.rows import span_elems
 from torch_dcpx.reader.safetensors_header import MAX_FILE_TENSORS
 from torch_dcpx.storage.directory import SmallFile
+from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import FileState, PosixPlace
 from torch_dcpx.unpickle.byte_items import OBJECTS
 from torch_dcpx.unpickle.settle import Settler, build_user_object, refuse
@@ -48,7 +49,19 @@ class TorchFile(NamedTuple):
     objects: dict[str, Any]  # what is no tensor, by name
 
 
-def read_torch_file(directory_path: Path, name: str, safe_globals: Sequence[Any] = ()) -> TorchFile:
+def on_disk(location: Location, name: str) -> Path:
+    """Returns the directory of a file; UnsupportedError: it lies in a store, where each record of
+    torch.save's is a request.
+    """
+    if isinstance(location, Path):
+        return location
+    raise UnsupportedError(
+        f"'{location / name}' is a file of torch.save, which is read from disks alone: copy it to "
+        "one, or export the checkpoint as safetensors"
+    )
+
+
+def read_torch_file(location: Location, name: str, safe_globals: Sequence[Any] = ()) -> TorchFile:
     """Reads what a file of torch.save says of its tensors, and its objects.
 
     Args:
@@ -56,11 +69,12 @@ def read_torch_file(directory_path: Path, name: str, safe_globals: Sequence[Any]
 
     Raises:
         UnsafePickleError: its pickle asks for a global that is not allowed; TorchScript.
-        UnsupportedError: it is no zip, is compressed, holds no dict, or more than
+        UnsupportedError: it lies in a store, is no zip, is compressed, holds no dict, or more than
             `MAX_FILE_TENSORS` tensors.
         CorruptionError: it is malformed; a link or a FIFO.
         StorageError: it cannot be read.
     """
+    directory_path = on_disk(location, name)
     path = str(directory_path / name)
     with PosixPlace(directory_path) as directory, directory.open_regular(name) as file:
         state = directory.state(name)

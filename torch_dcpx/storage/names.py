@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Callable
 from typing import NamedTuple
 
 METADATA_NAME = ".metadata"
@@ -34,6 +35,14 @@ _POINTER_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 # NFS and libfuse rename a file that is removed while it is open.
 _OPEN_FILE = re.compile(r"\.nfs[0-9a-f]{8,}|\.fuse_hidden[0-9a-f]{8,}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class Look(NamedTuple):
+    """What one look at a place has found."""
+
+    names: list[str]  # of all that lies directly in it
+    size: Callable[[str], int | None]  # bytes of a regular file by name; None: there is no such
+    beneath: Callable[[], list[str]]  # names of directories, or of prefixes
 
 
 class FileEntry(NamedTuple):

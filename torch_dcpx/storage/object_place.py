@@ -12,15 +12,19 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, OutcomeUnknownError, StorageError
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.storage.directory import MAX_METADATA_BYTES, Buffer, is_size, wrong_size
-from torch_dcpx.storage.names import METADATA_NAME, metadata_name
-from torch_dcpx.storage.object_store import Bucket, ListedObject, bucket_of, concurrent
+from torch_dcpx.storage.names import METADATA_NAME, Look, metadata_name
+from torch_dcpx.storage.object_claim import ObjectClaim, SmallObject
+from torch_dcpx.storage.object_store import (
+    ListedObject,
+    bucket_of,
+    concurrent,
+)
 from torch_dcpx.storage.object_uploads import Uploads, part_bytes_for, upload_slot_bytes
 from torch_dcpx.storage.object_url import ObjectUrl
 
@@ -30,61 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torch_dcpx")
 
 _MAX_READERS = 32  # requests of one load under way
+_BEGIN_BYTES = 256 << 10  # of an object, looked at first
+_MIN_SUMMED_BYTES = 256 << 10  # csrc/engine/verify_job.cpp
 _MAX_COMMITS = 4  # attempts, each with obstore's own
 _COMMIT_PAUSE_S = 1.0
 _MAX_LOOKS = 3
 _REFUSED = frozenset({errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP})
 _ANSWERS = _REFUSED | {errno.EEXIST, errno.ESTALE}  # by the store: no request is under way
-
-
-class SmallObject:
-    """An object of metadata: as `SmallFile`."""
-
-    def __init__(self, bucket: Bucket, key: str, path: ObjectUrl) -> None:
-        self._bucket, self._key, self.path = bucket, key, path
-        self.nbytes, self.tag, self._body = bucket.get(key)
-
-    def part(self, offset: int, nbytes: int) -> bytes:
-        """Returns bytes of the object. Raises: StorageError; CorruptionError: it ends before."""
-        if offset + nbytes > self.nbytes:
-            raise CorruptionError(
-                f"'{self.path}' ends at {self.nbytes} B",
-                path=str(self.path),
-                offset=offset,
-                nbytes=nbytes,
-            )
-        if self._body is not None:
-            return bytes(memoryview(self._body)[offset : offset + nbytes])
-        if nbytes == 0:
-            return b""
-        return bytes(self._bucket.get_range(self._key, self.tag, offset, offset + nbytes))
-
-
-class ObjectClaim:
-    """Knows what a save has found in place of its metadata, and means to replace. It keeps nobody
-    out: of two saves at a time the later commit fails.
-    """
-
-    is_held = False
-    left_by: Literal["nobody"] = "nobody"
-
-    def __init__(
-        self, place: ObjectPlace, name: str, save: RunningSave | None, *, is_conditional: bool
-    ) -> None:
-        self._save = save
-        self.is_conditional = is_conditional
-        if is_conditional:
-            place.bucket.check_conditional(place.path.key)
-        found = place.bucket.head(place.key(name))
-        self.tag = None if found is None else found[1]
-
-    def set_unsure(self, is_unsure: bool) -> None:
-        """Notes whether the save may be committed, now or when a request arrives."""
-        if self._save is not None:
-            self._save.is_unsure = is_unsure
-
-    def release(self, *, has_ended_well: bool = False) -> None:
-        """Does nothing."""
 
 
 class ObjectPlace:
@@ -104,7 +60,7 @@ class ObjectPlace:
         pass
 
     def key(self, name: str) -> str:
-        return f"{self.path.key}/{name}"
+        return (self.path / name).key
 
     def names(self) -> list[str]:
         """Returns the names of all objects, without those beneath a further slash."""
@@ -117,6 +73,21 @@ class ObjectPlace:
     def prefixes(self) -> list[str]:
         """Returns the names beneath which there are objects."""
         return sorted(self.bucket.listing(self.path.key).prefixes)
+
+    def look(self) -> Look:
+        """Returns what is there, by one listing. Raises: StorageError."""
+        found = self.bucket.listing(self.path.key)
+
+        def size(name: str) -> int | None:
+            one = found.objects.get(name)
+            if one is not None or "/" not in name:
+                return None if one is None else one.nbytes
+            if {"", ".", ".."}.intersection(name.split("/")):
+                return None
+            beneath = self.bucket.head(self.key(name))
+            return None if beneath is None else beneath[0]
+
+        return Look(sorted(found.objects), size, lambda: sorted(found.prefixes))
 
     def state(self, name: str) -> tuple[str]:
         """Returns the tag of an object; "" if there is none."""
@@ -164,7 +135,8 @@ class ObjectPlace:
     @contextmanager
     def open_small(self, name: str) -> Iterator[SmallObject]:
         """Gets an object of metadata. Raises: StorageError; CorruptionError: it is too large."""
-        found = SmallObject(self.bucket, self.key(name), self.path / name)
+        key = self.key(name)
+        found = SmallObject(self.bucket, key, self.path / name, self.bucket.get(key))
         if found.nbytes > MAX_METADATA_BYTES:
             raise CorruptionError(
                 f"'{found.path}' has more than {MAX_METADATA_BYTES} B",
@@ -172,6 +144,31 @@ class ObjectPlace:
                 nbytes=found.nbytes,
             )
         yield found
+
+    def read_small(self, name: str) -> bytes:
+        """Returns a whole object of metadata. Raises: as `open_small`."""
+        with self.open_small(name) as found:
+            return found.part(0, found.nbytes)
+
+    @contextmanager
+    def open_regular(self, name: str) -> Iterator[SmallObject]:
+        """Looks at an object of any size, and gets its begin. Raises: StorageError."""
+        key = self.key(name)
+        begin = self.bucket.get_begin(key, _BEGIN_BYTES)
+        yield SmallObject(self.bucket, key, self.path / name, begin)
+
+    def read_at(self, name: str, offsets: Sequence[int], nbytes: int) -> list[bytes]:
+        """Returns up to `nbytes` at each offset of an object, neighbours by one request."""
+        found: list[bytes] = []
+        with self.open_regular(name) as file:
+            begin, window = 0, b""
+            for offset in offsets:
+                end = min(offset + nbytes, file.nbytes)
+                if not begin <= offset <= end <= begin + len(window):
+                    begin = offset
+                    window = file.part(offset, min(_BEGIN_BYTES, max(file.nbytes - offset, 0)))
+                found.append(window[offset - begin : end - begin])
+        return found
 
     def create(self, name: str, pieces: Iterable[Buffer], *, is_durable: bool) -> None:
         """Puts a new object. Raises: StorageError, EEXIST if there is one."""
@@ -206,7 +203,24 @@ class ObjectPlace:
         self, save: RunningSave, rank: int | None, *, is_conditional: bool
     ) -> Iterator[ObjectClaim]:
         """Yields what the save of all ranks, or of one, means to replace."""
-        yield ObjectClaim(self, metadata_name(rank), save, is_conditional=is_conditional)
+        yield self._claim(metadata_name(rank), save, is_conditional=is_conditional)
+
+    def _claim(self, name: str, save: RunningSave | None, *, is_conditional: bool) -> ObjectClaim:
+        if is_conditional:
+            self.bucket.check_conditional(self.path.key)
+        found = self.bucket.head(self.key(name))
+        tag = None if found is None else found[1]
+        return ObjectClaim(tag, save, is_conditional=is_conditional)
+
+    def claims(self) -> Callable[[str], ObjectClaim]:
+        """Returns what a commit of each name replaces, as one listing has found it."""
+        found = self.entries()
+
+        def claim(name: str) -> ObjectClaim:
+            tag = found[name].tag if name in found else None
+            return ObjectClaim(tag, None, is_conditional=True)
+
+        return claim
 
     def publish(
         self,
@@ -228,7 +242,7 @@ class ObjectPlace:
             StorageError: the store has refused it.
             OutcomeUnknownError: whether it was done or not, the store does not say.
         """
-        claim = lock or ObjectClaim(self, name, None, is_conditional=True)
+        claim = lock or self._claim(name, None, is_conditional=True)
         has_answers = True  # to all attempts
         for _ in range(_MAX_COMMITS):
             claim.set_unsure(True)
@@ -345,23 +359,21 @@ class ObjectPlace:
             max_slots=max(answers // 2, 1),
         )
 
+    def verify_job(self, options: ReadOptions) -> _C.VerifyJob:
+        """Returns a job that verifies these objects. Answers are its slots."""
+        slot_bytes = summed_slot_bytes(options)
+        answers = max(1, options.host_memory_bytes // slot_bytes)
+        return _C.VerifyJob(
+            objects=_Reads(self),
+            dir_path=os.fsencode(self.path),
+            workers=min(options.workers or _MAX_READERS, answers),
+            slot_bytes=slot_bytes,
+        )
 
-class ListedPlace(ObjectPlace):
-    """A place that lists its objects once, and knows their names, sizes and tags from there."""
 
-    @cached_property
-    def _entries(self) -> dict[str, ListedObject]:
-        return super().entries()
-
-    def entries(self) -> dict[str, ListedObject]:
-        return self._entries
-
-    def state(self, name: str) -> tuple[str]:
-        found = self._entries.get(name)
-        return ("" if found is None else found.tag,)
-
-    def is_regular(self, name: str) -> bool:
-        return name in self._entries
+def summed_slot_bytes(options: ReadOptions) -> int:
+    """Returns the slots of a job that verifies: a power of two, from 256 KiB on."""
+    return max(_MIN_SUMMED_BYTES, 1 << (options.slot_bytes.bit_length() - 1))
 
 
 class _Reads:

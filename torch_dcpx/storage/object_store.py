@@ -198,11 +198,27 @@ class Bucket:
         """Returns the last bytes of an object, or all of a shorter one."""
 
         def call() -> StoredObject:
-            answer = self._obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
+            try:
+                answer = self._obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
+            except self._obstore.exceptions.GenericError:
+                meta = self._obstore.head(self.store, key)
+                if meta["size"] > 0:
+                    raise
+                return StoredObject(0, _tag(meta, self.url(key)), b"")  # which has no range
             meta = answer.meta
             return StoredObject(meta["size"], _tag(meta, self.url(key)), answer.bytes())
 
         return self._repeated("get", key, call)
+
+    def get_begin(self, key: str, nbytes: int) -> StoredObject:
+        """Returns the first bytes of an object, or all of a shorter one."""
+        found = self.head(key)
+        if found is None:
+            text = f"get '{self.url(key)}': {os.strerror(errno.ENOENT)}"
+            raise StorageError(text, errno=errno.ENOENT, path=self.url(key))
+        size, tag = found
+        end = min(nbytes, size)
+        return StoredObject(size, tag, self.get_range(key, tag, 0, end) if end else b"")
 
     def get_range(self, key: str, tag: str, begin: int, end: int) -> Any:
         """Returns a buffer with a range of the object of this tag."""
@@ -288,7 +304,7 @@ class Bucket:
     def listing(self, prefix: str) -> Listing:
         """Returns what lies directly beneath a prefix."""
         found = self._repeated(
-            "list", prefix, lambda: self._obstore.list_with_delimiter(self.store, prefix)
+            "list", prefix, lambda: self._obstore.list_with_delimiter(self.store, prefix or None)
         )
         objects = {
             one["path"].rpartition("/")[2]: ListedObject(

@@ -21,7 +21,8 @@ class ObjectUrl:
         self.bucket, self.key, self.endpoint = bucket, key, endpoint
 
     def __truediv__(self, name: str | os.PathLike[str]) -> ObjectUrl:
-        return ObjectUrl(self.bucket, f"{self.key}/{os.fspath(name)}", self.endpoint)
+        key = f"{self.key}/{os.fspath(name)}" if self.key else os.fspath(name)
+        return ObjectUrl(self.bucket, key, self.endpoint)
 
     def __fspath__(self) -> str:
         return f"{SCHEME}{self.bucket}/{self.key}"
@@ -59,6 +60,7 @@ class ObjectUrl:
 
     @property
     def parent(self) -> ObjectUrl:
+        """What the last name lies in; of a bucket's own objects, the bucket."""
         return ObjectUrl(self.bucket, self.key.rpartition("/")[0], self.endpoint)
 
     @property

@@ -29,11 +29,13 @@ from torch_dcpx.storage.directory import (
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
+    Look,
     is_metadata_name,
     rank_lock_name,
     temporary_name,
 )
-from torch_dcpx.storage.object_place import ObjectPlace, SmallObject
+from torch_dcpx.storage.object_claim import SmallObject
+from torch_dcpx.storage.object_place import ObjectPlace, summed_slot_bytes
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 from torch_dcpx.storage.save_lock import SaveLock
 
@@ -53,6 +55,26 @@ class PosixPlace(Directory):
     def missing(self, names: Sequence[str]) -> list[str]:
         """Returns those of the names that are no regular file. Raises StorageError if unknown."""
         return [name for name in names if not self.is_regular(name)]
+
+    def look(self) -> Look:
+        """Returns what is there. Raises: StorageError."""
+        names = self.names()
+        return Look(names, self._size, lambda: [n for n in names if (self.path / n).is_dir()])
+
+    def _size(self, name: str) -> int | None:
+        """Returns the size of a regular file beneath the directory, reached through no link."""
+        parts = name.split("/")
+        if "" in parts or "." in parts or ".." in parts:
+            return None
+        try:
+            for depth in range(1, len(parts)):
+                above = os.stat("/".join(parts[:depth]), dir_fd=self.fd, follow_symlinks=False)
+                if not stat.S_ISDIR(above.st_mode):
+                    return None
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except (OSError, ValueError):  # ValueError: NUL in a name
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def state(self, name: str) -> FileState:
         """Returns the state of a file. Raises: StorageError."""
@@ -128,6 +150,10 @@ class PosixPlace(Directory):
         if rank is not None:
             yield SaveLock(self, rank_lock_name(rank), save)
 
+    def claims(self) -> Callable[[str], None]:
+        """Returns nothing for each name: the directory's lock keeps all others out."""
+        return lambda _name: None
+
     def publish(
         self,
         name: str,
@@ -196,6 +222,18 @@ class PosixPlace(Directory):
             max_slots=options.host_memory_bytes // options.slot_bytes,
         )
 
+    def verify_job(self, options: ReadOptions) -> _C.VerifyJob:
+        """Returns a job that verifies files here, whose slots stay within the options' memory."""
+        slot_bytes = summed_slot_bytes(options)
+        slots = max(1, options.host_memory_bytes // slot_bytes)
+        return _C.VerifyJob(
+            dir_fd=self.fd,
+            dir_path=os.fsencode(self.path),
+            workers=min(fitting_workers(options.resolved_workers()), slots),
+            slot_bytes=slot_bytes,
+            use_direct=options.direct_io,
+        )
+
 
 Place: TypeAlias = PosixPlace | ObjectPlace
 SmallContent: TypeAlias = SmallFile | SmallObject
@@ -206,6 +244,17 @@ def open_place(location: Location) -> Place:
     if isinstance(location, ObjectUrl):
         return ObjectPlace(location)
     return PosixPlace(location)
+
+
+def is_place(location: Location) -> bool:
+    """Whether a path is a directory, or a URL beneath which there are objects.
+
+    Raises: StorageError, UnsupportedError: the store does not say.
+    """
+    if isinstance(location, ObjectUrl):
+        found = ObjectPlace(location).look()
+        return bool(found.names or found.beneath())
+    return location.is_dir()
 
 
 def make_place(location: Location, *, is_durable: bool) -> list[Any]:

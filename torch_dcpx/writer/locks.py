@@ -7,7 +7,7 @@ lock and holds one of its own. Followers hold none.
 from __future__ import annotations
 
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.storage.object_place import ObjectClaim
+from torch_dcpx.storage.object_claim import ObjectClaim
 from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import SaveLock

@@ -1,0 +1,325 @@
+"""`dcpx` on `s3://` URLs: what it prints, by how many requests, and what it leaves there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from object_outcomes import Store, objects_at, put_objects, retries
+from safetensors.torch import save as safetensors_of
+from support.object_proxy import FaultProxy
+from support.object_server import ObjectServer
+from support.saves import save
+from support.states import assert_same, blank_like
+
+import torch_dcpx
+from torch_dcpx import (
+    ConcurrentSaveError,
+    OutcomeUnknownError,
+    RepairError,
+    StorageError,
+    UnsupportedError,
+)
+from torch_dcpx.cli.app import app
+from torch_dcpx.storage import object_store
+
+STATE = {"model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)}, "step": 3}
+
+
+@pytest.fixture
+def store(object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy) -> Store:
+    return Store(object_server, object_proxy, object_prefix)
+
+
+def dcpx(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in args], prog_name="dcpx")
+
+
+def printed(*args: object, code: int = 0) -> Any:
+    """What a command says with --json."""
+    result = dcpx(*args, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def saved(store: Store, name: str = "a", state: dict[str, Any] = STATE) -> str:
+    url = f"{store.url}/{name}"
+    torch_dcpx.save(state, url)
+    store.proxy.clear()
+    return url
+
+
+def asked(store: Store) -> list[tuple[str, str]]:
+    """Returns (kind, last name of the key) of all requests."""
+    found = [(one.kind, one.key.rstrip("/").rpartition("/")[2]) for one in store.proxy.requests()]
+    store.proxy.clear()
+    return found
+
+
+# ---- ls, inspect --------------------------------------------------------------------------------
+
+
+def test_ls_and_inspect_of_a_checkpoint_cost_a_listing_and_its_metadata(store: Store) -> None:
+    url = saved(store)
+    (row,) = printed("ls", url)
+    assert (row["name"], row["state"], row["items"], row["files"]) == ("a", "whole", 3, 1)
+    assert sorted(asked(store)) == [("get_object", ".metadata"), ("list", "a")]
+    (found,) = printed("inspect", url, "--chunks")
+    assert sorted(asked(store)) == [("get_object", ".metadata"), ("list", "a")]
+    assert found["path"] == url and not found["faults"]
+    assert [item["fqn"] for item in found["items"]] == ["model.w", "model.b", "step"]
+    sizes = {name: len(data) for name, data in objects_at(store.server, url).items()}
+    assert {n: one["found"] for n, one in found["files"].items()}.items() <= sizes.items()
+    assert f"{url}/.metadata: written by torch-dcpx" in dcpx("inspect", url).stdout
+
+
+def test_ls_lists_the_prefixes_beneath_as_directories(store: Store, tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", "step-3", "step-4"):
+        saved(store, name)
+    save(STATE, tmp_path, "stock")
+    stocks = {f"step-5/{file.name}": file.read_bytes() for file in tmp_path.iterdir()}
+    for name, data in {**stocks, "notes/readme": b"x", "top": b"y"}.items():
+        store.server.put(f"{store.url}/{name}", data)
+    (lost,) = (n for n in objects_at(store.server, f"{store.url}/step-2") if n != ".metadata")
+    store.server.delete(f"{store.url}/step-2/{lost}")
+    store.server.delete(f"{store.url}/step-3/.metadata")
+    store.server.put(f"{store.url}/step-4/.metadata", b"nonsense")
+    store.proxy.clear()
+    rows = printed("ls", f"{store.url}/", code=1)
+    assert {row["name"]: row["state"] for row in rows} == {
+        "step-1": "whole",
+        "step-2": "damaged",
+        "step-3": "uncommitted",
+        "step-4": "damaged",
+        "step-5": "whole",
+    }
+    assert f"'{lost}' is missing" in str(rows)
+    assert {row["written_by"] for row in rows if row["name"] == "step-5"} == {"stock"}
+    kinds = [kind for kind, _ in asked(store)]
+    # A damaged one costs a listing more: its error names `dcpx repair` where there are data.
+    assert kinds.count("list") == 1 + 6 + 1 and kinds.count("get_object") == 4
+    assert printed("ls", store.url, "--all", code=1)[0]["name"] == "notes"
+    assert "step-1  whole" in dcpx("ls", store.url).stdout
+
+
+def test_url_without_anything_beneath_is_said(store: Store) -> None:
+    error = printed("ls", store.url, code=2)["error"]
+    assert error["type"] == "StorageError" and "nothing beneath it" in error["message"]
+    assert printed("inspect", store.url, code=1)["error"]["type"] == "NotCommittedError"
+    assert printed("verify", store.url, code=1)["findings"][0]["kind"] == "uncommitted"
+
+
+@pytest.mark.parametrize("args", ["export U z", "export . U", "gc U"])
+def test_commands_that_take_directories_alone_say_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = dcpx(*args.replace("U", "s3://bucket/run").split())
+    assert result.exit_code == 2 and "is a URL" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://bucket", "whole bucket"),
+        ("s3://key:secret@bucket/run", "with a user or a password"),
+        ("s3://bucket/run?versionId=3", "a query"),
+        ("az://bucket/run", "is a URL"),
+    ],
+)
+@pytest.mark.parametrize("command", ["ls", "verify", "inspect", "repair", "doctor"])
+def test_urls_that_are_none_of_ours_are_refused(command: str, url: str, words: str) -> None:
+    result = dcpx(command, url)
+    assert result.exit_code == 2 and words in result.output and "secret" not in result.output
+
+
+# ---- verify, cat, diff --------------------------------------------------------------------------
+
+
+def test_verify_names_the_damaged_of_all_beneath(store: Store) -> None:
+    urls = [saved(store, name) for name in "ab"]
+    assert printed("verify", urls[0])["ok"]
+    (name,) = (name for name in objects_at(store.server, urls[1]) if name != ".metadata")
+    data = bytearray(store.server.get(f"{urls[1]}/{name}"))
+    data[data.index(torch.arange(600.0).numpy().tobytes()[400:480])] ^= 8
+    store.server.put(f"{urls[1]}/{name}", bytes(data))
+    reports = printed("verify", store.url, code=1)
+    assert [report["ok"] for report in reports] == [True, False]
+    text = dcpx("verify", store.url).stdout
+    assert f"{urls[1]}/{name}" in text and "'model.w'" in text
+    assert "2 checkpoints, 1 with faults" in text
+
+
+def test_cat_prints_rows_and_objects(store: Store) -> None:
+    url = saved(store)
+    found = printed("cat", url, "model.w[3:5, 0]", "step", "model.b")
+    assert [each["value"] for each in found] == [[90.0, 120.0], 3, [1.0] * 5]
+    assert "step: 3" in dcpx("cat", url, "step").stdout
+
+
+def test_diff_compares_stores_and_disks_by_checksums(store: Store, tmp_path: Path) -> None:
+    url = saved(store)
+    torch_dcpx.save(STATE, tmp_path / "a")
+    same = printed("diff", url, tmp_path / "a")
+    assert same == {"equal": 3, "read_bytes": 0, "differences": []}
+    other = {"model": {"w": STATE["model"]["w"] + 1, "b": torch.ones(5)}, "more": 1}  # type: ignore[index]
+    found = printed("diff", url, saved(store, "b", other), code=1)
+    assert found["read_bytes"] == 0 and found["equal"] == 1
+    assert [(each["name"], each["what"]) for each in found["differences"]] == [
+        ("model.w", "values"),
+        ("step", "only in A"),
+        ("more", "only in B"),
+    ]
+
+
+def test_exports_in_a_store_are_shown_and_compared(store: Store) -> None:
+    tensors = {"w": torch.arange(6.0), "b": torch.ones(2)}
+    put_objects(store.server, store.url, {"model.safetensors": safetensors_of(tensors)})
+    for url in (store.url, f"{store.url}/model.safetensors"):
+        (found,) = printed("inspect", url)
+        assert found["written_by"] == "safetensors" and not found["faults"]
+        assert sorted(item["fqn"] for item in found["items"]) == ["b", "w"]
+        assert printed("cat", url, "w[2:4]")[0]["value"] == [2.0, 3.0]
+        assert printed("verify", url)["items"] == 2
+        assert printed("diff", url, url)["equal"] == 2
+
+
+# ---- repair -------------------------------------------------------------------------------------
+
+
+def restored(state: dict[str, Any], url: str) -> None:
+    target = blank_like(state)
+    torch_dcpx.load(target, url)
+    assert_same(state, target)
+
+
+def test_repair_makes_lost_metadata_by_one_conditional_put(store: Store) -> None:
+    url = saved(store)
+    before = objects_at(store.server, url)
+    store.server.delete(f"{url}/.metadata")
+    code = dcpx("repair", url, "--dry-run")
+    assert code.exit_code == 1 and "would make '.metadata'" in code.stdout
+    assert not {kind for kind, _ in asked(store)} - {"list", "get_object", "head_object"}
+    with pytest.raises(RepairError, match="repair --accept-assumptions s3://"):
+        torch_dcpx.repair(url)
+    assert objects_at(store.server, url) == {n: d for n, d in before.items() if n != ".metadata"}
+    store.proxy.clear()
+    report = printed("repair", url, "--accept-assumptions")
+    assert report["repaired"][0]["source"] == "footers" and report["path"] == url
+    puts = [one for one in store.proxy.requests("put_object") if "probe" not in one.key]
+    assert [one.if_none_match for one in puts] == ["*"]
+    restored(STATE, url)
+    assert torch_dcpx.verify(url).ok
+    again = dcpx("repair", url)
+    assert again.exit_code == 0 and "nothing to do" in again.stdout
+
+
+def test_repair_mends_damaged_metadata_to_the_same_bytes(store: Store) -> None:
+    url = saved(store)
+    whole = store.server.get(f"{url}/.metadata")
+    at = whole.index(b"model")  # in the pickle
+    store.server.put(f"{url}/.metadata", whole[:at] + b"MODEL" + whole[at + 5 :])
+    store.proxy.clear()
+    report = torch_dcpx.repair(url)
+    assert report.repaired[0].source == "columns" and not report.assumptions
+    assert store.server.get(f"{url}/.metadata") == whole
+    (put,) = (one for one in store.proxy.requests("put_object") if "probe" not in one.key)
+    assert put.if_match
+
+
+def test_repair_never_replaces_what_is_good_or_is_put_meanwhile(store: Store) -> None:
+    url = saved(store)
+    whole = objects_at(store.server, url)
+    with pytest.raises(RepairError, match="it is good") as caught:
+        torch_dcpx.repair(url)
+    assert caught.value.is_good and objects_at(store.server, url) == whole
+    store.server.put(f"{url}/.metadata", whole[".metadata"][:-9])
+    other = {"model": {"w": torch.zeros(2)}, "step": 9}
+
+    def save_meanwhile(_request: object) -> None:
+        torch_dcpx.save(other, f"{url}-other")
+        for name, data in objects_at(store.server, f"{url}-other").items():
+            store.server.put(f"{url}/{name}", data)
+
+    (name,) = (name for name in whole if name != ".metadata")
+    store.proxy.hook("get_object", save_meanwhile, key=name)
+    with pytest.raises(ConcurrentSaveError, match="nothing of this one is published"):
+        torch_dcpx.repair(url, accept_assumptions=True)
+    restored(other, url)
+
+
+def test_repair_of_ranks_own_metadata_works_in_a_store(store: Store, tmp_path: Path) -> None:
+    from support.saves import save_rank_local
+
+    for rank in range(2):
+        save_rank_local(STATE, tmp_path, rank)
+    objects = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
+    lost = objects.pop("__1.metadata")
+    put_objects(store.server, store.url, objects)
+    report = torch_dcpx.repair(store.url, accept_assumptions=True)
+    assert [one.name for one in report.repaired] == ["__1.metadata"]
+    assert torch_dcpx.verify(store.url).ok and lost
+
+
+@pytest.mark.parametrize("how", ["reset", "lost_answer", "500", "403", "412"])
+def test_fault_of_any_request_of_a_repair_leaves_the_lost_or_the_whole(
+    store: Store, how: str
+) -> None:
+    url = saved(store)
+    objects = objects_at(store.server, url)
+    lost = {name: data for name, data in objects.items() if name != ".metadata"}
+    number = 0
+    while True:
+        put_objects(store.server, url, lost)
+        store.proxy.heal()
+        store.proxy.clear()
+        store.proxy.fail(number, how)
+        with retries(0):
+            try:
+                torch_dcpx.repair(url, accept_assumptions=True)
+                error = None
+            except (StorageError, RepairError, UnsupportedError, OutcomeUnknownError) as failed:
+                error = failed
+        is_past = store.proxy.count() <= number
+        store.proxy.heal()
+        found = objects_at(store.server, url)
+        is_there = ".metadata" in found
+        assert {n: found[n] for n in lost} == lost, f"{how} of {number}: {error!r}"
+        if error is None:
+            assert is_there
+        elif is_there:
+            assert isinstance(error, OutcomeUnknownError), f"{how} of {number}: {error!r}"
+        if is_there:
+            restored(STATE, url)
+        if is_past:
+            assert error is None
+            break
+        number += 1
+    assert number > 5
+
+
+# ---- doctor -------------------------------------------------------------------------------------
+
+
+def test_doctor_tries_the_store_and_leaves_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_buckets", {})
+    found = {each["name"]: each for each in printed("doctor", store.url)}
+    assert found["store"]["state"] == found["writing"]["state"] == "fine"
+    assert found["checkpoint"]["text"] == "none here" and "file system" not in found
+    assert objects_at(store.server, store.url) == {}
+    monkeypatch.setattr(object_store, "_buckets", {})
+    store.proxy.fail("put_object", "403", times=None)
+    with retries(0):
+        found = {each["name"]: each for each in printed("doctor", store.url)}
+    assert found["writing"]["state"] == "warning" and "saves do not" in found["writing"]["text"]
+    store.proxy.fail("list", "403", times=None)
+    with retries(0):
+        found = {each["name"]: each for each in printed("doctor", store.url, code=2)}
+    assert found["store"]["state"] == "failure" and "writing" not in found
