@@ -19,6 +19,7 @@ from support.states import assert_same, blank_like
 
 import torch_dcpx
 from torch_dcpx import DcpxError, OutcomeUnknownError, StorageError, WriteOptions
+from torch_dcpx.manager import store_root
 from torch_dcpx.metadata.file import decode_file_names
 from torch_dcpx.storage import object_place, object_store, object_uploads
 from torch_dcpx.storage.object_store import Bucket
@@ -178,6 +179,7 @@ def retries(count: int | None) -> Iterator[None]:
             }
             patch.setattr(object_store, "_CLIENT", {"retry_config": retry_config})
             patch.setattr(object_place, "_COMMIT_PAUSE_S", 0.0)
+            patch.setattr(store_root, "_PAUSE_S", 0.0)
             for module in (object_store, object_uploads):
                 patch.setattr(module, "_PAUSE_S", 0.0)
                 if count == 0:

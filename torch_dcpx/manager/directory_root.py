@@ -86,6 +86,10 @@ class DirectoryRoot:
             return step_of_name(name) is None
         return not any(map(is_of_checkpoint, within))
 
+    def is_unanswered(self, error: DcpxError) -> bool:
+        """Returns False: what a file system cannot read is the fault of what lies there."""
+        return False
+
     def read(self) -> Pointer | None:
         """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""
         try:

@@ -143,7 +143,7 @@ class ManagerRoot:
             self._known.pop(tag, None)
 
     def listed(self) -> tuple[list[Stored], Skipped]:
-        """Returns all whole checkpoints, the newest first; and the others."""
+        """Returns all whole checkpoints, the newest first; and the others. Raises: StorageError."""
         stored, skipped = self._whole(self.files.directories())
         with self._guard:
             self._damaged &= {found.save_id for found in stored}
@@ -210,13 +210,18 @@ class ManagerRoot:
     def _whole(
         self, tags: Iterable[str], *, looks_at_data: bool = True
     ) -> tuple[list[Stored], Skipped]:
-        """Returns the whole checkpoints among these, the newest first; and the others."""
+        """Returns the whole checkpoints among these, the newest first; and the others.
+
+        Raises StorageError: a store does not answer, so nobody knows.
+        """
         stored: list[Stored] = []
         skipped: list[tuple[str, str]] = []
         for tag in tags:
             try:
                 stored.append(self.examined(tag, looks_at_data=looks_at_data))
             except DcpxError as error:
+                if self.files.is_unanswered(error):
+                    raise
                 if not self.files.is_foreign(tag) and not self.is_busy(tag):
                     skipped.append((tag, f"{type(error).__name__}: {error}"))
         stored.sort(key=lambda each: each.rank_among, reverse=True)
@@ -306,7 +311,7 @@ class ManagerRoot:
     def _write_or_warn(self, text: str, tag: str) -> None:
         try:
             self._write(ended=tag)
-        except StorageError as error:
+        except DcpxError as error:  # a store may not say whether it is done
             logger.warning(text, tag, error)
 
     def _write(self, ended: str = "") -> None:

@@ -25,7 +25,10 @@ from functools import cached_property
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     CorruptionError,
+    DcpxError,
+    NotCommittedError,
     OutcomeUnknownError,
+    ShortReadError,
     StorageError,
     UnsupportedError,
 )
@@ -58,7 +61,6 @@ logger = logging.getLogger("torch_dcpx")
 
 _TRIES = 8  # of the pointer, while others replace it or nobody answers
 _PAUSE_S = 0.5
-_CHANGED = frozenset({errno.EEXIST, errno.ESTALE})
 _REFUSED = frozenset({errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP})
 
 
@@ -104,6 +106,14 @@ class StoreRoot:
         is_removed = TOMBSTONE_NAME in within and METADATA_NAME not in within
         rest = [one for one in within if one != LOCK_NAME]
         return is_removed or not any(map(is_of_checkpoint, rest))
+
+    def is_unanswered(self, error: DcpxError) -> bool:
+        """Returns whether the store, not what lies in it, is the reason for an error.
+
+        A checkpoint may be whole all the same: no older one may take its place.
+        """
+        is_known = isinstance(error, (NotCommittedError, ShortReadError))
+        return isinstance(error, StorageError) and not is_known and error.errno != errno.ENOENT
 
     def read(self) -> Pointer | None:
         """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""

@@ -1,0 +1,107 @@
+"""A root in a store before and after a manager's call that met a fault.
+
+`base` makes one with all that a manager may meet; a test puts it back before each point of a sweep.
+The answers come from the server itself, past every proxy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+from object_managers import manager_of, resumed, save_steps
+from object_outcomes import objects_at, put_objects, retries
+from support.object_proxy import FaultProxy
+from support.object_server import ObjectServer
+
+from torch_dcpx.metadata.file import decode_file_names
+from torch_dcpx.storage.object_store import Bucket
+
+HOUR = 3600.0
+LOST_DATA = "step-8/__0_0.0123456789ab.distcp"  # of a checkpoint whose metadata somebody has lost
+FOREIGN = {"logs/run.txt": b"x", "notes.txt": b"x"}
+_KILLED = {"step-9/.dcpx.lock": b"", "step-9/__0_0.0123456789ab.distcp": b"x"}
+
+
+@contextmanager
+def clock_ahead(seconds: float) -> Iterator[None]:
+    """In the block the store's clock is so far ahead of the dates of its objects."""
+    now_s = Bucket.now_s
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "now_s", lambda self, prefix: now_s(self, prefix) + seconds)
+        yield
+
+
+class Root(NamedTuple):
+    """A root on a server, and the proxy before it."""
+
+    server: ObjectServer
+    proxy: FaultProxy
+    url: str
+
+    def reset(self, objects: dict[str, bytes]) -> None:
+        """Makes these the only objects; the next request's number is 0, and none fails."""
+        put_objects(self.server, self.url, objects)
+        self.proxy.heal()
+        self.proxy.clear()
+
+    def objects(self) -> dict[str, bytes]:
+        """Returns name -> bytes of all objects."""
+        return objects_at(self.server, self.url)
+
+    def names(self) -> set[str]:
+        return set(self.objects())
+
+    def base(self) -> dict[str, bytes]:
+        """Returns objects: commits 2 and 3 (the newest), leftovers of 1 (removed) and 9 (killed),
+        what is left of 8, and files that are no manager's.
+        """
+        self.reset({})
+        with retries(0):
+            save_steps(manager_of(self.url, keep_last=2), 1, 2, 3)
+        found = self.objects()
+        assert "step-1/.dcpx.deleted" in found
+        return {**found, **FOREIGN, LOST_DATA: b"x" * 9, **_KILLED}
+
+    def whole(self) -> set[int]:
+        """Returns the steps that are committed; fails unless the data of each are there."""
+        found = self.objects()
+        tags = {name.partition("/")[0] for name in found if name.endswith("/.metadata")}
+        for tag in tags:
+            named = decode_file_names(found[f"{tag}/.metadata"], self.url)
+            lost = {f"{tag}/{name}" for name in named} - set(found)
+            assert not lost, f"{tag} lacks {lost}"
+        return {int(tag.removeprefix("step-")) for tag in tags}
+
+    def assert_resumes(self, step: int) -> None:
+        """Asserts that the next job begins with this step, by the pointer and without it."""
+        with retries(0):
+            assert resumed(manager_of(self.url)) == step
+            pointer = self.objects().get("newest")
+            self.server.delete(f"{self.url}/newest")
+            assert manager_of(self.url).latest() == f"step-{step}"
+            if pointer is not None:
+                self.server.put(f"{self.url}/newest", pointer)
+
+    def assert_cleans_up(self, keep_last: int) -> None:
+        """Asserts that, when the grace is over, the saves of a next job leave what they keep, and
+        what is no manager's.
+        """
+        steps = range(20, 20 + keep_last)
+        foreign = self.names() & {*FOREIGN, LOST_DATA}
+        with clock_ahead(3 * HOUR), retries(0):
+            manager = manager_of(self.url, keep_last=keep_last)
+            save_steps(manager, *steps)
+            manager._retention.run()  # as behind one more commit
+        own = {f"step-{step}/{name}" for step in steps for name in (".metadata", "data")}
+        expected = {"newest", *own, *map(_without_id, foreign)}
+        assert {_without_id(name) for name in self.names()} == expected
+        assert self.whole() == set(steps)
+
+
+def _without_id(name: str) -> str:
+    """Returns a name with "data" in place of a data file's."""
+    tag, slash, end = name.rpartition("/")
+    return f"{tag}{slash}data" if end.endswith(".distcp") else name
