@@ -27,6 +27,7 @@ MIB = 1 << 20
 _MIN_SLOT_BYTES = 256 * KIB
 _MAX_SLOT_BYTES = 1 << 30
 _DEFAULT_MEMORY_BYTES = 64 * MIB
+_DEFAULT_UPLOAD_BYTES = 192 * MIB  # 16 parts of 8 MiB in three quarters, and what fills the next
 _INTEGERS = ("host_memory_bytes", "workers", "slot_bytes")  # of both classes
 
 
@@ -103,8 +104,8 @@ class WriteOptions(_Told):
         host_memory_bytes: bound, in bytes, on the host memory of a save besides the state: on all
             slots together, and separately on what is serialised or copied to the host at one time.
             One larger item still passes, alone. A value bounds the snapshots of asynchronous saves
-            as well. Default None: 64 MiB for slots and for temporaries; a snapshot takes as much as
-            the state.
+            as well. Default None: 64 MiB for slots and for temporaries, 192 MiB for the slots of an
+            upload to a store; a snapshot takes as much as the state.
         workers: threads that write. Default None: four times this rank's share of the usable cores
             (LOCAL_WORLD_SIZE ranks share them), from 2 to 16, within `host_memory_bytes`.
         slot_bytes: memory of one worker and the most it writes at once from there, in bytes; a
@@ -182,6 +183,10 @@ class WriteOptions(_Told):
     def resolved_memory_bytes(self) -> int:
         """Returns the bound on slots, and on temporaries, in bytes."""
         return _DEFAULT_MEMORY_BYTES if self.host_memory_bytes is None else self.host_memory_bytes
+
+    def resolved_upload_bytes(self) -> int:
+        """Returns the bound on the slots of uploads to a store, in bytes."""
+        return _DEFAULT_UPLOAD_BYTES if self.host_memory_bytes is None else self.host_memory_bytes
 
     def resolved_workers(self) -> int:
         """Returns the number of threads that a save starts."""

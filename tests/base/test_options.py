@@ -108,6 +108,8 @@ def test_a_budget_that_is_not_given_bounds_slots_and_temporaries_only() -> None:
     assert WriteOptions().host_memory_bytes is None
     assert WriteOptions().resolved_memory_bytes() == 64 * MIB
     assert WriteOptions(host_memory_bytes=3 * MIB).resolved_memory_bytes() == 3 * MIB
+    assert WriteOptions().resolved_upload_bytes() == 192 * MIB
+    assert WriteOptions(host_memory_bytes=3 * MIB).resolved_upload_bytes() == 3 * MIB
 
 
 def test_stock_arguments_become_options_and_attributes(tmp_path: Path) -> None:

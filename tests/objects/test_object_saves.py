@@ -131,8 +131,9 @@ def test_what_stock_wrote_is_read(object_prefix: str) -> None:
         {"single_file_per_rank": False},
         {"options": WriteOptions(in_place="never", host_memory_bytes=24 * MIB, workers=1)},
         {"options": WriteOptions(in_place="always", slot_bytes=256 << 10)},
+        {"options": WriteOptions(in_place="never")},
     ],
-    ids=["files", "file per item", "slots", "in place"],
+    ids=["files", "file per item", "slots", "in place", "slots of the default"],
 )
 def test_however_it_is_cut_it_is_the_same(object_prefix: str, made: dict[str, Any]) -> None:
     state = large_state()
@@ -140,7 +141,7 @@ def test_however_it_is_cut_it_is_the_same(object_prefix: str, made: dict[str, An
     dcpx.save(state, storage_writer=writer)
     assert_same(state, loaded(state, object_prefix))
     assert writer.last_report is not None
-    assert writer.last_report.slot_bytes <= writer.options.resolved_memory_bytes() // 2
+    assert writer.last_report.slot_bytes <= writer.options.resolved_upload_bytes() // 4 * 3
 
 
 class DoublingPlanner(DcpxSavePlanner):

@@ -299,7 +299,7 @@ class ObjectPlace:
 
     def write_job(self, options: WriteOptions) -> _C.WriteJob:
         """Returns a job whose files `writing` uploads."""
-        memory_bytes = options.resolved_memory_bytes()
+        memory_bytes = options.resolved_upload_bytes()
         return _C.WriteJob(
             dir_fd=-1,
             dir_path=os.fsencode(self.path),
@@ -325,7 +325,7 @@ class ObjectPlace:
         Yields counters to add to the job's. Raises: OptionError, before anything; StorageError: all
         uploads have ended, and what is there of them is the caller's to remove.
         """
-        memory_bytes = options.resolved_memory_bytes()
+        memory_bytes = options.resolved_upload_bytes()
         slot_bytes = upload_slot_bytes(options.slot_bytes, memory_bytes)
         part_bytes = part_bytes_for(max(planned_bytes, default=0), memory_bytes, slot_bytes)
         counters: dict[str, int] = {}
