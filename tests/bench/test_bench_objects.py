@@ -266,3 +266,19 @@ def test_sides_are_timed_beside_obstore_alone(case: str) -> None:
         ("load", "dcp.load, DcpxReader"),
     ]
     assert all(float(row[4].split()[0]) > 0 for row in rows)
+
+
+def test_gaps_are_read_over_and_apart() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, str(Path(__file__).with_name("object_gaps.py")), "--mib", "8"),
+            *("--gaps-kib", "64", "4096", "--rounds", "1", "--latency-ms", "0"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["64 KiB", "4096 KiB"]
+    assert all(float(row[1].split()[0]) > 0 for row in rows)
