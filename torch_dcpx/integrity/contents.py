@@ -39,13 +39,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Place:
         StorageError: it cannot be opened.
         OptionError, UnsupportedError: as `checked_location`.
     """
-    where = location(path)
+    return _opened(location(path), os.fsdecode(path))
+
+
+def _opened(where: Location, text: str) -> Place:
+    """Opens a place, which errors call `text`."""
     try:
         return open_place(where)
     except StorageError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
-        text = os.fsdecode(path)
         raise NotCommittedError(absent(text), errno=error.errno, path=text) from error
 
 
@@ -66,7 +69,8 @@ def open_contents(path: str | os.PathLike[str]) -> Iterator[Contents]:
     """
     where = location(path)
     name = where.name if names_file(where) else None
-    with open_checkpoint(where if name is None else where.parent) as place:
+    directory = where if name is None else where.parent
+    with _opened(directory, os.fsdecode(path if name is None else directory)) as place:
         look = place.look()
         yield Contents(where, place, look, name or artifact_among(where, look.names))
 
