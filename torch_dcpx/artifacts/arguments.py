@@ -81,8 +81,8 @@ def source_of(source: Any, options: WriteOptions) -> LiveSource | StoredSource:
         return LiveSource(source)
     if not isinstance(source, (str, os.PathLike)):
         raise must_be("source", source, "a path, a module or a state dict")
-    checked_location(source, "mount it, and name the directory", "source")
-    return StoredSource(source, options)
+    path = checked_location(source, "mount it, and name the directory", "source")
+    return StoredSource(path, options)
 
 
 def check_same_export(calls: Sequence[Call]) -> None:

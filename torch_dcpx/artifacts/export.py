@@ -143,7 +143,10 @@ def export(
         OptionError: an argument that cannot work.
         ConcurrentSaveError: another export writes to the directory.
         CorruptionError, StorageError, RankError, RankLostError, StoreLostError: of any rank, on
-            all; `path` is as it was.
+            all; `path` is as it was, but for a single file in a store, which may be replaced
+            before another rank fails.
+        OutcomeUnknownError: the store does not say if `path` is as it was, or holds the new
+            artifact.
     """
     began = time.perf_counter()
     # The whole path is compared with the names: it may have several names.

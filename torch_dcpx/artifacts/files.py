@@ -123,14 +123,19 @@ def check_destination(directory: Path, file_name: str | None) -> None:
 
 
 def old_shards(
-    place: Directory | ObjectPlace, index_name: str, shard: re.Pattern[str]
+    place: Directory | ObjectPlace,
+    index_name: str,
+    shard: re.Pattern[str],
+    unreadable: type[DcpxError] = DcpxError,
 ) -> frozenset[str]:
-    """Returns the shards that an index names; none of one that cannot be read, with a warning."""
+    """Returns the shards that an index names; none of a damaged one, with a warning, and of one
+    whose read raises `unreadable`.
+    """
     try:
         with place.open_small(index_name) as file:
             index: Any = json.loads(file.part(0, file.nbytes))
         names = set(index["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, DcpxError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, unreadable) as error:
         logger.warning(
             "'%s' is no index that can be read (%s); the files that it names stay",
             place.path / index_name,

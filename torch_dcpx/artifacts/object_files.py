@@ -4,7 +4,9 @@ Nothing is renamed there, and nothing written to later. So one rank uploads each
 1. Shards have names that no export has used. The last PUT, of the index, makes the artifact; a
    single file is one as soon as it is uploaded.
 2. The files that the replaced artifact named go, and no others.
-An error before the index is there leaves the old artifact, and removes the new files.
+An error before the index is there leaves the old artifact, and removes the new files: each rank
+those that it has uploaded, and once all have, the coordinator. Where nobody answers the PUT of the
+index, it stays open which artifact is there, and all files stay.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from collections.abc import Sequence
 from torch_dcpx.artifacts.files import ArtifactFiles, check_destination, old_shards
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.artifacts.sources import Offer
-from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.errors import CorruptionError, OptionError, StorageError, UnsupportedError
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.names import is_data_file_name, is_metadata_name
 from torch_dcpx.storage.object_place import ObjectPlace
+from torch_dcpx.storage.object_uploads import upload
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 from torch_dcpx.tensors.tiling import untiled
 
@@ -48,10 +51,10 @@ def files_of(
     return ArtifactFiles(directory, stem, suffix, options)
 
 
-def _is_whole(tensor: ExportTensor, offers: Sequence[Offer]) -> bool:
-    """Returns whether a rank holds all of a tensor."""
-    boxes = next(offer.boxes for offer in offers if offer.name == tensor.name)
-    return not list(untiled([(tensor.sizes, boxes)]))
+def _parts_of(tensors: Sequence[ExportTensor], offers: Sequence[Offer]) -> set[int]:
+    """Returns the numbers of the tensors that a rank does not hold whole."""
+    boxes = {offer.name: offer.boxes for offer in offers}
+    return {offence[0] for offence in untiled([(one.sizes, boxes[one.name]) for one in tensors])}
 
 
 class ObjectFiles:
@@ -78,8 +81,12 @@ class ObjectFiles:
         self._single_name = f"{stem}{suffix}"
         self._index_name = f"{stem}{suffix}.index.json"
         shard = re.escape(stem) + r"(-[0-9a-f]{12})?-\d{5,9}-of-\d{5,9}" + re.escape(suffix)
-        has_index = self._index_name in there
-        self._replaced = old_shards(place, self._index_name, re.compile(shard)) if has_index else ()
+        self._has_index = self._index_name in there
+        self._replaced: frozenset[str] = frozenset()
+        if self._has_index:
+            # Where the store does not answer, nobody knows what to remove later.
+            found = old_shards(place, self._index_name, re.compile(shard), CorruptionError)
+            self._replaced = found
         self._has_single = self._single_name in there
         self._names: tuple[str, ...] = ()
         self._is_published = False
@@ -108,10 +115,9 @@ class ObjectFiles:
         Raises UnsupportedError: no rank has all of a file.
         """
         held: list[set[int]] = [set(range(ranks)) for _ in layout.files]
-        for tensor, payload in zip(tensors, layout.payloads, strict=True):
-            able = held[payload.file]
-            if of_ranks is not None:
-                able = {rank for rank in able if _is_whole(tensor, of_ranks[rank])}
+        lacking = [_parts_of(tensors, offers) for offers in of_ranks or ()]
+        for number, (tensor, payload) in enumerate(zip(tensors, layout.payloads, strict=True)):
+            able = {r for r in held[payload.file] if not lacking or number not in lacking[r]}
             if not able:
                 raise UnsupportedError(
                     f"export to '{self._place.path}': one rank uploads a file, and none holds all "
@@ -134,19 +140,49 @@ class ObjectFiles:
             patches: of heads, which are there as well.
             index: of several files; None: there is one.
 
-        Raises StorageError: the artifact may not be there; or the single file before it still is,
-        and loads take that.
+        Raises:
+            StorageError: the artifact is not there; or the single file before it still is, and
+                loads take that.
+            OutcomeUnknownError: the store does not say which artifact is there.
         """
         place = self._place
         if index is not None:
-            place.bucket.put_again(place.key(self._index_name), index)
+            self._put_index(index)
         self._is_published = True
         if index is not None and self._has_single:
-            place.unlink(self._single_name)
-        old = set(self._replaced) if index is not None else {self._index_name, *self._replaced}
-        place.remove_leftovers(sorted(old.difference(self._names)))
+            self._remove_single()
+        old = set(self._replaced).difference(self._names)
+        if index is None and self._has_index:
+            old.add(self._index_name)
+        place.remove_leftovers(sorted(old))
+
+    def _remove_single(self) -> None:
+        """Removes the single file, which loads would take. Raises StorageError: it is there."""
+        try:
+            self._place.unlink(self._single_name)
+        except StorageError:
+            if self._place.is_regular(self._single_name):
+                raise
+
+    def _put_index(self, index: bytes) -> None:
+        """Puts the index, which names the shards of this export alone. Raises: as `publish`."""
+        place = self._place
+        self._is_published = True  # as far as anybody knows: the request may come through later
+        try:
+            upload(
+                place.bucket,
+                place.key(self._index_name),
+                len(index),
+                lambda: iter([index]),
+                part_bytes=len(index),
+                at_once=1,
+                is_replacing=True,
+            )
+        except StorageError:
+            self._is_published = False
+            raise
 
     def close(self) -> None:
-        """Removes shards that are no artifact. Never raises."""
+        """Removes shards that are no artifact, on no rank's part any more. Never raises."""
         if not self._is_published and len(self._names) > 1:
             self._place.remove_leftovers(self._names)

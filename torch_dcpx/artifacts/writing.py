@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,12 +19,12 @@ from torch_dcpx.errors import must_be
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.object_place import ObjectPlace
+from torch_dcpx.storage.object_uploads import upload
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 
 _MIB = 1 << 20
 _PART_BYTES = 8 * _MIB
 _LEAST_PART_BYTES = 5 * _MIB  # that a store takes
-_LEAST_MEMORY_BYTES = 4 * _LEAST_PART_BYTES
 _MAX_PARTS = 9_000  # a store takes 10,000
 _PARTS_AT_ONCE = 16
 
@@ -103,8 +105,9 @@ def _targets(
 class _Streams:
     """Uploads whole files, each by one rank, piece by piece in the order of its bytes.
 
-    Of the budget a quarter is for the piece that is being filled, and half for parts under way: a
-    store holds one more than it was told.
+    Of the budget half is for parts under way, of which a store holds one more than it was told, and
+    a quarter for reads. A window is a sixteenth: one is being filled, and of two others a part may
+    hold the end and the begin.
     """
 
     def __init__(
@@ -115,63 +118,71 @@ class _Streams:
         options: WriteOptions,
     ) -> None:
         """Raises OptionError: parts that a store takes do not fit the memory."""
+        files = [order.layout.files[file] for file in order.own_files]
+        largest_bytes = max((file.nbytes for file in files), default=0)
+        needed_bytes = max(_LEAST_PART_BYTES, -(-largest_bytes // _MAX_PARTS))
         memory_bytes = options.resolved_memory_bytes()
-        if memory_bytes < _LEAST_MEMORY_BYTES:
-            least = f"{_LEAST_MEMORY_BYTES} or more for an export to a store"
+        if files and memory_bytes < 4 * needed_bytes:
+            least = f"{4 * needed_bytes} or more for an export to a store"
             raise must_be("host_memory_bytes", memory_bytes, least)
-        self._source, self._order, self._memory_bytes = source, order, memory_bytes
+        self._source, self._order = source, order
         self._place = ObjectPlace(directory.at(options.endpoint))
         self._offered = {place: n for n, place in enumerate(order.numbers) if place >= 0}
+        self._part_bytes = max(needed_bytes, min(_PART_BYTES, memory_bytes // 4))
+        self._window_bytes = memory_bytes // 16
+        at_once = memory_bytes // 2 // self._part_bytes - 1
+        self._at_once = max(1, min(_PARTS_AT_ONCE, at_once))
 
     def write(self) -> Done:
         written = 0
         for file in self._order.own_files:
             plan = self._order.layout.files[file]
-            part_bytes = max(
-                min(_PART_BYTES, self._memory_bytes // 4), -(-plan.nbytes // _MAX_PARTS)
+            upload(
+                self._place.bucket,
+                self._place.key(plan.name),
+                plan.nbytes,
+                partial(self._pieces, file),
+                part_bytes=self._part_bytes,
+                at_once=self._at_once,
+                is_replacing=len(self._order.layout.files) == 1,
             )
-            bucket, key = self._place.bucket, self._place.key(plan.name)
-            if plan.nbytes <= part_bytes:
-                bucket.put(key, list(self._pieces(file)))
-            else:
-                at_once = max(1, min(_PARTS_AT_ONCE, self._memory_bytes // 2 // part_bytes - 1))
-                bucket.put_parts(key, self._pieces(file), part_bytes, at_once)
             written += plan.nbytes
         return Done(written, 0, [])
 
-    def _pieces(self, file: int) -> Iterator[memoryview]:
+    def _pieces(self, file: int) -> Iterator[bytes | mmap.mmap]:
         """Yields the bytes of a file."""
-        head = self._order.layout.files[file].head
-        yield memoryview(head)
-        batch: list[Piece] = []
+        yield self._order.layout.files[file].head
+        window: list[Piece] = []
         held = 0
-        most = max(1, min(_PART_BYTES, self._memory_bytes // 4))
-        for piece, nbytes in self._boxes(file, most):
-            if batch and held + nbytes > most:
-                yield self._filled(batch, held)
-                batch, held = [], 0
-            batch.append(piece)
+        for piece, nbytes in self._boxes(file):
+            if window and held + nbytes > self._window_bytes:
+                yield self._filled(window, held)
+                window, held = [], 0
+            window.append(piece)
             held += nbytes
-        if batch:
-            yield self._filled(batch, held)
+        if window:
+            yield self._filled(window, held)
 
-    def _boxes(self, file: int, most_bytes: int) -> Iterator[tuple[Piece, int]]:
+    def _boxes(self, file: int) -> Iterator[tuple[Piece, int]]:
+        """Yields the boxes of a file's tensors, and the bytes of each, in the order of the file."""
         payloads, tensors = self._order.layout.payloads, self._order.tensors
         places = [place for place, payload in enumerate(payloads) if payload.file == file]
         for place in sorted(places, key=lambda one: payloads[one].offset):
             tensor = tensors[place]
-            for offsets, lengths in slabs(tensor.sizes, tensor.itemsize, most_bytes):
+            for offsets, lengths in slabs(tensor.sizes, tensor.itemsize, self._window_bytes):
                 nbytes = torch.Size(lengths).numel() * tensor.itemsize
                 yield Piece(self._offered[place], offsets, lengths), nbytes
 
-    def _filled(self, batch: Sequence[Piece], nbytes: int) -> memoryview:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+    def _filled(self, window: Sequence[Piece], nbytes: int) -> mmap.mmap:
+        """Returns the bytes of boxes. Once they are uploaded, their memory is the system's."""
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
         views, at = [], 0
-        for piece in batch:
+        for piece in window:
             tensor = self._order.tensors[self._order.numbers[piece.number]]
             end = at + torch.Size(piece.lengths).numel() * tensor.itemsize
             dtype = dtype_by_name(tensor.dtype) or torch.uint8
-            views.append(memory[at:end].view(dtype).view(piece.lengths))
+            views.append(whole[at:end].view(dtype).view(piece.lengths))
             at = end
-        self._source.fill(batch, views)
-        return memoryview(memory.numpy())  # type: ignore[arg-type]
+        self._source.fill(window, views)
+        return memory

@@ -1,14 +1,18 @@
-"""The files of one streamed `WriteJob`, uploaded while it fills."""
+"""Uploads: the files of one streamed `WriteJob` while it fills, and objects made piece by piece."""
 
 from __future__ import annotations
 
 import errno
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch_dcpx.errors import OptionError, StorageError
+from torch_dcpx.errors import OptionError, OutcomeUnknownError, StorageError
 from torch_dcpx.storage.object_store import Bucket
 
 if TYPE_CHECKING:
@@ -104,8 +108,8 @@ class Uploads:
                 return
 
     def _upload(self, number: int, key: str) -> None:
-        pieces = _Pieces(self._job.pieces(number))
-        nbytes = pieces.own.nbytes()
+        own = self._job.pieces(number)
+        pieces, nbytes = _Pieces(own), own.nbytes()
         for tries_left in reversed(range(_TRIES)):
             try:
                 if nbytes is not None and nbytes <= self._part_bytes:
@@ -114,36 +118,148 @@ class Uploads:
                     self._bucket.put_parts(key, pieces, self._part_bytes, _PARTS_AT_ONCE)
                 return
             except StorageError as error:
-                if pieces.is_ended and self._is_there(key, pieces.own.nbytes()):
+                if pieces.is_ended and _is_there(self._bucket, key, own.nbytes()):
                     return
                 # What is taken is gone: only an upload that has not begun may begin again.
                 if pieces.is_begun or error.errno != errno.EIO or not tries_left:
                     raise
             time.sleep(_PAUSE_S)
 
-    def _is_there(self, key: str, nbytes: int | None) -> bool:
-        """Whether an upload that was not answered was done: its name is new, and nobody else's."""
-        try:
-            found = self._bucket.head(key)
-        except StorageError:
-            return False  # the error of the upload says more
-        return found is not None and found[0] == nbytes
-
 
 class _Pieces:
     """Knows how far obstore has come."""
 
-    def __init__(self, own: _C.UploadPieces) -> None:
-        self.own = own
+    def __init__(self, own: Iterator[Any]) -> None:
+        self._own = own
         self.is_begun = self.is_ended = False
 
     def __iter__(self) -> _Pieces:
         return self
 
-    def __next__(self) -> _C.UploadPiece:
+    def __next__(self) -> Any:
         self.is_begun = True
         try:
-            return next(self.own)
+            return next(self._own)
         except StopIteration:
             self.is_ended = True
             raise
+
+
+def _is_there(bucket: Bucket, key: str, nbytes: int | None, replaced: str | None = None) -> bool:
+    """Whether an upload that was not answered was done: nobody else puts an object of this name.
+
+    Args:
+        replaced: the tag of the one that was there before; None: its name is new.
+    """
+    try:
+        found = bucket.head(key)
+    except StorageError:
+        return False  # the error of the upload says more
+    return found is not None and found[0] == nbytes and found[1] != replaced
+
+
+class _Feed:
+    """Hands pieces from the thread that makes them to the one that uploads them; one waits between
+    them. obstore's threads cannot make pieces: no other request may be waited for there.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: queue.Queue[Any] = queue.Queue(1)
+        self._is_given_up = False
+        self.is_ended = False  # all are taken
+
+    def __iter__(self) -> _Feed:
+        return self
+
+    def __next__(self) -> Any:
+        piece = self._pieces.get()
+        if self._is_given_up:
+            raise StorageError("upload: there are no more bytes", errno=errno.ECANCELED)
+        if piece is None:
+            self.is_ended = True
+            raise StopIteration
+        return piece
+
+    def put(self, piece: Any, upload: Future[None]) -> bool:
+        """Hands over a piece, None behind the last one. Returns False if the upload has ended."""
+        while not upload.done():
+            try:
+                self._pieces.put(piece, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def give_up(self) -> None:
+        """Has the upload fail."""
+        self._is_given_up = True
+        with suppress(queue.Empty):
+            self._pieces.get_nowait()
+        self._pieces.put(None)
+
+
+def _error_of(
+    put: Callable[[Any], None], feed: _Feed, pieces: Iterator[Any]
+) -> BaseException | None:
+    """Uploads pieces while they are made; returns the upload's error.
+
+    Raises: what making them raises; the upload is aborted then.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="dcpx-upload") as pool:
+        upload = pool.submit(put, feed)
+        try:
+            if all(feed.put(piece, upload) for piece in pieces):
+                feed.put(None, upload)
+            return upload.exception()
+        except BaseException:
+            feed.give_up()
+            raise
+
+
+def upload(
+    bucket: Bucket,
+    key: str,
+    nbytes: int,
+    pieces: Callable[[], Iterator[Any]],
+    *,
+    part_bytes: int,
+    at_once: int,
+    is_replacing: bool,
+) -> None:
+    """Uploads an object whose bytes can be made again: it begins anew where nobody answers.
+
+    Args:
+        pieces: makes all bytes, in their order, in the caller's thread.
+        part_bytes: of a part; a smaller object is one PUT.
+        at_once: parts under way.
+        is_replacing: an object of this name may be there, which the new one replaces.
+
+    Raises:
+        StorageError: what was there is there still.
+        OutcomeUnknownError: the store does not say if it is replaced.
+        What `pieces` raises: the upload is aborted.
+    """
+    put: Callable[[Any], None] = partial(bucket.put, key)
+    if nbytes > part_bytes:
+        put = partial(bucket.put_parts, key, part_bytes=part_bytes, at_once=at_once)
+    found = bucket.head(key) if is_replacing else None
+    for tries_left in reversed(range(_TRIES)):
+        feed = _Feed()
+        error = _error_of(put, feed, pieces())
+        if error is None:
+            return
+        if not isinstance(error, StorageError):
+            raise error
+        if feed.is_ended and _is_there(bucket, key, nbytes, found and found[1]):
+            return
+        # ENOENT: an upload that is complete, or aborted, is no more.
+        if error.errno not in (errno.EIO, errno.ENOENT):
+            raise error
+        if not tries_left and feed.is_ended and is_replacing:
+            raise OutcomeUnknownError(
+                f"{error}: its outcome is unknown. What is there is the previous object or this "
+                "one, whole"
+            ) from error
+        if not tries_left:
+            raise error
+        time.sleep(_PAUSE_S)
