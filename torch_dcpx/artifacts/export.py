@@ -39,7 +39,7 @@ from torch_dcpx.artifacts.layout import ExportTensor, index_of, safetensors_layo
 from torch_dcpx.artifacts.object_files import ObjectFiles, files_of
 from torch_dcpx.artifacts.sources import Entry, LiveSource, StoredSource, selected
 from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
-from torch_dcpx.artifacts.writing import Done, Order, write_own
+from torch_dcpx.artifacts.writing import Done, Order, remove_own, write_own
 from torch_dcpx.checkpoint.same_call import Call, has_functions
 from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.key_map import KeyMap
@@ -215,6 +215,7 @@ class _Export:
         self._stack = ExitStack()  # removes the files of an export that fails
         self._order: Order
         self._done = Done(0, 0, [])
+        self._crc_shares: list[list[int]] = []  # of all ranks, on the coordinator
         self._plan_s = self._write_s = 0.0
 
     def prepare(self, source: Any, checked: Callable[[], ExportArguments]) -> None:
@@ -270,7 +271,12 @@ class _Export:
                 self._write_s = time.perf_counter() - began
                 self._exchange.restart()
 
-        self._exchange.all_reduce("write", own, self._publish)
+        try:
+            self._exchange.all_reduce("write", own, self._take)
+        except BaseException:  # and so this rank does not take part in the next step
+            remove_own(self._order, self._arguments.directory, self._options)
+            raise
+        self._exchange.all_reduce("publish", self._exchange.restart, self._publish)
 
     def close(self) -> None:
         """Removes the files of an export that failed."""
@@ -347,7 +353,11 @@ class _Export:
         self._done = done
         return done.crc_shares
 
-    def _publish(self, of_ranks: list[list[int]]) -> None:
+    def _take(self, of_ranks: list[list[int]]) -> None:
+        """Notes the ranks' shares of checksums."""
+        self._crc_shares = of_ranks
+
+    def _publish(self, _: list[None]) -> None:
         """Completes the files, which all ranks have written, and renames them."""
         self._exchange.note_phase("committing")
         order = self._order
@@ -355,7 +365,7 @@ class _Export:
         index = index_of(order.tensors, order.layout) if len(order.layout.files) > 1 else None
         if self._arguments.is_torch:
             crcs = [0] * len(order.tensors)
-            for shares in of_ranks:
+            for shares in self._crc_shares:
                 for number, share in enumerate(shares):
                     crcs[number] ^= share
             heads = torch_patches(self._records, crcs)

@@ -99,6 +99,16 @@ def _targets(
     return targets
 
 
+def remove_own(order: Order, directory: Location, options: WriteOptions) -> None:
+    """Removes shards that this rank has uploaded. Never raises.
+
+    REQUIRES: nobody publishes them. The coordinator removes the files of a directory.
+    """
+    if isinstance(directory, ObjectUrl) and len(order.layout.files) > 1:
+        names = [order.layout.files[file].name for file in order.own_files]
+        ObjectPlace(directory.at(options.endpoint)).remove_leftovers(names)
+
+
 # ---- Into a store --------------------------------------------------------------------------------
 
 
