@@ -113,14 +113,23 @@ def test_url_without_anything_beneath_is_said(store: Store) -> None:
     assert printed("verify", store.url, code=1)["findings"][0]["kind"] == "uncommitted"
 
 
-@pytest.mark.parametrize("args", ["export U z", "export . U", "gc U"])
-def test_commands_that_take_directories_alone_say_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = dcpx(*args.replace("U", "s3://bucket/run").split())
-    assert result.exit_code == 2 and "is a URL" in result.output
-    assert list(tmp_path.iterdir()) == []
+def test_export_and_gc_take_urls(store: Store, tmp_path: Path) -> None:
+    source, url = saved(store), f"{store.url}/out"
+    printed("export", source, url)
+    assert {key.rpartition("/")[2] for key in store.server.keys(url)} == {"model.safetensors"}
+    error = printed("export", source, url, code=2)["error"]
+    assert error["type"] == "OptionError" and "is there; name another place" in error["message"]
+    printed("export", source, url, "--overwrite")
+    printed("export", url, tmp_path / "back", "--format", "dcp")
+    assert printed("verify", tmp_path / "back")["ok"]
+    assert printed("gc", source) == []
+    store.server.put(f"{source}/__7_0.0123456789ab.distcp", b"left")
+    (row,) = printed("gc", source)
+    assert (row["state"], row["nbytes"]) == ("left", 4)
+    (row,) = printed("gc", source, "--delete")
+    assert "younger than 86400 s" in row["problem"]
+    (row,) = printed("gc", source, "--delete", "--grace", "0")
+    assert row["state"] == "removed" and printed("gc", source) == []
 
 
 @pytest.mark.parametrize(

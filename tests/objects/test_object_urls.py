@@ -39,6 +39,11 @@ CALLS: list[Callable[[Any], object]] = [
     lambda url: dcpx.save(STATE, url),
     lambda url: dcpx.async_save(STATE, url),
     lambda url: dcpx.load(dict(STATE), url),
+    CheckpointManager,
+    dcpx.verify,
+    dcpx.repair,
+    lambda url: dcpx.export(url, "out"),
+    lambda url: dcpx.export(STATE, url),
 ]
 
 
@@ -87,24 +92,6 @@ def test_url_with_more_than_a_place_is_refused_and_its_secret_not_told(
 def test_other_stores_are_refused_by_name(call: Callable[[Any], object], url: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{url}' is a URL"):
         call(url)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        CheckpointManager,
-        dcpx.verify,
-        dcpx.repair,
-        lambda url: dcpx.export(url, "out"),
-        lambda url: dcpx.export(STATE, url),
-    ],
-)
-def test_what_takes_no_url_yet_says_so(
-    object_prefix: str, object_server: ObjectServer, call: Callable[[Any], object]
-) -> None:
-    with pytest.raises(UnsupportedError, match="is a URL"):
-        call(f"{object_prefix}/run")
-    assert object_server.keys(object_prefix) == []
 
 
 def test_slash_at_the_end_and_bytes_name_the_same_place(object_prefix: str) -> None:
