@@ -194,6 +194,7 @@ class LatePut:
         self._put: Any = Bucket.put_if
         self._held: tuple[Any, ...] | None = None
         self.before_next: Callable[[], None] = lambda: None  # called before each later PUT
+        self.takes: Callable[[str], bool] = lambda _: True  # which keys this is about
 
         def put_if(*arguments: Any) -> None:
             self._called(*arguments)
@@ -203,6 +204,9 @@ class LatePut:
     def _called(
         self, bucket: Bucket, key: str, pieces: Sequence[Any], replaced: str | None
     ) -> None:
+        if not self.takes(key):
+            self._put(bucket, key, pieces, replaced)
+            return
         if self._held is None:
             self._held = bucket, key, [bytes(piece) for piece in pieces], replaced
             raise StorageError("put: timed out", errno=5)
@@ -219,5 +223,5 @@ def unanswered() -> None:
     raise StorageError("put: the store is gone", errno=5)
 
 
-def interrupted(*_: object) -> None:
+def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
