@@ -276,8 +276,9 @@ def test_fault_of_any_request_is_a_finding_an_error_or_not_noticed(
                 try:
                     report = dcpx.verify(store.url, workers=1)
                     text, is_fine = str(report), report.ok
-                except DcpxError as error:  # no list, no place
+                except DcpxError as error:  # without a list there is nothing to report
                     text, is_fine = str(error), False
+                    assert store.proxy.requests()[number].kind == "list", text
             hit = store.proxy.requests()[number]
             assert hit.fault == how
             where = f"{how} of {hit}, {tries} tries: {text}"
