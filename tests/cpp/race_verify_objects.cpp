@@ -1,5 +1,7 @@
 // VerifyJob over objects, with four workers: what it names, to the byte what it asks for, and how
 // much of the answers it holds at one time. Damage, changes, requests that fail.
+#include <condition_variable>
+#include <mutex>
 #include <set>
 
 #include "check.h"
@@ -162,6 +164,35 @@ TEST(object_that_is_replaced_or_gone_is_one_finding_and_asked_for_no_more) {
   append_expected(run.files[2], of_c);
   CHECK_EQ(requests["c"], of_c.size());
   CHECK_EQ(run.job.done_bytes(), 6'000'000U);
+}
+
+// A store whose reads fail, all at the same moment, once so many are under way.
+class FailingTogether : public MemoryStore {
+ public:
+  explicit FailingTogether(int count) : left_(count) {}
+
+  Bytes read(const std::string& name, const std::string&, std::uint64_t, std::uint64_t) override {
+    std::unique_lock lock(mutex_);
+    if (--left_ == 0) all_.notify_all();
+    all_.wait(lock, [&] { return left_ <= 0; });
+    throw dcpx::storage_error("get", name, ESTALE);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_;
+  int left_ = 0;
+};
+
+TEST(requests_of_one_object_that_fail_together_are_one_finding) {
+  RandomSource random(935);
+  const auto store = std::make_shared<FailingTogether>(int{kWorkers});
+  store->put("f", file_with_footer(random, "w", 8 * kSlotBytes));
+  VerifyJob job(store, kFolder, {kWorkers, kSlotBytes, false});
+  std::vector<Finding> findings;
+  std::uint64_t file_bytes = 0;
+  job.add_file("f", &file_bytes, findings);
+  CHECK_EQ(job.sum({}).size(), 1U);
 }
 
 TEST(request_that_fails_is_one_finding_of_its_object_and_others_are_summed) {
