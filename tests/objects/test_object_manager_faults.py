@@ -117,13 +117,17 @@ _REPEATED = (("reset", _TRIES), ("lost_answer", _TRIES))  # the others are other
 @pytest.mark.parametrize(
     ("how", "tries"), [*((how, 0) for how in (*LOST, *REFUSED, "partial_list")), *_REPEATED]
 )
-def test_every_fault_of_every_request_of_a_save_loses_nothing(
-    root: Root, how: str, tries: int
-) -> None:
+def test_no_fault_of_any_request_of_a_save_loses_anything(root: Root, how: str, tries: int) -> None:
     base = root.base()
-    for one in _requests_of(root, base, lambda: _job(root, 4)):
+    requests = _requests_of(root, base, lambda: _job(root, 4))
+    for one in requests[_turn(how) :: 3] if how != "partial_list" else requests:
         if how != "partial_list" or one.kind == "list":
             _saves_with_fault(root, base, (4,), one.number, how, tries)
+
+
+def _turn(how: str) -> int:
+    """Returns at which of three requests a fault begins: each meets two lost and one refused."""
+    return (*LOST, *REFUSED).index(how) % 3
 
 
 @pytest.mark.slow
@@ -132,7 +136,7 @@ def test_every_request_of_a_second_save_may_fail(root: Root, how: str) -> None:
     base = root.base()
     requests = _requests_of(root, base, lambda: _job(root, 4, 5))
     begin = [one.number for one in requests if one.key.endswith("step-4/.metadata")][-1]
-    for number in range(begin, len(requests)):
+    for number in range(begin + _turn(how), len(requests), 3):
         _saves_with_fault(root, base, (4, 5), number, how, 0)
 
 
