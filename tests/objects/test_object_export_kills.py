@@ -5,24 +5,17 @@ The proxy kills it when a request has come, which is lost then, or when the stor
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import tempfile
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from object_exports import INDEX, KINDS, SINGLE, export, exported, is_same, names_at, tensors_of
 from object_outcomes import Store, objects_at
+from object_victims import killed_at
 from support.object_proxy import FaultProxy
-from support.object_requests import Request
 from support.object_server import ObjectServer
-from support.warm import warm_parent
 
 WORKER = Path(__file__).with_name("object_export_kills_worker.py")
-_DEADLINE_S = 300.0
 _MOST = 100
 EXPORTS = [("single", "shards"), ("shards", "shards"), ("shards", "parts")]
 
@@ -40,26 +33,8 @@ def _killed_at(
     Returns whether it was killed, the number of the request that commits, and of all.
     """
     store.reset(objects)
-    started = threading.Event()
-    victim: list[Any] = []
-
-    def kill(_: Request) -> str:
-        assert started.wait(_DEADLINE_S)
-        os.kill(victim[0].pid, signal.SIGKILL)
-        return "lost_answer" if is_done else "reset"
-
-    store.proxy.hook(number, kill, is_done=is_done)
-    with tempfile.TemporaryFile("w+") as out:
-        arguments = [str(WORKER), store.url, "2", kind]
-        victim.append(warm_parent().start(arguments, out, out, env=os.environ))
-        started.set()
-        try:
-            status = victim[0].wait(_DEADLINE_S)
-        finally:
-            victim[0].kill()
-        out.seek(0)
-        said = out.read()
-    assert status in (0, -signal.SIGKILL), said
+    arguments = [str(WORKER), store.url, "2", kind]
+    status = killed_at(store.proxy, number, arguments, is_done=is_done)
     requests = store.proxy.requests()
     store.proxy.heal()
     last = INDEX if kind == "shards" else SINGLE

@@ -6,23 +6,18 @@ it has uploaded stays and is named by nothing; the next save to the same URL doe
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import tempfile
-import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from object_outcomes import LARGE_NUMEL, found, objects_at, put_objects, retries, save, state_of
+from object_victims import killed_at
 from support.object_proxy import FaultProxy
-from support.object_requests import Request
 from support.object_server import ObjectServer
-from support.warm import warm_parent
 
 WORKER = Path(__file__).with_name("object_kills_worker.py")
-_DEADLINE_S = 300.0
 # kind of save -> elements of the old state (0: there is none), of the new one
 SAVES = {"first": (0, 3000), "over": (3000, 3000), "parts": (3000, LARGE_NUMEL)}
 _MOST = 100
@@ -57,27 +52,8 @@ class Victims:
         put_objects(self._server, self._url, self._old)
         self._proxy.heal()
         self._proxy.clear()
-        started = threading.Event()
-        victim: list[Any] = []
-
-        def kill(_: Request) -> str:
-            if not started.wait(_DEADLINE_S):
-                raise TimeoutError
-            os.kill(victim[0].pid, signal.SIGKILL)
-            return "lost_answer" if is_done else "reset"
-
-        self._proxy.hook(number, kill, is_done=is_done)
         arguments = [str(WORKER), self._url, "2", str(self._numel)]
-        with tempfile.TemporaryFile("w+") as out:
-            victim.append(warm_parent().start(arguments, out, out, env=os.environ))
-            started.set()
-            try:
-                status = victim[0].wait(_DEADLINE_S)
-            finally:
-                victim[0].kill()
-            out.seek(0)
-            said = out.read()
-        assert status in (0, -signal.SIGKILL), said
+        status = killed_at(self._proxy, number, arguments, is_done=is_done)
         requests = self._proxy.requests()
         self._proxy.heal()
         with retries(0):

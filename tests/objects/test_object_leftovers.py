@@ -21,15 +21,6 @@ HOUR = 3600.0
 LEFT = "__1_0.0123456789ab.distcp"
 
 
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds by which the store's clock is ahead of the dates of its objects."""
-    shift = [0.0]
-    now_s = Bucket.now_s
-    monkeypatch.setattr(Bucket, "now_s", lambda self, prefix: now_s(self, prefix) + shift[0])
-    return shift
-
-
 def lose_metadata(server: ObjectServer, url: str) -> None:
     server.remove(f"{url}/.metadata")
 

@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 HOUR = 3600.0
 
 
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds by which the store's clock is ahead of the dates of its objects."""
-    shift = [0.0]
-    now_s = Bucket.now_s
-    monkeypatch.setattr(Bucket, "now_s", lambda self, prefix: now_s(self, prefix) + shift[0])
-    return shift
-
-
 def test_manager_saves_lists_resumes_and_keeps_the_last(
     object_prefix: str, object_server: ObjectServer, later: list[float]
 ) -> None:

@@ -6,25 +6,20 @@ killed job but what is kept.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import tempfile
-import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from object_manager_outcomes import Root
 from object_managers import manager_of, save_steps
 from object_outcomes import retries
+from object_victims import killed_at
 from support.object_proxy import FaultProxy
-from support.object_requests import Request
 from support.object_server import ObjectServer
-from support.warm import warm_parent
 
 WORKER = Path(__file__).with_name("object_manager_kills_worker.py")
-_DEADLINE_S = 300.0
 _MOST = 200
 _SAVES = (3, 4)  # of the victim, over 1 and 2
 _SAMPLE = 5
@@ -52,27 +47,8 @@ class Victims:
         """Has one killed at a request, or `is_done`, at its answer; a next job goes on."""
         root = self._root
         root.reset(self._base)
-        started = threading.Event()
-        victim: list[Any] = []
-
-        def kill(_: Request) -> str:
-            if not started.wait(_DEADLINE_S):
-                raise TimeoutError
-            os.kill(victim[0].pid, signal.SIGKILL)
-            return "lost_answer" if is_done else "reset"
-
-        root.proxy.hook(number, kill, is_done=is_done)
         arguments = [str(WORKER), root.url, "1", *map(str, _SAVES)]
-        with tempfile.TemporaryFile("w+") as out:
-            victim.append(warm_parent().start(arguments, out, out, env=os.environ))
-            started.set()
-            try:
-                status = victim[0].wait(_DEADLINE_S)
-            finally:
-                victim[0].kill()
-            out.seek(0)
-            said = out.read()
-        assert status in (0, -signal.SIGKILL), said
+        status = killed_at(root.proxy, number, arguments, is_done=is_done)
         requests = root.proxy.requests()
         root.proxy.heal()
         commits = [

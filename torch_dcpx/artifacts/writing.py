@@ -42,7 +42,7 @@ class Order(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What a rank has written, and its shares of the payloads' checksums."""
+    """Counts what a rank has written, and has its shares of the payloads' checksums."""
 
     written_bytes: int
     in_place_bytes: int

@@ -38,7 +38,7 @@ _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Look(NamedTuple):
-    """What one look at a place has found."""
+    """Holds what one look at a place has found."""
 
     names: list[str]  # of all that lies directly in it
     size: Callable[[str], int | None]  # bytes of a regular file by name; None: there is no such

@@ -64,7 +64,7 @@ class ListedObject(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What lies directly beneath a prefix."""
+    """Lists what lies directly beneath a prefix."""
 
     objects: dict[str, ListedObject]  # by name
     prefixes: list[str]  # names of those beneath which there is more

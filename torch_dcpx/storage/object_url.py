@@ -60,7 +60,7 @@ class ObjectUrl:
 
     @property
     def parent(self) -> ObjectUrl:
-        """What the last name lies in; of a bucket's own objects, the bucket."""
+        """The URL without its last name; of a bucket's own objects, the bucket."""
         return ObjectUrl(self.bucket, self.key.rpartition("/")[0], self.endpoint)
 
     @property
