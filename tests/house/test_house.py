@@ -315,6 +315,11 @@ def test_the_folders_of_tests_mirror_the_rooms() -> None:
     assert folders == set(PACKAGE_ROOMS) | OTHER_TESTS
 
 
+def test_there_is_one_conftest() -> None:
+    """A second one would be what `from conftest import` finds, in the folders after its own."""
+    assert list((ROOT / "tests").rglob("conftest.py")) == [ROOT / "tests" / "conftest.py"]
+
+
 # ---- Sizes --------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,17 @@ def object_proxy(
     proxy.close()
 
 
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds by which the store's clock is ahead of the dates of its objects."""
+    from torch_dcpx.storage.object_store import Bucket
+
+    shift = [0.0]
+    now_s = Bucket.now_s
+    monkeypatch.setattr(Bucket, "now_s", lambda self, prefix: now_s(self, prefix) + shift[0])
+    return shift
+
+
 def _enter(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
     """Sets these variables, and takes away all others that could name a store."""
     for name in list(os.environ):
