@@ -64,13 +64,15 @@ TEST_JOBS := -n $(JOBS) --maxprocesses 8 --dist worksteal
 PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest $(TEST_JOBS)
 
 FAKE_CUDA := build/fake_cuda/libfakecuda.so
+AZURITE := build/azurite/installed
 
-.PHONY: help demo test test-all test-cpp test-torch test-frameworks lint lint-python lint-cpp tidy wheel wheels build bench clean
+.PHONY: help demo test test-all test-cpp test-torch test-frameworks azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
 	@echo "make test                    the tests, no root needed"
 	@echo "make test-all                all tests, slow ones and those that need root; no skips"
+	@echo "make azurite                 the server of the tests of az:// (build/azurite; by npm)"
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
 	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, lightning (all)"
@@ -85,7 +87,7 @@ demo: build
 test: build $(FAKE_CUDA)
 	$(PYTEST) -n $(shell expr $(JOBS) + 1) $(PYTEST_ARGS)
 
-test-all: build $(FAKE_CUDA) test-cpp
+test-all: build $(FAKE_CUDA) $(AZURITE) test-cpp
 	$(DISK_TOOLS)
 	DCPX_STRICT=1 $(PYTEST) --everything $(PYTEST_ARGS)
 
@@ -176,6 +178,15 @@ build: $(S)/extension
 # The CUDA driver that tests run on (tests/fake_cuda): a C++ compiler is all it needs.
 $(FAKE_CUDA): FORCE
 	@$(MAKE) --no-print-directory -s -j$(JOBS) -C tests/fake_cuda
+
+# The server of az:// (tests/objects). Where it cannot be installed, the tests say what is missing.
+azurite: $(AZURITE)
+$(AZURITE): requirements/azurite/package.json requirements/azurite/package-lock.json
+	@mkdir -p $(@D); cp $^ $(@D)
+	@if command -v npm >/dev/null; then echo "== installing Azurite into $(@D) (once)"; \
+		npm ci --prefix $(@D) --ignore-scripts --no-audit --no-fund --loglevel=error && touch $@ \
+		|| echo "Azurite could not be installed" >&2; \
+	else echo "no npm, so no Azurite: az:// is not tested" >&2; fi
 
 # One wheel for every torch: made from the sdist, in isolation, in an environment without torch.
 wheel: $(WHEEL_STAMP)
