@@ -137,9 +137,10 @@ class WriteOptions(_Told):
             or several; ranks that save elsewhere are refused. One path that is another directory on
             each node needs no option. For `dcpx.*` and the manager; through `dcp.*` nothing is
             compared.
-        endpoint: URL of the store of an `s3://` path, such as "http://minio:9000". Default None: as
-            obstore finds it (AWS_ENDPOINT_URL, or else Amazon's).
-        conditional_commit: of an `s3://` path: commit only if nobody else has since the save began;
+        endpoint: URL of the store of an `s3://` or `az://` path, such as "http://minio:9000".
+            Default None: as obstore finds it (AWS_ENDPOINT_URL, AZURE_STORAGE_ENDPOINT, or else
+            Amazon's or Azure's).
+        conditional_commit: in a store: commit only if nobody else has since the save began;
             a store that cannot do that is refused. False: of two saves to one URL at a time the
             later one wins without a word, and may be incomplete. Default True.
 

@@ -1,4 +1,4 @@
-"""Managers beneath an `s3://` root, for tests."""
+"""Managers beneath the URL of a store, for tests."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def resumed(manager: CheckpointManager, **more: Any) -> float:
 
 def names(server: ObjectServer, url: str, tag: str) -> set[str]:
     """Returns the names of a checkpoint's objects, "data" for each data file."""
-    prefix = f"{url}/{tag}/".removeprefix(f"s3://{server.bucket}/")
+    prefix = f"{url}/{tag}/".removeprefix(f"{server.root}/")
     found = [key.removeprefix(prefix) for key in server.keys(prefix)]
     return {"data" if name.endswith(".distcp") else name for name in found}

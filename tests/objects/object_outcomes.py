@@ -59,7 +59,7 @@ def load(state: dict[str, Any], url: str) -> dict[str, Any]:
 
 def objects_at(server: ObjectServer, url: str) -> dict[str, bytes]:
     """Returns name -> bytes of the objects beneath a URL."""
-    prefix = url.removeprefix(f"s3://{server.bucket}/") + "/"
+    prefix = url.removeprefix(f"{server.root}/") + "/"
     return {key.removeprefix(prefix): server.get(key) for key in server.keys(prefix)}
 
 

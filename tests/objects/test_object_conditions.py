@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from object_outcomes import NEW, OLD, OTHER, found, objects_at, prepared, retries, save
 from support.object_connection import Connection
+from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
 from support.object_server import ObjectServer
 
 from torch_dcpx import UnsupportedError
+
+pytestmark = s3_alone  # Azure signs the conditions
 
 _METADATA = "/.metadata"
 

@@ -53,7 +53,8 @@ def test_tag_of_a_manager_becomes_files_by_the_endpoint_of_its_options(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    for name in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
     options = WriteOptions(endpoint=object_server.url)
     manager, model = manager_of(object_prefix, options=options), model_of(2)
     manager.save(7, model=model)
@@ -87,7 +88,7 @@ def fetched(server: ObjectServer, url: str, into: Path) -> set[str]:
     into.mkdir()
     keys = server.keys(url)
     for key in keys:
-        (into / key.rpartition("/")[2]).write_bytes(server.get(f"s3://{server.bucket}/{key}"))
+        (into / key.rpartition("/")[2]).write_bytes(server.get(f"{server.root}/{key}"))
     return {key.rpartition("/")[2] for key in keys}
 
 

@@ -63,7 +63,7 @@ class Victims:
         commits = [
             one.number
             for one in requests
-            if one.kind == "put_object" and one.key.endswith("/.metadata") and one.status == 200
+            if one.kind == "put_object" and one.key.endswith("/.metadata") and one.is_done
         ]
         return Killed(status, there.what, *(commits or [-1]), len(requests))
 

@@ -133,7 +133,8 @@ def test_removal_that_did_not_end_leaves_a_checkpoint_that_can_be_pinned(
 ) -> None:
     manager = manager_of(object_prefix)
     save_steps(manager, 1, 2)
-    object_proxy.fail("delete_many", "403", times=1)
+    # obstore does not tell why Azure refused a batch, so it is asked again.
+    object_proxy.fail("delete_many", "403", times={"s3": 1, "az": 3}[object_server.scheme])
     with pytest.raises(StorageError):
         manager.delete(1)
     manager.pin(1)

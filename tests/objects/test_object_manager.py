@@ -1,4 +1,4 @@
-"""CheckpointManager beneath an `s3://` root: what it keeps, removes, resumes, pins, and lists."""
+"""CheckpointManager in a store: what it keeps, removes, resumes, pins, and lists."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_damaged_newest_is_passed_over_and_noted(
     for step in (1, 2):
         manager_of(object_prefix).save(step, state={"x": torch.full((90_000,), float(step))})
     (key,) = (k for k in object_server.keys(f"{object_prefix}/step-2") if "distcp" in k)
-    url = f"s3://{object_server.bucket}/{key}"
+    url = f"{object_server.root}/{key}"
     content = object_server.get(url)
     values = torch.full((90_000,), 2.0).numpy().tobytes()
     assert content.count(values) == 1
@@ -240,7 +240,7 @@ def test_checkpoint_that_lost_an_object_is_skipped(
     save_steps(manager_of(object_prefix), 1, 2)
     for key in object_server.keys(f"{object_prefix}/step-2"):
         if key.endswith(".distcp"):
-            object_server.remove(f"s3://{object_server.bucket}/{key}")
+            object_server.remove(f"{object_server.root}/{key}")
     manager = manager_of(object_prefix)
     assert resumed(manager) == 1
     assert "skipped checkpoint 'step-2'" in caplog.text
@@ -275,7 +275,7 @@ def test_what_a_root_in_a_store_does_not_take(object_prefix: str, tmp_path: Path
     with pytest.raises(UnsupportedError, match="'gs://b/run' is a URL"):
         manager_of("gs://b/run")
     manager = manager_of(object_prefix)
-    with pytest.raises(UnsupportedError, match=r"tag='s3://.*a' goes on with a query"):
+    with pytest.raises(UnsupportedError, match=r"tag='.*://.*a' goes on with a query"):
         manager.save("a?b", state={"x": 1})
     assert manager.latest() is None
 
@@ -283,7 +283,8 @@ def test_what_a_root_in_a_store_does_not_take(object_prefix: str, tmp_path: Path
 def test_endpoint_is_that_of_the_options(
     object_prefix: str, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    for name in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
     manager = manager_of(object_prefix, options=WriteOptions(endpoint=object_server.url))
     save_steps(manager, 1, 2)
     assert resumed(manager) == 2

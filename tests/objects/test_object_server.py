@@ -1,4 +1,4 @@
-"""The S3 server that tests of object stores use does what S3 does where moto alone does not."""
+"""The servers that tests of object stores use do what S3 and Azure do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_helper_calls_put_find_read_and_delete(
 ) -> None:
     object_server.put(f"{object_prefix}/a b+é", b"one")
     object_server.put(f"{object_prefix}/b/c", b"")
-    key = object_prefix.removeprefix("s3://checkpoints/")
+    key = object_prefix.removeprefix(f"{object_server.root}/")
     assert object_server.keys(object_prefix) == [f"{key}/a b+é", f"{key}/b/c"]
     assert object_server.sizes(f"{object_prefix}/a") == {f"{key}/a b+é": 3}
     assert object_server.get(f"{key}/a b+é") == b"one"
@@ -73,8 +73,10 @@ def test_body_that_ends_early_is_not_stored(
     object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, is_proxied: bool
 ) -> None:
     port = int(object_proxy.url.rsplit(":", 1)[1]) if is_proxied else object_server.port
-    key = object_prefix.removeprefix("s3:/")
-    head = f"PUT {key}/x HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n"
+    key = object_prefix.removeprefix(f"{object_server.root}/")
+    fields = {"Host": "here", "Content-Length": "100", **object_server.headers()}
+    lines = [f"PUT {object_server.target(f'{key}/x')} HTTP/1.1", *map(": ".join, fields.items())]
+    head = "\r\n".join([*lines, "", ""])
     with socket.create_connection(("127.0.0.1", port), timeout=_DEADLINE_S) as client:
         client.sendall(head.encode() + b"half")
         client.shutdown(socket.SHUT_WR)
@@ -86,12 +88,15 @@ def test_body_that_ends_early_is_not_stored(
     assert not object_server.keys(object_prefix)
 
 
-def test_killed_server_is_an_error_of_the_client_and_hangs_nobody(object_prefix: str) -> None:
-    server = ObjectServer()
+def test_killed_server_is_an_error_of_the_client_and_hangs_nobody(
+    object_prefix: str, object_server: ObjectServer
+) -> None:
+    server = type(object_server)()
     proxy = FaultProxy(server)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+            for name, value in proxy.environment().items():
+                patch.setenv(name, value)
             store = opened(object_prefix)
             obstore.put(store, "key", b"1")
             server.kill()
@@ -103,11 +108,14 @@ def test_killed_server_is_an_error_of_the_client_and_hangs_nobody(object_prefix:
         server.close()
 
 
-def test_server_ends_with_the_process_that_started_it(run_python: Any) -> None:
+def test_server_ends_with_the_process_that_started_it(
+    run_python: Any, object_server: ObjectServer
+) -> None:
+    kind = type(object_server)
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[1])\n"
-        "from support.object_server import ObjectServer\n"
-        "print(ObjectServer().port, flush=True); os.kill(os.getpid(), 9)"
+        f"from {kind.__module__} import {kind.__name__}\n"
+        f"print({kind.__name__}().port, flush=True); os.kill(os.getpid(), 9)"
     )
     port = int(run_python(code, str(TESTS), timeout_s=_DEADLINE_S, check=False).stdout)
     give_up_at = time.monotonic() + _DEADLINE_S

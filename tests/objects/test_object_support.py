@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 from support.object_client import opened
+from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
 from support.object_server import ObjectServer
 
 obstore = pytest.importorskip("obstore")
+
+pytestmark = s3_alone
 
 MIB = 1 << 20
 CHUNK_BYTES = 5 * MIB  # the least that S3 takes, but of the last part

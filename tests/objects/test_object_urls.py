@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.object_fixture import s3_alone
 
 import torch_dcpx as dcpx
 from torch_dcpx import (
@@ -65,8 +66,12 @@ def _in_a_folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3://bucket/./run", "'.'"),
         ("s3://bucket/a\nb", "not printable"),
         ("s3://bucket/a\0b", "not printable"),
+        ("az://", "names no container: az://container/prefix"),
+        ("az://container/", "names a whole container"),
+        ("az://container//run", "empty part"),
     ],
 )
+@s3_alone
 def test_url_of_no_checkpoint_is_refused(
     object_prefix: str, call: Callable[[Any], object], url: str, words: str
 ) -> None:
@@ -77,8 +82,15 @@ def test_url_of_no_checkpoint_is_refused(
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "url",
-    ["s3://key:secret@bucket/run", "s3://bucket/run?secret=1", "s3://bucket/run#secret"],
+    [
+        "s3://key:secret@bucket/run",
+        "s3://bucket/run?secret=1",
+        "s3://bucket/run#secret",
+        "az://container@secret.blob.core.windows.net/run",
+        "az://container/run?sv=1&sig=secret",
+    ],
 )
+@s3_alone
 def test_url_with_more_than_a_place_is_refused_and_its_secret_not_told(
     object_prefix: str, call: Callable[[Any], object], url: str
 ) -> None:
@@ -88,7 +100,7 @@ def test_url_with_more_than_a_place_is_refused_and_its_secret_not_told(
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("url", ["gs://bucket/run", "az://bucket/run", "S3://bucket/run"])
+@pytest.mark.parametrize("url", ["gs://bucket/run", "abfs://bucket/run", "S3://bucket/run"])
 def test_other_stores_are_refused_by_name(call: Callable[[Any], object], url: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{url}' is a URL"):
         call(url)
@@ -108,16 +120,20 @@ def test_location_behaves_as_a_path() -> None:
     assert str(url) == os.fspath(url) == "s3://bucket/run/step-1"
     assert (url.name, str(url / ".metadata")) == ("step-1", "s3://bucket/run/step-1/.metadata")
     assert (url / "x").is_relative_to(url) and str((url / "x").relative_to(url)) == "x"
-    assert not url.is_relative_to(ObjectUrl("bucket", "run/step"))
-    assert {url: 1}[ObjectUrl("bucket", "run/step-1")] == 1
-    assert url != ObjectUrl("bucket", "run/step-1", "http://x")
+    assert not url.is_relative_to(ObjectUrl("s3", "bucket", "run/step"))
+    assert {url: 1}[ObjectUrl("s3", "bucket", "run/step-1")] == 1
+    assert url != ObjectUrl("s3", "bucket", "run/step-1", "http://x")
     assert url.is_absolute() and location_of(url) is url
+    other = location_of("az://bucket/run/step-1")
+    assert str(other) == "az://bucket/run/step-1" and other != url
+    assert not (other / "x").is_relative_to(url)
 
 
 def test_endpoint_is_an_option(
     object_prefix: str, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for name, value in object_server.environment("http://127.0.0.1:9").items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(object_store, "_CLIENT", {"retry_config": {"max_retries": 0}})
     with pytest.raises(StorageError):
         dcpx.save(STATE, object_prefix)
@@ -140,7 +156,9 @@ def test_without_obstore_the_package_that_is_missing_is_named(
             call(object_prefix)
 
 
-def test_errors_of_the_store_have_no_secrets(object_prefix: str) -> None:
+def test_errors_of_the_store_have_no_secrets(
+    object_prefix: str, object_server: ObjectServer
+) -> None:
     url = location_of(object_prefix)
     assert isinstance(url, ObjectUrl)
     bucket = object_store.bucket_of(url)
@@ -150,6 +168,12 @@ def test_errors_of_the_store_have_no_secrets(object_prefix: str) -> None:
         "https://h/b?X-Amz-Credential=AKIAWHATEVER%2Fx&X-Amz-Signature=deadbeef&partNumber=1 "
         'aws_secret_access_key: "hunter2" x-amz-security-token: FwoToken\n\nDebug source: hunter3'
     )
+    if object_server.scheme == "az":
+        text = (
+            "https://a.blob.core.windows.net/c/b?sv=2023&sig=AKIAWHATEVER&partNumber=1 "
+            "The MAC signature found in the HTTP request 'deadbeef=' is not the same: "
+            "Authorization: SharedKey tests:FwoToken, account_key=hunter2 bearer FwoToken"
+        )
     with pytest.raises(StorageError) as caught, bucket.errors("get", "k"):
         raise exceptions.GenericError(text)
     for secret in ("AKIAWHATEVER", "deadbeef", "hunter2", "hunter3", "FwoToken"):
@@ -184,6 +208,7 @@ def test_forked_child_of_a_user_of_a_store_is_told(object_prefix: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@s3_alone
 def test_hook_makes_dcps_classes_for_urls_ours(object_prefix: str) -> None:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 

@@ -1,7 +1,9 @@
-"""Fixtures of tests of object stores: one S3 server a session, a fresh URL and a proxy a test.
+"""Fixtures of tests of object stores: two servers a session, a fresh URL and a proxy a test.
 
 def test_it(object_prefix, object_server):  # s3://checkpoints/<random>: ready to use by name
 def test_it(object_prefix, object_proxy):   # the same, every request through the proxy
+
+Each such test runs on S3, and in `make test-all` on Azure as well, unless it is `s3_alone`.
 """
 
 from __future__ import annotations
@@ -18,28 +20,56 @@ if TYPE_CHECKING:
     from support.object_server import ObjectServer
 
 
+s3_alone = pytest.mark.parametrize("object_server", ["s3"], indirect=True)
+
+
 @pytest.fixture(scope="session")
-def object_server() -> Iterator[ObjectServer]:
+def s3_server() -> Iterator[ObjectServer]:
     """An S3 server of this session, in a process of its own."""
-    obstore = pytest.importorskip("obstore")
     pytest.importorskip("moto.moto_server.werkzeug_app", exc_type=ImportError)
-    from support.object_client import opened
     from support.object_server import ObjectServer
 
-    server = ObjectServer()
+    yield from _used(ObjectServer)
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[ObjectServer]:
+    """A server of Azure's blobs of this session, in a process of its own."""
+    from support.azure_server import AzureServer, missing
+
+    if reason := missing():
+        pytest.skip(reason)
+    yield from _used(AzureServer)
+
+
+def _used(kind: type[ObjectServer]) -> Iterator[ObjectServer]:
+    """Yields a running server of a kind, to which this process has spoken."""
+    obstore = pytest.importorskip("obstore")
+    from support.object_client import opened
+
+    server = kind()
     # obstore's threads start with its first request and live on: for `no_leaks`, they are not new.
     with pytest.MonkeyPatch.context() as patch:
         _enter(patch, server.environment())
-        obstore.list(opened(f"s3://{server.bucket}")).collect()
+        obstore.list(opened(server.root)).collect()
     yield server
     server.close()
+
+
+@pytest.fixture(params=["s3", pytest.param("az", marks=pytest.mark.slow)])
+def object_server(request: pytest.FixtureRequest) -> ObjectServer:
+    """The server of the store that the test runs on."""
+    server: ObjectServer = request.getfixturevalue(
+        {"s3": "s3_server", "az": "azure_server"}[request.param]
+    )
+    return server
 
 
 @pytest.fixture
 def object_prefix(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL under which nothing is, `s3://bucket/random`, and the environment to use it."""
     _enter(monkeypatch, object_server.environment())
-    prefix = f"s3://{object_server.bucket}/{secrets.token_hex(8)}"
+    prefix = f"{object_server.root}/{secrets.token_hex(8)}"
     yield prefix
     object_server.remove(prefix)
 
@@ -73,7 +103,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def _enter(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
     """Sets these variables, and takes away all others that could name a store."""
     for name in list(os.environ):
-        if name.startswith("AWS_"):
+        if name.startswith(("AWS_", "AZURE_", "AZURITE_")):
             monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 proxy between a client of S3 and its server: records requests, injects faults.
+"""An HTTP/1.1 proxy between a client of a store and its server: records requests, injects faults.
 
 A process is sent through it by `environment()`. Then, for example:
 
@@ -96,7 +96,7 @@ class FaultProxy:
 
     def environment(self) -> dict[str, str]:
         """Returns the variables of a process that uses the store through the proxy."""
-        return {**self.server.environment(), "AWS_ENDPOINT_URL": self.url}
+        return self.server.environment(self.url)
 
     # ---- Faults
 

@@ -1,4 +1,4 @@
-"""The requests of S3's HTTP API, by kind, and its refusals: what a proxy understands of them."""
+"""The requests of S3's and Azure's HTTP APIs, by kind, and refusals: what a proxy understands."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ _OF_BUCKETS = {
     ("GET", ""): "list",
     ("HEAD", ""): "head_bucket",
 }
+# of Azure: method, the query's "comp" -> kind
+_OF_BLOBS = {
+    ("PUT", "block"): "upload_part",
+    ("PUT", "blocklist"): "complete_upload",
+    ("PUT", ""): "put_object",
+    ("DELETE", ""): "delete",
+    ("GET", ""): "get_object",
+    ("HEAD", ""): "head_object",
+}
+_OF_CONTAINERS = {("POST", "batch"): "delete_many", ("GET", "list"): "list"}
 KINDS = frozenset([*_OF_KEYS.values(), *_OF_BUCKETS.values(), "copy_object", "other"])
 
 # fault -> status, code of S3, text
@@ -52,14 +62,23 @@ class Request(NamedTuple):
     status: int = 0  # the server's or the fault's; 0: none yet, or the server never heard of it
     fault: str = ""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the server has done it, as far as is known."""
+        return self.status // 100 == 2
+
 
 def read_request(method: str, target: str, headers: HTTPMessage) -> Request:
     """Returns the request of an HTTP head, path style; its number is 0."""
     path, _, text = target.partition("?")
     query = dict(urllib.parse.parse_qsl(text, keep_blank_values=True))
     _, _, key = urllib.parse.unquote(path).lstrip("/").partition("/")
-    names = [name for name in (*query, "") if (method, name) in (_OF_KEYS if key else _OF_BUCKETS)]
-    kind = (_OF_KEYS if key else _OF_BUCKETS)[method, names[0]] if names else "other"
+    if headers.get("x-ms-version"):
+        _, _, key = key.partition("/")  # the account comes first
+        comp = query.get("comp", "")
+        kind = (_OF_BLOBS if key else _OF_CONTAINERS).get((method, comp), "other")
+    else:
+        kind = _kind_at_s3(method, query, key)
     if kind == "put_object" and headers.get("x-amz-copy-source"):
         kind = "copy_object"
     return Request(
@@ -71,6 +90,12 @@ def read_request(method: str, target: str, headers: HTTPMessage) -> Request:
         headers.get("If-Match", ""),
         headers.get("If-None-Match", ""),
     )
+
+
+def _kind_at_s3(method: str, query: dict[str, str], key: str) -> str:
+    kinds = _OF_KEYS if key else _OF_BUCKETS
+    names = [name for name in (*query, "") if (method, name) in kinds]
+    return kinds[method, names[0]] if names else "other"
 
 
 def with_one_key(target: str) -> str:

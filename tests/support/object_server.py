@@ -15,6 +15,8 @@ from __future__ import annotations
 import http.client
 import io
 import logging
+import os
+import re
 import select
 import subprocess
 import sys
@@ -23,7 +25,7 @@ import threading
 import urllib.parse
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 BUCKET = "checkpoints"
 _START_S = 120.0
@@ -49,15 +51,21 @@ class ObjectServer:
     that keys start with, not a folder: "run/1" finds "run/10".
     """
 
+    scheme: ClassVar[str] = "s3"
+    has_aborts: ClassVar[bool] = True  # an upload that failed can be ended
+    looks: ClassVar[int] = 1  # requests for the end of an object
+    begins_upload: ClassVar[str] = "create_upload"  # the first request of an upload by parts
+
     def __init__(self, bucket: str = BUCKET) -> None:
         """Starts the process, waits until it answers, creates the bucket."""
         self.bucket = bucket
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # close() does
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            self._command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            env={**os.environ, **self._variables()},
         )
         try:
             self.host, self.port = "127.0.0.1", self._read_port()
@@ -71,17 +79,24 @@ class ObjectServer:
         return f"http://{self.host}:{self.port}"
 
     @property
+    def root(self) -> str:
+        """The URL of the bucket."""
+        return f"{self.scheme}://{self.bucket}"
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 
-    def environment(self) -> dict[str, str]:
-        """Returns the variables of a process that uses the store, by obstore or by boto."""
+    def environment(self, url: str = "") -> dict[str, str]:
+        """Returns the variables of a process that uses the store, by obstore or by boto, or the
+        proxy at `url`.
+        """
         return {
             "AWS_ACCESS_KEY_ID": "tests",
             "AWS_SECRET_ACCESS_KEY": "tests",
             "AWS_REGION": "us-east-1",
             "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ENDPOINT_URL": url or self.url,
             "AWS_ALLOW_HTTP": "true",
             "AWS_EC2_METADATA_DISABLED": "true",
             "NO_PROXY": "127.0.0.1",
@@ -142,27 +157,40 @@ class ObjectServer:
             assert stream is not None
             stream.close()
 
+    def _command(self) -> list[str]:
+        return [sys.executable, __file__]
+
+    def _variables(self) -> dict[str, str]:
+        return {}
+
+    def headers(self) -> dict[str, str]:
+        """Returns those of a helper call."""
+        return {"Authorization": _SIGNED}
+
+    def target(self, key: str, query: dict[str, str] | None = None) -> str:
+        """Returns the path and query of a helper call."""
+        target = urllib.parse.quote(f"/{self.bucket}/{key}" if key else f"/{self.bucket}")
+        return f"{target}?{urllib.parse.urlencode(query)}" if query else target
+
     def _read_port(self) -> int:
         assert self._process.stdout is not None
         if select.select([self._process.stdout], [], [], _START_S)[0]:
-            line = self._process.stdout.readline()
-            if line:
-                return int(line)
+            for line in self._process.stdout:
+                if found := re.fullmatch(rb"(?:.* on http:.*:)?(\d+)\n", line):
+                    return int(found[1])
         self._errors.seek(0)
-        raise RuntimeError(f"moto did not start within {_START_S:.0f} s:\n{self._errors.read()}")
+        raise RuntimeError(f"no server within {_START_S:.0f} s:\n{self._errors.read()}")
 
     def _key(self, key: str) -> str:
-        return key.removeprefix(f"s3://{self.bucket}").removeprefix("/")
+        return key.removeprefix(self.root).removeprefix("/")
 
     def _ask(
         self, method: str, key: str, query: dict[str, str] | None = None, body: bytes = b""
     ) -> bytes:
-        target = urllib.parse.quote(f"/{self.bucket}/{key}" if key else f"/{self.bucket}")
-        if query:
-            target += "?" + urllib.parse.urlencode(query)
+        target = self.target(key, query)
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_ANSWER_S)
         try:
-            headers = {"Content-Length": str(len(body)), "Authorization": _SIGNED}
+            headers = {"Content-Length": str(len(body)), **self.headers()}
             connection.request(method, target, body or None, headers)
             answer = connection.getresponse()
             data = answer.read()

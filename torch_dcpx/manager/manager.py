@@ -67,7 +67,7 @@ class CheckpointManager:
         """Touches nothing yet.
 
         Args:
-            root: their directory, made by the first save, or `s3://bucket/prefix`; for one job.
+            root: their directory, made by the first save, or the URL of a prefix; for one job.
             keep_last: keeps that many of the last commits. Default None.
             keep_every: keeps checkpoints whose step is a multiple of this. Default None.
             keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. All
@@ -80,7 +80,7 @@ class CheckpointManager:
             options, read_options: of the writer, and of readers. Default None: all defaults.
             allow_fresh: starts fresh in a root where saves have begun, but no checkpoint is whole.
                 Default False: an error. Files that no save has made are no reason for one.
-            grace_s: of an `s3://` root: seconds for which data of removed checkpoints, and of saves
+            grace_s: of a store's root: seconds for which data of removed checkpoints, and of saves
                 that did not end, stay. Default None: 3600, or `2 * save_timeout_s` if that is more.
 
         Raises:

@@ -44,7 +44,7 @@ def files_at(
     root: AnyPath, options: WriteOptions, read_options: ReadOptions, grace_s: float | None
 ) -> DirectoryRoot | StoreRoot:
     """Returns the files of a root. Args, Raises: as `CheckpointManager`."""
-    text = checked_location(root, "a root is a directory of a file system, or s3://", "root")
+    text = checked_location(root, "a root is a directory of a file system, s3:// or az://", "root")
     location = location_of(root if isinstance(root, ObjectUrl) else text, options.endpoint)
     if isinstance(location, Path):
         if grace_s is not None:

@@ -47,7 +47,7 @@ class PretrainedReader(DcpxReader):
         Raises:
             NotCommittedError, StorageError: there is nothing to read; of a prefix `read_metadata`
                 says it.
-            UnsupportedError: a URL other than `s3://`.
+            UnsupportedError: a URL other than `s3://` and `az://`.
         """
         text = checked_location(path, "mount it, and name the directory")
         location = location_of(text, getattr(options, "endpoint", None))

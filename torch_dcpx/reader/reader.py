@@ -55,7 +55,7 @@ from torch_dcpx.storage.reader_lock import ReadersHold
 
 logger = logging.getLogger("torch_dcpx")
 
-WAY_OUT = "DcpxReader reads mounted file systems and s3://. Use torch's FsspecReader"
+WAY_OUT = "DcpxReader reads mounted file systems, s3:// and az://. Use torch's FsspecReader"
 _REGISTRY_HOOKS = ("from_descriptor_list",)
 # With these a subclass can change the planner's plan.
 _PLAN_HOOKS = ("prepare_local_plan", "prepare_global_plan", "read_data")
@@ -80,15 +80,15 @@ class DcpxReader(FileSystemReader):
         """Reads the checkpoint in directory `path`.
 
         Args:
-            path: directory of the checkpoint, or "s3://bucket/prefix" with the extra
-                torch-dcpx[s3] (docs/object_stores.md).
+            path: directory of the checkpoint, or "s3://bucket/prefix", "az://container/prefix"
+                with an extra, torch-dcpx[s3] or [azure] (docs/object_stores.md).
             _extension_registry: stream extensions, as stock's.
             options: see `ReadOptions`.
 
         Raises:
             OptionError: a path that no system call takes, or another wrong argument.
-            UnsupportedError: another URL, s3:// without its extra, or a subclass that overrides
-                what would not be called (docs/options.md).
+            UnsupportedError: another URL, one of these without its extra, or a subclass that
+                overrides what would not be called (docs/options.md).
         """
         check_part("_extension_registry", _extension_registry, ExtensionRegistry, _REGISTRY_HOOKS)
         check_options("options", options, ReadOptions)

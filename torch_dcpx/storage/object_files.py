@@ -20,7 +20,7 @@ from torch_dcpx.storage.object_url import ObjectUrl, is_url, location_of
 
 
 class ObjectFileSystem(FileSystemBase):
-    """As stock's `FileSystem`, for `s3://` URLs. Picklable."""
+    """As stock's `FileSystem`, for URLs of stores. Picklable."""
 
     def __init__(self, endpoint: str | None) -> None:
         self._endpoint = endpoint
@@ -28,7 +28,7 @@ class ObjectFileSystem(FileSystemBase):
     def _place(self, path: str | os.PathLike[str]) -> tuple[Bucket, str]:
         url = location_of(path, self._endpoint)
         if not isinstance(url, ObjectUrl):
-            raise UnsupportedError(f"'{path}' is no s3:// URL")
+            raise UnsupportedError(f"'{path}' is no URL of a store")
         return bucket_of(url), url.key
 
     @contextmanager

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
 from torch_dcpx.storage.names import probe_name
+from torch_dcpx.storage.object_services import SERVICES, opened, settings_of
 from torch_dcpx.storage.object_url import ObjectUrl
 
 logger = logging.getLogger("torch_dcpx")
@@ -31,7 +32,8 @@ _MAX_REPEATED_S = 60.0  # obstore's own attempts may have taken minutes
 WHOLE_BYTES = 8 << 20  # an object of metadata up to here is read by one request
 _MAX_TEXT = 300
 _SECRETS = re.compile(
-    r"(?i)((?:signature|credential|security-token|accesskeyid|secret|password)[\w-]*[=:>\"' ]+)"
+    r"(?i)((?:signature|credential|security-token|accesskeyid|account_?key|secret|password)"
+    r"[\w-]*[=:>\"' ]+|\bsig=|\bbearer |\bsharedkey \w+:|\bMAC signature [\w ]+')"
     r"[^\s&<\"',}]+"
 )
 _ERRNOS = {
@@ -76,7 +78,7 @@ def import_obstore() -> Any:
         return importlib.import_module("obstore")
     except ImportError as error:
         raise UnsupportedError(
-            "s3:// URLs need obstore, which is not installed: pip install obstore"
+            "URLs of stores need obstore, which is not installed: pip install obstore"
         ) from error
 
 
@@ -102,8 +104,7 @@ def bucket_of(url: ObjectUrl) -> Bucket:
         UnsupportedError: obstore is missing; this process was forked from one that has used it.
         StorageError: settings that it does not take.
     """
-    settings = sorted(item for item in os.environ.items() if item[0].startswith("AWS_"))
-    key = url.bucket, url.endpoint, *settings
+    key = url.scheme, url.bucket, url.endpoint, *settings_of(url.scheme)
     with _guard:
         bucket = _buckets.get(key)
         if bucket is None:
@@ -112,33 +113,24 @@ def bucket_of(url: ObjectUrl) -> Bucket:
                     f"'{url}': this process was forked from one that has used a store, whose "
                     "threads it does not have; start it by 'spawn' or 'forkserver'"
                 )
-            bucket = _buckets[key] = Bucket(url.bucket, url.endpoint)
+            bucket = _buckets[key] = Bucket(url.scheme, url.bucket, url.endpoint)
     return bucket
 
 
 class Bucket:
     """Requests to one bucket. Thread-safe."""
 
-    def __init__(self, name: str, endpoint: str | None) -> None:
-        self.name = name
+    def __init__(self, scheme: str, name: str, endpoint: str | None) -> None:
+        self.scheme, self.name = scheme, name
+        self._service = SERVICES[scheme]
         self._obstore = import_obstore()
         importlib.import_module("obstore.exceptions")
-        store_module = importlib.import_module("obstore.store")
-        settings: dict[str, Any] = {}
-        if endpoint is not None:
-            settings["endpoint"] = endpoint
-        if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
-            settings["unsigned_payload"] = True
-        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-        given = endpoint or next(filter(None, map(os.environ.get, names)), "")
-        if given.startswith("http://"):
-            settings["client_options"] = {"allow_http": True}
         with self.errors("open", ""):
-            self.store = store_module.S3Store(name, **settings, **_CLIENT)
+            self.store = opened(scheme, name, endpoint, _CLIENT)
         self._is_conditional: bool | None = None
 
     def url(self, key: str) -> str:
-        return f"s3://{self.name}/{key}"
+        return f"{self.scheme}://{self.name}/{key}"
 
     @contextlib.contextmanager
     def errors(
@@ -198,6 +190,14 @@ class Bucket:
         """Returns the last bytes of an object, or all of a shorter one."""
 
         def call() -> StoredObject:
+            if not self._service.has_suffixes:
+                meta = self._obstore.head(self.store, key)
+                size, tag = meta["size"], _tag(meta, self.url(key))
+                if not size:
+                    return StoredObject(0, tag, b"")  # which has no range
+                options = {"range": (max(size - nbytes, 0), size), "if_match": tag}
+                answer = self._obstore.get(self.store, key, options=options)
+                return StoredObject(size, tag, answer.bytes())
             try:
                 answer = self._obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
             except self._obstore.exceptions.GenericError:
@@ -315,13 +315,15 @@ class Bucket:
         return Listing(objects, [one.rpartition("/")[2] for one in found["common_prefixes"]])
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Removes objects, those that are there; 1,000 a request."""
-        if not keys:
-            return
+        """Removes objects, those that are there, as many a request as the store takes."""
+        for begin in range(0, len(keys), self._service.deletes):
+            self._delete(list(keys[begin : begin + self._service.deletes]))
+
+    def _delete(self, keys: list[str]) -> None:
         try:
-            self._repeated("delete", keys[0], lambda: self._obstore.delete(self.store, list(keys)))
+            self._repeated("delete", keys[0], lambda: self._obstore.delete(self.store, keys))
         except StorageError as error:
-            if error.errno != errno.ENOENT:
+            if error.errno != errno.ENOENT:  # Azure says so of any that is not there
                 raise
 
     def check_conditional(self, prefix: str) -> None:
@@ -332,7 +334,8 @@ class Bucket:
             key = f"{prefix}/{probe_name()}"
             try:
                 self.put(key, [b"torch-dcpx"])
-                self._is_conditional = self._refuses(key, None) and self._refuses(key, '"0"')
+                tag = self._service.unknown_tag
+                self._is_conditional = self._refuses(key, None) and self._refuses(key, tag)
             finally:
                 self._remove_probe(key)
         if not self._is_conditional:
@@ -357,14 +360,14 @@ class Bucket:
         return False
 
 
-_CLIENT: dict[str, Any] = {}  # more arguments of S3Store
+_CLIENT: dict[str, Any] = {}  # more arguments of obstore's class
 
 
 def _tag(meta: Any, url: str) -> str:
     tag = meta.get("e_tag")
     if not tag:
         raise UnsupportedError(f"'{url}': the store gives no ETag to tell when it changes")
-    return str(tag)
+    return str(tag) if '"' in tag else f'"{tag}"'  # as listings of Azure have it
 
 
 def _told(error: Exception, number: int) -> str:

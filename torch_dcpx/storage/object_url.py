@@ -1,4 +1,4 @@
-"""`s3://bucket/prefix` as a place: what a `Path` is for a directory."""
+"""`s3://bucket/prefix` and `az://container/prefix` as places: what a `Path` is for a directory."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from torch_dcpx.errors import OptionError, UnsupportedError
+from torch_dcpx.storage.object_services import SERVICES
 
-SCHEME = "s3://"
+_BEGINS = tuple(f"{scheme}://" for scheme in SERVICES)
 
 
 class ObjectUrl:
     """The prefix that the objects of a checkpoint share, and where their store is."""
 
-    __slots__ = ("bucket", "endpoint", "key")
+    __slots__ = ("bucket", "endpoint", "key", "scheme")
 
-    def __init__(self, bucket: str, key: str, endpoint: str | None = None) -> None:
+    def __init__(self, scheme: str, bucket: str, key: str, endpoint: str | None = None) -> None:
         """Takes `key` without slashes at its ends; `endpoint`: None is obstore's own choice."""
-        self.bucket, self.key, self.endpoint = bucket, key, endpoint
+        self.scheme, self.bucket, self.key, self.endpoint = scheme, bucket, key, endpoint
 
     def __truediv__(self, name: str | os.PathLike[str]) -> ObjectUrl:
         key = f"{self.key}/{os.fspath(name)}" if self.key else os.fspath(name)
-        return ObjectUrl(self.bucket, key, self.endpoint)
+        return ObjectUrl(self.scheme, self.bucket, key, self.endpoint)
 
     def __fspath__(self) -> str:
-        return f"{SCHEME}{self.bucket}/{self.key}"
+        return f"{self.scheme}://{self.bucket}/{self.key}"
 
     def __str__(self) -> str:
         return self.__fspath__()
@@ -39,8 +40,8 @@ class ObjectUrl:
     def __hash__(self) -> int:
         return hash(self._identity())
 
-    def _identity(self) -> tuple[str, str, str | None]:
-        return self.bucket, self.key, self.endpoint
+    def _identity(self) -> tuple[str, str, str, str | None]:
+        return self.scheme, self.bucket, self.key, self.endpoint
 
     @property
     def name(self) -> str:
@@ -61,7 +62,8 @@ class ObjectUrl:
     @property
     def parent(self) -> ObjectUrl:
         """The URL without its last name; of a bucket's own objects, the bucket."""
-        return ObjectUrl(self.bucket, self.key.rpartition("/")[0], self.endpoint)
+        key = self.key.rpartition("/")[0]
+        return ObjectUrl(self.scheme, self.bucket, key, self.endpoint)
 
     @property
     def parents(self) -> tuple[ObjectUrl, ...]:
@@ -74,8 +76,8 @@ class ObjectUrl:
     def is_relative_to(self, other: object) -> bool:
         if not isinstance(other, ObjectUrl):
             return False
-        is_below = self.key.startswith(f"{other.key}/")
-        return self == other or (self.bucket == other.bucket and is_below)
+        is_one = (self.scheme, self.bucket) == (other.scheme, other.bucket)
+        return self == other or (is_one and self.key.startswith(f"{other.key}/"))
 
     def relative_to(self, other: ObjectUrl) -> PurePosixPath:
         """REQUIRES: `is_relative_to(other)`."""
@@ -86,8 +88,8 @@ Location: TypeAlias = Path | ObjectUrl
 
 
 def is_url(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> bool:
-    """Whether a path is an `s3://` URL."""
-    return os.fsdecode(path).startswith(SCHEME)
+    """Whether a path is an `s3://` or `az://` URL."""
+    return os.fsdecode(path).startswith(_BEGINS)
 
 
 def location_of(
@@ -97,24 +99,25 @@ def location_of(
     if isinstance(path, (Path, ObjectUrl)):
         return path
     text = os.fsdecode(path)
-    if not text.startswith(SCHEME):
+    if not text.startswith(_BEGINS):
         return Path(text)
-    bucket, _, key = text[len(SCHEME) :].partition("/")
-    return ObjectUrl(bucket, key.rstrip("/"), endpoint)
+    scheme, bucket, key = _parts(text)
+    return ObjectUrl(scheme, bucket, key, endpoint)
 
 
 def check_url(text: str, name: str) -> None:
-    """Checks an `s3://` URL. Its text is no part of an error where it may hold a password.
+    """Checks a URL of a store. Its text is no part of an error where it may hold a password.
 
     Raises:
         OptionError: no bucket, no prefix, or a part that no key may have.
         UnsupportedError: a query or user, which obstore takes from its own settings.
     """
-    bucket, _, key = text[len(SCHEME) :].partition("/")
+    scheme, bucket, key = _parts(text)
+    service = SERVICES[scheme]
     if "@" in bucket:
         raise UnsupportedError(
-            f"{name} is an s3:// URL with a user or a password in it: give credentials as "
-            "environment variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{name} is an {scheme}:// URL with a user or a password in it: give credentials as "
+            f"environment variables, such as {service.credentials}"
         )
     if "?" in text or "#" in text:
         plain = text.partition("?")[0].partition("#")[0]
@@ -122,16 +125,24 @@ def check_url(text: str, name: str) -> None:
             f"{name}={plain!r} goes on with a query or a fragment: "
             "settings of a store are environment variables, or `endpoint`"
         )
-    parts = key.rstrip("/").split("/")
+    parts = key.split("/")
+    way = f"{scheme}://{service.container}/prefix"
     if not bucket:
-        why = "names no bucket: s3://bucket/prefix"
+        why = f"names no {service.container}: {way}"
     elif parts == [""]:
-        why = "names a whole bucket: a checkpoint needs a prefix of its own, s3://bucket/prefix"
+        why = f"names a whole {service.container}: a checkpoint needs a prefix of its own, {way}"
     elif not all(map(_is_name, parts)):
         why = "has an empty part, '.', '..' or a character that is not printable"
     else:
         return
     raise OptionError(f"{name}={text!r} {why}", option=name, value=text)
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """Returns scheme, bucket and key of a URL."""
+    scheme, _, rest = text.partition("://")
+    bucket, _, key = rest.partition("/")
+    return scheme, bucket, key.rstrip("/")
 
 
 def _is_name(part: str) -> bool:

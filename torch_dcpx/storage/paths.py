@@ -13,14 +13,7 @@ from torch_dcpx._arguments import check_type
 from torch_dcpx.errors import OptionError, UnsupportedError, must_be
 from torch_dcpx.storage.names import metadata_name
 from torch_dcpx.storage.object_store import import_obstore
-from torch_dcpx.storage.object_url import (
-    SCHEME,
-    Location,
-    ObjectUrl,
-    check_url,
-    is_url,
-    location_of,
-)
+from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url, is_url, location_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -63,14 +56,14 @@ def checked_path(path: AnyPath, way_out: str, name: str = "path") -> str:
 
 
 def checked_location(path: AnyPath, way_out: str, name: str = "path") -> str:
-    """Returns a path as `checked_path` does, or an `s3://` URL.
+    """Returns a path as `checked_path` does, or an `s3://` or `az://` URL.
 
     Raises as `checked_path`, for other URLs too, and as `check_url`; UnsupportedError: obstore,
     which speaks to the store, is not installed.
     """
     check_type(name, path, (str, bytes, os.PathLike), "a path")
     text = str(path) if isinstance(path, ObjectUrl) else path
-    if isinstance(text, str) and text.startswith(SCHEME):
+    if isinstance(text, str) and is_url(text):
         check_url(text, name)
         import_obstore()
         return text.rstrip("/")

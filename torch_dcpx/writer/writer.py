@@ -65,7 +65,7 @@ from torch_dcpx.writer.table import WriteTable, transform_by
 
 logger = logging.getLogger("torch_dcpx")
 
-WAY_OUT = "DcpxWriter writes to mounted file systems and s3://, torch's FsspecWriter to others"
+WAY_OUT = "DcpxWriter writes to file systems, s3:// and az://, torch's FsspecWriter to others"
 
 
 class DcpxWriter(FileSystemWriter):
@@ -99,7 +99,7 @@ class DcpxWriter(FileSystemWriter):
 
         Args:
             path: directory of the checkpoint, made with its parents where missing; a relative one
-                counts from the current directory of the call that saves. Or "s3://bucket/prefix".
+                counts from the current directory of the call that saves. Or an s3:// or az:// URL.
             single_file_per_rank: False writes one file per item. Default True.
             sync_files: False is `durability="none"`; None (default) leaves it to `options`.
             thread_count: workers on the rank's file; None (default) chooses by cores.
