@@ -1,4 +1,4 @@
-"""What a store holds of an export: downloaded by boto3, opened by safetensors as others open it."""
+"""What a store holds of an export: downloaded, and opened by safetensors as others open it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import boto3
 import torch
 from object_outcomes import LARGE_NUMEL, MIB
 from safetensors.torch import load_file
@@ -43,15 +42,13 @@ def exported(server: ObjectServer, url: str) -> tuple[dict[str, torch.Tensor], s
 
     Hugging Face's loaders take the single file where there is one, else the index.
     """
-    client = boto3.client("s3", endpoint_url=server.url)
-    prefix = url.removeprefix(f"s3://{server.bucket}/")
     with tempfile.TemporaryDirectory() as folder:
 
         def got(name: str) -> Path:
-            client.download_file(server.bucket, f"{prefix}/{name}", str(Path(folder, name)))
+            Path(folder, name).write_bytes(server.get(f"{url}/{name}"))
             return Path(folder, name)
 
-        if f"{prefix}/{SINGLE}" in server.keys(f"{url}/"):
+        if SINGLE in {key.rpartition("/")[2] for key in server.keys(f"{url}/")}:
             return load_file(got(SINGLE)), {SINGLE}
         weight_map = json.loads(got(INDEX).read_text())["weight_map"]
         files = set(weight_map.values())

@@ -48,14 +48,9 @@ def test_checkpoint_in_a_store_becomes_files(
 
 
 def test_tag_of_a_manager_becomes_files_by_the_endpoint_of_its_options(
-    object_prefix: str,
-    object_server: ObjectServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    object_prefix: str, object_endpoint: str, tmp_path: Path
 ) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
-    options = WriteOptions(endpoint=object_server.url)
+    options = WriteOptions(endpoint=object_endpoint)
     manager, model = manager_of(object_prefix, options=options), model_of(2)
     manager.save(7, model=model)
     manager.export(7, tmp_path / "out")

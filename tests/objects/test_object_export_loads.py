@@ -21,20 +21,16 @@ def _model(seed: int) -> torch.nn.Sequential:
 
 @pytest.mark.parametrize("most", ["5GB", "1MB"])
 def test_model_comes_back_from_its_artifact(
-    object_server: ObjectServer,
-    object_prefix: str,
-    monkeypatch: pytest.MonkeyPatch,
-    most: str,
+    object_server: ObjectServer, object_prefix: str, object_endpoint: str, most: str
 ) -> None:
     """By the endpoint of the options, on both sides."""
-    monkeypatch.delenv("AWS_ENDPOINT_URL")
-    options = WriteOptions(endpoint=object_server.url, host_memory_bytes=20 * MIB)
+    options = WriteOptions(endpoint=object_endpoint, host_memory_bytes=20 * MIB)
     model = _model(1)
     report = export(model, object_prefix, max_shard_bytes=most, options=options)
     assert len(report.files) == (1 if most == "5GB" else 3)
     with torch.device("meta"):
         target = _model(2)
-    read = ReadOptions(endpoint=object_server.url)
+    read = ReadOptions(endpoint=object_endpoint)
     dcpx.load_pretrained(target, object_prefix, no_dist=True, options=read)
     wanted = model.state_dict()
     for name, tensor in target.state_dict().items():
@@ -42,7 +38,6 @@ def test_model_comes_back_from_its_artifact(
     with dcpx.open_checkpoint(object_prefix, read) as opened:
         assert opened.keys() == wanted.keys()
         assert torch.equal(opened["0.weight"][3:9], wanted["0.weight"][3:9])
-    monkeypatch.setenv("AWS_ENDPOINT_URL", object_server.url)
     found, _ = exported(object_server, object_prefix)
     assert found.keys() == wanted.keys() and torch.equal(found["0.weight"], wanted["0.weight"])
 

@@ -280,12 +280,8 @@ def test_what_a_root_in_a_store_does_not_take(object_prefix: str, tmp_path: Path
     assert manager.latest() is None
 
 
-def test_endpoint_is_that_of_the_options(
-    object_prefix: str, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
-    manager = manager_of(object_prefix, options=WriteOptions(endpoint=object_server.url))
+def test_endpoint_is_that_of_the_options(object_prefix: str, object_endpoint: str) -> None:
+    manager = manager_of(object_prefix, options=WriteOptions(endpoint=object_endpoint))
     save_steps(manager, 1, 2)
     assert resumed(manager) == 2
     dropped = manager.dry_run(lambda name: name, tag=1).dropped

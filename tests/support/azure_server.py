@@ -9,16 +9,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import shutil
 import time
 import urllib.parse
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from typing import ClassVar
 
+from support.object_fixture import AZURITE
 from support.object_server import BUCKET, ObjectServer, Upload
 
-AZURITE = Path(__file__).resolve().parents[2] / "build" / "azurite" / "node_modules" / "azurite"
 ACCOUNT, KEY = "tests", base64.b64encode(b"tests").decode()
 _VERSION = "2023-11-03"
 _VALID_S = 30 * 86400
@@ -31,13 +29,6 @@ constants("common").DEFAULT_EXTENT_GC_PROTECT_TIME_IN_MS = 60000;
 process.stdin.on("end", () => process.exit()).resume();
 require(process.argv[1] + "/dist/src/blob/main.js");
 """
-
-
-def missing() -> str:
-    """Returns why Azurite cannot run, or ""."""
-    if shutil.which("node") is None:
-        return "no node, which Azurite needs"
-    return "" if AZURITE.is_dir() else "no Azurite: `make azurite` installs it"
 
 
 class AzureServer(ObjectServer):

@@ -2,6 +2,7 @@
 
 def test_it(object_prefix, object_server):  # s3://checkpoints/<random>: ready to use by name
 def test_it(object_prefix, object_proxy):   # the same, every request through the proxy
+def test_it(object_prefix, object_endpoint): # the same, by an address that no variable has
 
 Each such test runs on S3, and in `make test-all` on Azure as well, unless it is `s3_alone`.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +23,22 @@ if TYPE_CHECKING:
     from support.object_server import ObjectServer
 
 
+AZURITE = Path(__file__).resolve().parents[2] / "build" / "azurite" / "node_modules" / "azurite"
+
+
+def azure_missing() -> str:
+    """Returns why Azurite cannot run, or ""."""
+    if shutil.which("node") is None:
+        return "no node, which Azurite needs"
+    return "" if AZURITE.is_dir() else "no Azurite: `make azurite` installs it"
+
+
+def pytest_report_header() -> str:
+    return f"az:// is tested: {azure_missing() or 'yes'}"
+
+
+# Without Azurite there are no tests on it, and the header of a run says so.
+_AZURE = [] if azure_missing() else [pytest.param("az", marks=pytest.mark.slow)]
 s3_alone = pytest.mark.parametrize("object_server", ["s3"], indirect=True)
 
 
@@ -35,10 +54,8 @@ def s3_server() -> Iterator[ObjectServer]:
 @pytest.fixture(scope="session")
 def azure_server() -> Iterator[ObjectServer]:
     """A server of Azure's blobs of this session, in a process of its own."""
-    from support.azure_server import AzureServer, missing
+    from support.azure_server import AzureServer
 
-    if reason := missing():
-        pytest.skip(reason)
     yield from _used(AzureServer)
 
 
@@ -56,7 +73,7 @@ def _used(kind: type[ObjectServer]) -> Iterator[ObjectServer]:
     server.close()
 
 
-@pytest.fixture(params=["s3", pytest.param("az", marks=pytest.mark.slow)])
+@pytest.fixture(params=["s3", *_AZURE])
 def object_server(request: pytest.FixtureRequest) -> ObjectServer:
     """The server of the store that the test runs on."""
     server: ObjectServer = request.getfixturevalue(
@@ -72,6 +89,16 @@ def object_prefix(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) 
     prefix = f"{object_server.root}/{secrets.token_hex(8)}"
     yield prefix
     object_server.remove(prefix)
+
+
+@pytest.fixture
+def object_endpoint(
+    object_server: ObjectServer, object_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """The address of the store, which no variable has."""
+    for name in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    return object_server.url
 
 
 @pytest.fixture

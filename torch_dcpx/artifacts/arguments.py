@@ -123,7 +123,8 @@ def checked_arguments(
         way = "; source and path are swapped: export(source, path)"
         raise must_be("path", path, "a path", way)
     check_type("path", path, (str, os.PathLike), "a path")
-    directory = location_of(checked_location(path, "an export writes to file systems and s3://"))
+    way_out = "an export writes to file systems, s3:// and az://"
+    directory = location_of(checked_location(path, way_out))
     by_name = "torch" if directory.suffix in TORCH_SUFFIXES else None
     by_name = "safetensors" if directory.suffix == ".safetensors" else by_name
     if file_format is None and by_name is None and directory.suffix[1:].isalpha():

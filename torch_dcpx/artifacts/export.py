@@ -108,9 +108,9 @@ def export(
         source: path of a checkpoint of torch-dcpx or stock DCP, or of files as `load_pretrained`
             takes them; or a module or state dict, whose tensors may be sharded (DTensor).
         path: the file (`*.safetensors`; `*.bin`, `*.pt`, `*.pth`), whose suffix says the format, or
-            a directory; or an `s3://` URL of one, for safetensors. Missing directories are made. A
-            directory whose name ends in a dot and letters (`out.model`, not `run-1.5`) needs
-            `format`. One that holds a checkpoint is refused.
+            a directory; for safetensors also the URL of either in a store. Missing directories are
+            made. A directory whose name ends in a dot and letters (`out.model`, not `run-1.5`)
+            needs `format`. One that holds a checkpoint is refused.
         format: of the files in a directory. "safetensors" (default): `model.safetensors`, or
             `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`, as by
             Hugging Face. "torch": `pytorch_model.bin`, a flat dict for

@@ -20,7 +20,7 @@ class _Path(click.Path):
     """A path that the library takes; whether one may read it, a command finds out itself."""
 
     def __init__(self, *, takes_urls: bool = False) -> None:
-        """Takes `s3://` URLs, too, if `takes_urls`."""
+        """Takes `s3://` and `az://` URLs, too, if `takes_urls`."""
         super().__init__(readable=False, path_type=Path)
         self._check = checked_location if takes_urls else checked_path
 

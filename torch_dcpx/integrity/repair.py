@@ -75,7 +75,7 @@ def repair(
     Data is not read but for footers: `torch_dcpx.verify` says whether it is as it was written.
 
     Args:
-        path: directory or `s3://` prefix of a checkpoint that torch-dcpx wrote.
+        path: directory of a checkpoint that torch-dcpx wrote, or its URL in a store.
         files: names of the data files of the save, where others lie beside them and nobody can
             tell. Of rank-local saves, name those of each rank whose metadata is made. Default
             None: all that are there.
@@ -94,7 +94,7 @@ def repair(
         NotCommittedError: `path` is no directory.
         ConcurrentSaveError: a save is under way there; of a store: one was committed meanwhile.
         StorageError: a file cannot be read or written; the old metadata is still there.
-        UnsupportedError: a URL other than `s3://`, or a store without conditional writes.
+        UnsupportedError: a URL of another kind of store, or a store without conditional writes.
         OutcomeUnknownError: the store does not say whether it was written.
         OptionError: an argument that cannot work.
     """

@@ -58,9 +58,10 @@ def verify(
     """Compares a whole checkpoint with its checksums, and reports all its faults.
 
     Args:
-        path: directory or `s3://` prefix of a checkpoint, of ours or of stock's, of all ranks or of
-            each rank's own; or what `export` writes, as `load_pretrained` finds it. Safetensors
-            hold no checksums: headers, sizes and the index are compared, and a note says so.
+        path: directory of a checkpoint, of ours or of stock's, of all ranks or of each rank's own,
+            or its URL in a store; or what `export` writes, as `load_pretrained` finds it.
+            Safetensors hold no checksums: headers, sizes and the index are compared, and a note
+            says so.
         workers: threads that read and sum. Default None: as in `ReadOptions`; of a store 32
             requests at a time, within `host_memory_bytes`.
         host_memory_bytes: bound on the memory that files are read into. Default None: 64 MiB.
@@ -75,7 +76,7 @@ def verify(
         NotCommittedError: `path` is no directory.
         StorageError: the directory cannot be opened or listed.
         OptionError: an argument that cannot work.
-        UnsupportedError: a URL other than `s3://`; a file of torch.save in a store.
+        UnsupportedError: a URL of another kind of store; a file of torch.save in a store.
     """
     check_callable("progress", progress)
     safe_globals = checked_globals(safe_globals)

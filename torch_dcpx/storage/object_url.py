@@ -49,7 +49,7 @@ class ObjectUrl:
 
     def at(self, endpoint: str | None) -> ObjectUrl:
         """Returns the same prefix of the store at `endpoint`; None: as it is."""
-        return self if endpoint is None else ObjectUrl(self.bucket, self.key, endpoint)
+        return self if endpoint is None else ObjectUrl(self.scheme, self.bucket, self.key, endpoint)
 
     @property
     def suffix(self) -> str:
