@@ -48,6 +48,10 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
         "writer", "planners", "checkpoint", "integrity", "artifacts",
     },
     "hook": {"tensors", "staging", "reader", "writer", "planners"},
+    "integrations": {
+        "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
+        "writer", "planners", "checkpoint", "integrity", "artifacts", "manager",
+    },
     "cli": {"storage", "metadata", "reader", "checkpoint", "integrity", "artifacts", "hook"},
 }  # fmt: skip
 
