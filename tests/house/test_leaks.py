@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,17 @@ def test_memory_that_stays_is_found(leak: str) -> None:
     with pytest.raises(AssertionError, match=r"8\d{6} B more"):
         held.assert_no_memory_more()
     del kept
+
+
+def test_stacks_that_are_kept_for_the_next_threads_are_no_leak() -> None:
+    held = Held()
+    barrier = threading.Barrier(12)
+    threads = [threading.Thread(target=barrier.wait) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    held.assert_no_memory_more()
 
 
 def test_memory_that_malloc_holds_free_is_no_leak() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -26,14 +27,28 @@ _libc.mallinfo2.restype = _Mallinfo
 
 
 def _used_bytes() -> int:
-    """Returns the writable memory of this process without what malloc holds free.
+    """Returns the writable memory of this process without stacks and what malloc holds free.
 
     Resident memory says nothing: how many free pages malloc keeps depends on what other tests have
     left between them, and the kernel takes pages of files and gives them back.
     """
     status = Path("/proc/self/status").read_text().splitlines()
     writable = next(int(line.split()[1]) for line in status if line.startswith("VmData:"))
-    return (writable << 10) - int(_libc.mallinfo2().fordblks)
+    return (writable << 10) - _stack_bytes() - int(_libc.mallinfo2().fordblks)
+
+
+def _stack_bytes() -> int:
+    """Returns the sizes of threads' stacks, of which glibc keeps 40 MiB and more for new threads.
+
+    Each has a page before it that nobody may touch.
+    """
+    usual, found, guard_end = resource.getrlimit(resource.RLIMIT_STACK)[0], 0, 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *_ = line.split()
+        begin, end = (int(one, 16) for one in span.split("-"))
+        found += usual if begin == guard_end and end - begin == usual else 0
+        guard_end = end if rights == "---p" and end - begin == resource.getpagesize() else 0
+    return found
 
 
 def _tensors() -> int:
