@@ -13,6 +13,7 @@ import torch_dcpx as dcpx
 from torch_dcpx import (
     CheckpointManager,
     ConcurrentSaveError,
+    DcpxReader,
     NotCommittedError,
     OptionError,
     ReadOptions,
@@ -20,6 +21,7 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
+from torch_dcpx.manager import resume
 from torch_dcpx.manager.store_root import StoreRoot
 from torch_dcpx.storage.object_store import Bucket
 
@@ -52,6 +54,32 @@ def test_manager_saves_lists_resumes_and_keeps_the_last(
     assert (info.tag, info.step, info.user_content) == ("step-4", 4, {"epoch": 4})
     assert info.metrics == {"loss": 1.0} and state["x"].tolist() == [4.0] * 40
     assert resumed(other, tag=3) == 3
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_resume_chooses_again_when_another_job_removes_what_it_has_chosen(
+    object_prefix: str, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    manager, other, removed = manager_of(object_prefix), manager_of(object_prefix), []
+    save_steps(other, *range(1, 11))
+    reader = resume.quiet_reader
+
+    def late(path: str, options: ReadOptions) -> DcpxReader:
+        if len(removed) < count:
+            other.delete(path.rpartition("/")[2])
+            removed.append(path)
+        return reader(path, options)
+
+    monkeypatch.setattr(resume, "quiet_reader", late)
+    if count == 1:
+        assert resumed(manager) == 9
+        removed.clear()
+        with pytest.raises(NotCommittedError):
+            resumed(manager, tag=8)
+    else:
+        with pytest.raises(NotCommittedError):
+            resumed(manager)
+        assert resumed(manager) == 1
 
 
 def test_async_saves_of_a_manager(object_prefix: str) -> None:

@@ -14,6 +14,9 @@ Where bytes of the newest checkpoint are wrong:
    damaged one, so that retention keeps a good one in its place.
 7. The next load overwrites all that the damaged read may have filled. Where it would not, or does
    not fit, the damage is the error: no rank goes on with parts of two checkpoints.
+
+In a store no lock keeps another job's retention away: where the chosen checkpoint is removed before
+its metadata is read, all ranks choose again. Later it is no matter, for its data stay for a grace.
 """
 
 from __future__ import annotations
@@ -29,7 +32,13 @@ from torch_dcpx._arguments import check_bool
 from torch_dcpx.checkpoint.load import load_by
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.same_call import Call, told_globs, told_rules
-from torch_dcpx.errors import CorruptionError, PlanError, UnsafePickleError, UnsupportedError
+from torch_dcpx.errors import (
+    CorruptionError,
+    NotCommittedError,
+    PlanError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge, checked_merge
@@ -43,9 +52,10 @@ from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.reader.reader import quiet_reader
 from torch_dcpx.reports import LoadReport, resumed_line
-from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.object_url import Location, ObjectUrl, location_of
 
 _MAX_SHOWN = 5  # names in one message
+_MAX_REMOVED = 8  # checkpoints that another job removes under one resume
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -106,6 +116,7 @@ class Resume:
     # Of the first damage. Not the error itself: its frames would keep the loaded values.
     _fields: dict[str, Any] = field(default_factory=dict)
     _skipped: Skipped = ()
+    _removed: int = 0  # chosen ones that were gone when they were to be read
 
     def run(self) -> ResumeInfo:
         """Returns the result of the first attempt that meets no damage.
@@ -123,7 +134,7 @@ class Resume:
         return found
 
     def _attempt(self) -> ResumeInfo | None:
-        """Resumes from one checkpoint; returns None of a damaged one, where older ones may do."""
+        """Resumes from one checkpoint; returns None where another one may do."""
         catalog, options = self.catalog, self.catalog.read_options
         with ExitStack() as stack:
             with catalog.exchange("resume", self.tag) as exchange:
@@ -157,7 +168,7 @@ class Resume:
                     **catalog.ranks,
                 )
             except BaseException as error:
-                if self._passes_over(chosen, error, logs=rank == 0):
+                if self._is_removed(chosen, error) or self._passes_over(chosen, error, rank):
                     return None
                 raise
             if self._passed and not self.strict:
@@ -209,7 +220,13 @@ class Resume:
     def _passed_tags(self) -> list[str]:
         return [over.tag for over in self._passed]
 
-    def _passes_over(self, chosen: Stored, error: BaseException, *, logs: bool) -> bool:
+    def _is_removed(self, chosen: Stored, error: BaseException) -> bool:
+        """Returns whether to choose again after this error, on which the ranks agree."""
+        self._removed += 1
+        is_gone = isinstance(error, NotCommittedError) and isinstance(chosen.path, ObjectUrl)
+        return is_gone and self.tag is None and self._removed <= _MAX_REMOVED
+
+    def _passes_over(self, chosen: Stored, error: BaseException, rank: int) -> bool:
         """Returns whether to try an older checkpoint after this error, on which the ranks agree."""
         if not _is_damage(error, chosen.path):
             return False
@@ -220,7 +237,7 @@ class Resume:
         if not self._passed:
             self._fields = {name: getattr(error, name) for name in CorruptionError.FIELDS}
         self._passed.append(over)
-        if logs:
+        if rank == 0:
             logger.warning(
                 "passed over checkpoint '%s' beneath '%s', for '%s' is damaged; the one before it "
                 "is tried: %s",
