@@ -66,13 +66,13 @@ PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest $(TEST_JOBS)
 FAKE_CUDA := build/fake_cuda/libfakecuda.so
 AZURITE := build/azurite/installed
 
-.PHONY: help demo test test-all test-cpp test-torch test-frameworks azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
+.PHONY: help demo test test-all test-cpp test-torch test-frameworks test-azure azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
 	@echo "make test                    the tests, no root needed"
 	@echo "make test-all                all tests, slow ones and those that need root; no skips"
-	@echo "make azurite                 the server of the tests of az:// (build/azurite; by npm)"
+	@echo "make test-azure              the tests of stores on Azurite (build/azurite; by npm)"
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
 	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, lightning (all)"
@@ -178,6 +178,10 @@ build: $(S)/extension
 # The CUDA driver that tests run on (tests/fake_cuda): a C++ compiler is all it needs.
 $(FAKE_CUDA): FORCE
 	@$(MAKE) --no-print-directory -s -j$(JOBS) -C tests/fake_cuda
+
+# Of these, `make test-all` has a tenth.
+test-azure: build $(AZURITE)
+	DCPX_STRICT=1 DCPX_AZURE=1 $(PYTEST) --everything -k "[az" $(PYTEST_ARGS) tests/objects
 
 # The server of az:// (tests/objects). Where it cannot be installed, the tests say what is missing.
 azurite: $(AZURITE)

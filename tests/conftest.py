@@ -5,6 +5,7 @@ Environment (set by the Makefile):
     DCPX_REQUIRE_CUDA=1      a `cuda` test that cannot run is a failure
     DCPX_REQUIRE_INSTALLED=1 the tests must import an installed torch_dcpx, not this clone's
     DCPX_FRAMEWORKS=DIR      environments of frameworks (make test-frameworks)
+    DCPX_AZURE=1             all tests on Azurite, not a tenth of them (make test-azure)
     DCPX_SEED=N              the `seed` fixture's value, to repeat one test
 """
 
