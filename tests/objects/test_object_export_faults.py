@@ -110,7 +110,8 @@ def _export_with_fault(
     if tries and how in LOST:
         assert error is None, where
     is_orphan = hit.kind == "create_upload" and how in AFTER
-    assert len(store.server.uploads(store.url)) == is_orphan, where
+    if store.server.has_aborts:
+        assert len(store.server.uploads(store.url)) == is_orphan, where
     there = names_at(store.server, store.url)
     if hit.kind == "delete_many" or isinstance(error, OutcomeUnknownError):
         return hit
@@ -185,7 +186,7 @@ def test_source_that_fails_aborts_the_upload(store: Store, kind: str) -> None:
         store.proxy.heal()
         assert _what(store, "shards", new) == "old"
         assert names_at(store.server, store.url) == set(objects)
-        assert not store.server.uploads(store.url)
+        assert not store.server.uploads(store.url) or not store.server.has_aborts
         export(ckpt, store.url, kind)
         assert _what(store, "shards", new) == "new"
 
@@ -204,7 +205,7 @@ def test_interrupt_aborts_the_upload(store: Store, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         export(tensors_of(2, LARGE_NUMEL), store.url, "parts")
     assert objects_at(store.server, store.url) == objects
-    assert not store.server.uploads(store.url)
+    assert not store.server.uploads(store.url) or not store.server.has_aborts
     assert not [one for one in threading.enumerate() if one.name.startswith("dcpx-upload")]
 
 

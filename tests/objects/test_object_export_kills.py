@@ -40,7 +40,7 @@ def _killed_at(
     last = INDEX if kind == "shards" else SINGLE
     kinds = ("put_object", "complete_upload")
     commits = [one.number for one in requests if one.kind in kinds and one.key.endswith(last)]
-    is_new = any(requests[at].status == 200 for at in commits)
+    is_new = any(requests[at].is_done for at in commits)
     found, used = exported(store.server, store.url)
     single_stays = kind == "shards" and SINGLE in used  # loaders take it until it is removed
     is_new &= not single_stays

@@ -1,4 +1,4 @@
-"""A job beneath an `s3://` root is killed at any of its requests: the next one goes on.
+"""A job beneath a root in a store is killed at any of its requests: the next one goes on.
 
 It resumes from the newest commit, and when the grace is over, its retention leaves nothing of the
 killed job but what is kept.
@@ -54,7 +54,7 @@ class Victims:
         commits = [
             one.number
             for one in requests
-            if one.kind == "put_object" and one.key.endswith("/.metadata") and one.status == 200
+            if one.kind == "put_object" and one.key.endswith("/.metadata") and one.is_done
         ]
         self._check(len(commits))
         return Killed(status, commits, len(requests))
