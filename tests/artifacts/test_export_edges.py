@@ -82,6 +82,16 @@ def test_tensor_on_meta_and_a_path_with_nul_are_typed_errors(tmp_path: Path) -> 
         dcpx.export(TWO, f"{tmp_path}/a\0b")
 
 
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
+def test_tensor_whose_memory_was_freed_is_a_typed_error(tmp_path: Path, name: str) -> None:
+    freed = torch.ones(6, 5)
+    freed.untyped_storage().resize_(60)
+    told = r"'a\.b' needs 120 B of a storage that holds 60 B"
+    with pytest.raises(dcpx.UnsupportedError, match=told):
+        dcpx.export({"a": {"b": freed}}, tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_path_that_no_file_system_can_name_is_an_option_error(tmp_path: Path) -> None:
     model = nn.ParameterDict({name: torch.zeros_like(tensor) for name, tensor in TWO.items()})
     path = f"{tmp_path}/a\ud800"

@@ -197,9 +197,9 @@ def written(path: Path, options: WriteOptions, state: dict[str, torch.Tensor]) -
         job = open_job(directory, options)
         job.add_file("f", 777 + total + 3, is_new=True)
         rows, at = ExportRows(job, 1 << 20), 777
-        for name, tensor in state.items():
+        for tensor in state.values():
             target = Target(0, at, tensor.nbytes, -1)
-            rows.add(tensor, torch.empty_like(tensor, device="meta"), target, name)
+            rows.add(tensor, torch.empty_like(tensor, device="meta"), target)
             at += tensor.nbytes
         rows.flush()
         job.finish(is_whole=True)

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import pytest
 from object_managers import manager_of, resumed, save_steps
-from object_outcomes import objects_at, put_objects, retries
-from support.object_proxy import FaultProxy
-from support.object_server import ObjectServer
+from object_outcomes import Store, objects_at, retries
 
 from torch_dcpx.metadata.file import decode_file_names
 from torch_dcpx.storage.object_store import Bucket
@@ -34,18 +31,8 @@ def clock_ahead(seconds: float) -> Iterator[None]:
         yield
 
 
-class Root(NamedTuple):
+class Root(Store):
     """A root on a server, and the proxy before it."""
-
-    server: ObjectServer
-    proxy: FaultProxy
-    url: str
-
-    def reset(self, objects: dict[str, bytes]) -> None:
-        """Makes these the only objects; the next request's number is 0, and none fails."""
-        put_objects(self.server, self.url, objects)
-        self.proxy.heal()
-        self.proxy.clear()
 
     def objects(self) -> dict[str, bytes]:
         """Returns name -> bytes of all objects."""

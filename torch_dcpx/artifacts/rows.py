@@ -18,7 +18,7 @@ import torch
 
 from torch_dcpx._native import _C
 from torch_dcpx.tensors import device as device_memory
-from torch_dcpx.tensors.memory import byte_strides, check_storage, is_plain
+from torch_dcpx.tensors.memory import byte_strides, is_plain
 
 _MOST_ROWS = 20_000  # that wait for one call
 _MOST_PIECE_BYTES = 16 << 20
@@ -60,12 +60,11 @@ class ExportRows:
         self._copies: list[torch.Tensor] = []
         self._copied_bytes = 0
 
-    def add(self, source: torch.Tensor, place: torch.Tensor, target: Target, fqn: str) -> None:
+    def add(self, source: torch.Tensor, place: torch.Tensor, target: Target) -> None:
         """Adds memory of the shape of `place`, a view with the payload's strides and dtype."""
         if source.numel() == 0:
             return
         if is_plain(source) and device_memory.is_host(source) and source.dtype == place.dtype:
-            check_storage(source, fqn)
             self._add_row(source, place, target)
             return
         # Converted before it is copied from a device, and held as both for a moment.
@@ -251,7 +250,7 @@ class BackgroundRows:
             if self._is_over:  # it had not begun when the caller was interrupted
                 return
             for copy, place, target in filled:
-                self._rows.add(copy, place, target, "")
+                self._rows.add(copy, place, target)
             self._rows.flush()
 
     def _wait(self) -> None:

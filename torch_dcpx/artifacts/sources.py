@@ -45,7 +45,7 @@ from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.storage.paths import absolute
-from torch_dcpx.tensors.memory import has_strides, refuse_nested
+from torch_dcpx.tensors.memory import check_storage, has_strides, refuse_nested
 
 Box = tuple[Sizes, Sizes]  # offsets and lengths, in elements
 
@@ -159,7 +159,7 @@ class LiveSource:
         for number, (offsets, lengths) in own:
             tensor = self._tensors[number]
             place = narrowed(file_view(tensor), offsets, lengths)
-            rows.add(self._memory[number, offsets], place, targets[number], tensor.name)
+            rows.add(self._memory[number, offsets], place, targets[number])
         rows.flush()
 
     def fill(self, pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
@@ -193,6 +193,7 @@ class LiveSource:
                     f"'{name}' is a {type(local).__name__} of layout {local.layout}, which an "
                     "export cannot lay out"
                 )
+            check_storage(local, name)
             yield tuple(chunk.offsets), local
 
 
