@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import ClassVar
 
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, StorageError
 from torch_dcpx.integrity.contents import open_checkpoint
@@ -43,6 +44,8 @@ _LOST_AND_FOUND = "lost+found"
 
 class DirectoryRoot:
     """A root directory. Holds nothing open."""
+
+    has_locks: ClassVar[bool] = True  # of readers, which keep what they read from removal
 
     def __init__(self, path: Path, *, is_durable: bool) -> None:
         """Reads nothing yet. `is_durable`: whether to fsync the pointer and entries."""

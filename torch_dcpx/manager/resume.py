@@ -52,7 +52,7 @@ from torch_dcpx.ranks.members import told_to_next
 from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.reader.reader import quiet_reader
 from torch_dcpx.reports import LoadReport, resumed_line
-from torch_dcpx.storage.object_url import Location, ObjectUrl, location_of
+from torch_dcpx.storage.object_url import Location, location_of
 
 _MAX_SHOWN = 5  # names in one message
 _MAX_REMOVED = 8  # checkpoints that another job removes under one resume
@@ -168,7 +168,7 @@ class Resume:
                     **catalog.ranks,
                 )
             except BaseException as error:
-                if self._is_removed(chosen, error) or self._passes_over(chosen, error, rank):
+                if self._is_removed(error) or self._passes_over(chosen, error, rank):
                     return None
                 raise
             if self._passed and not self.strict:
@@ -220,11 +220,12 @@ class Resume:
     def _passed_tags(self) -> list[str]:
         return [over.tag for over in self._passed]
 
-    def _is_removed(self, chosen: Stored, error: BaseException) -> bool:
+    def _is_removed(self, error: BaseException) -> bool:
         """Returns whether to choose again after this error, on which the ranks agree."""
         self._removed += 1
-        is_gone = isinstance(error, NotCommittedError) and isinstance(chosen.path, ObjectUrl)
-        return is_gone and self.tag is None and self._removed <= _MAX_REMOVED
+        may_be_gone = self.tag is None and not self.catalog.root.files.has_locks
+        is_gone = isinstance(error, NotCommittedError)
+        return may_be_gone and is_gone and self._removed <= _MAX_REMOVED
 
     def _passes_over(self, chosen: Stored, error: BaseException, rank: int) -> bool:
         """Returns whether to try an older checkpoint after this error, on which the ranks agree."""

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from typing import ClassVar
 
 from torch_dcpx.errors import (
     ConcurrentSaveError,
@@ -66,6 +67,8 @@ _REFUSED = frozenset({errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP})
 
 class StoreRoot:
     """The objects of a root. Thread-safe but for `read` and `write`."""
+
+    has_locks: ClassVar[bool] = False
 
     def __init__(self, path: ObjectUrl, *, grace_s: float, is_conditional: bool) -> None:
         """Asks nothing yet.
