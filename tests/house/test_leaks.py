@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import resource
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.leaks import Held
+from support.leaks import Held, stack_bytes
 
 MIB = 1 << 20
 LEAKS: dict[str, Callable[[], Any]] = {
@@ -36,6 +38,34 @@ def test_stacks_that_are_kept_for_the_next_threads_are_no_leak() -> None:
     for thread in threads:
         thread.join()
     held.assert_no_memory_more()
+
+
+def test_stack_is_known_by_its_guard_and_not_by_what_lies_behind_it() -> None:
+    usual, page = resource.getrlimit(resource.RLIMIT_STACK)[0], resource.getpagesize()
+
+    def maps(*parts: tuple[int, str]) -> str:
+        lines, at = [], 1 << 40
+        for nbytes, rights in parts:
+            lines.append(f"{at:x}-{at + nbytes:x} {rights} 00000000 00:00 0")
+            at += nbytes
+        return "\n".join(lines)
+
+    guard, other = (page, "---p"), (1 << 26, "---p")
+    assert stack_bytes(maps(guard, (usual, "rw-p"), guard, (usual, "rw-p"))) == 2 * usual
+    assert stack_bytes(maps(guard, (usual + MIB, "rw-p"))) == usual
+    assert stack_bytes(maps(guard, (usual - page, "rw-p"), (usual, "rw-p"))) == 0
+    assert stack_bytes(maps(other, (usual, "rw-p"))) == 0
+
+
+def test_file_that_stays_is_found_and_a_socket_that_goes_is_none() -> None:
+    one, other = socket.socketpair()
+    held = Held()
+    one.close()
+    held.assert_no_file_or_thread_more()
+    with open(__file__), pytest.raises(AssertionError, match="test_leaks"):
+        held.assert_no_file_or_thread_more()
+    held.assert_no_file_or_thread_more()
+    other.close()
 
 
 def test_memory_that_malloc_holds_free_is_no_leak() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -34,21 +35,36 @@ def _used_bytes() -> int:
     """
     status = Path("/proc/self/status").read_text().splitlines()
     writable = next(int(line.split()[1]) for line in status if line.startswith("VmData:"))
-    return (writable << 10) - _stack_bytes() - int(_libc.mallinfo2().fordblks)
+    stacks = stack_bytes(Path("/proc/self/maps").read_text())
+    return (writable << 10) - stacks - int(_libc.mallinfo2().fordblks)
 
 
-def _stack_bytes() -> int:
+def stack_bytes(maps: str) -> int:
     """Returns the sizes of threads' stacks, of which glibc keeps 40 MiB and more for new threads.
 
-    Each has a page before it that nobody may touch.
+    Each has a page before it that nobody may touch. What the kernel has mapped right behind one,
+    with the same rights, it may show as one mapping with it.
+
+    Args:
+        maps: the text of /proc/self/maps.
     """
     usual, found, guard_end = resource.getrlimit(resource.RLIMIT_STACK)[0], 0, 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in maps.splitlines():
         span, rights, *_ = line.split()
         begin, end = (int(one, 16) for one in span.split("-"))
-        found += usual if begin == guard_end and end - begin == usual else 0
+        found += usual if begin == guard_end and end - begin >= usual else 0
         guard_end = end if rights == "---p" and end - begin == resource.getpagesize() else 0
     return found
+
+
+def _files() -> list[str]:
+    """Returns the open files but sockets: those of a store's client close when they are idle."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            target = os.readlink(f"/proc/self/fd/{name}")
+            found.extend([] if target.startswith("socket:") else [target])
+    return sorted(found)
 
 
 def _tensors() -> int:
@@ -61,13 +77,13 @@ class Held:
 
     def __init__(self) -> None:
         self._tensors = _tensors()
-        self._files = set(os.listdir("/proc/self/fd"))
+        self._files = _files()
         self._threads = set(os.listdir("/proc/self/task"))
         self._used_bytes = _used_bytes()
 
     def assert_no_file_or_thread_more(self) -> None:
         """Cheap enough for after each call. A thread that is just ending gets time."""
-        assert len(os.listdir("/proc/self/fd")) == len(self._files)
+        assert len(files := _files()) == len(self._files), (files, self._files)
         deadline = time.monotonic() + _ENDING_S
         while not set(os.listdir("/proc/self/task")) <= self._threads:
             assert time.monotonic() < deadline, "a thread is left running"
