@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-_NOISE_BYTES = 4 << 20  # what the allocator and caches of torch grow by, within a few saves
+# Caches of torch and half empty arenas of Python grow by 2 MB in a sweep, at times by 5 MB. Each
+# failed call that kept a slot would keep 2 MiB.
+_NOISE_BYTES = 12 << 20
 _ENDING_S = 20.0  # of a thread, on a busy machine
 _libc = ctypes.CDLL(None)
 
