@@ -171,6 +171,29 @@ def test_unknown_outcome_of_the_last_put_leaves_what_either_outcome_needs(
     assert set(objects) <= names_at(store.server, store.url)
 
 
+@pytest.mark.parametrize("kinds", [("shards", "shards"), ("single", "single")], ids="-".join)
+def test_put_that_nobody_answers_is_not_forgotten_when_the_next_is_refused(
+    store: Store, kinds: tuple[str, str]
+) -> None:
+    """It may be done later: what it needs has to be there then."""
+    objects = _prepared(store, kinds[0])
+
+    def lost(_: Request) -> str:
+        store.proxy.fail("put_object", "403", times=None)
+        return "reset"
+
+    store.reset(objects)
+    last = INDEX if kinds[1] == "shards" else SINGLE
+    store.proxy.hook("put_object", lost, key=last)
+    with retries(0), pytest.raises(OutcomeUnknownError, match="its outcome is unknown"):
+        export(tensors_of(2), store.url, kinds[1])
+    store.proxy.heal()
+    assert _what(store, kinds[0], tensors_of(2)) == "old"
+    if kinds[1] == "shards":
+        late = [name for name in names_at(store.server, store.url) if name not in objects]
+        assert late and all(name.endswith(".safetensors") for name in late)
+
+
 @pytest.mark.parametrize("kind", ["parts", "shards"])
 def test_source_that_fails_aborts_the_upload(store: Store, kind: str) -> None:
     """The checkpoint lies in the store as well; its second half is not to be had."""

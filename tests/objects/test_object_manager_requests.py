@@ -27,9 +27,9 @@ def test_requests_of_a_save_and_a_resume(
         "head .metadata",  # does it replace one?
         "put .dcpx.lock",
         "put data",
-        "head .dcpx.pin",
         "get newest",  # the tag is noted ...
         "put newest",
+        "head .dcpx.pin",
         "put .metadata",  # ... committed ...
         "delete_many",
         "head .metadata",

@@ -165,12 +165,13 @@ def test_errors_of_the_store_have_no_secrets(
     exceptions: Any = importlib.import_module("obstore.exceptions")
     text = (
         "Server returned 403: <AWSAccessKeyId>AKIAWHATEVER</AWSAccessKeyId> "
-        "https://h/b?X-Amz-Credential=AKIAWHATEVER%2Fx&X-Amz-Signature=deadbeef&partNumber=1 "
+        "https://me:hunter2@h/b?X-Amz-Credential=AKIAWHATEVER%2Fx&X-Amz-Signature=deadbeef"
+        "&partNumber=1 "
         'aws_secret_access_key: "hunter2" x-amz-security-token: FwoToken\n\nDebug source: hunter3'
     )
     if object_server.scheme == "az":
         text = (
-            "https://a.blob.core.windows.net/c/b?sv=2023&sig=AKIAWHATEVER&partNumber=1 "
+            "https://me:hunter2@a.blob.core.windows.net/c/b?sv=2023&sig=AKIAWHATEVER&partNumber=1 "
             "The MAC signature found in the HTTP request 'deadbeef=' is not the same: "
             "Authorization: SharedKey tests:FwoToken, account_key=hunter2 bearer FwoToken"
         )

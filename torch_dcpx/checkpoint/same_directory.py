@@ -43,9 +43,16 @@ class Place(NamedTuple):
     made: Sequence[Path] = ()  # directories that this save has made here, the outermost first
 
     @property
+    def told(self) -> str:
+        """The path, and of a URL its store."""
+        directory = self.directory
+        endpoint = directory.endpoint if isinstance(directory, ObjectUrl) else None
+        return os.fspath(directory) + ("" if endpoint is None else f" at {endpoint}")
+
+    @property
     def digest(self) -> bytes:
         """17 bytes, equal on two ranks if path and option are; the first byte is the option."""
-        path = hashlib.blake2b(os.fsencode(self.directory), digest_size=16).digest()
+        path = hashlib.blake2b(os.fsencode(self.told), digest_size=16).digest()
         return bytes([self.is_node_local]) + path
 
 
@@ -89,8 +96,7 @@ class SameDirectory:
             with open_place(place.directory) as directory:
                 is_found = directory.is_regular(probe)
             made = tuple(filter(None, map(_identity, place.made)))
-            path = os.fspath(place.directory)
-            return _Look(path, exchange.host, place.is_node_local, is_found, made)
+            return _Look(place.told, exchange.host, place.is_node_local, is_found, made)
 
         def judge(looks: list[_Look]) -> tuple[str, frozenset[_Made]]:
             made = frozenset(one for rank in looks for one in rank.made)

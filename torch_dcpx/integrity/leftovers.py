@@ -109,7 +109,9 @@ def _remove_old(place: ObjectPlace, grace_s: float) -> Leftovers:
         for name, nbytes in found.files.items()
         if name in entries and now_s - max(since_s, entries[name].modified_s) >= grace_s
     }
-    place.unlink_all(old)
+    marks = {name for name in old if name in _MARKS}
+    place.unlink_all(sorted(old.keys() - marks))
+    place.unlink_all(sorted(marks))  # last: they say what the data are
     return found._replace(files=old)
 
 

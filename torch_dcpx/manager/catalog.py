@@ -129,28 +129,34 @@ class CheckpointCatalog:
     def pin(self, name: str) -> None:
         self.root.files.is_there(name, "pin")
         self.root.examined(name)
+        self._refuse_busy(name, "pin")
         self.root.files.pin(name)
+
+    def _refuse_busy(self, name: str, doing: str) -> None:
+        if name in self.retention.busy:
+            path = str(self.root.path / name)
+            problem = f"{doing} '{path}': a save to it is under way; wait for it"
+            raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=path)
 
     def unpin(self, name: str) -> None:
         self.root.files.unpin(name)
 
     def delete(self, name: str) -> None:
         self.retention.wait()
-        root, path = self.root, self.root.path / name
+        root = self.root
         root.files.is_there(name, "delete")
         root.examined(name)
         self.retention.refuse_pinned(name, "delete")
-        if name in self.retention.busy:
-            problem = f"delete '{path}': a save to it is under way; wait for it"
-            raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(path))
+        self._refuse_busy(name, "delete")
         newest, _ = root.newest()  # anew: other jobs may have changed the root
         stored, _ = root.listed()
         good = {each.tag for each in stored if each.save_id not in root.damaged}
         others = [each for each in stored if each.tag != name]
         if not others or good == {name}:
+            kind = " that is not damaged" if others else ""
             raise UnsupportedError(
-                f"delete '{path}': it is the last whole checkpoint beneath '{root.path}'"
-                f"{' that is not damaged' if others else ''}; remove the directory by hand"
+                f"delete '{root.path / name}': it is the last whole checkpoint beneath "
+                f"'{root.path}'{kind}; remove the directory by hand"
             )
         root.remove(name)
         if newest is not None and newest.tag == name:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
@@ -154,6 +154,9 @@ class DirectoryRoot:
 
     def begin_save(self, tag: str) -> None:
         """Does nothing: a lock marks a save under way."""
+
+    def check_save(self, tag: str, sizes: Mapping[str, int], seconds: float) -> None:
+        """Does nothing: the lock of a save that is under way keeps other jobs away."""
 
     def end_save(self, tag: str) -> None:
         """Makes the lock file for the readers of a committed checkpoint; logs a failure."""

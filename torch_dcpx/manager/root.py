@@ -19,7 +19,13 @@ from pathlib import Path
 
 from torch_dcpx._arguments import check_wait
 from torch_dcpx._text import counted
-from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError, must_be
+from torch_dcpx.errors import (
+    DcpxError,
+    NotCommittedError,
+    OutcomeUnknownError,
+    StorageError,
+    must_be,
+)
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.manager.pointer import Pointer
 from torch_dcpx.manager.store_root import StoreRoot
@@ -84,6 +90,7 @@ class ManagerRoot:
         self._next_order = 0
         self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
         self._damaged: set[str] = set()  # saves, by their ids
+        self._noted: set[str] = set()  # all that were damaged, as far as this process has seen
         self._warned: dict[str, str] = {}  # why a tag was skipped, since the last `newest`
         self.is_busy: Callable[[str], bool] = lambda _: False  # whether this job saves to a tag
 
@@ -112,6 +119,7 @@ class ManagerRoot:
             known = self._known.get(tag)
             if known is not None:  # on the coordinator
                 self._damaged.add(known[1].save_id)
+                self._noted.add(known[1].save_id)
 
     def tell_damaged(self) -> None:
         """Notes the damaged saves in the pointer for later jobs, unless they are there already.
@@ -167,12 +175,14 @@ class ManagerRoot:
         try:
             pointer = self.files.read() or Pointer()
         except DcpxError as error:
-            if isinstance(error, StorageError) and error.errno == errno.ENOTDIR:
+            is_no_root = isinstance(error, StorageError) and error.errno == errno.ENOTDIR
+            if is_no_root or self.files.is_unanswered(error):
                 raise
             logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
             pointer = Pointer()
         with self._guard:
             self._damaged.update(pointer.damaged)
+            self._noted.update(pointer.damaged)
         found, skipped = self._pointed(pointer)
         if not found:
             found, skipped = self.listed()
@@ -261,6 +271,9 @@ class ManagerRoot:
             own, found = self._pointer, None
             with suppress(DcpxError):
                 found = own and self.files.read()
+            if found is not None:  # what another job has noted; own notes go with checkpoints
+                self._damaged.update(set(found.damaged) - self._noted)
+                self._noted.update(found.damaged)
         if own is None or found is None or found[:4] != own[:4]:
             self.newest()
         with self._guard:
@@ -281,7 +294,11 @@ class ManagerRoot:
             self.forget(tag)
         try:
             with self._guard:
-                self._write()
+                try:
+                    self._write()
+                except OutcomeUnknownError as error:  # of the pointer: nothing is committed yet
+                    path = str(self.path / POINTER_NAME)
+                    raise StorageError(str(error), errno=errno.EIO, path=path) from error
             yield
         finally:
             with self._guard:

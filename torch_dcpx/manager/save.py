@@ -220,14 +220,17 @@ class _ManagedWriter(DcpxWriter):
         record, tag = self.__record, self.__record.tag
         with root.commit_guard:
             retention.catch_up()
-            retention.refuse_pinned(tag, "save")  # also since the save began
+            files = [file for own in results for file in getattr(own, "files", ())]
+            sizes = {file.path: file.nbytes for file in files}
             with root.committing(tag):
+                retention.refuse_pinned(tag, "save")  # also since the save began
+                root.files.check_save(tag, sizes, time.monotonic() - self.__began)
                 super().finish(metadata, results)
                 root.files.end_save(tag)
                 save_id = committed_save_id(root.path / tag)
                 if save_id is not None:
                     root.note_committed(tag, record.step, save_id, record.order)
-            nbytes = sum(file.nbytes for own in results for file in getattr(own, "files", ()))
             seconds, what = time.monotonic() - self.__began, told_step(record.tag, record.step)
-            logger.info(saved_in_root_line(what, root.given, record.ranks, nbytes, seconds))
+            nbytes, ranks = sum(sizes.values()), record.ranks
+            logger.info(saved_in_root_line(what, root.given, ranks, nbytes, seconds))
             retention.start()

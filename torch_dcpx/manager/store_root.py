@@ -84,9 +84,9 @@ class StoreRoot:
         self._seen: Pointer | None = None  # as this process has read or written it last
         self._named: dict[str, set[str]] = {}  # data files, by the tag of their `.metadata`
 
-    @cached_property
+    @property
     def _place(self) -> ObjectPlace:
-        return ObjectPlace(self.path)
+        return ObjectPlace(self.path)  # anew: by the credentials of now
 
     # ---- The root ------------------------------------------------------------------------------
 
@@ -199,6 +199,20 @@ class StoreRoot:
         found = place.identity(METADATA_NAME)
         place.bucket.put_again(place.key(LOCK_NAME), b"" if found is None else found[0].encode())
 
+    def check_save(self, tag: str, sizes: Mapping[str, int], seconds: float) -> None:
+        """Looks whether what a save has put is there, where another job may have taken the save for
+        one that was killed.
+
+        Args:
+            sizes: bytes, by name.
+            seconds: since before it began.
+
+        Raises StorageError: an object is gone.
+        """
+        if seconds > self._grace_s / 2:
+            self.begin_save(tag)  # anew, so that nobody removes anything from now on
+            ObjectPlace(self.path / tag).check_sizes(sizes, is_exact=False)
+
     def end_save(self, tag: str) -> None:
         """Removes that mark; logs a failure: it goes after the grace."""
         with suppress_and_log(f"remove '{self.path / tag / LOCK_NAME}'"):
@@ -216,7 +230,7 @@ class StoreRoot:
     def pin(self, tag: str) -> None:
         """Marks a checkpoint. Raises ConcurrentSaveError: it is being deleted."""
         place = ObjectPlace(self.path / tag)
-        if place.is_regular(PIN_NAME):
+        if place.is_regular(PIN_NAME) and not self._is_going(place):
             return
         place.bucket.put_again(place.key(PIN_NAME), b"")
         if self._is_going(place):
@@ -274,11 +288,17 @@ class StoreRoot:
         try:
             if place.is_regular(PIN_NAME):
                 raise UnsupportedError(f"delete '{place.path}': it is pinned; unpin it first")
+            if place.identity(METADATA_NAME) != found:
+                place.unlink(TOMBSTONE_NAME)  # another job has committed there meanwhile
+                return
             place.unlink(METADATA_NAME)
-        except (StorageError, UnsupportedError):
-            with suppress_and_log(f"remove '{place.path / TOMBSTONE_NAME}'"):
-                if place.identity(METADATA_NAME) is not None:
-                    place.unlink(TOMBSTONE_NAME)  # else nobody could pin it
+            self._named.pop(found[0], None)
+        except (StorageError, UnsupportedError) as error:
+            # What nobody answered may be done later: nobody may pin it for the grace.
+            if isinstance(error, UnsupportedError) or error.errno in _REFUSED:
+                with suppress_and_log(f"remove '{place.path / TOMBSTONE_NAME}'"):
+                    if place.identity(METADATA_NAME) is not None:
+                        place.unlink(TOMBSTONE_NAME)  # else nobody could pin it
             raise
 
     def tidy(self, busy: Callable[[], Collection[str]], *, leftovers: bool) -> None:

@@ -36,6 +36,7 @@ _SECRETS = re.compile(
     r"[\w-]*[=:>\"' ]+|\bsig=|\bbearer |\bsharedkey \w+:|\bMAC signature [\w ]+')"
     r"[^\s&<\"',}]+"
 )
+_USERS = re.compile(r"//[^/@\s]+@")  # of an endpoint's URL
 _ERRNOS = {
     "NotFoundError": errno.ENOENT,
     "FileNotFoundError": errno.ENOENT,
@@ -104,7 +105,8 @@ def bucket_of(url: ObjectUrl) -> Bucket:
         UnsupportedError: obstore is missing; this process was forked from one that has used it.
         StorageError: settings that it does not take.
     """
-    key = url.scheme, url.bucket, url.endpoint, *settings_of(url.scheme)
+    place = url.scheme, url.bucket, url.endpoint
+    key = *place, *settings_of(url.scheme)
     with _guard:
         bucket = _buckets.get(key)
         if bucket is None:
@@ -113,6 +115,8 @@ def bucket_of(url: ObjectUrl) -> Bucket:
                     f"'{url}': this process was forked from one that has used a store, whose "
                     "threads it does not have; start it by 'spawn' or 'forkserver'"
                 )
+            for old in [one for one in _buckets if one[:3] == place]:
+                del _buckets[old]  # of other credentials
             bucket = _buckets[key] = Bucket(url.scheme, url.bucket, url.endpoint)
     return bucket
 
@@ -376,6 +380,7 @@ def _told(error: Exception, number: int) -> str:
         return os.strerror(number)
     text = str(error).partition("\n\nDebug source")[0]
     text = _SECRETS.sub(r"\1...", " ".join(text.split()))
+    text = _USERS.sub("//...@", text)
     shown = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
     return f"{type(error).__name__}: {shown}"
 

@@ -243,6 +243,7 @@ def upload(
     if nbytes > part_bytes:
         put = partial(bucket.put_parts, key, part_bytes=part_bytes, at_once=at_once)
     found = bucket.head(key) if is_replacing else None
+    may_be_done = False  # by some try that nobody answered, now or later
     for tries_left in reversed(range(_TRIES)):
         feed = _Feed()
         error = _error_of(put, feed, pieces())
@@ -253,13 +254,14 @@ def upload(
         if feed.is_ended and _is_there(bucket, key, nbytes, found and found[1]):
             return
         # ENOENT: an upload that is complete, or aborted, is no more.
-        if error.errno not in (errno.EIO, errno.ENOENT):
-            raise error
-        if not tries_left and feed.is_ended and is_replacing:
+        is_unanswered = error.errno in (errno.EIO, errno.ENOENT)
+        may_be_done |= feed.is_ended and is_unanswered
+        is_last = not (is_unanswered and tries_left)
+        if is_last and may_be_done and is_replacing:
             raise OutcomeUnknownError(
                 f"{error}: its outcome is unknown. What is there is the previous object or this "
                 "one, whole"
             ) from error
-        if not tries_left:
+        if is_last:
             raise error
         time.sleep(_PAUSE_S)

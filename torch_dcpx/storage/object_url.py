@@ -77,7 +77,7 @@ class ObjectUrl:
         if not isinstance(other, ObjectUrl):
             return False
         is_one = (self.scheme, self.bucket) == (other.scheme, other.bucket)
-        return self == other or (is_one and self.key.startswith(f"{other.key}/"))
+        return is_one and f"{self.key}/".startswith(f"{other.key}/")
 
     def relative_to(self, other: ObjectUrl) -> PurePosixPath:
         """REQUIRES: `is_relative_to(other)`."""
