@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import fsspec
 import pytest
 from support.object_client import opened
-from support.object_fixture import s3_alone
+from support.object_fixture import enter, s3_alone
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
 from support.object_server import ObjectServer
@@ -327,3 +328,13 @@ def test_unknown_kind_and_unknown_fault_are_refused(object_proxy: FaultProxy) ->
         object_proxy.fail("put", "reset")
     with pytest.raises(ValueError, match="no fault: 'explode'"):
         object_proxy.fail("put_object", "explode")
+
+
+def test_clients_of_fsspec_are_not_those_of_the_test_before(
+    object_prefix: str, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Theirs may be a proxy that is closed."""
+    before = fsspec.filesystem("s3")
+    assert fsspec.filesystem("s3") is before
+    enter(monkeypatch, object_server.environment())
+    assert fsspec.filesystem("s3") is not before

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -83,7 +84,7 @@ def _used(kind: type[ObjectServer]) -> Iterator[ObjectServer]:
     server = kind()
     # obstore's threads start with its first request and live on: for `no_leaks`, they are not new.
     with pytest.MonkeyPatch.context() as patch:
-        _enter(patch, server.environment())
+        enter(patch, server.environment())
         obstore.list(opened(server.root)).collect()
     yield server
     server.close()
@@ -101,7 +102,7 @@ def object_server(request: pytest.FixtureRequest) -> ObjectServer:
 @pytest.fixture
 def object_prefix(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL under which nothing is, `s3://bucket/random`, and the environment to use it."""
-    _enter(monkeypatch, object_server.environment())
+    enter(monkeypatch, object_server.environment())
     prefix = f"{object_server.root}/{secrets.token_hex(8)}"
     yield prefix
     object_server.remove(prefix)
@@ -127,7 +128,7 @@ def object_proxy(
     from support.object_proxy import FaultProxy
 
     proxy = FaultProxy(object_server)
-    _enter(monkeypatch, proxy.environment())
+    enter(monkeypatch, proxy.environment())
     yield proxy
     proxy.close()
 
@@ -143,8 +144,12 @@ def later(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return shift
 
 
-def _enter(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
-    """Sets these variables, and takes away all others that could name a store."""
+def enter(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
+    """Sets these variables, and takes away all others that could name a store, and clients of them
+    that fsspec keeps.
+    """
+    if "s3fs" in sys.modules:
+        sys.modules["s3fs"].S3FileSystem.clear_instance_cache()
     for name in list(os.environ):
         if name.startswith(("AWS_", "AZURE_", "AZURITE_")):
             monkeypatch.delenv(name)
