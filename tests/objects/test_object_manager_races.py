@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.object_proxy import FaultProxy
 from support.object_requests import Request
 from support.object_server import ObjectServer
 
-from torch_dcpx import ConcurrentSaveError, StorageError
+from torch_dcpx import ConcurrentSaveError, StorageError, UnsupportedError
 from torch_dcpx.checkpoint.same_directory import Place
 from torch_dcpx.integrity.leftovers import remove_leftovers
 from torch_dcpx.storage import object_place
@@ -53,22 +54,26 @@ def _note_damage(url: str, tag: str) -> None:
     root.tell_damaged()
 
 
-def test_checkpoint_that_is_being_replaced_cannot_be_pinned(
+def test_pin_beside_a_commit_waits_and_is_of_what_is_there_then(
     object_prefix: str, object_proxy: FaultProxy
 ) -> None:
-    manager, errors = manager_of(object_prefix), []
+    """The save has looked for pins by then."""
+    manager = manager_of(object_prefix)
     save_steps(manager, 1)
+    pin, waits = threading.Thread(target=manager._catalog.pin, args=("step-1",)), []
 
-    def pin(_: Request) -> None:
-        told = r"pin '.*a save to it is under way"
-        with pytest.raises(ConcurrentSaveError, match=told) as caught:
-            manager._catalog.pin("step-1")
-        errors.append(caught.value)
+    def begin(_: Request) -> None:
+        pin.start()
+        pin.join(1.0)
+        waits.append(pin.is_alive())
 
-    object_proxy.hook("put_object", pin, key="/step-1/.metadata")
-    save_steps(manager, 1)
-    assert len(errors) == 1
-    manager.pin(1)
+    object_proxy.hook("put_object", begin, key="/step-1/.metadata")
+    manager.save(1, state={"x": torch.full((40,), 7.0)})
+    pin.join()
+    assert waits == [True]
+    assert resumed(manager) == 7
+    with pytest.raises(UnsupportedError, match="pinned"):
+        save_steps(manager, 1)
 
 
 def test_pin_of_another_job_right_before_the_commit_is_respected(

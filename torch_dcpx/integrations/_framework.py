@@ -1,4 +1,4 @@
-"""What says which framework a module needs."""
+"""Says which framework a module needs."""
 
 from __future__ import annotations
 

@@ -128,26 +128,22 @@ class CheckpointCatalog:
 
     def pin(self, name: str) -> None:
         self.root.files.is_there(name, "pin")
-        self.root.examined(name)
-        self._refuse_busy(name, "pin")
-        self.root.files.pin(name)
-
-    def _refuse_busy(self, name: str, doing: str) -> None:
-        if name in self.retention.busy:
-            path = str(self.root.path / name)
-            problem = f"{doing} '{path}': a save to it is under way; wait for it"
-            raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=path)
+        with self.root.commit_guard:  # a save looks for pins, and commits, in one go
+            self.root.examined(name)
+            self.root.files.pin(name)
 
     def unpin(self, name: str) -> None:
         self.root.files.unpin(name)
 
     def delete(self, name: str) -> None:
         self.retention.wait()
-        root = self.root
+        root, path = self.root, self.root.path / name
         root.files.is_there(name, "delete")
         root.examined(name)
         self.retention.refuse_pinned(name, "delete")
-        self._refuse_busy(name, "delete")
+        if name in self.retention.busy:
+            problem = f"delete '{path}': a save to it is under way; wait for it"
+            raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(path))
         newest, _ = root.newest()  # anew: other jobs may have changed the root
         stored, _ = root.listed()
         good = {each.tag for each in stored if each.save_id not in root.damaged}
@@ -155,7 +151,7 @@ class CheckpointCatalog:
         if not others or good == {name}:
             kind = " that is not damaged" if others else ""
             raise UnsupportedError(
-                f"delete '{root.path / name}': it is the last whole checkpoint beneath "
+                f"delete '{path}': it is the last whole checkpoint beneath "
                 f"'{root.path}'{kind}; remove the directory by hand"
             )
         root.remove(name)

@@ -222,10 +222,11 @@ class Resume:
 
     def _is_removed(self, error: BaseException) -> bool:
         """Returns whether to choose again after this error, on which the ranks agree."""
-        self._removed += 1
         may_be_gone = self.tag is None and not self.catalog.root.files.has_locks
-        is_gone = isinstance(error, NotCommittedError)
-        return may_be_gone and is_gone and self._removed <= _MAX_REMOVED
+        if not may_be_gone or not isinstance(error, NotCommittedError):
+            return False
+        self._removed += 1
+        return self._removed <= _MAX_REMOVED
 
     def _passes_over(self, chosen: Stored, error: BaseException, rank: int) -> bool:
         """Returns whether to try an older checkpoint after this error, on which the ranks agree."""

@@ -1,4 +1,4 @@
-"""What differs between the kinds of object stores: how obstore opens one, and what it lacks."""
+"""Tells the kinds of object stores apart: how obstore opens one, and what it lacks."""
 
 from __future__ import annotations
 
