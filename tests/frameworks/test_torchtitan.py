@@ -147,6 +147,18 @@ def test_after_a_step_back_the_last_commit_goes_on(framework: Framework, tmp_pat
     assert set(run.result["losses"]) == {"3"}  # from step 2, not from 5
 
 
+def test_damaged_newest_is_passed_over(framework: Framework) -> None:
+    folder = "damaged"  # relative
+    whole = train(framework, folder, "--save-every", 1, "--steps", 3, *MANAGER)
+    for path in (framework.folder / folder / STEP.format(3)).glob("*.distcp"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    resumed = train(framework, folder, "--steps", 3, *MANAGER)
+    assert resumed.result["losses"] == losses_after(2, whole)
+    assert any("passed over" in line and "step-3" in line for line in resumed.log)
+
+
 def test_seed_is_loaded_by_more_ranks_as_stocks(framework: Framework, tmp_path: Path) -> None:
     only_load = options(load_only=True, keep_latest_k=2)
     losses = []

@@ -7,6 +7,7 @@ commit, removes older ones and finds the one to go on with.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.load import load
+from torch_dcpx.errors import CorruptionError
 from torch_dcpx.integrations._framework import needed
 from torch_dcpx.manager.manager import CheckpointManager
 from torch_dcpx.manager.pointer import step_of_name
+from torch_dcpx.manager.resume import is_damage
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import WriteOptions
 
@@ -26,6 +29,8 @@ with needed(__name__, "torchtitan>=0.3"):
     from torchtitan.components.checkpointer.base import MODEL
     from torchtitan.components.checkpointer.dcp import AsyncMode
     from torchtitan.tools.utils import GarbageCollection
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class DcpxCheckpointManager(TitanManager):
@@ -38,6 +43,7 @@ class DcpxCheckpointManager(TitanManager):
         UnsupportedError: `folder` is a URL that is neither s3:// nor az://.
     """
 
+    folder: str
     staging_future: Any
     save_future: Any
 
@@ -68,6 +74,7 @@ class DcpxCheckpointManager(TitanManager):
             keep_last=config.keep_latest_k or None,
             options=WriteOptions(overlap=is_overlapped),
         )
+        self.folder = str(self._checkpoints.root)  # absolute
 
     @torch.no_grad()
     def dcp_save(
@@ -115,11 +122,23 @@ class DcpxCheckpointManager(TitanManager):
             self.states[MODEL].load_state_dict(state_dict)
 
     def _load(self, step: int = -1) -> bool:
-        """Loads a step, or on all ranks the newest one that rank 0 finds whole."""
-        if step == -1:
+        """Loads a step, or on all ranks the newest one that rank 0 finds whole.
+
+        Where checksums say that this one is damaged, it loads the one before it.
+        """
+        if step != -1:
+            return bool(super()._load(step))
+        damage: CorruptionError | None = None
+        while True:
             self._newest_step = step = self._checkpoints.newest_step()
-        loaded: bool = super()._load(step)
-        return loaded
+            if step == -1 and damage is not None:
+                raise damage
+            try:
+                return bool(super()._load(step))
+            except CorruptionError as error:
+                if step == -1 or not self._checkpoints.passes_over(step, error):
+                    raise
+                damage = damage or error
 
     def _find_load_step(self, folder: str = "") -> int:
         return self._newest_step
@@ -162,20 +181,42 @@ class _States(Parts):
 class _Checkpoints(CheckpointManager):
     """The checkpoints of torchtitan's folder."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Args: as `CheckpointManager`."""
+        super().__init__(*args, **kwargs)
+        self._passed: set[str] = set()  # tags of this run
+
     def save_states(self, tag: str, states: dict[str, Any], *, is_async: bool) -> SaveHandle:
         """Saves torchtitan's states. Raises: as `save`."""
         self._saves.is_async = is_async
         return self._saves.save(tag, _States(state=dict(states)), None, None)
 
     def newest_step(self) -> int:
-        """Returns on all ranks the step of the newest whole checkpoint, -1 where there is none."""
+        """Returns on all ranks the step of the newest whole checkpoint, -1 where there is none.
+
+        Those that were passed over do not count.
+        """
         step: int = self._catalog.on_coordinator("latest", None, lambda _: self._newest_step())
         return step
 
     def _newest_step(self) -> int:
         self._root.newest_but(())  # logs what is not whole
-        found = [(step_of_name(each.tag), each.record) for each in self._root.listed()[0]]
+        found = [
+            (step_of_name(each.tag), each.record)
+            for each in self._root.listed()[0]
+            if each.tag not in self._passed
+        ]
         last_commit = [step for step, record in found if step is not None and record][:1]
         # Stock numbers no commits: of its checkpoints, which may be later ones, the step decides.
         stocks = [step for step, record in found if step is not None and not record]
         return max((*last_commit, *stocks), default=-1)
+
+    def passes_over(self, step: int, error: CorruptionError) -> bool:
+        """Notes that a checkpoint is damaged. Returns False: the error is of something else."""
+        tag = f"step-{step}"
+        if not is_damage(error, self._root.path / tag):
+            return False
+        logger.warning("passed over '%s', which is damaged: %s", self._root.path / tag, error)
+        self._passed.add(tag)
+        self._root.note_damaged(tag)  # on the coordinator: its retention keeps a good one
+        return True

@@ -211,7 +211,7 @@ class Resume:
 
     def _passes_over(self, chosen: Stored, error: BaseException, *, logs: bool) -> bool:
         """Returns whether to try an older checkpoint after this error, on which the ranks agree."""
-        if not _is_damage(error, chosen.path):
+        if not is_damage(error, chosen.path):
             return False
         self.catalog.root.note_damaged(chosen.tag)
         if self.tag is not None or not self.fallback:
@@ -256,7 +256,7 @@ class Resume:
         ) from cause
 
 
-def _is_damage(error: BaseException, path: Location) -> TypeGuard[CorruptionError]:
+def is_damage(error: BaseException, path: Location) -> TypeGuard[CorruptionError]:
     """Returns whether bytes of a file of the checkpoint in `path` are wrong.
 
     No damage are a class on no list, names in the metadata that contradict each other, and a file
