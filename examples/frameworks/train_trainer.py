@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pkgutil
 import time
 from typing import Any
 
@@ -57,15 +58,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("folder", help="where the checkpoints go: FOLDER/checkpoint-2, ...")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--save-every", type=int, default=2)
-    parser.add_argument("--resume", help="the checkpoint to go on from")
+    parser.add_argument("--resume", help='the checkpoint to go on from, or "newest"')
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument(
+        "--callback", action="append", default=[], help="class of a callback, MODULE:CLASS"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=JSON", help="more TrainingArguments"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     use_fsdp_on_cpu()
+    more = {
+        name: json.loads(value) for name, _, value in (each.partition("=") for each in args.set)
+    }
     settings = TrainingArguments(
         output_dir=args.folder,
         max_steps=args.steps,
@@ -82,6 +92,7 @@ def main() -> None:
         },
         report_to="none",
         disable_tqdm=True,
+        **more,
     )
     set_seed(0)
     config = LlamaConfig(
@@ -94,8 +105,14 @@ def main() -> None:
     )
     texts = torch.randint(TOKENS, (512, 16)).tolist()
     data: Any = [{"input_ids": text, "labels": text} for text in texts]
-    trainer = Watched(model=LlamaForCausalLM(config), args=settings, train_dataset=data)
-    trainer.train(resume_from_checkpoint=args.resume)
+    trainer = Watched(
+        model=LlamaForCausalLM(config),
+        args=settings,
+        train_dataset=data,
+        eval_dataset=data[:16],
+        callbacks=[pkgutil.resolve_name(name)() for name in args.callback],
+    )
+    trainer.train(resume_from_checkpoint=True if args.resume == "newest" else args.resume)
     steps = len(trainer.losses)
     losses = trainer.accelerator.gather(torch.cat(trainer.losses)).reshape(-1, steps).T.tolist()
     if trainer.is_world_process_zero():
