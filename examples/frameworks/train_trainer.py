@@ -82,7 +82,7 @@ def main() -> None:
         save_steps=args.save_every,
         logging_steps=1,
         per_device_train_batch_size=BATCH,
-        learning_rate=0.001,
+        learning_rate=more.pop("learning_rate", 0.001),
         use_cpu=True,
         fsdp=True,
         fsdp_config={

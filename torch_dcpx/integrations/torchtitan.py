@@ -15,7 +15,7 @@ import torch
 
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.load import load
-from torch_dcpx.errors import CorruptionError
+from torch_dcpx.errors import CorruptionError, NotCommittedError
 from torch_dcpx.integrations._framework import needed
 from torch_dcpx.manager.manager import CheckpointManager
 from torch_dcpx.manager.pointer import step_of_name
@@ -195,16 +195,23 @@ class _Checkpoints(CheckpointManager):
         """Returns on all ranks the step of the newest whole checkpoint, -1 where there is none.
 
         Those that were passed over do not count.
+
+        Raises:
+            NotCommittedError: checkpoints are there that were committed, and none is whole.
         """
         step: int = self._catalog.on_coordinator("latest", None, lambda _: self._newest_step())
         return step
 
     def _newest_step(self) -> int:
         self._root.newest_but(())  # logs what is not whole
+        whole, skipped = self._root.listed()
+        broken = [each for each in skipped if not each[1].startswith(NotCommittedError.__name__)]
+        if broken and not whole:  # else torchtitan would begin anew
+            path = str(self._root.path)
+            told = "; ".join(f"'{tag}': {reason}" for tag, reason in broken)
+            raise NotCommittedError(f"load from '{path}': nothing is whole: {told}", path=path)
         found = [
-            (step_of_name(each.tag), each.record)
-            for each in self._root.listed()[0]
-            if each.tag not in self._passed
+            (step_of_name(each.tag), each.record) for each in whole if each.tag not in self._passed
         ]
         last_commit = [step for step, record in found if step is not None and record][:1]
         # Stock numbers no commits: of its checkpoints, which may be later ones, the step decides.
