@@ -34,7 +34,8 @@ class Watched(Trainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
-        self.losses.append(loss.detach().reshape(1))
+        if not isinstance(loss, tuple):  # of an evaluation, with outputs
+            self.losses.append(loss.detach().reshape(1))
         return loss
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
