@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import pkgutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 import torchtitan_on_cpu  # first: torchtitan's modules copy what it sets
 from torch.utils.data import IterableDataset
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -60,11 +60,11 @@ class NoTokenizer(BaseTokenizer):
 class Tokens(IterableDataset):
     """Random tokens, the same in each run, others on each rank. Goes on where a state says."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.at = rank, 0
+    def __init__(self, rank: int, end: int) -> None:
+        self.rank, self.end, self.at = rank, end, 0
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
+        while self.at < self.end:
             self.at += 1
             generator = torch.Generator().manual_seed(1000 * self.at + self.rank)
             tokens = torch.randint(2048, (SEQUENCE + 1,), generator=generator)
@@ -82,7 +82,7 @@ class RandomLoader(ParallelAwareDataloader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
-        pass
+        samples: int = 1 << 30  # of each rank
 
     def __init__(
         self,
@@ -93,7 +93,8 @@ class RandomLoader(ParallelAwareDataloader):
         local_batch_size: int,
         **_others: Any,
     ) -> None:
-        super().__init__(Tokens(dp_rank), dp_rank, dp_world_size, batch_size=local_batch_size)
+        tokens = Tokens(dp_rank, config.samples)
+        super().__init__(tokens, dp_rank, dp_world_size, batch_size=local_batch_size)
 
 
 def parse() -> argparse.Namespace:
@@ -108,11 +109,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--async-mode", choices=modes, default="disabled")
     parser.add_argument("--new-ranks", action="store_true", help="more or fewer ranks than before")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=1 << 30, help="data of each rank")
+    stock = "torchtitan.components.checkpointer:CheckpointManager"
+    parser.add_argument("--manager", default=stock, help="class of the checkpoint manager")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=JSON", help="more options of its Config"
+    )
     return parser.parse_args()
 
 
 def configured(args: argparse.Namespace) -> Trainer.Config:
     """Returns torchtitan's configuration of the run."""
+    manager: Any = pkgutil.resolve_name(args.manager)
+    more = {
+        name: json.loads(value) for name, _, value in (each.partition("=") for each in args.set)
+    }
     spec = model_registry("debugmodel")
     model: Any = spec.model
     model.layers = [copy.deepcopy(model.layers[0]) for _ in range(args.layers)]
@@ -133,17 +144,20 @@ def configured(args: argparse.Namespace) -> Trainer.Config:
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         tokenizer=NoTokenizer.Config(),
-        dataloader=RandomLoader.Config(),
+        dataloader=RandomLoader.Config(samples=args.samples),
         metrics=MetricsProcessor.Config(log_freq=1),
-        checkpoint=CheckpointManager.Config(
-            enable=True,
-            interval=args.save_every,
-            initial_load_path=str(Path(args.resume).resolve()) if args.resume else "",
-            initial_load_model_only=False,
-            last_save_model_only=False,
-            async_mode=args.async_mode,
-            # torchtitan loads the place in the data on the same number of ranks only.
-            exclude_from_loading=["dataloader"] if args.new_ranks else [],
+        checkpoint=manager.Config(
+            **{
+                "enable": True,
+                "interval": args.save_every,
+                "initial_load_path": str(Path(args.resume).resolve()) if args.resume else "",
+                "initial_load_model_only": False,
+                "last_save_model_only": False,
+                "async_mode": args.async_mode,
+                # torchtitan loads the place in the data on the same number of ranks only.
+                "exclude_from_loading": ["dataloader"] if args.new_ranks else [],
+                **more,
+            }
         ),
         activation_checkpoint=None,
         comm=CommConfig(trace_buf_size=0),
@@ -188,11 +202,14 @@ def main() -> None:
     trainer = configured(args).build()
     torchtitan_on_cpu.use_gloo(trainer)
     watch = Watch(trainer)
-    trainer.train()
+    if trainer.config.checkpoint.create_seed_checkpoint:
+        trainer.checkpointer.save(0, last_step=True)
+    else:
+        trainer.train()
+    trainer.close()  # waits for the last save
     if torch.distributed.get_rank() == 0:
         result = {"losses": watch.losses, "save_s": watch.save_s, "load_s": watch.load_s}
         print(json.dumps(result))
-    trainer.close()
     torch.distributed.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pkgutil
 import time
 from typing import Any
 
@@ -33,7 +34,8 @@ class Watched(Trainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)
-        self.losses.append(loss.detach().reshape(1))
+        if not isinstance(loss, tuple):  # of an evaluation, with outputs
+            self.losses.append(loss.detach().reshape(1))
         return loss
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -57,22 +59,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("folder", help="where the checkpoints go: FOLDER/checkpoint-2, ...")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--save-every", type=int, default=2)
-    parser.add_argument("--resume", help="the checkpoint to go on from")
+    parser.add_argument("--resume", help='the checkpoint to go on from, or "newest"')
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument(
+        "--callback", action="append", default=[], help="class of a callback, MODULE:CLASS"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=JSON", help="more TrainingArguments"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     use_fsdp_on_cpu()
+    more = {
+        name: json.loads(value) for name, _, value in (each.partition("=") for each in args.set)
+    }
     settings = TrainingArguments(
         output_dir=args.folder,
         max_steps=args.steps,
         save_steps=args.save_every,
         logging_steps=1,
         per_device_train_batch_size=BATCH,
-        learning_rate=0.001,
+        learning_rate=more.pop("learning_rate", 0.001),
         use_cpu=True,
         fsdp=True,
         fsdp_config={
@@ -82,6 +93,7 @@ def main() -> None:
         },
         report_to="none",
         disable_tqdm=True,
+        **more,
     )
     set_seed(0)
     config = LlamaConfig(
@@ -94,8 +106,14 @@ def main() -> None:
     )
     texts = torch.randint(TOKENS, (512, 16)).tolist()
     data: Any = [{"input_ids": text, "labels": text} for text in texts]
-    trainer = Watched(model=LlamaForCausalLM(config), args=settings, train_dataset=data)
-    trainer.train(resume_from_checkpoint=args.resume)
+    trainer = Watched(
+        model=LlamaForCausalLM(config),
+        args=settings,
+        train_dataset=data,
+        eval_dataset=data[:16],
+        callbacks=[pkgutil.resolve_name(name)() for name in args.callback],
+    )
+    trainer.train(resume_from_checkpoint=True if args.resume == "newest" else args.resume)
     steps = len(trainer.losses)
     losses = trainer.accelerator.gather(torch.cat(trainer.losses)).reshape(-1, steps).T.tolist()
     if trainer.is_world_process_zero():

@@ -3,10 +3,10 @@
     DCPX_FRAMEWORKS=.venv-frameworks python tests/bench/frameworks.py accelerate --rounds 6
 
 `make test-frameworks` makes the environments. Each round trains the example of a framework on two
-ranks, saving twice, and resumes from the first save: once with the hook, once without, in a random
-order, in folders of their own; the losses must be equal. A round before them is not counted. Prints
-medians of seconds (of the last save, on rank 0), and of the rounds' ratios of stock's to ours the
-median, the least and the largest.
+ranks, saving twice, and resumes from the first save: once with the hook (with `--adapters` by our
+adapter), once without, in a random order, in folders of their own; the losses must be equal. A
+round before them is not counted. Prints medians of seconds (of the last save, on rank 0), and of
+the rounds' ratios of stock's to ours the median, the least and the largest.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ FRAMEWORKS: dict[str, tuple[list[str], list[str]]] = {
     "trainer": (["--width", "512", "--layers", "8"], ["--resume", "{}/checkpoint-2"]),
     "lightning": (["--width", "2048", "--layers", "8"], ["--resume", "{}/step_2.ckpt"]),
 }
+# Arguments that make the example use our adapter.
+ADAPTERS = {
+    "torchtitan": ["--manager", "torch_dcpx.integrations.torchtitan:DcpxCheckpointManager"],
+    "accelerate": ["--accelerator", "torch_dcpx.integrations.accelerate:DcpxAccelerator"],
+    "trainer": ["--callback", "torch_dcpx.integrations.trainer:DcpxCallback"],
+}
 
 
 def run(framework: str, folder: Path, *arguments: str, hook: bool) -> dict[str, Any]:
@@ -52,24 +58,31 @@ def run(framework: str, folder: Path, *arguments: str, hook: bool) -> dict[str, 
     return found
 
 
-def one_round(framework: str, root: Path, sizes: list[str]) -> dict[tuple[str, bool], float]:
-    """Returns seconds by what was timed and whether the hook was on; compares the losses."""
+def one_round(
+    framework: str, root: Path, sizes: list[str], adapter: list[str]
+) -> dict[tuple[str, bool], float]:
+    """Returns seconds by what was timed and whether it was ours; compares the losses.
+
+    Ours is the hook, or with `adapter` the example with these arguments.
+    """
     model, resume = FRAMEWORKS[framework]
     model = sizes or model
     found: dict[tuple[str, bool], float] = {}
     losses = []
-    for hook in random.sample([True, False], 2):
-        folder = root / ("ours" if hook else "stock")
-        trained = run(framework, folder, *model, "--steps", "4", "--save-every", "2", hook=hook)
+    for is_ours in random.sample([True, False], 2):
+        folder = root / ("ours" if is_ours else "stock")
+        hook = is_ours and not adapter
+        own = [*model, *(adapter if is_ours else [])]
+        trained = run(framework, folder, *own, "--steps", "4", "--save-every", "2", hook=hook)
         files = folder.rglob("*.distcp")
-        found["bytes", hook] = sum(path.stat().st_size for path in files) / len(trained["save_s"])
+        found["bytes", is_ours] = sum(path.stat().st_size for path in files) / len(
+            trained["save_s"]
+        )
         at = [argument.format(folder) for argument in resume]
         again = root / "resumed"
-        resumed = run(
-            framework, again, *model, "--steps", "4", "--save-every", "100", *at, hook=hook
-        )
-        found["save", hook] = trained["save_s"][-1]
-        found["resume", hook] = sum(resumed["load_s"])
+        resumed = run(framework, again, *own, "--steps", "4", "--save-every", "100", *at, hook=hook)
+        found["save", is_ours] = trained["save_s"][-1]
+        found["resume", is_ours] = sum(resumed["load_s"])
         losses.append((trained["losses"], resumed["losses"]))
         shutil.rmtree(folder)
         shutil.rmtree(again, ignore_errors=True)  # some save as they end
@@ -84,6 +97,7 @@ def main() -> None:
         "frameworks", nargs="*", choices=[[], *FRAMEWORKS], default=list(FRAMEWORKS)
     )
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--adapters", action="store_true", help="ours by its adapter, not the hook")
     parser.add_argument("--sizes", default="", help="arguments of the example in place of ours")
     args = parser.parse_args()
     if args.rounds < 1:
@@ -94,7 +108,9 @@ def main() -> None:
         rounds = []
         for _ in range(args.rounds + 1):
             with tempfile.TemporaryDirectory(dir=".") as root:
-                rounds.append(one_round(framework, Path(root).absolute(), args.sizes.split()))
+                adapter = ADAPTERS[framework] if args.adapters else []
+                sizes = args.sizes.split()
+                rounds.append(one_round(framework, Path(root).absolute(), sizes, adapter))
         for what in ("save", "resume"):
             pairs = [(one[what, False], one[what, True]) for one in rounds[1:]]
             stock, ours = (statistics.median(side) for side in zip(*pairs, strict=True))

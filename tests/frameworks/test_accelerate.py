@@ -1,15 +1,18 @@
-"""accelerate under the hook: `save_state`, `load_state`, `merge-weights`."""
+"""accelerate under the hook, with `merge-weights`, and through our adapter."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.frameworks import check_page, check_seen
-from support.resume_cases import ResumeCases, Trained
+from support.adapter_cases import AdapterCases
+from support.folder_cases import PARTS, FolderCases, folders_in, options_of_bash
+from support.frameworks import Framework, Run, check_page, check_seen
+from support.resume_cases import ResumeCases, Trained, losses_after
 from support.states import assert_same
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -43,6 +46,89 @@ class TestFsdp2(ResumeCases):
 
 class TestFsdp1(TestFsdp2):
     ARGUMENTS = ("--fsdp", 1)
+
+
+OURS = ("--accelerator", "torch_dcpx.integrations.accelerate:DcpxAccelerator")
+
+
+class TestAdapterOfFsdp2(FolderCases, AdapterCases):
+    NAME = "accelerate"
+    CHECKPOINT = "step_{}"
+    OURS = OURS
+
+
+class TestAdapterOfFsdp1(TestAdapterOfFsdp2):
+    ARGUMENTS = ("--fsdp", 1)
+
+
+@pytest.fixture(scope="module")
+def framework(tmp_path_factory: pytest.TempPathFactory) -> Framework:
+    return Framework("accelerate", tmp_path_factory.mktemp("accelerate"))
+
+
+def test_newest_whole_folder_goes_on_and_the_limit_counts_whole_ones(
+    framework: Framework, tmp_path: Path
+) -> None:
+    def train(*arguments: object) -> Run:
+        numbered = ("--limit", 2, "--save-every", 1, "--steps", 6)
+        return framework.train(tmp_path, *OURS, *numbered, *arguments, hook=False)
+
+    first = train()
+    root = tmp_path / "checkpoints"
+    assert folders_in(root) == {"checkpoint_4", "checkpoint_5"}
+    torn = root / "checkpoint_5"
+    (torn / "optimizer_0" / ".metadata").unlink()
+    (root / "checkpoint_4" / ".dcpx.pin").touch()
+    resumed = train("--resume", "newest")
+    assert losses_after(0, resumed) == losses_after(5, first)
+    # What is torn or pinned stays; `checkpoint_6` has the number behind all that are there.
+    assert folders_in(root) == {"checkpoint_4", "checkpoint_5", "checkpoint_6"}
+    shutil.move(torn, root / "checkpoint_0")
+    with pytest.raises(AssertionError, match=r"OptionError: .*checkpoint_0': it is there"):
+        train()
+
+
+def test_failed_save_in_the_background_is_raised_by_the_next(
+    framework: Framework, tmp_path: Path
+) -> None:
+    command = framework.torchrun(tmp_path, *OURS, "--width", 512)
+    with pytest.raises(AssertionError, match="File too large"):
+        framework.run([*options_of_bash("ulimit -f 256"), *command], hook=False)
+    assert not folders_in(tmp_path, "step_*")
+
+
+def test_ranks_that_save_elsewhere_are_told(framework: Framework) -> None:
+    command = framework.torchrun("run-$RANK", *OURS)
+    at = command.index(str(framework.script))
+    each = ["--no-python", "bash", "-c", f"exec {framework.bin}/python {' '.join(command[at:])}"]
+    with pytest.raises(AssertionError, match=r"PlanError: .*not the same call on every rank"):
+        framework.run([*command[:at], *each], hook=False)
+
+
+def test_other_state_dicts_are_refused(framework: Framework, tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "from torch_dcpx.integrations.accelerate import DcpxAccelerator\n"
+        f"DcpxAccelerator(cpu=True).save_state('{tmp_path}/run')\n"
+    )
+    with pytest.raises(AssertionError, match=r"UnsupportedError: .*saves FSDP with SHARDED"):
+        framework.run([str(framework.bin / "python"), str(script)], hook=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_user_files_in_a_folder_stay_when_it_is_saved_again(
+    framework: Framework, tmp_path: Path
+) -> None:
+    framework.train(tmp_path, *OURS, "--steps", 2, hook=False)
+    notes = tmp_path / "step_2" / "mine" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    framework.train(tmp_path, *OURS, "--steps", 2, hook=False, ranks=1)
+    assert notes.read_text() == "mine"
+    names = {path.name for path in (tmp_path / "step_2").iterdir()}
+    files = {"mine", *PARTS, "custom_checkpoint_0.pkl", "random_states_0.pkl"}
+    assert names == files  # nothing of the second rank is left
+    assert not list(tmp_path.glob(".dcpx*"))
 
 
 def test_commands_of_the_page_run(tmp_path: Path) -> None:

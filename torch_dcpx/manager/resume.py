@@ -230,7 +230,7 @@ class Resume:
 
     def _passes_over(self, chosen: Stored, error: BaseException, rank: int) -> bool:
         """Returns whether to try an older checkpoint after this error, on which the ranks agree."""
-        if not _is_damage(error, chosen.path):
+        if not is_damage(error, chosen.path):
             return False
         self.catalog.root.note_damaged(chosen.tag)
         if self.tag is not None or not self.fallback:
@@ -275,7 +275,7 @@ class Resume:
         ) from cause
 
 
-def _is_damage(error: BaseException, path: Location) -> TypeGuard[CorruptionError]:
+def is_damage(error: BaseException, path: Location) -> TypeGuard[CorruptionError]:
     """Returns whether bytes of a file of the checkpoint in `path` are wrong.
 
     No damage are a class on no list, names in the metadata that contradict each other, and a file

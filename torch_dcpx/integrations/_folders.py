@@ -1,0 +1,395 @@
+"""Folders of several DCP checkpoints and other files, as one commit: of accelerate and the Trainer.
+
+A save of a folder
+1. makes an empty folder beside its place, `.dcpx.saving.NAME/NAME`, on all ranks (`begin`);
+2. lets the framework write its files there, and notes each `dcp.save` of it (`noted`);
+3. saves what was noted in the background (`commit`). The commit of the last part comes when the
+   others are durable, so that all ranks have written all files. Behind it the coordinator renames
+   the folder to its place: before that it is not there, or the one before is.
+
+What is killed leaves a folder that nothing takes for a checkpoint; the next save of that name
+removes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torch_dcpx._arguments import check_options
+from torch_dcpx.checkpoint.handle import SaveHandle
+from torch_dcpx.checkpoint.load import load
+from torch_dcpx.checkpoint.same_call import Call, check_same_call
+from torch_dcpx.checkpoint.save import async_save
+from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, UnsupportedError
+from torch_dcpx.integrity.contents import open_checkpoint
+from torch_dcpx.manager.removal import suppress_and_log
+from torch_dcpx.manager.stored import examine
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.members import exchange_for, told_to_next
+from torch_dcpx.storage.directory import fsync_path, make_directory, storage_errors
+from torch_dcpx.storage.names import LOCK_NAME, METADATA_NAME, PIN_NAME, TRASH_PREFIX
+from torch_dcpx.storage.reader_lock import being_deleted, being_read, make_readers_file
+from torch_dcpx.writer.writer import DcpxWriter
+
+logger = logging.getLogger("torch_dcpx")
+
+_SAVING_PREFIX = ".dcpx.saving."
+_RENAME_EXCHANGE = 2  # of renameat2
+_AT_FDCWD = -100
+
+
+class Part(NamedTuple):
+    """One checkpoint of DCP in a folder."""
+
+    state_dict: dict[str, Any]
+    path: Path
+
+
+@contextmanager
+def noted() -> Iterator[list[Part]]:
+    """Yields what `dcp.save` of this thread would save within the block, and saves nothing."""
+    parts: list[Part] = []
+
+    def note(
+        state_dict: dict[str, Any],
+        *,
+        checkpoint_id: Any = None,
+        storage_writer: Any = None,
+        **_: Any,
+    ) -> None:
+        parts.append(Part(state_dict, Path(checkpoint_id or storage_writer.path)))
+
+    with _instead_of("save", note):
+        yield parts
+
+
+@contextmanager
+def loads_by_us(folder: Path) -> Iterator[None]:
+    """Within the block `dcp.load` of this thread is ours, and nobody removes the folder."""
+
+    def load_ours(
+        state_dict: dict[str, Any],
+        *,
+        checkpoint_id: Any = None,
+        storage_reader: Any = None,
+        **_: Any,
+    ) -> None:
+        load(state_dict, checkpoint_id or storage_reader.path, cast="allow")
+
+    with ExitStack() as stack:
+        for part in parts_of(folder):
+            stack.enter_context(being_read(part))
+        stack.enter_context(_instead_of("load", load_ours))
+        yield
+
+
+@contextmanager
+def _instead_of(name: str, function: Callable[..., None]) -> Iterator[None]:
+    """Lets this thread's `dcp.NAME(state_dict, storage_...=...)` call a function."""
+    stock, own = getattr(dcp, name), threading.get_ident()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        is_own = threading.get_ident() == own
+        return (function if is_own else stock)(*args, **kwargs)
+
+    setattr(dcp, name, called)
+    try:
+        yield
+    finally:
+        setattr(dcp, name, stock)
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """Returns the whole checkpoints of DCP directly in a folder, sorted."""
+    return sorted(path.parent for path in folder.glob(f"*/{METADATA_NAME}"))
+
+
+def is_whole(part: Path) -> bool:
+    """Returns whether a checkpoint of DCP is whole; the log says why not."""
+    try:
+        with open_checkpoint(part) as place:
+            examine(place)
+    except DcpxError as error:
+        logger.warning("skipped '%s': %s", part, error)
+        return False
+    return True
+
+
+class FolderSaves:
+    """Saves folders, one at a time. Every rank makes every call. Belongs to one process."""
+
+    def __init__(self, name: str, options: WriteOptions | None) -> None:
+        """`name`: of the call that saves, for messages. `options`: of all parts.
+
+        Raises:
+            UnsupportedError: `overlap`, `node_local`, `max_in_flight` or `on_busy` is set.
+        """
+        check_options("write_options", options, WriteOptions)
+        self._name = name
+        self._options = options or WriteOptions()
+        for option in ("overlap", "node_local", "max_in_flight", "on_busy"):
+            value = getattr(self._options, option)
+            if value != getattr(WriteOptions, option):
+                raise UnsupportedError(f"{name}: {option}={value!r} of the write options")
+        self._handles: list[SaveHandle] = []
+        self._lock = ExitStack()  # on the coordinator, of the save under way
+        self._folder = Path()
+        self._figures: dict[str, float] = {}
+
+    def begin(self, folder: Callable[[], Path], *, may_replace: bool = True) -> Path:
+        """Waits for the save before, and returns the empty folder to write into.
+
+        Args:
+            folder: returns the place; what it raises is raised on all ranks.
+            may_replace: whether a folder may lie there. Default True.
+
+        Raises:
+            PlanError: ranks save to other folders.
+            OptionError: a folder lies there.
+            UnsupportedError: a link or a file lies there.
+            ConcurrentSaveError: another job saves there.
+            StorageError: the folder cannot be made.
+            DcpxError: of the save before, which failed.
+        """
+        self.wait()
+        self._lock.close()  # of a save that never came to its commit
+
+        def local() -> Call:
+            return Call(self._name, {"folder": str(folder().absolute())})
+
+        def make(calls: list[Call]) -> str:
+            own = Path(check_same_call(calls, of="a training").arguments["folder"])
+            if own.is_symlink() or (own.exists() and not own.is_dir()):
+                raise UnsupportedError(f"save '{own}': a link or a file lies there")
+            if own.exists() and not may_replace:
+                problem = "it is there already; set the iteration of the next one"
+                raise OptionError(f"save '{own}': {problem}", option="iteration")
+            outer = _outer(own)
+            if outer.exists():
+                with _locked(outer), storage_errors("remove what a killed save has left", outer):
+                    shutil.rmtree(outer)
+            make_directory(outer / own.name, is_durable=self._is_durable)
+            self._lock.enter_context(_locked(outer))
+            return str(own)
+
+        call = CallId(self._name, is_write=True)
+        with exchange_for(None, False, self._options.save_timeout_s, "save", call) as exchange:
+            self._folder = Path(exchange.all_reduce("begin", local, make))
+        return self._target
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Raises an error of the block on all ranks: the block writes the framework's files."""
+        # The others are, or will be, in the `async_save` of the first part.
+        call = CallId("async_save", is_target_compared=False, is_write=True)
+        with told_to_next(None, False, self._options.save_timeout_s, "save", call):
+            yield
+
+    def commit(self, parts: list[Part], condemned: Callable[[], Iterable[Path]]) -> SaveHandle:
+        """Saves the parts in the background; returns the save of the last, which publishes all.
+
+        Args:
+            parts: of `noted`.
+            condemned: returns the folders to remove behind the commit, on the coordinator.
+
+        Raises:
+            UnsupportedError: there are no parts.
+            As `dcpx.async_save`.
+        """
+        with self.telling():
+            if not parts:
+                raise UnsupportedError(
+                    f"{self._name} '{self._folder}': the framework saved nothing by DCP; it does "
+                    "under FSDP with state_dict_type='SHARDED_STATE_DICT'"
+                )
+            if self._is_durable:
+                _sync_files(self._target)
+        options = replace(self._options, max_in_flight=len(parts), on_busy="wait")
+        try:
+            for at, part in enumerate(parts, 1):
+                writer = _PartWriter(part.path, options=options)
+                if at == len(parts):
+                    writer.publish_behind(self._handles, lambda: self._publish(condemned))
+                self._handles.append(async_save(part.state_dict, storage_writer=writer))
+        except BaseException:
+            handles, self._handles = self._handles, []
+            for handle in handles:
+                handle.cancel()
+                handle.exception()  # which nobody needs besides
+            raise
+        return self._handles[-1]
+
+    def wait(self) -> None:
+        """Waits for the save under way. Raises DcpxError, once: it failed."""
+        handles, self._handles = self._handles, []
+        known = [handle.done() and handle.durable.is_collected for handle in handles]
+        errors = [handle.exception() for handle in handles]
+        for error, is_known in zip(errors, known, strict=True):
+            if error is not None and not is_known:
+                raise error
+        reports = [report for handle in handles if (report := handle.report()) is not None]
+        if reports:
+            self._figures = {
+                "save_bytes": sum(report.file_bytes for report in reports),
+                "save_s": max(report.total_s for report in reports),
+                "save_blocked_s": sum(report.blocked_s for report in reports),
+            }
+
+    def take_figures(self) -> dict[str, float]:
+        """Returns, once, what the last save took that `wait` has seen: bytes and seconds."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether `wait` has something to tell and would neither wait nor raise."""
+        return bool(self._handles) and None not in [handle.report() for handle in self._handles]
+
+    @property
+    def _target(self) -> Path:
+        return _outer(self._folder) / self._folder.name
+
+    @property
+    def _is_durable(self) -> bool:
+        return self._options.durability == "full"
+
+    def _publish(self, condemned: Callable[[], Iterable[Path]]) -> None:
+        """Renames the folder to its place, then removes older ones. Raises: StorageError."""
+        target, folder = self._target, self._folder
+        for part in parts_of(target):
+            make_readers_file(part)
+        if self._is_durable:
+            fsync_path(target)
+        with storage_errors("rename", target):
+            if folder.exists():
+                _keep_others(folder, target)
+                _exchange(target, folder)
+            else:
+                target.rename(folder)
+        if self._is_durable:
+            fsync_path(folder.parent)
+        with suppress_and_log(f"remove '{target.parent}'"), storage_errors("remove", target):
+            shutil.rmtree(target.parent)
+        self._lock.close()
+        logger.info("saved '%s'", folder)
+        for old in condemned():
+            with suppress_and_log(f"remove '{old}'"):
+                remove_folder(old)
+
+
+def _outer(folder: Path) -> Path:
+    return folder.parent / f"{_SAVING_PREFIX}{folder.name}"
+
+
+class _PartWriter(DcpxWriter):
+    """Writes one part of a folder; the last one publishes it."""
+
+    _DcpxWriter__log_level = logging.DEBUG  # the folder's own line says it
+
+    def publish_behind(self, others: list[SaveHandle], publish: Callable[[], None]) -> None:
+        """Makes this the last part: its commit waits for others, and publishes the folder."""
+        self.__others, self.__publish = list(others), publish
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits. Raises: as `DcpxWriter`; of another part; where the folder is not published."""
+        for other in vars(self).get("_PartWriter__others", ()):
+            other.result()
+        super().finish(metadata, results)
+        if "_PartWriter__publish" in vars(self):
+            self.__publish()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other jobs from a folder. Raises ConcurrentSaveError: one is there. StorageError."""
+    with storage_errors("open lock in", folder):
+        fd = os.open(folder / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = f"save in '{folder}': another job saves there"
+            raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(folder)) from error
+        yield
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile shares the lock
+    finally:
+        os.close(fd)
+
+
+def _sync_files(folder: Path) -> None:
+    """Makes durable what the framework wrote. Raises: StorageError."""
+    for path in folder.rglob("*"):
+        with storage_errors("fsync", path):
+            if path.is_dir():
+                fsync_path(path)
+            elif path.is_file():
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
+
+def _keep_others(old: Path, new: Path) -> None:
+    """Links to the new folder what the old one has besides: files of the user."""
+    for path in old.iterdir():
+        if not (new / path.name).exists() and not _is_of_framework(path):
+            if path.is_dir():
+                shutil.copytree(path, new / path.name, symlinks=True, copy_function=os.link)
+            else:
+                os.link(path, new / path.name, follow_symlinks=False)
+
+
+def _is_of_framework(path: Path) -> bool:
+    """Returns whether it is a part, or random states, of a save by more ranks or models."""
+    is_random_states = path.name.startswith(("random_states_", "rng_state_"))
+    return is_random_states or (path / METADATA_NAME).exists()
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Gives each of two directories the name of the other at once. Raises: OSError."""
+    paths = os.fsencode(one), os.fsencode(other)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(one))
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder of checkpoints, all at once for those who look.
+
+    Raises:
+        ConcurrentSaveError: somebody reads a part; nothing was removed.
+        StorageError: it cannot be renamed, or what is left cannot be removed.
+    """
+    parts = parts_of(folder)
+    if any((path / PIN_NAME).exists() for path in (folder, *parts)):
+        raise ConcurrentSaveError(
+            f"remove '{folder}': it is pinned", errno=errno.EBUSY, path=str(folder)
+        )
+    trash = folder.parent / f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}"
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(being_deleted(part))
+        with storage_errors("remove", folder):
+            folder.rename(trash)
+    with storage_errors("remove", trash):
+        shutil.rmtree(trash)
+    logger.info("removed checkpoint '%s'", folder)

@@ -1,0 +1,152 @@
+"""A callback for the Trainer of transformers: its checkpoints are saved in the background.
+
+The Trainer writes a checkpoint beside its place: its own files at once, model and optimizer when
+the state is copied, while it trains on. When all is durable the folder gets its name, so that
+`resume_from_checkpoint=True` never meets a half one. The Trainer alone reads these folders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.integrations._folders import FolderSaves, Part, noted
+from torch_dcpx.integrations._framework import needed
+from torch_dcpx.options import WriteOptions
+
+with needed(__name__, "transformers[torch]>=5.23"):
+    from accelerate.state import AcceleratorState
+    from torch.distributed.fsdp import StateDictType
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+_NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+
+
+class DcpxCallback(TrainerCallback):
+    """Saves the Trainer's checkpoints in the background, under FSDP with SHARDED_STATE_DICT.
+
+    `Trainer(..., callbacks=[DcpxCallback()])`, behind callbacks that ask for a save. A save that
+    failed ends the training at the next one, or at its end. `save_total_limit` counts what is
+    committed; what is being read or is pinned stays. `state.log_history` gets the figures of each
+    save: `save_bytes`, `save_s`, `save_blocked_s`.
+    """
+
+    def __init__(self, write_options: WriteOptions | None = None) -> None:
+        """Saves nothing yet.
+
+        Args:
+            write_options: of saves, such as `WriteOptions(progress=True)`; not `overlap`,
+                `node_local`, `max_in_flight`, `on_busy`. Default None: all defaults.
+        """
+        self._saves = FolderSaves("save_checkpoint", write_options)
+        self._save = ExitStack()  # of the Trainer, under way from `on_step_end` to `on_save`
+        self._parts: list[Part] | None = None
+        self._step = 0  # of the save under way in the background
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
+    ) -> None:
+        """Refuses what it cannot save.
+
+        Raises:
+            UnsupportedError: this is not FSDP with SHARDED_STATE_DICT; or `save_only_model`,
+                `push_to_hub`, `save_on_each_node` or save_strategy="best" is set.
+        """
+        plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
+        kind = getattr(plugin, "state_dict_type", None)
+        if kind != StateDictType.SHARDED_STATE_DICT:
+            problem = "it saves FSDP with SHARDED_STATE_DICT"
+            raise UnsupportedError(f"DcpxCallback with state_dict_type={kind}: {problem}")
+        for name in ("save_only_model", "push_to_hub", "save_on_each_node"):
+            if getattr(args, name):
+                raise UnsupportedError(f"DcpxCallback with {name}=True")
+        if args.save_strategy == SaveStrategy.BEST:
+            raise UnsupportedError("DcpxCallback with save_strategy='best': use 'steps' or 'epoch'")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
+    ) -> None:
+        """Lets the save that comes now write beside its place. Raises: of the save before."""
+        if not control.should_save or self._parts is not None:
+            return
+        folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self._wait(state)
+        target = self._saves.begin(lambda: folder)
+        self._save.callback(setattr, args, "output_dir", args.output_dir)
+        args.output_dir = str(target.parent)
+        self._parts = self._save.enter_context(noted())
+
+    on_epoch_end = on_step_end
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
+    ) -> None:
+        """Puts everything back where another callback has called the save off."""
+        self._save.close()
+        self._parts = None
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
+    ) -> None:
+        """Begins the save in the background; waits for that of the last step.
+
+        Raises:
+            DcpxError: of this save.
+        """
+        if self._parts is None:
+            return  # another callback has asked for it later: the Trainer has saved by itself
+        parts, self._parts = self._parts, None
+        written = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self._save.close()
+        root = Path(args.output_dir)
+        with self._saves.telling():
+            self._name_best(root, state)
+            if args.should_save:
+                state.save_to_json(str(written / TRAINER_STATE_NAME))
+        limit, best = args.save_total_limit, state.best_model_checkpoint
+        self._step = state.global_step
+        self._saves.commit(parts, lambda: _condemned(root, limit, best))
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            self._wait(state)  # the Trainer may load the best one before it ends
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
+    ) -> None:
+        """Puts the figures of a save that has ended into the Trainer's log."""
+        if self._saves.has_ended_well:  # an error comes at the next save, on all ranks
+            self._wait(state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
+    ) -> None:
+        """Waits for the last save. Raises DcpxError: it failed."""
+        self._wait(state)
+
+    def _wait(self, state: TrainerState) -> None:
+        self._saves.wait()
+        if figures := self._saves.take_figures():
+            state.log_history.append({**figures, "step": self._step})
+
+    def _name_best(self, root: Path, state: TrainerState) -> None:
+        """Notes the best checkpoint, for which the Trainer has looked elsewhere."""
+        if state.best_global_step:
+            best = root / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if best.exists() or state.best_global_step == state.global_step:
+                state.best_model_checkpoint = str(best)
+
+
+def _condemned(root: Path, limit: int | None, best: str | None) -> Iterable[Path]:
+    """Returns the checkpoints that `save_total_limit` does not keep, the oldest first."""
+    numbered = {int(m[1]): path for path in root.glob("*") if (m := _NUMBERED.fullmatch(path.name))}
+    folders = [path for _, path in sorted(numbered.items())]
+    if not limit or limit < 0 or len(folders) <= limit:
+        return []
+    kept = {folders[-1], *([] if best is None else [Path(best)])}
+    others = [path for path in folders if path not in kept]
+    return others[: len(folders) - max(limit, len(kept & set(folders)))]
