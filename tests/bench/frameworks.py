@@ -29,6 +29,14 @@ FRAMEWORKS: dict[str, tuple[list[str], list[str]]] = {
     "accelerate": (["--width", "2048", "--layers", "8"], ["--resume", "{}/step_2"]),
     "trainer": (["--width", "512", "--layers", "8"], ["--resume", "{}/checkpoint-2"]),
     "lightning": (["--width", "2048", "--layers", "8"], ["--resume", "{}/step_2.ckpt"]),
+    "megatron": (["--width", "1024", "--layers", "2"], ["--resume", "{}/iter_2"]),
+}
+# Arguments that make an example use an adapter of ours, in place of the hook.
+ADAPTERS = {
+    "megatron": [
+        *("--save-strategy", "torch_dcpx.integrations.megatron:DcpxSaveStrategy"),
+        *("--load-strategy", "torch_dcpx.integrations.megatron:DcpxLoadStrategy"),
+    ]
 }
 
 
@@ -38,7 +46,9 @@ def run(framework: str, folder: Path, *arguments: str, hook: bool) -> dict[str, 
     script = ROOT / "examples" / "frameworks" / f"train_{framework}.py"
     environment = {name: text for name, text in os.environ.items() if name[:5] != "DCPX_"}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if hook:
+    if hook and framework in ADAPTERS:
+        arguments = (*arguments, *ADAPTERS[framework])
+    elif hook:
         environment["DCPX_INSTALL"] = "1"
     command = [str(bin_folder / "torchrun"), "--standalone", "--nproc-per-node=2", str(script)]
     ended = subprocess.run(

@@ -88,7 +88,7 @@ class Framework:
         return _ended(ended.stdout, witness)
 
     def kill_before_commit(
-        self, nth: int, *arguments: object, ranks: int = 2, **variables: str
+        self, nth: int, *arguments: object, ranks: int = 2, hook: bool = True, **variables: str
     ) -> None:
         """Kills all processes of a run (SIGKILL) just before its nth checkpoint is committed."""
         witness = self._witness()
@@ -96,7 +96,7 @@ class Framework:
         with (witness / "output").open("w") as output:
             process = subprocess.Popen(
                 self.torchrun(*arguments, ranks=ranks), cwd=self.folder,
-                env=self._environment(witness, True, variables | stop),
+                env=self._environment(witness, hook, variables | stop),
                 stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         end = time.monotonic() + DEADLINE_S
