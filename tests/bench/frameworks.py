@@ -33,20 +33,24 @@ FRAMEWORKS: dict[str, tuple[list[str], list[str]]] = {
 }
 # Arguments that make an example use an adapter of ours, in place of the hook.
 ADAPTERS = {
+    "lightning": [
+        "--strategy-class",
+        "torch_dcpx.integrations.lightning:DcpxModelParallelStrategy",
+    ],
     "megatron": [
         *("--save-strategy", "torch_dcpx.integrations.megatron:DcpxSaveStrategy"),
         *("--load-strategy", "torch_dcpx.integrations.megatron:DcpxLoadStrategy"),
-    ]
+    ],
 }
 
 
-def run(framework: str, folder: Path, *arguments: str, hook: bool) -> dict[str, Any]:
-    """Returns what the example prints at its end."""
+def run(framework: str, folder: Path, *arguments: str, hook: bool, adapter: bool) -> dict[str, Any]:
+    """Returns what the example prints at its end; with `hook` it saves through us."""
     bin_folder = Path(os.environ["DCPX_FRAMEWORKS"]).absolute() / framework / "bin"
     script = ROOT / "examples" / "frameworks" / f"train_{framework}.py"
     environment = {name: text for name, text in os.environ.items() if name[:5] != "DCPX_"}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if hook and framework in ADAPTERS:
+    if hook and adapter:
         arguments = (*arguments, *ADAPTERS[framework])
     elif hook:
         environment["DCPX_INSTALL"] = "1"
@@ -62,22 +66,23 @@ def run(framework: str, folder: Path, *arguments: str, hook: bool) -> dict[str, 
     return found
 
 
-def one_round(framework: str, root: Path, sizes: list[str]) -> dict[tuple[str, bool], float]:
-    """Returns seconds by what was timed and whether the hook was on; compares the losses."""
+def one_round(
+    framework: str, root: Path, sizes: list[str], *, adapter: bool
+) -> dict[tuple[str, bool], float]:
+    """Returns seconds by what was timed and whether it was ours; compares the losses."""
     model, resume = FRAMEWORKS[framework]
     model = sizes or model
     found: dict[tuple[str, bool], float] = {}
     losses = []
     for hook in random.sample([True, False], 2):
         folder = root / ("ours" if hook else "stock")
-        trained = run(framework, folder, *model, "--steps", "4", "--save-every", "2", hook=hook)
+        side = {"hook": hook, "adapter": adapter}
+        trained = run(framework, folder, *model, "--steps", "4", "--save-every", "2", **side)
         files = folder.rglob("*.distcp")
         found["bytes", hook] = sum(path.stat().st_size for path in files) / len(trained["save_s"])
         at = [argument.format(folder) for argument in resume]
         again = root / "resumed"
-        resumed = run(
-            framework, again, *model, "--steps", "4", "--save-every", "100", *at, hook=hook
-        )
+        resumed = run(framework, again, *model, "--steps", "4", "--save-every", "100", *at, **side)
         found["save", hook] = trained["save_s"][-1]
         found["resume", hook] = sum(resumed["load_s"])
         losses.append((trained["losses"], resumed["losses"]))
@@ -95,6 +100,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--sizes", default="", help="arguments of the example in place of ours")
+    parser.add_argument(
+        "--adapter", action="store_true", help="adapters of ours, not the hook; always megatron's"
+    )
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: give 1 or more")
@@ -104,7 +112,8 @@ def main() -> None:
         rounds = []
         for _ in range(args.rounds + 1):
             with tempfile.TemporaryDirectory(dir=".") as root:
-                rounds.append(one_round(framework, Path(root).absolute(), args.sizes.split()))
+                sizes, adapter = args.sizes.split(), args.adapter or framework == "megatron"
+                rounds.append(one_round(framework, Path(root).absolute(), sizes, adapter=adapter))
         for what in ("save", "resume"):
             pairs = [(one[what, False], one[what, True]) for one in rounds[1:]]
             stock, ours = (statistics.median(side) for side in zip(*pairs, strict=True))

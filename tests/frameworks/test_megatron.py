@@ -118,7 +118,7 @@ def test_killed_save_over_a_checkpoint_leaves_the_old_one_or_the_new_one(tmp_pat
         fill = "1.0" if one["ended"] == "" else "2.0"
         assert one["loads"] == [fill, fill, "3.0"], one  # the last: saved again
         assert one["again"] == "None"
-        assert not [name for name in one["names"] if name.startswith(".dcpx.common")]
+        assert [name for name in one["names"] if name.startswith(".dcpx.")] == [".dcpx.lock"]
     assert [one["ended"] for one in found] == [""] * (len(found) - 1) + ["None"]
 
 

@@ -13,22 +13,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.checkpoint.save import async_save, save
 from torch_dcpx.errors import UnsupportedError
+from torch_dcpx.integrations._beside import WriterWithFiles, refuse_unfit
 from torch_dcpx.integrations._framework import needed
-from torch_dcpx.integrations._megatron_files import SavedBeside, use_durable_files
+from torch_dcpx.integrations._megatron_files import files_beside, use_durable_files
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.storage.paths import AnyPath
-from torch_dcpx.writer.writer import DcpxWriter
 
 with needed(__name__, "megatron-core>=0.16"):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -58,34 +58,6 @@ class _Planner(stock.MCoreSavePlanner):
         return plans, metadata
 
 
-class _Writer(DcpxWriter):
-    """Publishes what Megatron writes beside the checkpoint together with it."""
-
-    beside: SavedBeside | None = None  # on rank 0, once the ranks plan
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:
-            self.beside = SavedBeside(Path(self.path))
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        if self.beside is not None:
-            self.beside.publish()
-        super().finish(metadata, results)
-        if self.beside is not None:
-            self.beside.tidy()
-
-    def take_back(self) -> None:
-        """After a save that failed: what lies beside is again of the checkpoint that is there."""
-        if self.beside is not None:
-            self.beside.take_back()
-
-    def take_back_unless(self, save: SaveHandle) -> None:
-        """As `take_back`, at the end of a save in the background, unless it ended well."""
-        if save.report() is None:
-            self.take_back()
-
-
 class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
     """Saves as `TorchDistSaveShardedStrategy` does, through `dcpx.save` and `dcpx.async_save`.
 
@@ -97,8 +69,8 @@ class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
         version: of the format. Default 1.
         cached_metadata: keep the plans of all ranks in `.metadata`, for a stock strategy that goes
             on from it with `cached_metadata=True`. Default False. Ours needs none.
-        options: see `WriteOptions`. Default None: `WriteOptions()`. In place of stock's
-            `thread_count`, `files_per_rank` and `workers`.
+        options: see `WriteOptions`. Default None: `WriteOptions()`. The attribute `thread_count`,
+            which Megatron may set, is `files_per_rank`.
 
     Raises:
         UnsupportedError: another backend; Megatron uses its MultiStorageClient. When it saves:
@@ -115,8 +87,9 @@ class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
     ) -> None:
         if backend != "torch_dist":
             raise UnsupportedError(f"backend={backend!r}: DcpxSaveStrategy writes 'torch_dist'")
-        super().__init__(backend, version, cached_metadata=cached_metadata)
-        self.options = options
+        self.options = options or WriteOptions()
+        files = self.options.files_per_rank
+        super().__init__(backend, version, thread_count=files, cached_metadata=cached_metadata)
 
     def async_save(
         self,
@@ -168,16 +141,11 @@ class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
         self._check()
         by_key, _, _ = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         state = stock.mcore_to_pyt_state_dict(by_key, False)
-        writer = _Writer(checkpoint_dir, options=self.options)
+        options = replace(self.options, files_per_rank=self.thread_count)
+        writer = WriterWithFiles(checkpoint_dir, files_beside, options)
         planner = _Planner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.keeps_plans = self.use_cached_ckpt_structure
-        try:
-            handle = call(state, storage_writer=writer, planner=planner)
-        except BaseException:
-            writer.take_back()
-            raise
-        handle.add_done_callback(writer.take_back_unless)
-        return handle
+        return writer.saved_by(call, state, planner=planner)
 
     def _check(self) -> None:
         """Raises UnsupportedError for what was set on the strategy and would not be done."""
@@ -188,12 +156,7 @@ class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
             )
         if not self.keep_only_main_replica:
             raise UnsupportedError("keep_only_main_replica=False: main replicas alone are saved")
-        options = self.options or WriteOptions()
-        if options.on_busy == "skip" or options.overlap:
-            raise UnsupportedError(
-                "on_busy='skip' and overlap=True: Megatron takes each save for done, and its state "
-                "for free, once it is scheduled"
-            )
+        refuse_unfit(self.options, "Megatron")
 
 
 def _refuse_storage_client() -> None:
