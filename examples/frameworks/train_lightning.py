@@ -10,10 +10,10 @@ how many seconds each save and the load took.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import time
-from functools import partial
 from typing import Any
 
 import lightning
@@ -49,6 +49,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume", help="the checkpoint to go on from, such as FOLDER/step_2.ckpt")
     parser.add_argument("--api", choices=("fabric", "trainer"), default="trainer")
     parser.add_argument("--strategy", choices=("fsdp", "model_parallel"), default="model_parallel")
+    parser.add_argument("--strategy-class", help="in place of Lightning's: package.module:Class")
+    parser.add_argument("--keep", type=int, default=-1, help="the newest only, so many")
+    parser.add_argument("--save-last", action="store_true", help="a last.ckpt, too")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     return parser.parse_args()
@@ -57,6 +60,14 @@ def parse() -> argparse.Namespace:
 def model_of(args: argparse.Namespace) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Block(args.width) for _ in range(args.layers)))
+
+
+def strategy_class(args: argparse.Namespace, default: Any) -> Any:
+    """Returns the class that the command line names."""
+    if args.strategy_class is None:
+        return default
+    module, _, name = args.strategy_class.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def shard(model: nn.Sequential, mesh: Any) -> nn.Sequential:
@@ -92,12 +103,12 @@ class Timed:
 
 def by_fabric(args: argparse.Namespace, timed: Timed) -> list[torch.Tensor]:
     """Trains with Fabric. Returns the losses of this rank."""
-    sharded = partial(FabricModelParallel, data_parallel_size=RANKS, tensor_parallel_size=1)
-    strategy = (
-        FabricFSDPOnCPU(auto_wrap_policy=ModuleWrapPolicy([Block]), state_dict_type="sharded")
-        if args.strategy == "fsdp"
-        else sharded(parallelize_fn=shard)
-    )
+    if args.strategy == "fsdp":
+        fsdp = strategy_class(args, FabricFSDPOnCPU)
+        strategy = fsdp(auto_wrap_policy=ModuleWrapPolicy([Block]), state_dict_type="sharded")
+    else:
+        sharded = strategy_class(args, FabricModelParallel)
+        strategy = sharded(shard, data_parallel_size=RANKS, tensor_parallel_size=1)
     fabric = lightning.Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(model_of(args))
@@ -115,6 +126,8 @@ def by_fabric(args: argparse.Namespace, timed: Timed) -> list[torch.Tensor]:
         if step % args.save_every == 0:
             state["step"] = step
             timed(fabric.save, timed.save_s)(f"{args.folder}/step_{step}.ckpt", state)
+    if hasattr(strategy, "wait"):  # saves in the background
+        strategy.wait()
     return losses
 
 
@@ -141,11 +154,12 @@ class Module(lightning.LightningModule):
 
 def by_trainer(args: argparse.Namespace, timed: Timed) -> list[torch.Tensor]:
     """Trains with the Trainer. Returns the losses of this rank."""
-    strategy = (
-        FSDPOnCPU(auto_wrap_policy=ModuleWrapPolicy([Block]), state_dict_type="sharded")
-        if args.strategy == "fsdp"
-        else ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
-    )
+    if args.strategy == "fsdp":
+        fsdp = strategy_class(args, FSDPOnCPU)
+        strategy = fsdp(auto_wrap_policy=ModuleWrapPolicy([Block]), state_dict_type="sharded")
+    else:
+        sharded = strategy_class(args, ModelParallelStrategy)
+        strategy = sharded(data_parallel_size=RANKS, tensor_parallel_size=1)
     strategy.save_checkpoint = timed(strategy.save_checkpoint, timed.save_s)
     strategy.load_checkpoint = timed(strategy.load_checkpoint, timed.load_s)
     saves = ModelCheckpoint(
@@ -153,7 +167,10 @@ def by_trainer(args: argparse.Namespace, timed: Timed) -> list[torch.Tensor]:
         "step_{step}",
         auto_insert_metric_name=False,
         every_n_train_steps=args.save_every,
-        save_top_k=-1,
+        save_top_k=args.keep,
+        monitor="step" if args.keep > 0 else None,
+        mode="max",
+        save_last=args.save_last,
     )
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -3,8 +3,8 @@
     DCPX_FRAMEWORKS=.venv-frameworks python tests/bench/frameworks.py accelerate --rounds 6
 
 `make test-frameworks` makes the environments. Each round trains the example of a framework on two
-ranks, saving twice, and resumes from the first save: once with the hook (with `--adapters` by our
-adapter), once without, in a random order, in folders of their own; the losses must be equal. A
+ranks, saving twice, and resumes from the first save: once with the hook (with `--adapters`, and for
+Megatron-Core always, by our adapter), once without, in a random order, in folders of their own; the losses must be equal. A
 round before them is not counted. Prints medians of seconds (of the last save, on rank 0), and of
 the rounds' ratios of stock's to ours the median, the least and the largest.
 """
@@ -29,12 +29,20 @@ FRAMEWORKS: dict[str, tuple[list[str], list[str]]] = {
     "accelerate": (["--width", "2048", "--layers", "8"], ["--resume", "{}/step_2"]),
     "trainer": (["--width", "512", "--layers", "8"], ["--resume", "{}/checkpoint-2"]),
     "lightning": (["--width", "2048", "--layers", "8"], ["--resume", "{}/step_2.ckpt"]),
+    "megatron": (["--width", "1024", "--layers", "2"], ["--resume", "{}/iter_2"]),
 }
 # Arguments that make the example use our adapter.
 ADAPTERS = {
     "torchtitan": ["--manager", "torch_dcpx.integrations.torchtitan:DcpxCheckpointManager"],
     "accelerate": ["--accelerator", "torch_dcpx.integrations.accelerate:DcpxAccelerator"],
     "trainer": ["--callback", "torch_dcpx.integrations.trainer:DcpxCallback"],
+    "lightning": [
+        *("--strategy-class", "torch_dcpx.integrations.lightning:DcpxModelParallelStrategy"),
+    ],
+    "megatron": [
+        *("--save-strategy", "torch_dcpx.integrations.megatron:DcpxSaveStrategy"),
+        *("--load-strategy", "torch_dcpx.integrations.megatron:DcpxLoadStrategy"),
+    ],
 }
 
 
@@ -108,7 +116,7 @@ def main() -> None:
         rounds = []
         for _ in range(args.rounds + 1):
             with tempfile.TemporaryDirectory(dir=".") as root:
-                adapter = ADAPTERS[framework] if args.adapters else []
+                adapter = ADAPTERS[framework] if args.adapters or framework == "megatron" else []
                 sizes = args.sizes.split()
                 rounds.append(one_round(framework, Path(root).absolute(), sizes, adapter))
         for what in ("save", "resume"):

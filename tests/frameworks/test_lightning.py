@@ -1,13 +1,17 @@
-"""Lightning under the hook: Fabric and Trainer, each with FSDP2 and FSDP1, sharded checkpoints."""
+"""Lightning under the hook and through our strategies: Fabric and Trainer, each with FSDP2 and
+FSDP1, sharded checkpoints; plain checkpoints through our CheckpointIO.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.frameworks import check_page, check_seen
-from support.resume_cases import ResumeCases, Trained
+from support.adapter_cases import AdapterCases
+from support.frameworks import ROOT, WITNESS, Framework, check_page, check_seen
+from support.resume_cases import ResumeCases, Trained, losses_after
 from support.states import assert_same
 
 
@@ -45,6 +49,115 @@ class TestFabric(TestTrainer):
 
 class TestFabricFsdp1(TestTrainer):
     ARGUMENTS = ("--api", "fabric", "--strategy", "fsdp")
+
+
+_ADAPTER = "torch_dcpx.integrations.lightning"
+_WORKER = str(ROOT / "tests" / "frameworks" / "lightning_worker.py")
+
+
+class TestTrainerStrategy(AdapterCases):
+    NAME = "lightning"
+    CHECKPOINT = "step_{}.ckpt"
+    REFUSES_TORN = r"\.metadata"
+    OURS = ("--strategy-class", f"{_ADAPTER}:DcpxModelParallelStrategy")
+
+    def test_newest_stays_until_the_next_one_is_whole(
+        self, trained: Trained, tmp_path: Path
+    ) -> None:
+        arguments = (*self.OURS, "--keep", 1, "--save-last")
+        # Commits: step_2, last, step_4, last, ...; each removes the one before, if it is another.
+        trained.framework.kill_before_commit(3, tmp_path, *arguments, hook=False)
+        assert (tmp_path / "step_2.ckpt" / ".metadata").exists()
+        for start in ("step_2.ckpt", "last.ckpt"):
+            into = tmp_path / f"from-{start}"
+            resumed = trained.framework.train(
+                into, *arguments, "--resume", tmp_path / start, hook=False
+            )
+            assert losses_after(0, resumed) == losses_after(2, trained.stock)
+            assert {path.name for path in into.iterdir()} == {"step_6.ckpt", "last.ckpt"}
+
+    def test_killed_over_last_leaves_the_one_before(self, trained: Trained, tmp_path: Path) -> None:
+        arguments = (*self.OURS, "--save-last")
+        trained.framework.kill_before_commit(4, tmp_path, *arguments, hook=False)
+        names = {path.name for path in (tmp_path / "last.ckpt").iterdir()}
+        assert {"meta.pt", ".metadata"} < names
+        assert [name for name in names if name.endswith(".kept")]
+        resumed = trained.framework.train(
+            tmp_path, *arguments, "--resume", tmp_path / "last.ckpt", hook=False
+        )
+        assert losses_after(0, resumed) == losses_after(2, trained.stock)
+
+
+class TestTrainerStrategyFsdp1(AdapterCases):
+    NAME = "lightning"
+    CHECKPOINT = "step_{}.ckpt"
+    REFUSES_TORN = r"\.metadata"
+    ARGUMENTS = ("--strategy", "fsdp")
+    OURS = ("--strategy-class", f"{_ADAPTER}:DcpxFSDPStrategy")
+    RANKS = (1,)
+
+
+class TestFabricStrategy(AdapterCases):
+    NAME = "lightning"
+    CHECKPOINT = "step_{}.ckpt"
+    REFUSES_TORN = r"\.metadata"
+    ARGUMENTS = ("--api", "fabric")
+    OURS = ("--strategy-class", f"{_ADAPTER}:DcpxFabricModelParallelStrategy")
+    RANKS = (1,)
+
+
+class TestFabricStrategyFsdp1(AdapterCases):
+    NAME = "lightning"
+    CHECKPOINT = "step_{}.ckpt"
+    REFUSES_TORN = r"\.metadata"
+    ARGUMENTS = ("--api", "fabric", "--strategy", "fsdp")
+    OURS = ("--strategy-class", f"{_ADAPTER}:DcpxFabricFSDPStrategy")
+    RANKS = (1,)
+
+
+def run_case(case: str, folder: Path, ranks: int) -> list[Any]:
+    """Returns what each rank has found."""
+    framework = Framework("lightning", folder)
+    command = framework.torchrun(ranks=ranks)[:-1]
+    path = f"{WITNESS}:{ROOT / 'examples' / 'frameworks'}"
+    run = framework.run(
+        [*command, _WORKER, case, str(folder / "saved")], hook=False, PYTHONPATH=path
+    )
+    found: list[Any] = run.result["found"]
+    return found
+
+
+def test_save_that_fails_on_one_rank_is_raised_on_all_and_replaces_nothing(tmp_path: Path) -> None:
+    for found in run_case("failing", tmp_path, 2):
+        assert "rank 1" in found["error"]
+        assert "the disk is gone" in found["error"]
+        assert found["whole"] == ["step_2.ckpt"]
+
+
+def test_refusals_name_what_is_refused(tmp_path: Path) -> None:
+    (found,) = run_case("refused", tmp_path, 1)
+    assert len(found) == 7
+    for name, text in found.items():
+        assert text.startswith("UnsupportedError"), text
+        assert name.split()[-1] in text
+
+
+def test_plain_checkpoints_equal_those_of_stock_and_resume(tmp_path: Path) -> None:
+    for found in run_case("plain", tmp_path, 2):
+        assert found == {
+            "files": {"stock": ["step_6.ckpt"], "ours": ["step_6.ckpt"]},
+            "equal": True,
+            "steps": 8,
+        }
+
+
+def test_plain_checkpoint_holds_its_state_and_failures_are_told(tmp_path: Path) -> None:
+    (found,) = run_case("plain_calls", tmp_path, 1)
+    assert found["one"] == [[1, {"b": 2}], 0.0, 2]
+    assert found["bytes"] < 5 << 20
+    assert found["error"] == "AttributeError"
+    assert found["left"] == ["one.ckpt"]  # as it was, and not removed: what came after it failed
+    assert found["end"] == ["two.ckpt"]
 
 
 def test_commands_of_the_page_run(tmp_path: Path) -> None:

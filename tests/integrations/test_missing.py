@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 
 from torch_dcpx import UnsupportedError
@@ -16,3 +19,22 @@ def test_missing_framework_is_one_line() -> None:
         "pip install 'x>=1'"
     )
     assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("module", "framework", "package"),
+    [
+        ("lightning", "lightning", "lightning>=2.6"),
+        ("megatron", "megatron", "megatron-core>=0.16"),
+    ],
+)
+def test_adapter_without_its_framework_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, module: str, framework: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, framework, None)
+    name = f"torch_dcpx.integrations.{module}"
+    with pytest.raises(UnsupportedError) as caught:
+        importlib.import_module(name)
+    start, _, end = str(caught.value).partition(", which is not installed: ")
+    assert start.startswith(f"{name} needs {framework}")
+    assert end == f"pip install '{package}'"

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from torch_dcpx import CorruptionError, DcpxReader
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.metadata.stock import load_stock_metadata
 
 
@@ -49,6 +50,18 @@ def test_plans_are_as_stock_reads_them(saved: Path, protocol: int) -> None:
     assert found.all_local_plans == expected.all_local_plans
     kinds = {type(item.type) for plan in found.all_local_plans for item in plan.items}
     assert kinds == {WriteItemType}
+
+
+def test_plans_come_through_our_own_file(saved: Path) -> None:
+    expected: Any = pickle.loads((saved / ".metadata").read_bytes())
+    ours = encode_metadata(expected, [], "0" * 32)
+    read: list[Any] = [decode_metadata(ours, "p").metadata, pickle.loads(ours)]
+    for found in read:
+        assert found.all_local_plans == expected.all_local_plans
+        assert found.state_dict_metadata == expected.state_dict_metadata
+    del expected.all_local_plans
+    without = decode_metadata(encode_metadata(expected, [], "0" * 32), "p").metadata
+    assert not hasattr(without, "all_local_plans")
 
 
 def test_plans_with_prefixes_and_paths_are_as_stock_reads_them(saved: Path) -> None:

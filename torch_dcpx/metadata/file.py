@@ -77,6 +77,7 @@ def encode_pieces(
         raise PlanError(f"encode the metadata: a {type(metadata).__name__} is no stock Metadata")
     if metadata.version is not None and type(metadata.version) is not str:
         raise PlanError(f"encode the metadata: its version is {metadata.version!r}")
+    local_plans = getattr(metadata, "all_local_plans", None)  # which Megatron-Core keeps
     metadata = plain_metadata(metadata)
     with paused_gc():
         encoded = encode_columns(metadata, files)  # refuses first, so that the pickle can't fail
@@ -85,9 +86,9 @@ def encode_pieces(
         kept = ("checkpoint_id", "save_id", "modules")
         meta_fields = None if meta is None else {name: vars(meta)[name] for name in kept}
         stock: bytes | memoryview
-        if encoded.planner_data == "pickle":
+        if encoded.planner_data == "pickle" or local_plans is not None:
             try:
-                stock = pickle_any(dataclasses.replace(metadata, storage_meta=meta))
+                stock = pickle_any(dataclasses.replace(metadata, storage_meta=meta), local_plans)
             except Exception as error:
                 message = f"pickle the metadata with its planner_data: {error}"
                 raise PlanError(message) from error
@@ -99,7 +100,7 @@ def encode_pieces(
                 None if meta_fields is None else tuple(meta_fields.values()),
                 metadata.version,
             )
-        header = {
+        header: dict[str, Any] = {
             "format": "dcpx-metadata",
             "writer": f"torch-dcpx {__version__}",
             "torch": TORCH_VERSION,
@@ -109,6 +110,8 @@ def encode_pieces(
             "planner_data": encoded.planner_data,
             "descriptors": encoded.descriptors,
         }
+        if local_plans is not None:
+            header["has_local_plans"] = True
         body, header_bytes = encode_body(header, columns)
     return [stock, *body, _tail(stock, body, header_bytes)]
 
@@ -159,12 +162,15 @@ def decode_metadata(
         pickle_bytes, pickle_crc, columns = check_tail(content, path)
         pickled: Metadata | None = None
         has_planner = columns.header.get("planner_data") == "pickle"
-        if has_planner or not HAS_KNOWN_ITEMS:
+        has_plans = columns.header.get("has_local_plans") is True
+        if has_planner or has_plans or not HAS_KNOWN_ITEMS:
             stock = bytes(content.part(0, pickle_bytes))
             # The file may be another one by now: these bytes are decoded, these are checked.
             check_crc(_C.crc32(stock), pickle_crc, 0, pickle_bytes, "pickle", path)
             pickled = _load_pickle(stock, path, safe_globals, trusted and has_planner)
         found = _of_columns(columns, pickled)
+        if has_plans and pickled is not None:
+            vars(found.metadata).update(all_local_plans=vars(pickled).get("all_local_plans"))
         return found._replace(save_id=found.save_id or _digest(content.pieces(content.nbytes)))
 
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 
 from torch_dcpx._compat import AnyProperties, common_properties
 from torch_dcpx._gc import paused_gc
@@ -215,8 +216,10 @@ def _with_stock_properties(entry: Any) -> Any:
     return dataclasses.replace(entry, properties=stock)
 
 
-def pickle_any(metadata: Metadata) -> bytes:
-    """Pickles a Metadata with any planner_data; an object in it may raise an error of its own."""
+def pickle_any(metadata: Metadata, local_plans: list[SavePlan] | None = None) -> bytes:
+    """Pickles a Metadata with any planner_data, and with `all_local_plans` where given; an object
+    in it may raise an error of its own.
+    """
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=4)
     pickler.dispatch_table = {
@@ -225,5 +228,8 @@ def pickle_any(metadata: Metadata) -> bytes:
         _MEM_FORMAT_ENCODING: _reduce_memory_format,
     }
     entries = {fqn: _with_stock_properties(e) for fqn, e in metadata.state_dict_metadata.items()}
-    pickler.dump(dataclasses.replace(metadata, state_dict_metadata=entries))
+    made = dataclasses.replace(metadata, state_dict_metadata=entries)
+    if local_plans is not None:
+        made.all_local_plans = local_plans  # type: ignore[attr-defined]
+    pickler.dump(made)
     return out.getvalue()

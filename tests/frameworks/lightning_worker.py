@@ -1,0 +1,163 @@
+"""Saves through adapters of Lightning in ways that its example does not: `lightning_worker.py CASE
+PATH`, under torchrun. Prints one line of JSON; test_lightning.py has a test for each case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from train_lightning import RANKS, Module
+
+from torch_dcpx import DcpxError, WriteOptions
+from torch_dcpx.integrations import lightning as adapters
+from torch_dcpx.integrations.lightning import DcpxCheckpointIO, DcpxModelParallelStrategy
+
+
+def trainer_of(path: Path, steps: int = 6, **more: Any) -> lightning.Trainer:
+    saves = ModelCheckpoint(
+        path, "step_{step}", auto_insert_metric_name=False, every_n_train_steps=2, save_top_k=1
+    )
+    return lightning.Trainer(
+        accelerator="cpu", devices=RANKS, max_steps=steps, callbacks=[saves], logger=False,
+        enable_progress_bar=False, use_distributed_sampler=False, **more,
+    )  # fmt: skip
+
+
+def module_of(strategy: str) -> Module:
+    return Module(SimpleNamespace(width=16, layers=2, strategy=strategy))
+
+
+def fit(trainer: lightning.Trainer, module: Module) -> str:
+    """Returns the error of a training."""
+    try:
+        trainer.fit(module, torch.utils.data.DataLoader(range(6), batch_size=None))
+    except (DcpxError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def failing(path: Path) -> Any:
+    """The second save fails on the last rank. It would have replaced the first."""
+    begun = []
+
+    def fail(done: int, _all: int) -> None:
+        if done == 0:
+            begun.append(done)
+        if len(begun) == 2 and dist.get_rank() == RANKS - 1:
+            raise OSError("the disk is gone")
+
+    strategy = DcpxModelParallelStrategy(
+        data_parallel_size=RANKS, tensor_parallel_size=1, options=WriteOptions(progress=fail)
+    )
+    error = fit(trainer_of(path, strategy=strategy), module_of("model_parallel"))
+    dist.barrier()
+    names = sorted(one.name for one in path.iterdir() if (one / ".metadata").exists())
+    return {"error": error, "whole": names}
+
+
+def refused(path: Path) -> Any:
+    """What the adapters refuse, by name."""
+    linked = SimpleNamespace(checkpoint_callbacks=[ModelCheckpoint(path, save_last="link")])
+    calls: dict[str, Callable[[], Any]] = {
+        "save_distributed_checkpoint": lambda: DcpxModelParallelStrategy(
+            save_distributed_checkpoint=False
+        ),
+        "state_dict_type": lambda: adapters.DcpxFSDPStrategy(state_dict_type="full"),
+        "on_busy": lambda: DcpxModelParallelStrategy(options=WriteOptions(on_busy="skip")),
+        "overlap": lambda: DcpxModelParallelStrategy(options=WriteOptions(overlap=True)),
+        "link": lambda: DcpxModelParallelStrategy().setup(linked),
+        "storage_options": lambda: DcpxModelParallelStrategy().save_checkpoint({}, path, {"a": 1}),
+        "plain storage_options": lambda: DcpxCheckpointIO().save_checkpoint({}, path, {"a": 1}),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except DcpxError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def plain(path: Path) -> Any:
+    """Plain checkpoints of a Trainer: each side's, and those of one that goes on from ours."""
+    sides = {"stock": [], "ours": [DcpxCheckpointIO()]}
+    for name, plugins in sides.items():
+        trainer = trainer_of(path / name, strategy="ddp", plugins=plugins)
+        assert fit(trainer, module_of("")) == ""
+        dist.barrier()
+    loaded = [torch.load(path / name / "step_6.ckpt") for name in sides]
+    files = {name: sorted(one.name for one in (path / name).iterdir()) for name in sides}
+    states = [json.dumps(told(one)) for one in loaded]
+    trainer, module = trainer_of(path / "again", strategy="ddp", steps=8), module_of("")
+    trainer.fit(
+        module, torch.utils.data.DataLoader(range(8), batch_size=None),
+        ckpt_path=path / "ours" / "step_6.ckpt", weights_only=False,
+    )  # fmt: skip
+    return {"files": files, "equal": states[0] == states[1], "steps": trainer.global_step}
+
+
+def told(value: Any) -> Any:
+    """Returns a checkpoint as plain values, all bits of tensors included; without paths."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, dict):
+        return {str(k): told(v) for k, v in value.items() if "path" not in str(k)}
+    if isinstance(value, (list, tuple)):
+        return [told(one) for one in value]
+    return str(value) if "ckpt" not in str(value) else ""
+
+
+def plain_calls(path: Path) -> Any:
+    """A checkpoint changes after its save; one fails; removals come behind saves."""
+    plugin, kept = DcpxCheckpointIO(), {"a": [1, {"b": 2}], "t": torch.zeros(1 << 20)}
+    plugin.save_checkpoint(kept, path / "one.ckpt")
+    kept["a"][1]["b"] = 3
+    kept["t"].fill_(7)
+    kept["late"] = True
+    found: dict[str, Any] = {}
+    loaded = plugin.load_checkpoint(path / "one.ckpt")
+    found["one"] = [loaded["a"], loaded["t"].abs().max().item(), len(loaded)]
+    found["bytes"] = (path / "one.ckpt").stat().st_size
+    plugin.save_checkpoint({"a": lambda: 0}, path / "one.ckpt")  # no pickle takes it
+    plugin.remove_checkpoint(path / "one.ckpt")
+    try:
+        plugin.teardown()
+    except Exception as error:  # noqa: BLE001  (pickle's own)
+        found["error"] = type(error).__name__
+    found["left"] = sorted(one.name for one in path.iterdir())
+    plugin.save_checkpoint({"a": 2}, path / "two.ckpt")
+    plugin.remove_checkpoint(path / "one.ckpt")
+    plugin.teardown()
+    found["end"] = sorted(one.name for one in path.iterdir())
+    return found
+
+
+CASES: dict[str, Callable[[Path], Any]] = {
+    "failing": failing,
+    "refused": refused,
+    "plain": plain,
+    "plain_calls": plain_calls,
+}
+
+
+def main() -> None:
+    found = CASES[sys.argv[1]](Path(sys.argv[2]))
+    every: list[Any] = [found]
+    if dist.is_initialized():
+        every = [None] * RANKS
+        dist.all_gather_object(every, found)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps({"found": every}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Saves of Lightning's strategies: in the background, with `meta.pt`, and removals behind them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_dcpx.checkpoint.handle import SaveHandle
+from torch_dcpx.checkpoint.save import async_save, save
+from torch_dcpx.errors import ConcurrentSaveError, UnsupportedError
+from torch_dcpx.integrations._beside import WriterWithFiles, current, refuse_unfit
+from torch_dcpx.options import WriteOptions
+from torch_dcpx.storage.directory import fsync_path
+from torch_dcpx.storage.names import METADATA_NAME
+from torch_dcpx.storage.reader_lock import being_deleted
+
+META_NAME = "meta.pt"
+
+logger = logging.getLogger("torch_dcpx")
+
+
+class Saves:
+    """The saves of one strategy.
+
+    Args:
+        options: of each; None: the defaults.
+        is_async: whether `save` returns once the state is copied.
+    """
+
+    def __init__(self, options: WriteOptions | None, *, is_async: bool) -> None:
+        self.is_async = is_async
+        self._options = options or WriteOptions()
+        refuse_unfit(self._options, "Lightning")
+        self._unfinished: list[SaveHandle] = []
+
+    def save(self, state: dict[str, Any], meta: dict[str, Any], path: str) -> None:
+        """Saves a checkpoint on all ranks; `meta` is rank 0's.
+
+        Raises:
+            UnsupportedError: a URL. As `dcpx.save` and `dcpx.async_save`, and what failed of a save
+                before.
+        """
+        if "://" in path:
+            raise UnsupportedError(f"save to '{path}': checkpoints with a meta.pt need a directory")
+
+        def files(_folder: Path) -> dict[str, bytes]:
+            content = io.BytesIO()
+            torch.save(meta, content)
+            return {META_NAME: content.getvalue()}
+
+        writer = WriterWithFiles(path, files, self._options)
+        handle = writer.saved_by(async_save if self.is_async else save, state)
+        self._unfinished = [one for one in (*self._unfinished, handle) if not one.done()]
+
+    def wait(self) -> None:
+        """Waits for all saves. Raises what failed of the first that did."""
+        handles, self._unfinished = self._unfinished, []
+        failed = [handle for handle in handles if handle.exception() is not None]
+        for handle in failed[:1]:
+            handle.result()
+
+    def remove(self, path: Path, remove: Callable[[], None]) -> None:
+        """Removes a checkpoint behind all saves of before, unless one of them fails."""
+        _remove_behind([one for one in self._unfinished if not one.done()], path, remove)
+
+
+def _remove_behind(saves: list[SaveHandle], path: Path, remove: Callable[[], None]) -> None:
+    for one in saves:
+        if not one.done():
+            one.add_done_callback(lambda _: _remove_behind(saves, path, remove))
+            return
+    if not all(one.report() for one in saves):
+        logger.warning("'%s' stays: a save that was to take its place has failed", str(path))
+        return
+    with contextlib.ExitStack() as held:
+        if not path.is_symlink() and (path / METADATA_NAME).exists():
+            try:
+                held.enter_context(being_deleted(path))
+            except ConcurrentSaveError as error:
+                logger.warning("'%s' stays: %s", str(path), str(error))
+                return
+            (path / METADATA_NAME).unlink()  # no checkpoint any more, wherever a kill comes
+            fsync_path(path)
+        remove()
+
+
+def kept_meta(path: Path, weights_only: bool | None) -> dict[str, Any] | None:
+    """Returns what a save that was killed has kept of the `meta.pt` of the checkpoint that is
+    there; None where `meta.pt` is of that checkpoint.
+    """
+    file = current(path / META_NAME)
+    if file.name == META_NAME:
+        return None
+    found: dict[str, Any] = torch.load(file, weights_only=weights_only)
+    return found
