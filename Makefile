@@ -24,7 +24,7 @@ OTHER := $(if $(filter-out python3,$(PYTHON)),-$(shell $(PYTHON) -c 'import plat
 TORCH_VENV ?= .venv-torch-$(TORCH)$(OTHER)
 BUILD_VENV := .venv-build$(OTHER)
 WHEEL_STAMP := dist/wheel$(OTHER).stamp
-FRAMEWORK ?= torchtitan accelerate trainer lightning megatron
+FRAMEWORK ?= torchtitan accelerate trainer lightning megatron ray hydra
 FRAMEWORK_VENVS := .venv-frameworks
 WHEEL_VENV := .venv-wheels
 PYTEST_ARGS ?=
@@ -75,7 +75,7 @@ help:
 	@echo "make test-azure              the tests of stores on Azurite (build/azurite; by npm)"
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
-	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, lightning, megatron (all)"
+	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, ... (all)"
 	@echo "make bench                   times saves and loads beside stock, safetensors and the limit"
 	@echo "make wheels                  the release: manylinux wheels of the commit for each Python"
 	@echo "make lint | wheel | build | clean"
