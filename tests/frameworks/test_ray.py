@@ -5,37 +5,45 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 from support.frameworks import DEADLINE_S, Framework, check_all_ours
 
 
 class Ray(Framework):
     """Runs of the example, each with a cluster of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cluster: str) -> None:
         super().__init__("ray", folder)
-        self.variables = {"RAY_TMPDIR": str(folder / "ray"), "RAY_USAGE_STATS_ENABLED": "0"}
+        self.variables = {"RAY_TMPDIR": cluster, "RAY_USAGE_STATS_ENABLED": "0"}
 
     def command(self, *arguments: object) -> list[str]:
         return [str(self.bin / "python"), str(self.script), *map(str, arguments)]
 
 
-def _workers(folder: Path) -> list[int]:
-    """Returns the processes that train in runs beneath a folder."""
+@pytest.fixture
+def ray(tmp_path: Path) -> Iterator[Ray]:
+    with tempfile.TemporaryDirectory(prefix="ray-") as cluster:  # names of sockets are short
+        yield Ray(tmp_path, cluster)
+
+
+def _workers(cluster: str) -> list[int]:
+    """Returns the processes that train in a cluster."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             is_worker = b"RayTrainWorker" in (process / "cmdline").read_bytes()
-            if is_worker and str(folder).encode() in (process / "environ").read_bytes():
+            if is_worker and cluster.encode() in (process / "environ").read_bytes():
                 found.append(int(process.name))
     return found
 
 
-def test_lost_worker_has_all_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    ray = Ray(tmp_path)
+def test_lost_worker_has_all_go_on_from_the_newest_checkpoint(ray: Ray, tmp_path: Path) -> None:
     whole = ray.run(ray.command("whole"), hook=False, **ray.variables).result
     assert (whole["step"], whole["start"]) == (20, 0)
     assert whole["checkpoint"] == str(tmp_path / "whole" / "ckpt" / "step-20")
@@ -51,7 +59,7 @@ def test_lost_worker_has_all_go_on_from_the_newest_checkpoint(tmp_path: Path) ->
     while not (tmp_path / "lost" / "ckpt" / "step-10" / ".metadata").exists():
         assert process.poll() is None and time.monotonic() < end, (witness / "output").read_text()
         time.sleep(0.05)
-    os.kill(_workers(tmp_path)[-1], signal.SIGKILL)
+    os.kill(_workers(ray.variables["RAY_TMPDIR"])[-1], signal.SIGKILL)
     assert process.wait(DEADLINE_S) == 0, (witness / "output").read_text()
     result = [line for line in (witness / "output").read_text().splitlines() if line[:1] == "{"]
     assert f'"loss": {whole["loss"]!r}' in result[-1]
@@ -59,8 +67,7 @@ def test_lost_worker_has_all_go_on_from_the_newest_checkpoint(tmp_path: Path) ->
     check_all_ours(tmp_path / "lost" / "ckpt" / "step-20")
 
 
-def test_commands_of_the_page_run(tmp_path: Path) -> None:
-    ray = Ray(tmp_path)
+def test_commands_of_the_page_run(ray: Ray) -> None:
     for block in ray.commands():
         run = ray.run(["bash", "-euc", block], hook=False, **ray.variables)
         assert run.result["step"] == 20
