@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,8 +11,8 @@ from object_managers import manager_of, names, resumed, save_steps
 
 from torch_dcpx import StorageError
 from torch_dcpx.integrity.leftovers import find_leftovers, remove_leftovers
-from torch_dcpx.storage.object_store import Bucket
-from torch_dcpx.storage.object_url import location_of
+from torch_dcpx.storage.object_store import Bucket, bucket_of
+from torch_dcpx.storage.object_url import ObjectUrl, location_of
 
 if TYPE_CHECKING:
     from support.object_proxy import FaultProxy
@@ -140,6 +141,26 @@ def test_removal_that_did_not_end_leaves_a_checkpoint_that_can_be_pinned(
     manager.pin(1)
     assert names(object_server, object_prefix, "step-1") == {".metadata", "data", ".dcpx.pin"}
     assert resumed(manager, tag=1) == 1
+
+
+def test_object_that_is_gone_hides_no_refusal_of_another_in_the_batch(
+    object_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = location_of(object_prefix)
+    assert isinstance(url, ObjectUrl)
+    bucket = bucket_of(url)
+
+    def delete(_store: object, keys: list[str]) -> None:
+        if keys[0] == "gone":  # as obstore of a batch on Azure: its first error is told, alone
+            raise FileNotFoundError(keys[0])
+        raise bucket._obstore.exceptions.PermissionDeniedError(keys[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket._obstore, "delete", delete)
+        with pytest.raises(StorageError, match="PermissionDeniedError: kept") as caught:
+            bucket.delete(["gone", "kept"])
+        assert caught.value.errno == errno.EACCES
+        bucket.delete(["gone"])
 
 
 def test_probes_of_killed_jobs_go(

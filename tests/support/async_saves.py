@@ -18,7 +18,7 @@ from torch_dcpx import StorageError, WriteOptions, wait
 
 
 @pytest.fixture
-def no_save_is_left() -> Iterator[None]:
+def no_save_is_left(tmp_path: Path) -> Iterator[None]:  # the saves end before its folder goes
     """Waits for saves that a test left under way, and raises what failed."""
     yield
     wait()

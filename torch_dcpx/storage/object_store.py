@@ -327,8 +327,11 @@ class Bucket:
         try:
             self._repeated("delete", keys[0], lambda: self._obstore.delete(self.store, keys))
         except StorageError as error:
-            if error.errno != errno.ENOENT:  # Azure says so of any that is not there
+            if error.errno != errno.ENOENT:
                 raise
+            # Azure says so of the first that is not there: others may have failed otherwise.
+            for key in keys if len(keys) > 1 else ():
+                self._delete([key])
 
     def check_conditional(self, prefix: str) -> None:
         """Finds out by an object beneath `prefix`, once a process, whether the store knows
