@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.leaks import Held
+from support.leaks import Held, grown_each_time
 from support.saves import assert_loads, assert_whole, files_in, load, save
 from support.slow_states import CopyingPlanner
 from support.states import assert_same, blank_like
@@ -131,6 +131,7 @@ def assert_names_room(error: StorageError) -> None:
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("code", SOME_HARD, ids=errno.errorcode.get)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@grown_each_time
 def test_save_with_any_call_of_cpp_failing_keeps_the_previous_checkpoint_and_nothing_else(
     tmp_path: Path, code: int, layout: str
 ) -> None:
@@ -262,6 +263,7 @@ class CountingOs:
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("code", ONE_HARD, ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "rename", "listdir", "fstat"])
+@grown_each_time
 def test_save_with_any_call_of_python_failing_leaves_old_or_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:

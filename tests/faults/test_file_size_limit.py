@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.leaks import Held
+from support.leaks import Held, grown_each_time
 from support.saves import assert_whole, files_in, raises_one, save
 
 from torch_dcpx import StorageError, WriteOptions
@@ -49,6 +49,7 @@ def one(seed: int) -> dict[str, Any]:
     ],
     ids=["one file", "buffered", "two files", "metadata"],
 )
+@grown_each_time
 def test_file_that_may_not_grow_fails_the_save_with_numbers_and_keeps_the_old(
     tmp_path: Path, state_of: Any, nbytes: int, kwargs: dict[str, Any], failing: str
 ) -> None:

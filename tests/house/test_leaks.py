@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.leaks import Held, stack_bytes
+from support.leaks import Held, grown_each_time, stack_bytes
 
 TESTS = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -96,3 +96,22 @@ held.assert_no_memory_more()
 def test_end_of_an_arena_that_malloc_has_cut_off_is_no_leak() -> None:
     # In a process of its own: where a large block was freed before, malloc cuts nothing off.
     subprocess.run([sys.executable, "-c", CUT], cwd=TESTS, check=True)
+
+
+@pytest.mark.parametrize("growths", [1, 2, 3])
+def test_growth_is_a_leak_where_it_comes_each_time(growths: int) -> None:
+    kept: list[bytearray] = []
+
+    @grown_each_time
+    def test() -> None:
+        held = Held()
+        if len(kept) < growths:
+            kept.append(bytearray(20 * MIB))
+        held.assert_no_memory_more()
+
+    if growths < 3:
+        test()
+    else:
+        with pytest.raises(AssertionError, match="B more"):
+            test()
+    assert len(kept) == growths

@@ -11,14 +11,15 @@ import errno
 import importlib
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
 from torch_dcpx.storage.names import probe_name
+from torch_dcpx.storage.object_errors import errno_of, told
 from torch_dcpx.storage.object_services import SERVICES, opened, settings_of
 from torch_dcpx.storage.object_url import ObjectUrl
 
@@ -30,24 +31,6 @@ _TRIES = 3  # of what may be repeated
 _PAUSE_S = 0.5
 _MAX_REPEATED_S = 60.0  # obstore's own attempts may have taken minutes
 WHOLE_BYTES = 8 << 20  # an object of metadata up to here is read by one request
-_MAX_TEXT = 300
-_SECRETS = re.compile(
-    r"(?i)((?:signature|credential|security-token|accesskeyid|account_?key|secret|password)"
-    r"[\w-]*[=:>\"' ]+|\bsig=|\bbearer |\bsharedkey \w+:|\bMAC signature [\w ]+')"
-    r"[^\s&<\"',}]+"
-)
-_USERS = re.compile(r"//[^/@\s]+@")  # of an endpoint's URL
-_ERRNOS = {
-    "NotFoundError": errno.ENOENT,
-    "FileNotFoundError": errno.ENOENT,
-    "PermissionDeniedError": errno.EACCES,
-    "UnauthenticatedError": errno.EACCES,
-    "PreconditionError": errno.ESTALE,
-    "AlreadyExistsError": errno.EEXIST,
-    "InvalidPathError": errno.EINVAL,
-    "NotSupportedError": errno.EOPNOTSUPP,
-    "UnknownConfigurationKeyError": errno.EINVAL,
-}
 
 
 class StoredObject(NamedTuple):
@@ -146,9 +129,9 @@ class Bucket:
         except Exception as error:
             if not isinstance(error, (self._obstore.exceptions.BaseError, FileNotFoundError)):
                 raise
-            number = _ERRNOS.get(type(error).__name__, errno.EIO)
+            number = errno_of(error)
             range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
-            text = f"{verb}{range_text} '{self.url(key)}': {_told(error, number)}"
+            text = f"{verb}{range_text} '{self.url(key)}': {told(error, number)}"
             # Without the cause: its text has URLs and answers, which nobody has looked at.
             raise StorageError(
                 text, errno=number, path=self.url(key), offset=offset, nbytes=nbytes
@@ -330,8 +313,18 @@ class Bucket:
             if error.errno != errno.ENOENT:
                 raise
             # Azure says so of the first that is not there: others may have failed otherwise.
-            for key in keys if len(keys) > 1 else ():
-                self._delete([key])
+            left = self._listed(keys) if len(keys) > 1 else []
+            if len(left) == len(keys):
+                raise
+            if left:
+                self._delete(left)
+
+    def _listed(self, keys: list[str]) -> list[str]:
+        """Returns those of some keys that are there."""
+        found: set[str] = set()
+        for parent in {key.rpartition("/")[0] for key in keys}:
+            found.update(str(PurePosixPath(parent, name)) for name in self.listing(parent).objects)
+        return [key for key in keys if key in found]
 
     def check_conditional(self, prefix: str) -> None:
         """Finds out by an object beneath `prefix`, once a process, whether the store knows
@@ -375,17 +368,6 @@ def _tag(meta: Any, url: str) -> str:
     if not tag:
         raise UnsupportedError(f"'{url}': the store gives no ETag to tell when it changes")
     return str(tag) if '"' in tag else f'"{tag}"'  # as listings of Azure have it
-
-
-def _told(error: Exception, number: int) -> str:
-    """Returns an error of obstore as one short line."""
-    if number == errno.ENOENT:
-        return os.strerror(number)
-    text = str(error).partition("\n\nDebug source")[0]
-    text = _SECRETS.sub(r"\1...", " ".join(text.split()))
-    text = _USERS.sub("//...@", text)
-    shown = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
-    return f"{type(error).__name__}: {shown}"
 
 
 def concurrent(url: ObjectUrl, why: str) -> ConcurrentSaveError:
