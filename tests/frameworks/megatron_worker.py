@@ -29,13 +29,16 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron_on_cpu import use_megatron_on_cpu
+from nvidia_resiliency_ext.checkpointing.async_ckpt import core as nvrx
 
-from torch_dcpx import DcpxError, WriteOptions
+from torch_dcpx import DcpxError, UnsupportedError, WriteOptions
+from torch_dcpx.integrations import _megatron_files
 from torch_dcpx.integrations.megatron import DcpxLoadStrategy, DcpxSaveStrategy
 
 use_megatron_on_cpu()  # also in workers of Megatron's, which import this file
 
 LOADERS = {"stock": TorchDistLoadShardedStrategy, "ours": DcpxLoadStrategy}
+OVERLAP = WriteOptions(overlap=True)
 stock_saver = partial(TorchDistSaveShardedStrategy, "torch_dist", 1)
 
 
@@ -139,19 +142,32 @@ def metadata(path: Path) -> Any:
     return found
 
 
-def background(path: Path, *, persistent: bool = False) -> Any:
+class NvrxSaveStrategy(DcpxSaveStrategy):
+    """Is called as newer versions of Megatron call it."""
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *_: Any) -> Any:
+        return super().async_save(sharded_state_dict, checkpoint_dir, "nvrx")
+
+
+def background(
+    path: Path,
+    *,
+    persistent: bool = False,
+    queue: Any = AsyncCallsQueue,
+    make_strategy: Any = DcpxSaveStrategy,
+) -> Any:
     """Saves in the background: the state changes at once, and the second one fails."""
-    calls = AsyncCallsQueue(persistent=persistent)
+    calls = queue(persistent=persistent)
     state = state_of(4.0)
     path.mkdir(parents=True, exist_ok=True)
-    request = dist_checkpointing.save(state, str(path), DcpxSaveStrategy(), async_sharded_save=True)
+    request = dist_checkpointing.save(state, str(path), make_strategy(), async_sharded_save=True)
     for shard in (*state["shards"], state["copies"]):
         shard.data.fill_(-7.0)
     calls.schedule_async_request(request)
     while not calls.maybe_finalize_async_calls(blocking=False):
         time.sleep(0.01)
     found: dict[str, Any] = {"first": load(path, TorchDistLoadShardedStrategy())}
-    calls.schedule_async_request(_failing_save(path, async_sharded_save=True))
+    calls.schedule_async_request(_failing_save(path, make_strategy, async_sharded_save=True))
     try:
         calls.maybe_finalize_async_calls(blocking=True)
     except DcpxError as error:
@@ -177,12 +193,12 @@ def foreground(path: Path) -> Any:
     return found
 
 
-def _failing_save(path: Path, **more: Any) -> Any:
+def _failing_save(path: Path, make_strategy: Any = DcpxSaveStrategy, **more: Any) -> Any:
     def fail(_done: int, _all: int) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             raise OSError("the disk is gone")
 
-    return save(path, 5.0, DcpxSaveStrategy(options=WriteOptions(progress=fail)), **more)
+    return save(path, 5.0, make_strategy(options=WriteOptions(progress=fail)), **more)
 
 
 def elsewhere(path: Path) -> Any:
@@ -196,6 +212,29 @@ def elsewhere(path: Path) -> Any:
     return None
 
 
+def refused(path: Path) -> Any:
+    """What the strategies cannot do, or would do wrong, and what the error says."""
+    hinted, replicas = DcpxSaveStrategy(), DcpxSaveStrategy()
+    hinted.separation_hint = "shards"
+    replicas.keep_only_main_replica = False
+    calls: dict[str, Callable[[], Any]] = {
+        "backend": lambda: DcpxSaveStrategy("zarr"),
+        "separation_hint": lambda: save(path / "1", 1.0, hinted),
+        "keep_only_main_replica": lambda: save(path / "2", 1.0, replicas),
+        "overlap": lambda: save(path / "3", 1.0, DcpxSaveStrategy(options=OVERLAP)),
+        "async_strategy": lambda: DcpxSaveStrategy().async_save({}, path, "other"),
+        "common.pt": lambda: save(path / "4", 1.0, DcpxSaveStrategy()),
+    }
+    found = {}
+    _megatron_files._WRITES_COMMON = False  # as with versions newer than 0.16
+    for name, call in calls.items():
+        try:
+            call()
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return [found, sorted(str(file) for file in path.glob("*/*.distcp"))]
+
+
 CASES: dict[str, Callable[[Path], Any]] = {
     "pairs": pairs,
     "plans": plans,
@@ -203,8 +242,13 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "metadata": metadata,
     "forked": background,
     "persistent": partial(background, persistent=True),
+    "nvrx": partial(background, queue=nvrx.AsyncCallsQueue, make_strategy=NvrxSaveStrategy),
+    "nvrx-persistent": partial(
+        background, persistent=True, queue=nvrx.AsyncCallsQueue, make_strategy=NvrxSaveStrategy
+    ),
     "foreground": foreground,
     "elsewhere": elsewhere,
+    "refused": refused,
 }
 
 

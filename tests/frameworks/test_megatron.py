@@ -82,7 +82,7 @@ def test_metadata_equal_those_that_stock_finds(tmp_path: Path) -> None:
         assert {"object/shard_0_2", "object/shard_1_2"} < set(ours[1])
 
 
-@pytest.mark.parametrize("worker", ["forked", "persistent"])
+@pytest.mark.parametrize("worker", ["forked", "persistent", "nvrx", "nvrx-persistent"])
 def test_background_save_holds_the_state_as_it_was_and_tells_failures(
     tmp_path: Path, worker: str
 ) -> None:
@@ -109,6 +109,14 @@ def test_save_that_fails_on_one_rank_leaves_the_checkpoint_that_was_there(tmp_pa
 
 def test_rank_that_saves_elsewhere_is_an_error_on_all(tmp_path: Path) -> None:
     assert run_case("elsewhere", tmp_path) == ["PlanError"] * 2
+
+
+def test_what_cannot_be_done_is_refused_by_its_name(tmp_path: Path) -> None:
+    for errors, files in run_case("refused", tmp_path):
+        assert len(errors) == 6
+        for name, error in errors.items():
+            assert name in error
+        assert not files
 
 
 def test_killed_save_over_a_checkpoint_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:

@@ -24,8 +24,11 @@ def test_missing_framework_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("module", "framework", "package"),
     [
+        ("accelerate", "accelerate", "accelerate>=1.15"),
         ("lightning", "lightning", "lightning>=2.6"),
         ("megatron", "megatron", "megatron-core>=0.16"),
+        ("torchtitan", "torchtitan", "torchtitan>=0.3"),
+        ("trainer", "accelerate", "transformers[torch]>=5.23"),
     ],
 )
 def test_adapter_without_its_framework_says_what_to_install(
@@ -38,3 +41,4 @@ def test_adapter_without_its_framework_says_what_to_install(
     start, _, end = str(caught.value).partition(", which is not installed: ")
     assert start.startswith(f"{name} needs {framework}")
     assert end == f"pip install '{package}'"
+    assert name not in sys.modules

@@ -1,7 +1,8 @@
 """What Megatron writes beside a checkpoint: `common.pt` before it, `metadata.json` after it.
 
-Megatron replaces `common.pt` before it asks a strategy to save. So its `save_common`, ours here,
-keeps the old one, and as the save begins that gets its name back.
+Megatron 0.16 replaces `common.pt` before it asks a strategy to save. So its `save_common`, ours
+here, keeps the old one, and as the save begins that gets its name back. Newer versions keep what
+was in `common.pt` in the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -16,23 +17,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.integrations._beside import current, kept, put
 from torch_dcpx.integrations._framework import needed
 
 with needed("torch_dcpx.integrations.megatron", "megatron-core>=0.16"):
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
-    from megatron.core.dist_checkpointing.strategies import base, common
+    from megatron.core.dist_checkpointing.strategies import common
     from megatron.core.msc_utils import MultiStorageClientFeature
 
 _COMMON = common.COMMON_STATE_FNAME
+_WRITES_COMMON = hasattr(common, "TorchCommonSaveStrategy")
 
 
 def files_beside(folder: Path) -> Mapping[str, bytes]:
-    """Returns what to publish with a checkpoint, after Megatron's `save_common`."""
+    """Returns what to publish with a checkpoint, after Megatron's `save_common`.
+
+    Raises:
+        UnsupportedError: a `common.pt` of an older version would be taken for the checkpoint's.
+    """
     files = {CONFIG_FNAME: _encoded(CheckpointingConfig("torch_dist"))}
     path = folder / _COMMON
     if path.exists():
+        if not _WRITES_COMMON:
+            raise UnsupportedError(
+                f"save '{folder}': it holds '{_COMMON}' of an older version of Megatron, which "
+                "this version would load with the new checkpoint: save to another folder"
+            )
         files[_COMMON] = path.read_bytes()
         old = kept(path)
         if old is not None and old.exists():
@@ -42,30 +54,6 @@ def files_beside(folder: Path) -> Mapping[str, bytes]:
 
 def _encoded(config: CheckpointingConfig) -> bytes:
     return json.dumps(asdict(config)).encode()
-
-
-class _SaveCommon(common.TorchCommonSaveStrategy):
-    def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Saves `common.pt` durably, and keeps that of a checkpoint that is there."""
-        if MultiStorageClientFeature.is_enabled():
-            super().save_common(common_state_dict, checkpoint_dir)
-        elif dist.get_rank() == 0:
-            path = Path(checkpoint_dir) / _COMMON
-            old = kept(path)
-            if old is not None and path.exists() and not old.exists():
-                put(old, path.read_bytes())
-            content = io.BytesIO()
-            torch.save(common_state_dict, content)
-            put(path, content.getvalue())
-
-
-class _LoadCommon(common.TorchCommonLoadStrategy):
-    def load_common(self, checkpoint_dir: str | Path) -> Any:
-        """Loads `common.pt`, or that which a save that was killed has kept."""
-        path = current(Path(checkpoint_dir) / _COMMON)
-        if path.name == _COMMON:
-            return super().load_common(checkpoint_dir)
-        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 _own_save_config = serialization.save_config
@@ -83,7 +71,36 @@ def _save_config(config: CheckpointingConfig, checkpoint_dir: str) -> None:
 
 def use_durable_files() -> None:
     """Makes Megatron write `common.pt` and `metadata.json` as above, for every strategy."""
-    register = base.register_default_strategy
-    register(base.StrategyAction.SAVE_COMMON, "torch", 1, _SaveCommon("torch", 1))
-    register(base.StrategyAction.LOAD_COMMON, "torch", 1, _LoadCommon())
     serialization.save_config = _save_config
+    if _WRITES_COMMON:
+        _use_durable_common()
+
+
+def _use_durable_common() -> None:
+    from megatron.core.dist_checkpointing.strategies import base  # newer versions have none
+
+    class SaveCommon(common.TorchCommonSaveStrategy):
+        def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
+            """Saves `common.pt` durably, and keeps that of a checkpoint that is there."""
+            if MultiStorageClientFeature.is_enabled():
+                super().save_common(common_state_dict, checkpoint_dir)
+            elif dist.get_rank() == 0:
+                path = Path(checkpoint_dir) / _COMMON
+                old = kept(path)
+                if old is not None and path.exists() and not old.exists():
+                    put(old, path.read_bytes())
+                content = io.BytesIO()
+                torch.save(common_state_dict, content)
+                put(path, content.getvalue())
+
+    class LoadCommon(common.TorchCommonLoadStrategy):
+        def load_common(self, checkpoint_dir: str | Path) -> Any:
+            """Loads `common.pt`, or that which a save that was killed has kept."""
+            path = current(Path(checkpoint_dir) / _COMMON)
+            if path.name == _COMMON:
+                return super().load_common(checkpoint_dir)
+            return torch.load(path, map_location="cpu", weights_only=True)
+
+    register = base.register_default_strategy
+    register(base.StrategyAction.SAVE_COMMON, "torch", 1, SaveCommon("torch", 1))
+    register(base.StrategyAction.LOAD_COMMON, "torch", 1, LoadCommon())

@@ -96,27 +96,28 @@ class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
         sharded_state_dict: Any,
         checkpoint_dir: AnyPath,
         async_strategy: str = "mcore",
-    ) -> AsyncRequest:
+    ) -> Any:
         """Copies the state and begins to save it in the background.
 
         Args:
             sharded_state_dict: of Megatron. May change when this returns.
             checkpoint_dir: an existing directory.
-            async_strategy: whose request to return, where Megatron asks: "mcore" (default).
+            async_strategy: whose request to return: "mcore" (default), or "nvrx", of
+                nvidia-resiliency-ext, which newer versions of Megatron ask for.
 
         Returns:
-            A request of Megatron, for its `AsyncCallsQueue`, which is done when the checkpoint is
+            A request for the `AsyncCallsQueue` of either, which is done when the checkpoint is
             committed on all ranks. Its finalization raises what failed on any of them.
 
         Raises:
-            UnsupportedError: another `async_strategy`. As `dcpx.async_save`.
+            UnsupportedError: another `async_strategy`, or its package is missing. As
+                `dcpx.async_save`.
         """
-        if async_strategy != "mcore":
-            raise UnsupportedError(f"async_strategy={async_strategy!r}: only 'mcore' is supported")
+        request = _request_class(async_strategy)
         handle = self._save(async_save, sharded_state_dict, checkpoint_dir)
         ended, tell = Pipe(duplex=False)
         handle.add_done_callback(partial(_tell, tell, ended))
-        return AsyncRequest(_wait_until, (ended, os.getpid()), [handle.result])
+        return request(_wait_until, (ended, os.getpid()), [handle.result])
 
     def save(
         self,
@@ -157,6 +158,16 @@ class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
         if not self.keep_only_main_replica:
             raise UnsupportedError("keep_only_main_replica=False: main replicas alone are saved")
         refuse_unfit(self.options, "Megatron")
+
+
+def _request_class(async_strategy: str) -> type:
+    if async_strategy == "mcore":
+        return AsyncRequest
+    if async_strategy == "nvrx":
+        with needed("async_strategy='nvrx'", "nvidia-resiliency-ext"):
+            from nvidia_resiliency_ext.checkpointing.async_ckpt import core
+        return core.AsyncRequest
+    raise UnsupportedError(f"async_strategy={async_strategy!r}: 'mcore' and 'nvrx' are supported")
 
 
 def _refuse_storage_client() -> None:
