@@ -6,7 +6,7 @@
 ranks, saving twice, and resumes from the first save: once with the hook (with `--adapters`, and for
 Megatron-Core always, by our adapter), once without, in a random order, in folders of their own; the
 losses must be equal. A round before them is not counted. Prints medians of seconds (of the last
-save, on rank 0), and of the rounds' ratios of stock's to ours the median, the least and the largest.
+save, on rank 0), and of the ratios of stock to ours the median, the least and the largest.
 """
 
 from __future__ import annotations

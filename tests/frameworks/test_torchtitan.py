@@ -184,9 +184,12 @@ def test_final_model_equals_stocks_and_starts_another_training(
         train(framework, tmp_path / str(bool(manager)), "--steps", 2, *manager, *final)
     ours, stock = (tmp_path / name / STEP.format(2) for name in ("True", "False"))
     if in_hf:
-        names = {path.name for path in stock.iterdir()}
-        assert {path.name for path in ours.iterdir()} == names
-        assert all((ours / name).read_bytes() == (stock / name).read_bytes() for name in names)
+        found, wanted = (
+            {path.relative_to(top): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+            for top in (ours, stock)
+        )
+        assert wanted
+        assert found == wanted
     else:
         check_all_ours(ours)
         found, wanted = content_of(ours, tmp_path / "a"), content_of(stock, tmp_path / "b")
