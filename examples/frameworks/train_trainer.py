@@ -17,17 +17,34 @@ from typing import Any
 
 import torch
 from fsdp_on_cpu import use_fsdp_on_cpu
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 BATCH = 2  # samples a rank and step
 TOKENS = 256
 
 
+class Clock(TrainerCallback):
+    """Notes when a step has ended: what callbacks do then for a save belongs to the save."""
+
+    ended_s = 0.0
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        self.ended_s = time.perf_counter()
+
+
 class Watched(Trainer):
     """A Trainer that keeps its exact losses and the seconds of its saves and of its load."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, *, callbacks: list[TrainerCallback], **arguments: Any) -> None:
+        self.clock = Clock()
+        super().__init__(callbacks=[self.clock, *callbacks], **arguments)
         self.losses: list[torch.Tensor] = []
         self.save_s: list[float] = []
         self.load_s: list[float] = []  # of the model and of the optimizer
@@ -38,10 +55,11 @@ class Watched(Trainer):
             self.losses.append(loss.detach().reshape(1))
         return loss
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        start = time.perf_counter()
-        super()._save_checkpoint(*args, **kwargs)
-        self.save_s.append(time.perf_counter() - start)
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        is_saving = self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if is_saving:
+            self.save_s.append(time.perf_counter() - self.clock.ended_s)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         start = time.perf_counter()

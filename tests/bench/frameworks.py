@@ -1,12 +1,13 @@
-"""Times the saves and the resume of frameworks with DCPX_INSTALL=1 and without, in pairs.
+"""Times the saves and the resume of frameworks by us and by stock, in turns.
 
     DCPX_FRAMEWORKS=.venv-frameworks python tests/bench/frameworks.py accelerate --rounds 6
 
 `make test-frameworks` makes the environments. Each round trains the example of a framework on two
-ranks, saving twice, and resumes from the first save: once with the hook (with `--adapters`, and for
-Megatron-Core always, by our adapter), once without, in a random order, in folders of their own; the
-losses must be equal. A round before them is not counted. Prints medians of seconds (of the last
-save, on rank 0), and of the ratios of stock to ours the median, the least and the largest.
+ranks, saving twice, and resumes from the first save: with DCPX_INSTALL=1 ("hook"), by our adapter,
+and without either ("stock"), also with saves in the background where the framework has some; all in
+a random order, in folders of their own, and with equal losses. A round before them is not counted.
+Prints medians of seconds of the last save on rank 0 (how long the training stands still) and of the
+resume, and of the ratios of stock to ours the median, the least and the largest.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import statistics
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 # Arguments for a model of some hundred MB with its optimizer, and for a resume from FOLDER.
 FRAMEWORKS: dict[str, tuple[list[str], list[str]]] = {
     "torchtitan": (["--layers", "24"], ["--resume", "{}/checkpoint/step-2"]),
     "accelerate": (["--width", "2048", "--layers", "8"], ["--resume", "{}/step_2"]),
-    "trainer": (["--width", "512", "--layers", "8"], ["--resume", "{}/checkpoint-2"]),
+    "trainer": (["--width", "1024", "--layers", "4"], ["--resume", "{}/checkpoint-2"]),
     "lightning": (["--width", "2048", "--layers", "8"], ["--resume", "{}/step_2.ckpt"]),
     "megatron": (["--width", "1024", "--layers", "2"], ["--resume", "{}/iter_2"]),
 }
@@ -44,6 +45,31 @@ ADAPTERS = {
         *("--load-strategy", "torch_dcpx.integrations.megatron:DcpxLoadStrategy"),
     ],
 }
+# Arguments for saves in the background, where the framework itself has some.
+BACKGROUND = {"torchtitan": ["--async-mode", "async"], "megatron": ["--async-save", "forked"]}
+NO_HOOK = ("megatron",)  # which calls subclasses of DCP's
+
+
+class Side(NamedTuple):
+    """One way to train; `stock` names the one that it is compared with."""
+
+    name: str
+    stock: str
+    arguments: list[str]
+    has_hook: bool = False
+
+
+def sides_of(framework: str) -> list[Side]:
+    """Returns what a round of a framework runs."""
+    adapter, more = ADAPTERS[framework], BACKGROUND.get(framework)
+    sides = [Side("stock", "stock", [])]
+    if framework not in NO_HOOK:
+        sides.append(Side("hook", "stock", [], has_hook=True))
+    sides.append(Side("adapter", "stock", adapter))
+    if more is not None:
+        sides.append(Side("stock, background", "stock, background", more))
+        sides.append(Side("adapter, background", "stock, background", [*adapter, *more]))
+    return sides
 
 
 def run(framework: str, folder: Path, *arguments: str, hook: bool) -> dict[str, Any]:
@@ -66,35 +92,29 @@ def run(framework: str, folder: Path, *arguments: str, hook: bool) -> dict[str, 
     return found
 
 
-def one_round(
-    framework: str, root: Path, sizes: list[str], adapter: list[str]
-) -> dict[tuple[str, bool], float]:
-    """Returns seconds by what was timed and whether it was ours; compares the losses.
-
-    Ours is the hook, or with `adapter` the example with these arguments.
-    """
+def one_round(framework: str, root: Path, sizes: list[str]) -> dict[tuple[str, str], float]:
+    """Returns seconds by what was timed and by which side; compares the losses."""
     model, resume = FRAMEWORKS[framework]
     model = sizes or model
-    found: dict[tuple[str, bool], float] = {}
-    losses = []
-    for is_ours in random.sample([True, False], 2):
-        folder = root / ("ours" if is_ours else "stock")
-        hook = is_ours and not adapter
-        own = [*model, *(adapter if is_ours else [])]
-        trained = run(framework, folder, *own, "--steps", "4", "--save-every", "2", hook=hook)
-        files = folder.rglob("*.distcp")
-        found["bytes", is_ours] = sum(path.stat().st_size for path in files) / len(
-            trained["save_s"]
-        )
-        at = [argument.format(folder) for argument in resume]
-        again = root / "resumed"
-        resumed = run(framework, again, *own, "--steps", "4", "--save-every", "100", *at, hook=hook)
-        found["save", is_ours] = trained["save_s"][-1]
-        found["resume", is_ours] = sum(resumed["load_s"])
-        losses.append((trained["losses"], resumed["losses"]))
+    found: dict[tuple[str, str], float] = {}
+    losses = {}
+    sides = sides_of(framework)
+    for side in random.sample(sides, len(sides)):
+        folder, again = root / "trained", root / "resumed"
+        own = [*model, *side.arguments, "--steps", "4"]
+        trained = run(framework, folder, *own, "--save-every", "2", hook=side.has_hook)
+        size = sum(path.stat().st_size for path in folder.rglob("*.distcp"))
+        found["MB", side.name] = size / len(trained["save_s"]) / 1e6
+        found["save", side.name] = trained["save_s"][-1]
+        losses[side.name] = [trained["losses"]]
+        if "background" not in side.name:
+            at = [argument.format(folder) for argument in resume]
+            resumed = run(framework, again, *own, "--save-every", "100", *at, hook=side.has_hook)
+            found["resume", side.name] = sum(resumed["load_s"])
+            losses[side.name].append(resumed["losses"])
         shutil.rmtree(folder)
         shutil.rmtree(again, ignore_errors=True)  # some save as they end
-    if losses[0] != losses[1]:
+    if any(losses[side.name] != losses[side.stock] for side in sides):
         raise SystemExit(f"{framework}: the losses differ: {losses}")
     return found
 
@@ -105,31 +125,30 @@ def main() -> None:
         "frameworks", nargs="*", choices=[[], *FRAMEWORKS], default=list(FRAMEWORKS)
     )
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--adapters", action="store_true", help="ours by its adapter, not the hook")
     parser.add_argument("--sizes", default="", help="arguments of the example in place of ours")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: give 1 or more")
-    print("| framework | MB | what | stock s | ours s | ratio |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| framework | MB | what | by | stock s | ours s | ratio |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for framework in args.frameworks:
         rounds = []
         for _ in range(args.rounds + 1):
             with tempfile.TemporaryDirectory(dir=".") as root:
-                adapter = ADAPTERS[framework] if args.adapters or framework == "megatron" else []
-                sizes = args.sizes.split()
-                rounds.append(one_round(framework, Path(root).absolute(), sizes, adapter))
-        for what in ("save", "resume"):
-            pairs = [(one[what, False], one[what, True]) for one in rounds[1:]]
-            stock, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
-            ratios = sorted(theirs / own for theirs, own in pairs)
-            middle = statistics.median(ratios)
-            megabytes = rounds[0]["bytes", True] / 1e6
-            print(
-                f"| {framework} | {megabytes:.0f} | {what} | {stock:.3g} | {ours:.3g} | "
-                f"{middle:.3g} ({ratios[0]:.3g} to {ratios[-1]:.3g}) |",
-                flush=True,
-            )
+                rounds.append(one_round(framework, Path(root).absolute(), args.sizes.split()))
+        for side in sides_of(framework):
+            for what in ("save", "resume"):
+                if side.name == side.stock or (what, side.name) not in rounds[0]:
+                    continue
+                pairs = [(one[what, side.stock], one[what, side.name]) for one in rounds[1:]]
+                stock, ours = (statistics.median(each) for each in zip(*pairs, strict=True))
+                ratios = sorted(theirs / own for theirs, own in pairs)
+                print(
+                    f"| {framework} | {rounds[0]['MB', side.name]:.0f} | {what} | {side.name} | "
+                    f"{stock:.3g} | {ours:.3g} | {statistics.median(ratios):.3g} "
+                    f"({ratios[0]:.3g} to {ratios[-1]:.3g}) |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
         refuse_unfit(self.options, "Megatron")
 
 
-def _request_class(async_strategy: str) -> type:
+def _request_class(async_strategy: str) -> Any:
     if async_strategy == "mcore":
         return AsyncRequest
     if async_strategy == "nvrx":
