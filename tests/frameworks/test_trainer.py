@@ -77,7 +77,7 @@ def test_failed_save_in_the_background_ends_the_training(
     assert not folders_in(tmp_path)
 
 
-@pytest.mark.parametrize("setting", ["save_only_model", "push_to_hub", "best"])
+@pytest.mark.parametrize("setting", ["save_on_each_node", "push_to_hub", "best"])
 def test_what_it_cannot_save_is_refused(framework: Framework, tmp_path: Path, setting: str) -> None:
     if setting == "best":
         values = settings(save_strategy="best", eval_strategy="steps", metric_for_best_model="loss")

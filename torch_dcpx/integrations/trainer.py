@@ -55,15 +55,15 @@ class DcpxCallback(TrainerCallback):
         """Refuses what it cannot save.
 
         Raises:
-            UnsupportedError: this is not FSDP with SHARDED_STATE_DICT; or `save_only_model`,
-                `push_to_hub`, `save_on_each_node` or save_strategy="best" is set.
+            UnsupportedError: this is not FSDP with SHARDED_STATE_DICT; or `push_to_hub`,
+                `save_on_each_node` or save_strategy="best" is set.
         """
         plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
         kind = getattr(plugin, "state_dict_type", None)
         if kind != StateDictType.SHARDED_STATE_DICT:
             problem = "it saves FSDP with SHARDED_STATE_DICT"
             raise UnsupportedError(f"DcpxCallback with state_dict_type={kind}: {problem}")
-        for name in ("save_only_model", "push_to_hub", "save_on_each_node"):
+        for name in ("push_to_hub", "save_on_each_node"):
             if getattr(args, name):
                 raise UnsupportedError(f"DcpxCallback with {name}=True")
         if args.save_strategy == SaveStrategy.BEST:
