@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning
 import torch
@@ -19,6 +20,7 @@ from train_lightning import RANKS, Module
 
 from torch_dcpx import DcpxError, WriteOptions
 from torch_dcpx.integrations import lightning as adapters
+from torch_dcpx.integrations._beside import WriterWithFiles
 from torch_dcpx.integrations.lightning import DcpxCheckpointIO, DcpxModelParallelStrategy
 
 
@@ -141,7 +143,83 @@ def plain_calls(path: Path) -> Any:
     return found
 
 
+class ByHand(lightning.Callback):
+    """Saves behind the second step, on some ranks."""
+
+    def __init__(self, path: Path, ranks: range) -> None:
+        self.path, self.ranks = path, ranks
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2 and dist.get_rank() in self.ranks:
+            trainer.save_checkpoint(self.path)
+
+
+def by_hand(path: Path, ranks: range, steps: int, options: WriteOptions) -> str:
+    """Returns the error of a training in which a callback saves once."""
+    strategy = DcpxModelParallelStrategy(
+        data_parallel_size=RANKS, tensor_parallel_size=1, options=options
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=RANKS, max_steps=steps, callbacks=[ByHand(path, ranks)],
+        logger=False, enable_progress_bar=False, use_distributed_sampler=False, strategy=strategy,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    return fit(trainer, module_of("model_parallel"))
+
+
+def at_once(path: Path) -> Any:
+    """The only save fails before anybody asks for it."""
+
+    def fail(_done: int, _all: int) -> None:
+        raise OSError("the disk is gone")
+
+    saved_by = WriterWithFiles.saved_by
+
+    def ended(*args: Any, **more: Any) -> Any:
+        handle = saved_by(*args, **more)
+        handle.exception()
+        return handle
+
+    with patch.object(WriterWithFiles, "saved_by", ended):
+        return by_hand(path, range(RANKS), 2, WriteOptions(progress=fail))
+
+
+def skips(path: Path) -> Any:
+    """One rank does not save. The error of the other ends the training of both."""
+    error = by_hand(path, range(RANKS - 1), 2, WriteOptions(save_timeout_s=3))
+    return error if dist.get_rank() == 0 else ""
+
+
+class Migrated(torch.nn.Module):
+    """Loads states of its first version another way."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, *more: Any) -> None:
+        if meta.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, meta, *more)
+
+
+def versions(path: Path) -> Any:
+    """What `torch.save` keeps besides tensors is kept."""
+    plugin, module = DcpxCheckpointIO(), Migrated()
+    state: dict[str, Any] = {"state_dict": module.state_dict(), "own": [module.weight]}
+    state["itself"] = state
+    plugin.save_checkpoint(state, path / "one.ckpt")
+    loaded = plugin.load_checkpoint(path / "one.ckpt", weights_only=False)
+    module.load_state_dict(loaded["state_dict"])
+    return [module.weight.tolist(), type(loaded["own"][0]).__name__]
+
+
 CASES: dict[str, Callable[[Path], Any]] = {
+    "at_once": at_once,
+    "skips": skips,
+    "versions": versions,
     "failing": failing,
     "refused": refused,
     "plain": plain,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.adapter_cases import AdapterCases
 from support.folder_cases import PARTS, FolderCases, folders_in, options_of_bash
-from support.frameworks import Framework, Run, check_page, check_seen
+from support.frameworks import ROOT, WITNESS, Framework, Run, check_page, check_seen
 from support.resume_cases import ResumeCases, Trained, losses_after
 from support.states import assert_same
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -103,6 +103,31 @@ def test_ranks_that_save_elsewhere_are_told(framework: Framework) -> None:
     each = ["--no-python", "bash", "-c", f"exec {framework.bin}/python {' '.join(command[at:])}"]
     with pytest.raises(AssertionError, match=r"PlanError: .*not the same call on every rank"):
         framework.run([*command[:at], *each], hook=False)
+
+
+def run_case(case: str, folder: Path) -> list[Any]:
+    """Returns what each of two ranks has found."""
+    framework = Framework("accelerate", folder)
+    command = [*framework.torchrun()[:-1], str(ROOT / "tests/frameworks/accelerate_worker.py")]
+    path = f"{WITNESS}:{ROOT / 'examples' / 'frameworks'}"
+    run = framework.run([*command, case, str(folder / "saved")], hook=False, PYTHONPATH=path)
+    found: list[Any] = run.result["found"]
+    return found
+
+
+def test_hook_that_raises_on_one_rank_fails_one_save_alone(tmp_path: Path) -> None:
+    for first, *others in run_case("raises", tmp_path):
+        assert "the hook of rank 1" in first
+        assert others == ["", ""]
+    names = {"checkpoint_0", "checkpoint_1"}
+    assert folders_in(tmp_path / "saved" / "checkpoints") == names
+
+
+def test_what_a_hook_saves_is_there_or_all_ranks_are_told(tmp_path: Path) -> None:
+    for *good, error, is_there in run_case("saves", tmp_path):
+        assert good == ["", True, "", True]
+        assert error.startswith("PlanError")
+        assert not is_there
 
 
 def test_other_state_dicts_are_refused(framework: Framework, tmp_path: Path) -> None:

@@ -134,6 +134,21 @@ def test_save_that_fails_on_one_rank_is_raised_on_all_and_replaces_nothing(tmp_p
         assert found["whole"] == ["step_2.ckpt"]
 
 
+def test_save_that_has_failed_at_once_is_raised_at_the_end(tmp_path: Path) -> None:
+    for error in run_case("at_once", tmp_path, 2):
+        assert "the disk is gone" in error
+
+
+def test_rank_that_does_not_save_is_an_error(tmp_path: Path) -> None:
+    error, _ = run_case("skips", tmp_path, 2)
+    assert error.startswith("RankLostError")
+    assert not (tmp_path / "saved" / ".metadata").exists()
+
+
+def test_plain_checkpoint_keeps_versions_of_modules_and_parameters(tmp_path: Path) -> None:
+    assert run_case("versions", tmp_path, 1) == [[[1.0, 1.0], "Parameter"]]
+
+
 def test_refusals_name_what_is_refused(tmp_path: Path) -> None:
     (found,) = run_case("refused", tmp_path, 1)
     assert len(found) == 7

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.adapter_cases import AdapterCases
-from support.folder_cases import FolderCases, folders_in, options_of_bash
-from support.frameworks import Framework, check_page
+from support.folder_cases import FolderCases, check_parts, folders_in, options_of_bash
+from support.frameworks import WITNESS, Framework, check_page
 from support.resume_cases import ResumeCases, Trained, losses_after
 
 
@@ -66,6 +66,37 @@ def test_limit_keeps_the_last_and_the_best_as_the_trainer_does(
         found.append((folders_in(tmp_path / name), chosen, run.result["losses"]))
     assert found[0] == found[1]
     assert len(found[0][0]) == 2
+
+
+CALLBACKS = {"PYTHONPATH": f"{WITNESS}:{Path(__file__).parent}"}
+
+
+def test_callbacks_of_users_find_folder_and_dcp_as_they_are(
+    framework: Framework, tmp_path: Path
+) -> None:
+    arguments = ("--callback", "trainer_callbacks:Watcher", "--steps", 4)
+    evaluated = settings(eval_strategy="steps", eval_steps=1)
+    found = []
+    for name, ours in (("ours", OURS), ("stock", ())):
+        folder = tmp_path / name
+        framework.train(folder, *ours, *arguments, *evaluated, hook=False, **CALLBACKS)
+        assert folders_in(folder) == {"checkpoint-2"}  # the other one was called off
+        assert (folder / "mine" / ".metadata").exists()
+        found.append(({path.name for path in folder.iterdir()}, (folder / "log.txt").read_text()))
+    assert found[0] == found[1]
+
+
+def test_training_that_ends_early_has_its_best_checkpoint(
+    framework: Framework, tmp_path: Path
+) -> None:
+    ours = ("--callback", "trainer_callbacks:SlowSave", "--callback", "trainer_callbacks:Limit")
+    best = settings(
+        eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )  # fmt: skip
+    framework.train(tmp_path, *ours, *best, hook=False, **CALLBACKS)
+    assert folders_in(tmp_path) == {"checkpoint-2"}
+    check_parts(tmp_path / "checkpoint-2")
 
 
 def test_failed_save_in_the_background_ends_the_training(

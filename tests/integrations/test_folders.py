@@ -19,13 +19,8 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
-from torch_dcpx.integrations._folders import (
-    FolderSaves,
-    loads_by_us,
-    noted,
-    parts_of,
-    remove_folder,
-)
+from torch_dcpx.integrations._dcp_calls import loads_by_us, noted, parts_of
+from torch_dcpx.integrations._folders import FolderSaves, remove_folder
 from torch_dcpx.storage.reader_lock import being_read
 
 PARTS = ("model", "optimizer")
@@ -36,7 +31,7 @@ def save(
 ) -> None:
     """Saves two parts and a file beside them, as a framework does."""
     target = saves.begin(lambda: folder, **options)
-    with saves.telling(), noted() as parts:
+    with saves.telling(), noted(target) as parts:
         for part in PARTS:
             state = {part: torch.full((8,), value)}
             dcp.save(state, storage_writer=dcp.FileSystemWriter(target / part))
@@ -176,6 +171,36 @@ def test_loads_are_ours_within_the_block(saves: FolderSaves, tmp_path: Path) -> 
         dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "a" / "model"))
     assert state["model"][0] == 1
     assert dcp.load is stock
+
+
+def test_calls_that_ask_for_more_are_stocks(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3)}
+    calls: dict[str, dict[str, Any]] = {
+        "alone": {"no_dist": True},
+        "planner": {"planner": _Planner()},
+    }
+    with noted(tmp_path / "inside") as parts:
+        for name, more in calls.items():
+            dcp.save(state, checkpoint_id=tmp_path / "inside" / name, **more)
+        dcp.save(state, checkpoint_id=tmp_path / "outside")
+        dcp.save(state, storage_writer=_Writer(tmp_path / "inside" / "writer"))
+        dcp.save(state, checkpoint_id=tmp_path / "inside" / "plain")
+    assert parts == [(state, tmp_path / "inside" / "plain")]
+    saved = {path.parent.name for path in tmp_path.rglob(".metadata")}
+    assert saved == {*calls, "outside", "writer"}
+    more_names = {"a": torch.zeros(3), "b": torch.full((3,), 5.0)}
+    with loads_by_us(tmp_path / "inside"):  # ours would refuse a name that is not there
+        partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(more_names, checkpoint_id=tmp_path / "inside" / "alone", planner=partial)
+    assert [value[0].item() for value in more_names.values()] == [1.0, 5.0]
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """A user's."""
+
+
+class _Writer(dcp.FileSystemWriter):
+    """A user's."""
 
 
 def test_link_file_and_taken_name_are_refused(saves: FolderSaves, tmp_path: Path) -> None:

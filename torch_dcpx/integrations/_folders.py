@@ -19,24 +19,21 @@ import fcntl
 import logging
 import os
 import shutil
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._arguments import check_options
 from torch_dcpx.checkpoint.handle import SaveHandle
-from torch_dcpx.checkpoint.load import load
 from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.checkpoint.save import async_save
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, UnsupportedError
+from torch_dcpx.integrations._dcp_calls import Part, parts_of
 from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.stored import examine
@@ -45,7 +42,7 @@ from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.members import exchange_for, told_to_next
 from torch_dcpx.storage.directory import fsync_path, make_directory, storage_errors
 from torch_dcpx.storage.names import LOCK_NAME, METADATA_NAME, PIN_NAME, TRASH_PREFIX
-from torch_dcpx.storage.reader_lock import being_deleted, being_read, make_readers_file
+from torch_dcpx.storage.reader_lock import being_deleted, make_readers_file
 from torch_dcpx.writer.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")
@@ -53,72 +50,6 @@ logger = logging.getLogger("torch_dcpx")
 _SAVING_PREFIX = ".dcpx.saving."
 _RENAME_EXCHANGE = 2  # of renameat2
 _AT_FDCWD = -100
-
-
-class Part(NamedTuple):
-    """One checkpoint of DCP in a folder."""
-
-    state_dict: dict[str, Any]
-    path: Path
-
-
-@contextmanager
-def noted() -> Iterator[list[Part]]:
-    """Yields what `dcp.save` of this thread would save within the block, and saves nothing."""
-    parts: list[Part] = []
-
-    def note(
-        state_dict: dict[str, Any],
-        *,
-        checkpoint_id: Any = None,
-        storage_writer: Any = None,
-        **_: Any,
-    ) -> None:
-        parts.append(Part(state_dict, Path(checkpoint_id or storage_writer.path)))
-
-    with _instead_of("save", note):
-        yield parts
-
-
-@contextmanager
-def loads_by_us(folder: Path) -> Iterator[None]:
-    """Within the block `dcp.load` of this thread is ours, and nobody removes the folder."""
-
-    def load_ours(
-        state_dict: dict[str, Any],
-        *,
-        checkpoint_id: Any = None,
-        storage_reader: Any = None,
-        **_: Any,
-    ) -> None:
-        load(state_dict, checkpoint_id or storage_reader.path, cast="allow")
-
-    with ExitStack() as stack:
-        for part in parts_of(folder):
-            stack.enter_context(being_read(part))
-        stack.enter_context(_instead_of("load", load_ours))
-        yield
-
-
-@contextmanager
-def _instead_of(name: str, function: Callable[..., None]) -> Iterator[None]:
-    """Lets this thread's `dcp.NAME(state_dict, storage_...=...)` call a function."""
-    stock, own = getattr(dcp, name), threading.get_ident()
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        is_own = threading.get_ident() == own
-        return (function if is_own else stock)(*args, **kwargs)
-
-    setattr(dcp, name, called)
-    try:
-        yield
-    finally:
-        setattr(dcp, name, stock)
-
-
-def parts_of(folder: Path) -> list[Path]:
-    """Returns the whole checkpoints of DCP directly in a folder, sorted."""
-    return sorted(path.parent for path in folder.glob(f"*/{METADATA_NAME}"))
 
 
 def is_whole(part: Path) -> bool:
@@ -143,6 +74,7 @@ class FolderSaves:
         """
         check_options("write_options", options, WriteOptions)
         self._name = name
+        self._call = CallId(name, is_write=True)
         self._options = options or WriteOptions()
         for option in ("overlap", "node_local", "max_in_flight", "on_busy"):
             value = getattr(self._options, option)
@@ -189,17 +121,16 @@ class FolderSaves:
             self._lock.enter_context(_locked(outer))
             return str(own)
 
-        call = CallId(self._name, is_write=True)
-        with exchange_for(None, False, self._options.save_timeout_s, "save", call) as exchange:
+        timeout_s = self._options.save_timeout_s
+        with exchange_for(None, False, timeout_s, "save", self._call) as exchange:
             self._folder = Path(exchange.all_reduce("begin", local, make))
         return self._target
 
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Raises an error of the block on all ranks: the block writes the framework's files."""
-        # The others are, or will be, in the `async_save` of the first part.
-        call = CallId("async_save", is_target_compared=False, is_write=True)
-        with told_to_next(None, False, self._options.save_timeout_s, "save", call):
+        # The others are, or will be, in the first step of `commit`.
+        with told_to_next(None, False, self._options.save_timeout_s, "save", self._call):
             yield
 
     def commit(self, parts: list[Part], condemned: Callable[[], Iterable[Path]]) -> SaveHandle:
@@ -211,9 +142,11 @@ class FolderSaves:
 
         Raises:
             UnsupportedError: there are no parts.
+            PlanError: ranks have other parts.
             As `dcpx.async_save`.
         """
-        with self.telling():
+
+        def local() -> Call:
             if not parts:
                 raise UnsupportedError(
                     f"{self._name} '{self._folder}': the framework saved nothing by DCP; it does "
@@ -221,6 +154,14 @@ class FolderSaves:
                 )
             if self._is_durable:
                 _sync_files(self._target)
+            return Call(self._name, {"parts": [part.path.name for part in parts]})
+
+        def compare(calls: list[Call]) -> None:
+            check_same_call(calls, of="a training")
+
+        timeout_s = self._options.save_timeout_s
+        with exchange_for(None, False, timeout_s, "save", self._call) as exchange:
+            exchange.all_reduce("parts", local, compare)
         options = replace(self._options, max_in_flight=len(parts), on_busy="wait")
         try:
             for at, part in enumerate(parts, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.save import async_save, save
 from torch_dcpx.errors import ConcurrentSaveError, UnsupportedError
 from torch_dcpx.integrations._beside import WriterWithFiles, current, refuse_unfit
-from torch_dcpx.options import WriteOptions
+from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.ranks.call_id import CallId
+from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.storage.directory import fsync_path
 from torch_dcpx.storage.names import METADATA_NAME
+from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.reader_lock import being_deleted
 
 META_NAME = "meta.pt"
@@ -56,7 +60,16 @@ class Saves:
 
         writer = WriterWithFiles(path, files, self._options)
         handle = writer.saved_by(async_save if self.is_async else save, state)
-        self._unfinished = [one for one in (*self._unfinished, handle) if not one.done()]
+        under_way = [one for one in self._unfinished if not one.done()]
+        self._unfinished = [*under_way, handle]  # it may have failed by now
+
+    def path_of_all(self, path: AnyPath) -> str:
+        """Returns rank 0's path of a save, on all ranks: some have the time in it.
+
+        Raises:
+            RankLostError: a rank does not save.
+        """
+        return _path_of_rank_0(path, self._options.save_timeout_s, "save", is_write=True)
 
     def wait(self) -> None:
         """Waits for all saves. Raises what failed of the first that did."""
@@ -68,6 +81,17 @@ class Saves:
     def remove(self, path: Path, remove: Callable[[], None]) -> None:
         """Removes a checkpoint behind all saves of before, unless one of them fails."""
         _remove_behind([one for one in self._unfinished if not one.done()], path, remove)
+
+
+def path_to_load(path: AnyPath) -> str:
+    """Returns rank 0's path of a load, on all ranks. Raises RankLostError: a rank does not load."""
+    return _path_of_rank_0(path, ReadOptions().load_timeout_s, "load", is_write=False)
+
+
+def _path_of_rank_0(path: AnyPath, timeout_s: float, what: str, *, is_write: bool) -> str:
+    call = CallId(f"{what}_checkpoint", is_write=is_write)
+    with exchange_for(None, False, timeout_s, what, call) as exchange:
+        return exchange.all_reduce("path", lambda: os.fsdecode(path), lambda paths: paths[0])
 
 
 def _remove_behind(saves: list[SaveHandle], path: Path, remove: Callable[[], None]) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.errors import NotCommittedError, OptionError, UnsupportedError
-from torch_dcpx.integrations._folders import FolderSaves, is_whole, loads_by_us, noted
+from torch_dcpx.integrations._dcp_calls import loads_by_us, noted
+from torch_dcpx.integrations._folders import FolderSaves, is_whole
 from torch_dcpx.integrations._framework import needed
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId
@@ -69,11 +70,18 @@ class DcpxAccelerator(Accelerator):
             DcpxError: of this save, or of the one before, which failed in the background.
         """
         self.wait_for_saves()
-        is_named = self.project_configuration.automatic_checkpoint_naming
+        config = self.project_configuration
+        number, is_named = config.iteration, config.automatic_checkpoint_naming
         target = self._saves.begin(lambda: self._next_folder(output_dir), may_replace=not is_named)
-        with self._without_naming(), self._saves.telling(), noted() as parts:
-            super().save_state(str(target), safe_serialization, **kwargs)
-        return self._saves.commit(parts, self._condemned)
+        try:
+            with self._without_naming(), self._saves.telling(), noted(target) as parts:
+                super().save_state(str(target), safe_serialization, **kwargs)
+            handle = self._saves.commit(parts, self._condemned)
+        except BaseException:
+            config.iteration = number  # accelerate has counted only where nothing was raised
+            raise
+        config.iteration = number + 1
+        return handle
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any

@@ -9,6 +9,7 @@ What they write is a sharded checkpoint of Lightning's, which its own strategies
 
 from __future__ import annotations
 
+import copy
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.integrations._beside import put_from
 from torch_dcpx.integrations._framework import needed
-from torch_dcpx.integrations._lightning_saves import Saves, kept_meta
+from torch_dcpx.integrations._lightning_saves import Saves, kept_meta, path_to_load
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.staging.stager import DcpxStager
 from torch_dcpx.storage.paths import AnyPath
@@ -67,7 +68,7 @@ class _TrainerStrategy(pytorch.Strategy):
             raise UnsupportedError(
                 f"storage_options={storage_options!r}: give the strategy options"
             )
-        path = self.broadcast(os.fsdecode(filepath))
+        path = self._saves.path_of_all(filepath)
         state = {self._model_key: checkpoint.pop("state_dict")}
         for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer
@@ -76,7 +77,7 @@ class _TrainerStrategy(pytorch.Strategy):
     def load_checkpoint(self, checkpoint_path: AnyPath, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's, behind saves under way, and never a `meta.pt` of another save."""
         self._saves.wait()
-        path = Path(self.broadcast(checkpoint_path))
+        path = Path(path_to_load(checkpoint_path))
         found = super().load_checkpoint(path, *args, **kwargs)
         kept = kept_meta(path, kwargs.get("weights_only"))
         return found if kept is None else kept
@@ -212,12 +213,12 @@ class _FabricStrategy(fabric.Strategy):
             for key, value in state.items()
             if key not in parts
         }
-        self._saves.save(parts, meta, self.broadcast(os.fsdecode(path)))
+        self._saves.save(parts, meta, self._saves.path_of_all(path))
 
     def load_checkpoint(self, path: AnyPath, state: Any = None, **kwargs: Any) -> Any:
         """As Lightning's, behind saves under way, and never a `meta.pt` of another save."""
         self._saves.wait()
-        path = Path(self.broadcast(path))
+        path = Path(path_to_load(path))
         found = super().load_checkpoint(path, state, **kwargs)
         kept = kept_meta(path, kwargs.get("weights_only"))
         if kept is None or not isinstance(state, dict):
@@ -323,6 +324,7 @@ class DcpxCheckpointIO(TorchCheckpointIO):
             raise UnsupportedError(f"storage_options={storage_options!r}: torch.save takes none")
         self.wait()
         staged = DcpxStager(is_shared=False).stage(checkpoint)
+        _dress(staged, checkpoint)
         self._tasks.append(self._thread.submit(self._write, staged, os.fsdecode(path)))
 
     def _write(self, staged: dict[str, Any], path: str) -> None:
@@ -356,3 +358,20 @@ class DcpxCheckpointIO(TorchCheckpointIO):
     def teardown(self) -> None:
         """As `wait`."""
         self.wait()
+
+
+def _dress(staged: Any, checkpoint: Any) -> None:
+    """Gives staged containers what `torch.save` keeps besides: parameters, and attributes of
+    dictionaries, such as the versions of modules.
+    """
+    todo, seen = [(staged, checkpoint)], {id(checkpoint)}
+    while todo:
+        into, values = todo.pop()
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            if isinstance(value, torch.nn.Parameter) and type(into[key]) is torch.Tensor:
+                into[key] = torch.nn.Parameter(into[key], value.requires_grad)
+            elif isinstance(value, (dict, list)) and id(value) not in seen:
+                seen.add(id(value))
+                todo.append((into[key], value))
+                if hasattr(value, "__dict__") and hasattr(into[key], "__dict__"):
+                    vars(into[key]).update(copy.deepcopy(vars(value)))

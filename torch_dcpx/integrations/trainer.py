@@ -8,20 +8,27 @@ the state is copied, while it trains on. When all is durable the folder gets its
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch_dcpx.errors import UnsupportedError
-from torch_dcpx.integrations._folders import FolderSaves, Part, noted
+from torch_dcpx.integrations._dcp_calls import noted
+from torch_dcpx.integrations._folders import FolderSaves
 from torch_dcpx.integrations._framework import needed
 from torch_dcpx.options import WriteOptions
 
 with needed(__name__, "transformers[torch]>=5.23"):
     from accelerate.state import AcceleratorState
     from torch.distributed.fsdp import StateDictType
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
@@ -31,10 +38,10 @@ _NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 class DcpxCallback(TrainerCallback):
     """Saves the Trainer's checkpoints in the background, under FSDP with SHARDED_STATE_DICT.
 
-    `Trainer(..., callbacks=[DcpxCallback()])`, behind callbacks that ask for a save. A save that
-    failed ends the training at the next one, or at its end. `save_total_limit` counts what is
-    committed; what is being read or is pinned stays. `state.log_history` gets the figures of each
-    save: `save_bytes`, `save_s`, `save_blocked_s`.
+    `Trainer(..., callbacks=[DcpxCallback()])`. A save that failed ends the training at the next
+    one, or at its end. `save_total_limit` counts what is committed; what is being read or is pinned
+    stays. `state.log_history` gets the figures of each save: `save_bytes`, `save_s`,
+    `save_blocked_s`.
     """
 
     def __init__(self, write_options: WriteOptions | None = None) -> None:
@@ -45,8 +52,6 @@ class DcpxCallback(TrainerCallback):
                 `node_local`, `max_in_flight`, `on_busy`. Default None: all defaults.
         """
         self._saves = FolderSaves("save_checkpoint", write_options)
-        self._save = ExitStack()  # of the Trainer, under way from `on_step_end` to `on_save`
-        self._parts: list[Part] | None = None
         self._step = 0  # of the save under way in the background
 
     def on_train_begin(
@@ -69,51 +74,12 @@ class DcpxCallback(TrainerCallback):
         if args.save_strategy == SaveStrategy.BEST:
             raise UnsupportedError("DcpxCallback with save_strategy='best': use 'steps' or 'epoch'")
 
-    def on_step_end(
+    def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
     ) -> None:
-        """Lets the save that comes now write beside its place. Raises: of the save before."""
-        if not control.should_save or self._parts is not None:
-            return
-        folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        self._wait(state)
-        target = self._saves.begin(lambda: folder)
-        self._save.callback(setattr, args, "output_dir", args.output_dir)
-        args.output_dir = str(target.parent)
-        self._parts = self._save.enter_context(noted())
-
-    on_epoch_end = on_step_end
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
-    ) -> None:
-        """Puts everything back where another callback has called the save off."""
-        self._save.close()
-        self._parts = None
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
-    ) -> None:
-        """Begins the save in the background; waits for that of the last step.
-
-        Raises:
-            DcpxError: of this save.
-        """
-        if self._parts is None:
-            return  # another callback has asked for it later: the Trainer has saved by itself
-        parts, self._parts = self._parts, None
-        written = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        self._save.close()
-        root = Path(args.output_dir)
-        with self._saves.telling():
-            self._name_best(root, state)
-            if args.should_save:
-                state.save_to_json(str(written / TRAINER_STATE_NAME))
-        limit, best = args.save_total_limit, state.best_model_checkpoint
-        self._step = state.global_step
-        self._saves.commit(parts, lambda: _condemned(root, limit, best))
-        if control.should_training_stop or state.global_step >= state.max_steps:
-            self._wait(state)  # the Trainer may load the best one before it ends
+        """Waits where the training ends: the Trainer may load the best one. Raises: it failed."""
+        if control.should_training_stop:
+            self._wait(state)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
@@ -128,17 +94,66 @@ class DcpxCallback(TrainerCallback):
         """Waits for the last save. Raises DcpxError: it failed."""
         self._wait(state)
 
+    def save_checkpoint(self, trainer: Trainer, model: Any, trial: Any) -> None:
+        """Saves in place of `Trainer._save_checkpoint`, in the background.
+
+        Raises:
+            DcpxError: of this save, or of the one before.
+        """
+        state, limit = trainer.state, trainer.args.save_total_limit
+        self._wait(state)
+        root = Path(trainer._get_output_dir(trial))
+        target = self._saves.begin(lambda: root / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        with self._saves.telling(), noted(target) as parts:
+            with _saving_to(trainer, target.parent):
+                _save_of_trainer(trainer, model, trial)
+            _name_best(root, state)
+            if trainer.args.should_save:
+                state.save_to_json(str(target / TRAINER_STATE_NAME))
+        self._step, best = state.global_step, state.best_model_checkpoint
+        self._saves.commit(parts, lambda: _condemned(root, limit, best))
+        if trainer.control.should_training_stop or state.global_step >= state.max_steps:
+            self._wait(state)  # the Trainer may load the best one before it ends
+
     def _wait(self, state: TrainerState) -> None:
         self._saves.wait()
         if figures := self._saves.take_figures():
             state.log_history.append({**figures, "step": self._step})
 
-    def _name_best(self, root: Path, state: TrainerState) -> None:
-        """Notes the best checkpoint, for which the Trainer has looked elsewhere."""
-        if state.best_global_step:
-            best = root / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            if best.exists() or state.best_global_step == state.global_step:
-                state.best_model_checkpoint = str(best)
+
+_save_of_trainer = Trainer._save_checkpoint
+
+
+def _save_checkpoint(self: Trainer, model: Any, trial: Any) -> None:
+    callbacks = self.callback_handler.callbacks
+    own = next((one for one in callbacks if isinstance(one, DcpxCallback)), None)
+    if own is None:
+        _save_of_trainer(self, model, trial)
+    else:
+        own.save_checkpoint(self, model, trial)
+
+
+Trainer._save_checkpoint = _save_checkpoint
+
+
+@contextmanager
+def _saving_to(trainer: Trainer, folder: Path) -> Iterator[None]:
+    """Lets a Trainer's checkpoint go below a folder, and nothing else of the Trainer's or the
+    user's files.
+    """
+    vars(trainer)["_get_output_dir"] = lambda trial: str(folder)  # noqa: ARG005  (asked by its name)
+    try:
+        yield
+    finally:
+        del vars(trainer)["_get_output_dir"]
+
+
+def _name_best(root: Path, state: TrainerState) -> None:
+    """Notes the best checkpoint, for which the Trainer has looked elsewhere."""
+    if state.best_global_step:
+        best = root / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+        if best.exists() or state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(best)
 
 
 def _condemned(root: Path, limit: int | None, best: str | None) -> Iterable[Path]:

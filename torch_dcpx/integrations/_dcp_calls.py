@@ -1,0 +1,119 @@
+"""Calls of `dcp.save` and `dcp.load` that a framework makes, made by us instead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from torch_dcpx.checkpoint.load import load
+from torch_dcpx.planners.load_planner import DcpxLoadPlanner
+from torch_dcpx.planners.save_planner import DcpxSavePlanner
+from torch_dcpx.reader.reader import DcpxReader
+from torch_dcpx.storage.names import METADATA_NAME
+from torch_dcpx.storage.reader_lock import being_read
+from torch_dcpx.writer.writer import DcpxWriter
+
+
+class Part(NamedTuple):
+    """One checkpoint of DCP in a folder."""
+
+    state_dict: dict[str, Any]
+    path: Path
+
+
+@contextmanager
+def noted(target: Path) -> Iterator[list[Part]]:
+    """Yields what plain calls of `dcp.save` in this thread would save below a folder within the
+    block, and saves nothing of it. Other calls save as they are.
+    """
+    parts: list[Part] = []
+
+    def note(
+        state_dict: dict[str, Any],
+        *,
+        checkpoint_id: Any = None,
+        storage_writer: Any = None,
+        **more: Any,
+    ) -> Any:
+        path = checkpoint_id or getattr(storage_writer, "path", "")
+        is_plain = _is_plain(storage_writer, _WRITERS, more)
+        if is_plain and Path(path).absolute().is_relative_to(target):
+            return parts.append(Part(state_dict, Path(path)))
+        named = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
+        return stock(state_dict, **named, **more)
+
+    with _instead_of("save", note) as stock:
+        yield parts
+
+
+@contextmanager
+def loads_by_us(folder: Path) -> Iterator[None]:
+    """Within the block plain calls of `dcp.load` in this thread load from a folder by us, and
+    nobody removes it.
+    """
+
+    def load_ours(
+        state_dict: dict[str, Any],
+        *,
+        checkpoint_id: Any = None,
+        storage_reader: Any = None,
+        **more: Any,
+    ) -> Any:
+        path = checkpoint_id or getattr(storage_reader, "path", "")
+        is_plain = _is_plain(storage_reader, _READERS, more)
+        if is_plain and Path(path).absolute().is_relative_to(folder.absolute()):
+            return load(state_dict, path, cast="allow")
+        named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
+        return stock(state_dict, **named, **more)
+
+    with ExitStack() as stack:
+        for part in parts_of(folder):
+            stack.enter_context(being_read(part))
+        stock = stack.enter_context(_instead_of("load", load_ours))
+        yield
+
+
+_NONE: type = type(None)
+_WRITERS = (_NONE, FileSystemWriter, DcpxWriter)
+_READERS = (_NONE, FileSystemReader, DcpxReader)
+_PLANNERS = (_NONE, DefaultSavePlanner, DefaultLoadPlanner, DcpxSavePlanner, DcpxLoadPlanner)
+
+
+def _is_plain(storage: object, kinds: tuple[type, ...], more: dict[str, Any]) -> bool:
+    """Returns whether ours does all that a call asks for: a user's hook may ask for more."""
+    planner = more.get("planner")
+    return (
+        type(storage) in kinds
+        and type(planner) in _PLANNERS
+        and not getattr(planner, "allow_partial_load", False)
+        and more.get("process_group") is None
+        and not more.get("no_dist")
+    )
+
+
+@contextmanager
+def _instead_of(name: str, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Lets this thread's calls of `dcp.NAME` call a function; yields the one of before."""
+    before, own = getattr(dcp, name), threading.get_ident()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        is_own = threading.get_ident() == own
+        return (function if is_own else before)(*args, **kwargs)
+
+    setattr(dcp, name, called)
+    try:
+        yield before
+    finally:
+        setattr(dcp, name, before)
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """Returns the whole checkpoints of DCP directly in a folder, sorted."""
+    return sorted(path.parent for path in folder.glob(f"*/{METADATA_NAME}"))
