@@ -1,4 +1,4 @@
-"""What Megatron writes beside a checkpoint: `common.pt` before it, `metadata.json` after it.
+"""Publishes with a checkpoint what Megatron writes beside it: `common.pt`, `metadata.json`.
 
 Megatron 0.16 replaces `common.pt` before it asks a strategy to save. So its `save_common`, ours
 here, keeps the old one, and as the save begins that gets its name back. Newer versions keep what

@@ -39,8 +39,50 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 
+def _refuse_whole(is_sharded: bool, named: str) -> None:
+    if not is_sharded:
+        raise UnsupportedError(
+            f"{named} writes one file, through a CheckpointIO: use Lightning's own strategy, and "
+            "DcpxCheckpointIO to save in the background"
+        )
+
+
+class _ModelParallel:
+    """Takes our arguments beside those of Lightning's `ModelParallelStrategy`."""
+
+    _save_distributed_checkpoint: bool
+
+    def __init__(
+        self,
+        *args: Any,
+        async_save: bool = True,
+        options: WriteOptions | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse_whole(self._save_distributed_checkpoint, "save_distributed_checkpoint=False")
+        self._saves = Saves(options, is_async=async_save)
+
+
+class _Fsdp:
+    """Takes our arguments beside those of Lightning's `FSDPStrategy`."""
+
+    def __init__(
+        self,
+        *args: Any,
+        async_save: bool = True,
+        options: WriteOptions | None = None,
+        state_dict_type: str = "sharded",
+        **kwargs: Any,
+    ) -> None:
+        kwargs["state_dict_type"] = state_dict_type
+        super().__init__(*args, **kwargs)
+        _refuse_whole(state_dict_type == "sharded", f"state_dict_type={state_dict_type!r}")
+        self._saves = Saves(options, is_async=async_save)
+
+
 class _TrainerStrategy(pytorch.Strategy):
-    """What both strategies of the Trainer have in common."""
+    """Saves, loads and removes by us, for both strategies of the Trainer."""
 
     _saves: Saves
     _model_key: str  # of the model in a checkpoint, as Lightning has it
@@ -101,7 +143,7 @@ class _TrainerStrategy(pytorch.Strategy):
             super().teardown()
 
 
-class DcpxModelParallelStrategy(_TrainerStrategy, pytorch.ModelParallelStrategy):
+class DcpxModelParallelStrategy(_TrainerStrategy, _ModelParallel, pytorch.ModelParallelStrategy):
     """Trains as the Trainer's `ModelParallelStrategy` (FSDP2, tensor parallelism); saves by us.
 
     `meta.pt` is part of the commit. A save returns once the state is copied; what failed is raised
@@ -119,17 +161,6 @@ class DcpxModelParallelStrategy(_TrainerStrategy, pytorch.ModelParallelStrategy)
 
     _model_key = "state_dict"
 
-    def __init__(
-        self,
-        *args: Any,
-        async_save: bool = True,
-        options: WriteOptions | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _refuse_whole(self._save_distributed_checkpoint, "save_distributed_checkpoint=False")
-        self._saves = Saves(options, is_async=async_save)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the state of the model, where it is: a save copies it to the host once."""
         return get_model_state_dict(self.model)
@@ -139,7 +170,7 @@ class DcpxModelParallelStrategy(_TrainerStrategy, pytorch.ModelParallelStrategy)
         return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
 
 
-class DcpxFSDPStrategy(_TrainerStrategy, pytorch.FSDPStrategy):
+class DcpxFSDPStrategy(_TrainerStrategy, _Fsdp, pytorch.FSDPStrategy):
     """Trains as the Trainer's `FSDPStrategy` (FSDP1); saves by us, as `DcpxModelParallelStrategy`.
 
     Args:
@@ -154,29 +185,9 @@ class DcpxFSDPStrategy(_TrainerStrategy, pytorch.FSDPStrategy):
 
     _model_key = "model"
 
-    def __init__(
-        self,
-        *args: Any,
-        async_save: bool = True,
-        options: WriteOptions | None = None,
-        state_dict_type: str = "sharded",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, state_dict_type=state_dict_type, **kwargs)
-        _refuse_whole(state_dict_type == "sharded", f"state_dict_type={state_dict_type!r}")
-        self._saves = Saves(options, is_async=async_save)
-
-
-def _refuse_whole(is_sharded: bool, named: str) -> None:
-    if not is_sharded:
-        raise UnsupportedError(
-            f"{named} writes one file, through a CheckpointIO: use Lightning's own strategy, and "
-            "DcpxCheckpointIO to save in the background"
-        )
-
 
 class _FabricStrategy(fabric.Strategy):
-    """What both strategies of Fabric have in common."""
+    """Saves and loads by us, for both strategies of Fabric."""
 
     _saves: Saves
 
@@ -231,7 +242,9 @@ class _FabricStrategy(fabric.Strategy):
         self._saves.wait()
 
 
-class DcpxFabricModelParallelStrategy(_FabricStrategy, fabric.ModelParallelStrategy):
+class DcpxFabricModelParallelStrategy(
+    _FabricStrategy, _ModelParallel, fabric.ModelParallelStrategy
+):
     """Trains as Fabric's `ModelParallelStrategy`; saves by us, as `DcpxModelParallelStrategy`.
 
     Call `fabric.strategy.wait()` at the end of a training: it raises what failed of the last save.
@@ -239,17 +252,6 @@ class DcpxFabricModelParallelStrategy(_FabricStrategy, fabric.ModelParallelStrat
     Args, Raises:
         As `DcpxModelParallelStrategy`.
     """
-
-    def __init__(
-        self,
-        *args: Any,
-        async_save: bool = True,
-        options: WriteOptions | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _refuse_whole(self._save_distributed_checkpoint, "save_distributed_checkpoint=False")
-        self._saves = Saves(options, is_async=async_save)
 
     def _converted(self, module: Any, state: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -264,24 +266,12 @@ class DcpxFabricModelParallelStrategy(_FabricStrategy, fabric.ModelParallelStrat
         return bool(_has_dtensor_modules(value))
 
 
-class DcpxFabricFSDPStrategy(_FabricStrategy, fabric.FSDPStrategy):
+class DcpxFabricFSDPStrategy(_FabricStrategy, _Fsdp, fabric.FSDPStrategy):
     """Trains as Fabric's `FSDPStrategy`; saves by us, as `DcpxFabricModelParallelStrategy`.
 
     Args, Raises:
         As `DcpxFSDPStrategy`.
     """
-
-    def __init__(
-        self,
-        *args: Any,
-        async_save: bool = True,
-        options: WriteOptions | None = None,
-        state_dict_type: str = "sharded",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, state_dict_type=state_dict_type, **kwargs)
-        _refuse_whole(state_dict_type == "sharded", f"state_dict_type={state_dict_type!r}")
-        self._saves = Saves(options, is_async=async_save)
 
     def _converted(self, module: Any, state: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}

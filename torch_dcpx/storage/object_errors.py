@@ -1,4 +1,4 @@
-"""What errors of obstore mean, and their texts without a secret."""
+"""Tells what errors of obstore mean, in texts without a secret."""
 
 from __future__ import annotations
 
