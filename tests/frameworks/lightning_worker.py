@@ -4,6 +4,7 @@ PATH`, under torchrun. Prints one line of JSON; test_lightning.py has a test for
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from train_lightning import RANKS, Module
 from torch_dcpx import DcpxError, WriteOptions
 from torch_dcpx.integrations import lightning as adapters
 from torch_dcpx.integrations._beside import WriterWithFiles
+from torch_dcpx.integrations._lightning_saves import Saves
 from torch_dcpx.integrations.lightning import DcpxCheckpointIO, DcpxModelParallelStrategy
 
 
@@ -177,7 +179,7 @@ def at_once(path: Path) -> Any:
 
     def ended(*args: Any, **more: Any) -> Any:
         handle = saved_by(*args, **more)
-        handle.exception()
+        concurrent.futures.wait([handle.durable])
         return handle
 
     with patch.object(WriterWithFiles, "saved_by", ended):
@@ -216,7 +218,26 @@ def versions(path: Path) -> Any:
     return [module.weight.tolist(), type(loaded["own"][0]).__name__]
 
 
+def removed(path: Path) -> Any:
+    """What a save was to replace stays where that has failed before the removal is asked for."""
+
+    def fail(_done: int, _all: int) -> None:
+        raise OSError("the disk is gone")
+
+    saves, found = Saves(WriteOptions(progress=fail), is_async=True), []
+    saves.save({"a": torch.ones(3)}, {}, str(path / "one"))
+    concurrent.futures.wait([saves._unfinished[0].durable])
+    saves.remove(path / "zero", lambda: found.append("removed"))
+    for _ in range(2):
+        try:
+            saves.wait()
+        except OSError as error:
+            found.append(str(error))
+    return found
+
+
 CASES: dict[str, Callable[[Path], Any]] = {
+    "removed": removed,
     "at_once": at_once,
     "skips": skips,
     "versions": versions,

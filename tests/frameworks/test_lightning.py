@@ -139,6 +139,10 @@ def test_save_that_has_failed_at_once_is_raised_at_the_end(tmp_path: Path) -> No
         assert "the disk is gone" in error
 
 
+def test_failed_save_removes_nothing_and_is_raised_once(tmp_path: Path) -> None:
+    assert run_case("removed", tmp_path, 1) == [["the disk is gone"]]
+
+
 def test_rank_that_does_not_save_is_an_error(tmp_path: Path) -> None:
     error, _ = run_case("skips", tmp_path, 2)
     assert error.startswith("RankLostError")

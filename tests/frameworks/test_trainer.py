@@ -86,6 +86,13 @@ def test_callbacks_of_users_find_folder_and_dcp_as_they_are(
     assert found[0] == found[1]
 
 
+def test_checkpoint_that_something_else_has_saved_is_an_error(
+    framework: Framework, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="UnsupportedError: DcpxCallback: this checkpoint was"):
+        framework.train(tmp_path, *OURS, *OURS, hook=False)
+
+
 def test_training_that_ends_early_has_its_best_checkpoint(
     framework: Framework, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
-from torch_dcpx.integrations._dcp_calls import loads_by_us, noted, parts_of
+from torch_dcpx.integrations._dcp_calls import Part, loads_by_us, noted, parts_of
 from torch_dcpx.integrations._folders import FolderSaves, remove_folder
 from torch_dcpx.storage.reader_lock import being_read
 
@@ -122,6 +122,29 @@ def test_failed_part_publishes_nothing_and_is_raised_by_the_next_save(
             save_two()
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "b").exists()
+    save(saves, tmp_path / "a", 3)
+    saves.wait()
+    assert values_in(tmp_path / "a") == [3, 3, 3]
+
+
+def test_error_that_was_read_is_not_raised_again(
+    saves: FolderSaves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = torch_dcpx.DcpxWriter.write_data
+
+    def write_data(self: Any, *args: Any) -> Any:
+        if Path(self.path).name == PARTS[0]:
+            raise OSError(28, "no room")
+        return stock(self, *args)
+
+    target = saves.begin(lambda: tmp_path / "a")
+    parts = [Part({part: torch.ones(8)}, target / part) for part in PARTS]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_dcpx.DcpxWriter, "write_data", write_data)
+        patch.setattr("torch_dcpx.checkpoint.pending.raise_uncollected", lambda: None)
+        handle = saves.commit(parts, list)
+        assert handle.exception() is not None
+    vars(saves._handles[0].durable)["is_collected"] = False  # as on ranks that do not commit
     save(saves, tmp_path / "a", 3)
     saves.wait()
     assert values_in(tmp_path / "a") == [3, 3, 3]

@@ -13,6 +13,7 @@ removes it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import errno
 import fcntl
@@ -100,10 +101,11 @@ class FolderSaves:
             StorageError: the folder cannot be made.
             DcpxError: of the save before, which failed.
         """
-        self.wait()
-        self._lock.close()  # of a save that never came to its commit
+        concurrent.futures.wait([handle.durable for handle in self._handles])
 
         def local() -> Call:
+            self.wait()  # here, so that all ranks raise what only some of them have not read
+            self._lock.close()  # of a save that never came to its commit
             return Call(self._name, {"folder": str(folder().absolute())})
 
         def make(calls: list[Call]) -> str:
@@ -180,11 +182,11 @@ class FolderSaves:
     def wait(self) -> None:
         """Waits for the save under way. Raises DcpxError, once: it failed."""
         handles, self._handles = self._handles, []
-        known = [handle.done() and handle.durable.is_collected for handle in handles]
-        errors = [handle.exception() for handle in handles]
-        for error, is_known in zip(errors, known, strict=True):
-            if error is not None and not is_known:
-                raise error
+        # The caller has the last one, which fails where another part does.
+        is_known = bool(handles) and handles[-1].done() and handles[-1].durable.is_collected
+        errors = [error for handle in handles if (error := handle.exception()) is not None]
+        if errors and not is_known:
+            raise errors[0]
         reports = [report for handle in handles if (report := handle.report()) is not None]
         if reports:
             self._figures = {

@@ -60,8 +60,8 @@ class Saves:
 
         writer = WriterWithFiles(path, files, self._options)
         handle = writer.saved_by(async_save if self.is_async else save, state)
-        under_way = [one for one in self._unfinished if not one.done()]
-        self._unfinished = [*under_way, handle]  # it may have failed by now
+        unread = [one for one in self._unfinished if _is_unread(one)]
+        self._unfinished = [*unread, handle]  # it may have failed by now
 
     def path_of_all(self, path: AnyPath) -> str:
         """Returns rank 0's path of a save, on all ranks: some have the time in it.
@@ -73,14 +73,18 @@ class Saves:
 
     def wait(self) -> None:
         """Waits for all saves. Raises what failed of the first that did."""
-        handles, self._unfinished = self._unfinished, []
+        handles, self._unfinished = [*filter(_is_unread, self._unfinished)], []
         failed = [handle for handle in handles if handle.exception() is not None]
         for handle in failed[:1]:
             handle.result()
 
     def remove(self, path: Path, remove: Callable[[], None]) -> None:
         """Removes a checkpoint behind all saves of before, unless one of them fails."""
-        _remove_behind([one for one in self._unfinished if not one.done()], path, remove)
+        _remove_behind([*self._unfinished], path, remove)
+
+
+def _is_unread(save: SaveHandle) -> bool:
+    return not save.done() or save.durable.has_uncollected_error
 
 
 def path_to_load(path: AnyPath) -> str:

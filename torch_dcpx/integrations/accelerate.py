@@ -69,10 +69,10 @@ class DcpxAccelerator(Accelerator):
             PlanError: ranks save to other folders.
             DcpxError: of this save, or of the one before, which failed in the background.
         """
-        self.wait_for_saves()
         config = self.project_configuration
         number, is_named = config.iteration, config.automatic_checkpoint_naming
         target = self._saves.begin(lambda: self._next_folder(output_dir), may_replace=not is_named)
+        self._log_figures()
         try:
             with self._without_naming(), self._saves.telling(), noted(target) as parts:
                 super().save_state(str(target), safe_serialization, **kwargs)
@@ -103,7 +103,7 @@ class DcpxAccelerator(Accelerator):
             number = self._newest()
             input_dir = str(self._named_folder(number))
             self.project_configuration.iteration = max(self._numbers()) + 1
-        with loads_by_us(Path(input_dir or "")):
+        with loads_by_us(Path(input_dir or "").expanduser()):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def wait_for_saves(self) -> None:
@@ -113,6 +113,9 @@ class DcpxAccelerator(Accelerator):
             DcpxError: it failed, and nobody knows yet.
         """
         self._saves.wait()
+        self._log_figures()
+
+    def _log_figures(self) -> None:
         if figures := self._saves.take_figures():
             self.log(figures)
 

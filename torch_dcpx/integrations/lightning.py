@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -351,8 +352,8 @@ class DcpxCheckpointIO(TorchCheckpointIO):
 
 
 def _dress(staged: Any, checkpoint: Any) -> None:
-    """Gives staged containers what `torch.save` keeps besides: parameters, and attributes of
-    dictionaries, such as the versions of modules.
+    """Gives staged containers what `torch.save` keeps besides: parameters, and the versions of
+    modules, which are an attribute of their state dict.
     """
     todo, seen = [(staged, checkpoint)], {id(checkpoint)}
     while todo:
@@ -363,5 +364,5 @@ def _dress(staged: Any, checkpoint: Any) -> None:
             elif isinstance(value, (dict, list)) and id(value) not in seen:
                 seen.add(id(value))
                 todo.append((into[key], value))
-                if hasattr(value, "__dict__") and hasattr(into[key], "__dict__"):
-                    vars(into[key]).update(copy.deepcopy(vars(value)))
+                if isinstance(into[key], OrderedDict) and hasattr(value, "_metadata"):
+                    vars(into[key])["_metadata"] = copy.deepcopy(value._metadata)

@@ -74,6 +74,16 @@ class DcpxCallback(TrainerCallback):
         if args.save_strategy == SaveStrategy.BEST:
             raise UnsupportedError("DcpxCallback with save_strategy='best': use 'steps' or 'epoch'")
 
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
+    ) -> None:
+        """Raises UnsupportedError: the checkpoint was saved by something else."""
+        if self._step != state.global_step:
+            raise UnsupportedError(
+                "DcpxCallback: this checkpoint was saved by another DcpxCallback, or by a Trainer "
+                "whose _save_checkpoint does not call that of transformers"
+            )
+
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_more: Any
     ) -> None:
@@ -101,9 +111,9 @@ class DcpxCallback(TrainerCallback):
             DcpxError: of this save, or of the one before.
         """
         state, limit = trainer.state, trainer.args.save_total_limit
-        self._wait(state)
         root = Path(trainer._get_output_dir(trial))
         target = self._saves.begin(lambda: root / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self._note_figures(state)
         with self._saves.telling(), noted(target) as parts:
             with _saving_to(trainer, target.parent):
                 _save_of_trainer(trainer, model, trial)
@@ -117,6 +127,9 @@ class DcpxCallback(TrainerCallback):
 
     def _wait(self, state: TrainerState) -> None:
         self._saves.wait()
+        self._note_figures(state)
+
+    def _note_figures(self, state: TrainerState) -> None:
         if figures := self._saves.take_figures():
             state.log_history.append({**figures, "step": self._step})
 
