@@ -1,4 +1,4 @@
-// C++ errors become Python's: the table of docs/errors.md.
+// C++ errors become Python's: the table of docs/reference/errors.md.
 #include <pybind11/pybind11.h>
 
 #include <string_view>

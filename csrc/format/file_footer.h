@@ -1,4 +1,4 @@
-// The footer of a data file: index, block checksums, tail (docs/format.md).
+// The footer of a data file: index, block checksums, tail (docs/reference/format.md).
 //
 // With it a reader needs neither zip nor pickle, verifies just the blocks it reads, and can check
 // a file by itself.

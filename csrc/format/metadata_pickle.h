@@ -1,5 +1,5 @@
 // The pickle of a Metadata that stock DCP reads, from the columns that our own readers read
-// (docs/format.md names them): the same bytes from every torch and Python.
+// (docs/reference/format.md names them): the same bytes from every torch and Python.
 #pragma once
 
 #include <cstddef>

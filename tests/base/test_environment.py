@@ -171,7 +171,7 @@ def test_a_writer_without_options_takes_variables_below_stocks_arguments(
 
 
 def test_every_variable_is_documented() -> None:
-    documented = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    documented = (Path(__file__).parents[2] / "docs" / "reference" / "options.md").read_text()
     for cls in (WriteOptions, ReadOptions):
         for field in dataclasses.fields(cls):
             assert f"| `{variable_of(field.name)}` |" in documented

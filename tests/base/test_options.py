@@ -62,7 +62,7 @@ def test_options_are_frozen_picklable_and_documented(cls: type) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.slot_bytes = 1
     assert pickle.loads(pickle.dumps(options)) == options
-    documented = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    documented = (Path(__file__).parents[2] / "docs" / "reference" / "options.md").read_text()
     for field in dataclasses.fields(cls):
         assert f"{field.name}:" in (cls.__doc__ or "")
         assert f"`{field.name}`" in documented

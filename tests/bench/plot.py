@@ -1,7 +1,7 @@
-"""Draws a result of a bench as bars, one group a case: docs/performance-save.svg.
+"""Draws a result of a bench as bars, one group a case: docs/develop/performance-save.svg.
 
-python tests/bench/plot.py build/bench/save.json --svg docs/performance-save.svg
-python tests/bench/plot.py build/bench/load.json --svg docs/performance-load.svg
+python tests/bench/plot.py build/bench/save.json --svg docs/develop/performance-save.svg
+python tests/bench/plot.py build/bench/load.json --svg docs/develop/performance-load.svg
 """
 
 from __future__ import annotations

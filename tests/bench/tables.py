@@ -1,6 +1,6 @@
-"""The result of a bench as Markdown: printed, and put between its marks of docs/performance.md.
+"""The result of a bench as Markdown: printed, and put between its marks of docs/develop/performance.md.
 
-python tests/bench/tables.py build/bench/save.json --page docs/performance.md
+python tests/bench/tables.py build/bench/save.json --page docs/develop/performance.md
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
 
 @pytest.mark.parametrize("bench", ["save", "load"])
 def test_tables_take_their_place_on_the_page_and_nothing_else(bench: str) -> None:
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "develop" / "performance.md").read_text()
     once = put_on_page(page, "table\n", bench)
     assert (
         "table\n" in once and put_on_page(put_on_page(page, "x\n", bench), "table\n", bench) == once

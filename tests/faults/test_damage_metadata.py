@@ -22,7 +22,7 @@ from torch_dcpx import (
     UnsupportedError,
 )
 
-TAIL = struct.Struct("<8sIIQQQI16sI")  # docs/format.md, ".metadata"
+TAIL = struct.Struct("<8sIIQQQI16sI")  # docs/reference/format.md, ".metadata"
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:

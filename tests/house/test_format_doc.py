@@ -1,4 +1,4 @@
-"""docs/format.md: the reader printed there reads our checkpoints, bit for bit, without torch."""
+"""docs/reference/format.md: the reader printed there reads our checkpoints, bit for bit, without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import (
 from torch_dcpx import DcpxWriter
 from torch_dcpx.metadata.file import decode_metadata
 
-DOC = ROOT / "docs" / "format.md"
+DOC = ROOT / "docs" / "reference" / "format.md"
 MAX_LINES = 50
 
 # Prints {fqn: [dtype, global sizes, hex]}; argv: directory.

@@ -48,10 +48,11 @@ def test_example_knows_nothing_of_us(name: str) -> None:
     assert re.findall(r"torch_dcpx|\bdcpx\.\w|DCPX_", source) == []
 
 
-@pytest.mark.parametrize(("page", "names"), [("hook.md", CALL_DCP), ("README.md", FRAMEWORKS)])
+@pytest.mark.parametrize(("page", "names"), [("frameworks/index.md", CALL_DCP), ("index.md", FRAMEWORKS)])
 def test_pages_are_linked(page: str, names: list[str]) -> None:
-    links = re.findall(r"\]\((frameworks/[^)#]+)\)", (ROOT / "docs" / page).read_text())
-    assert set(links) == {f"frameworks/{name}.md" for name in names}
+    text = (ROOT / "docs" / page).read_text()
+    links = re.findall(r"\]\((?:frameworks/)?(\w+)\.md(?:#[\w-]+)?\)", text)
+    assert set(links) >= set(names)
 
 
 def test_bench_has_each_framework() -> None:

@@ -1,4 +1,4 @@
-"""docs/options.md names every option of every call, with the defaults that the code has."""
+"""docs/reference/options.md names every option of every call, with the defaults that the code has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import torch_dcpx as dcpx
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "options.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "reference" / "options.md"
 EVERYWHERE = "Arguments of each call"  # the heading of what all calls share
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 NAMED = {
@@ -103,7 +103,7 @@ def calls() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(calls()))
 def test_every_option_is_in_the_table_with_its_default(name: str) -> None:
-    if name in ("Merge", "Split", "Transpose"):  # docs/export.md has the rules of a KeyMap
+    if name in ("Merge", "Split", "Transpose"):  # docs/howto/export.md has the rules of a KeyMap
         page = DOC.with_name("export.md").read_text()
         fields = ", ".join(
             p.name if p.default is p.empty else f"{p.name}={p.default!r}"

@@ -1,4 +1,4 @@
-"""Every call that docs/migration.md names has its counterpart: each row of its tables is tried."""
+"""Every call that docs/howto/migrate.md names has its counterpart: each row of its tables is tried."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainings import FAST, Training, manager_of, on_disk
 
 import torch_dcpx as dcpx
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "migrate.md"
 Row = Callable[[Path], None]
 ROWS: dict[str, Row] = {}
 # Said in words: what there is to see is in the tests of other rows, or is stock's own.

@@ -53,7 +53,7 @@ def _stocks(store: Store, folder: Path) -> dict[str, Any]:
 
 
 _WRITTEN: dict[str, Callable[[Store, Path], dict[str, Any]]] = {"ours": _ours, "stock's": _stocks}
-# Stock's files have no checksum that a load compares (docs/guarantees.md).
+# Stock's files have no checksum that a load compares (docs/explain/guarantees.md).
 _OF_LOADS = {"ours": (*LOST, *REFUSED, "flip"), "stock's": (*LOST, *REFUSED)}
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def test_requests_of_a_save_and_a_resume(
     object_proxy: FaultProxy, object_prefix: str, object_server: ObjectServer
 ) -> None:
-    """As docs/object_stores.md counts them."""
+    """As docs/howto/object_stores.md counts them."""
     data = [*["head data"] * (object_server.scheme == "az"), "get data", "get data"]
     manager = manager_of(object_prefix)
     save_steps(manager, 1, 2)

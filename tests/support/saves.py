@@ -22,7 +22,7 @@ from torch_dcpx.storage.names import is_metadata_name
 WRITERS: dict[str, Callable[..., Any]] = {"ours": DcpxWriter, "stock": dcp.FileSystemWriter}
 READERS: dict[str, Callable[..., Any]] = {"ours": DcpxReader, "stock": dcp.FileSystemReader}
 
-_TAIL = struct.Struct("<8sII16s7Q3I16s8sI")  # docs/format.md, "Data files"
+_TAIL = struct.Struct("<8sII16s7Q3I16s8sI")  # docs/reference/format.md, "Data files"
 
 
 def save(state: dict[str, Any], directory: Path, writer: str = "ours", **kwargs: Any) -> None:

@@ -4,7 +4,7 @@
 
 Stock readers stop at the pickle's end. Ours start at the tail and build Metadata from the columns:
 no object of the pickle comes to life. Only this file says which data files belong to a checkpoint.
-docs/format.md specifies every byte.
+docs/reference/format.md specifies every byte.
 """
 
 from __future__ import annotations

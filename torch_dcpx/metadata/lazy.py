@@ -273,7 +273,7 @@ def stored_dicts(
 
     Args:
         strings: that the columns number.
-        columns: bytes or views by name (docs/format.md), checked.
+        columns: bytes or views by name (docs/reference/format.md), checked.
         names: numbers of the entries.
         dtypes, layouts: torch's, by the numbers of their strings.
         descriptors: the distinct transform_descriptors; the last one is None.

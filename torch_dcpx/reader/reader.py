@@ -81,14 +81,14 @@ class DcpxReader(FileSystemReader):
 
         Args:
             path: directory of the checkpoint, or "s3://bucket/prefix", "az://container/prefix"
-                with an extra, torch-dcpx[s3] or [azure] (docs/object_stores.md).
+                with an extra, torch-dcpx[s3] or [azure] (docs/howto/object_stores.md).
             _extension_registry: stream extensions, as stock's.
             options: see `ReadOptions`.
 
         Raises:
             OptionError: a path that no system call takes, or another wrong argument.
             UnsupportedError: another URL, one of these without its extra, or a subclass that
-                overrides what would not be called (docs/options.md).
+                overrides what would not be called (docs/reference/options.md).
         """
         check_part("_extension_registry", _extension_registry, ExtensionRegistry, _REGISTRY_HOOKS)
         check_options("options", options, ReadOptions)
@@ -136,7 +136,7 @@ class DcpxReader(FileSystemReader):
 
         Raises:
             NotCommittedError: there is none.
-            CorruptionError, UnsafePickleError, UnsupportedError, StorageError: see docs/errors.md.
+            CorruptionError, UnsafePickleError, UnsupportedError, StorageError: see docs/reference/errors.md.
         """
         rank = kwargs.get("rank")
         is_fallback = rank is not None and self.__kept_error is not None
