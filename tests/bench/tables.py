@@ -1,4 +1,5 @@
-"""The result of a bench as Markdown: printed, and put between its marks of docs/develop/performance.md.
+"""The result of a bench as Markdown: printed, and put between its marks of
+docs/develop/performance.md.
 
 python tests/bench/tables.py build/bench/save.json --page docs/develop/performance.md
 """

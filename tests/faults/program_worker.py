@@ -271,7 +271,8 @@ class Player:
         options = WriteOptions(**{**self.timeouts, "save_timeout_s": COMMON_S})
         read = ReadOptions(workers=1, load_timeout_s=COMMON_S)
         target = state_of(0)
-        # A call with a wrong tag is known by its function alone: docs/explain/guarantees.md, "Wrong tags".
+        # A call with a wrong tag is known by its function alone: see "Wrong tags" in
+        # docs/explain/guarantees.md.
         saves = [step for step in self.program.steps if step.call.name == "manager.save"]
         has_wrong_tag = any("bad argument" in step.deviations.values() for step in saves)
         if self.program.number % 2 and not has_wrong_tag:

@@ -1,4 +1,4 @@
-"""docs/reference/format.md: the reader printed there reads our checkpoints, bit for bit, without torch."""
+"""The reader printed in docs/reference/format.md reads our checkpoints, bit for bit, no torch."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Each pass takes one attribute of a batch of objects, or makes one check, in C: a million objects are
 not looked at one by one, and the next pass finds the batch in cache. The encoder refuses anything
 that the columns could not give back exactly, before a byte is written. It then halves the metadata
-down to one object, which the error names. `decode` is the way back; docs/reference/format.md names every
-column.
+down to one object, which the error names. `decode` is the way back;
+docs/reference/format.md names every column.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ class DcpxReader(FileSystemReader):
 
         Raises:
             NotCommittedError: there is none.
-            CorruptionError, UnsafePickleError, UnsupportedError, StorageError: see docs/reference/errors.md.
+            CorruptionError, UnsafePickleError, UnsupportedError, StorageError: see
+                docs/reference/errors.md.
         """
         rank = kwargs.get("rank")
         is_fallback = rank is not None and self.__kept_error is not None

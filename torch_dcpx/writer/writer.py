@@ -95,7 +95,7 @@ class DcpxWriter(FileSystemWriter):
         *,
         options: WriteOptions | None = None,
     ) -> None:
-        """Arguments as those of `FileSystemWriter`; docs/reference/options.md says what each does here.
+        """Takes the arguments of `FileSystemWriter`; docs/reference/options.md has each.
 
         Args:
             path: directory of the checkpoint, made with its parents where missing; a relative one
