@@ -68,6 +68,7 @@ OTHER_TESTS = {
     "objects",
     "interop",
     "native",
+    "pages_code",
 }
 
 # Modules that work, and start at once, without torch.

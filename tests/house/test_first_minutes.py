@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from support.bare_venv import environment_of, make_bare_venv
+from support.pages import RUNNER, blocks_of, write_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 # An example's command, as its first lines print it, and what it needs besides.
 EXAMPLES = {
@@ -52,16 +52,8 @@ def test_the_readme_runs_from_top_to_bottom_as_it_is_printed(tmp_path: Path) -> 
     commands = make_bare_venv(tmp_path / "venv")
     folder = tmp_path / "home"
     folder.mkdir()
-    printed = ""
-    for number, (kind, code) in enumerate(BLOCK.findall(README)):
-        name = re.match(r"# (\w+\.py)\n", code)
-        if kind == "python":
-            script = folder / (name[1] if name else f"block{number}.py")
-            script.write_text(code)
-            printed += "" if name else run(f"python {script.name}", commands, folder)
-        else:
-            lines = [line for line in code.splitlines() if not line.startswith("pip install")]
-            printed += run("\n".join(lines), commands, folder)
+    steps = write_steps(blocks_of(README, "README.md"), tmp_path / "steps.json")
+    printed = run(f"python {RUNNER} {steps}", commands, folder)
     assert re.search(r"^step-100 +whole", printed, re.MULTILINE), printed
     assert re.search(r"^fine +C\+\+ extension", printed, re.MULTILINE), printed
 

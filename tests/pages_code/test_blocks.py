@@ -1,0 +1,235 @@
+"""Every code block of the README and of docs runs, as CONTRIBUTING.md ("Pages") says."""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from pathlib import Path
+
+import pytest
+from support.pages import (
+    PAGES,
+    ROOT,
+    RUNNER,
+    Block,
+    PageError,
+    blocks_of,
+    environment_of_page,
+    is_slow,
+    parse,
+    steps_of,
+    write_steps,
+)
+from support.warm import warm_parent
+
+LISTED = Path(__file__).with_name("not_run.txt")
+BY_NAME = {page.relative_to(ROOT).as_posix(): page for page in PAGES}
+
+# Pages as they were before they were written for this test, by their CRC: they do not run.
+UNTOUCHED: dict[str, int] = {
+    "README.md": 3658686966,
+    "docs/develop/decisions.md": 2428984871,
+    "docs/develop/performance.md": 3233942094,
+    "docs/develop/testing.md": 3998255156,
+    "docs/explain/guarantees.md": 2176953253,
+    "docs/frameworks/accelerate.md": 4215571623,
+    "docs/frameworks/hydra.md": 1302060913,
+    "docs/frameworks/index.md": 3634878336,
+    "docs/frameworks/lightning.md": 1330135040,
+    "docs/frameworks/megatron.md": 1900745814,
+    "docs/frameworks/others.md": 3329005239,
+    "docs/frameworks/ray.md": 2404265918,
+    "docs/frameworks/torchtitan.md": 3044262563,
+    "docs/frameworks/trainer.md": 3846579293,
+    "docs/howto/background.md": 3913091426,
+    "docs/howto/export.md": 2676284528,
+    "docs/howto/gpu.md": 3335200155,
+    "docs/howto/load_tensors.md": 2588790484,
+    "docs/howto/migrate.md": 1212205929,
+    "docs/howto/object_stores.md": 3725464256,
+    "docs/howto/repair.md": 480358766,
+    "docs/howto/resume.md": 1901718107,
+    "docs/howto/slurm.md": 4251776810,
+    "docs/index.md": 991828527,
+    "docs/reference/cli.md": 3814469392,
+    "docs/reference/errors.md": 666825362,
+    "docs/reference/format.md": 3490905403,
+    "docs/reference/glossary.md": 2393299686,
+    "docs/reference/options.md": 1845337728,
+}
+
+
+def is_untouched(name: str) -> bool:
+    return UNTOUCHED.get(name) == zlib.crc32(BY_NAME[name].read_bytes())
+
+
+NAMES = [name for name in BY_NAME if not is_untouched(name)]
+
+
+def blocks(name: str) -> list[Block]:
+    return blocks_of(BY_NAME[name].read_text(), name)
+
+
+def cases() -> list[object]:
+    """Returns the pages that have something to run; one that starts ranks is slow."""
+    slow = [pytest.mark.slow, pytest.mark.multirank]
+    found: list[object] = []
+    for name in NAMES:
+        try:
+            page = blocks(name)
+        except PageError:
+            continue  # the test below says so
+        if steps_of(page) and name != "README.md":  # tests/house/test_first_minutes.py runs it
+            found.append(pytest.param(name, id=name, marks=slow if is_slow(page) else []))
+    return found
+
+
+@pytest.mark.parametrize("name", cases())
+def test_every_block_of_a_page_runs(name: str, tmp_path: Path) -> None:
+    result, printed = run_page(blocks(name), tmp_path)
+    assert result == 0, printed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_block_of_a_page_parses(name: str) -> None:
+    for block in blocks(name):
+        parse(block)
+
+
+def test_blocks_that_do_not_run_are_listed_with_their_reasons() -> None:
+    found = [f"{b.page}: {b.not_run}" for name in NAMES for b in blocks(name) if b.not_run]
+    assert sorted(found) == LISTED.read_text().splitlines()
+
+
+# ---- The conventions themselves -----------------------------------------------------------------
+
+
+def run_page(blocks: list[Block], folder: Path) -> tuple[int, str]:
+    """Runs the blocks in an empty directory below `folder`; returns exit status and output."""
+    steps = write_steps(blocks, folder / "steps.json")
+    (folder / "page").mkdir()
+    done = warm_parent().run(
+        [str(RUNNER), str(steps)],
+        env=environment_of_page(folder / "home", Path(sysconfig.get_path("scripts"))),
+        cwd=folder / "page",
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+GOOD = """# A page
+<!-- test: setup
+rows = 3
+-->
+```python
+import os
+x = rows + 1
+print("files", sorted(os.listdir()))
+```
+```python
+# tools/square.py
+import sys
+print(int(sys.argv[1]) ** 2)
+```
+1. In a list:
+   ```sh
+   pip install nothing-of-this-name
+   python tools/square.py 12
+   echo one > one.txt
+   ```
+```yaml
+# config.yaml
+a: 1
+```
+```python
+def doubled() -> int:
+    return 2 * x
+
+class Kept: pass
+
+import pickle
+print(doubled(), open("one.txt").read(), open("config.yaml").read(), pickle.dumps(Kept()))
+```
+
+<!-- test: not run: there is no Slurm here -->
+```sh
+sbatch job.sh
+```
+```text
+any words
+```
+"""
+
+
+def test_blocks_run_in_order_and_share_names_and_directory(tmp_path: Path) -> None:
+    result, printed = run_page(blocks_of(GOOD), tmp_path)
+    assert result == 0, printed
+    for text in ("files []", "144", "8 one", "a: 1", "Kept"):
+        assert text in printed
+    assert "sbatch" not in printed
+    reasons = [block.not_run for block in blocks_of(GOOD) if block.not_run]
+    assert reasons == ["there is no Slurm here"]
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "line", "said"),
+    [
+        ("python", "a = 1\nraise ValueError('why')\n", 4, "ValueError: why"),
+        ("python", "import sys\nsys.exit(0)\n", 4, "SystemExit"),
+        ("sh", "false | cat\n", 0, ""),
+        ("sh", "echo why >&2\nfalse\ntrue\n", 3, "why"),
+        ("sh", "echo $UNSET_VARIABLE_OF_A_PAGE\n", 3, "unbound"),
+    ],
+)
+def test_a_block_that_fails_is_named_with_page_and_line(
+    tmp_path: Path, language: str, code: str, line: int, said: str
+) -> None:
+    text = f"# A page\n```{language}\n{code}```\n```python\nprint('next', 'block')\n```\n"
+    result, printed = run_page(blocks_of(text), tmp_path)
+    assert (result != 0) == ("next block" not in printed) == bool(line), printed
+    if line:
+        assert f"the block at {ROOT}/page.md:3 failed" in printed
+        assert said in printed
+        assert language == "sh" or f'page.md", line {line}' in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("```\nx\n```\n", "page.md:1: a block in no language"),
+        ("\n```ruby\nx\n```\n", "page.md:2: a block in ruby"),
+        ("```python\nx\n", "page.md:1: a block without an end"),
+        ("<!-- test: skip -->\n", "page.md:1: no such convention"),
+        ("<!-- test: not run -->\n", "page.md:1: no such convention"),
+        ("<!-- test: not run: why -->\nwords\n", "'not run' stands right above its block"),
+    ],
+)
+def test_a_block_that_breaks_the_conventions_is_refused(text: str, said: str) -> None:
+    with pytest.raises(PageError, match=said):
+        blocks_of(text)
+
+
+@pytest.mark.parametrize(
+    ("language", "bad", "good"),
+    [
+        ("python", "a = = 1\n", "...\n    break\n"),
+        ("sh", "if true\n", "sbatch job.sh\n"),
+        ("json", "{'a': 1}\n", '{"a": 1}\n'),
+        ("yaml", "a: [1\n", "a: 1\n"),
+        ("toml", "a 1\n", "a = 1\n"),
+        ("text", "", "a = = 1\n"),
+    ],
+)
+def test_a_block_that_does_not_run_parses_all_the_same(language: str, bad: str, good: str) -> None:
+    reason = "<!-- test: not run: why -->\n" if language in ("python", "sh") else ""
+    for block in blocks_of(f"{reason}```{language}\n{good}```\n"):
+        parse(block)
+    for block in blocks_of(f"{reason}```{language}\n{bad}```\n") if bad else ():
+        with pytest.raises(PageError, match=rf"page.md:{3 if reason else 2}: {language}"):
+            parse(block)
+
+
+def test_a_page_that_starts_ranks_is_slow() -> None:
+    code = "```sh\ntorchrun --standalone train.py\n```\n"
+    assert is_slow(blocks_of(code))
+    assert not is_slow(blocks_of(f"<!-- test: not run: two nodes -->\n{code}"))
+    assert not is_slow(blocks_of(GOOD))
