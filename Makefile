@@ -93,9 +93,11 @@ test-all: build $(FAKE_CUDA) $(AZURITE) test-cpp
 
 bench: build $(S)/bench
 	$(PY) tests/bench/save.py --quick --json build/bench/quick.json $(BENCH_ARGS)
-	$(PY) tests/bench/plot.py build/bench/quick.json --svg build/bench/quick.svg
+	$(PY) tests/bench/tables.py build/bench/quick.json --page build/bench/quick.md
+	$(PY) tests/bench/plot.py build/bench/quick.md save --svg build/bench/quick.svg
 	$(PY) tests/bench/load.py --quick --json build/bench/quick-load.json $(LOAD_ARGS)
-	$(PY) tests/bench/plot.py build/bench/quick-load.json --svg build/bench/quick-load.svg
+	$(PY) tests/bench/tables.py build/bench/quick-load.json --page build/bench/quick.md
+	$(PY) tests/bench/plot.py build/bench/quick.md load --svg build/bench/quick-load.svg
 
 test-cpp:
 	@if [ -f tests/cpp/Makefile ]; then $(MAKE) -C tests/cpp; \

@@ -78,7 +78,7 @@ inline constexpr std::uint64_t kInPlaceRunBytes = 4 << 10;
 //   runs of 64 KiB   1.1  1.1  1.0  1.0  0.8    1.9  2.2  1.9  1.5  1.1
 inline constexpr std::uint64_t kCachedGapBytes = 8 << 10;
 inline constexpr std::uint64_t kDirectGapBytes = 64 << 10;
-// Of a store, whatever the runs: measured, see docs/develop/performance.md.
+// Of a store, whatever the runs: measured, see docs/develop/measurements.md.
 inline constexpr std::uint64_t kObjectGapBytes = 512 << 10;
 
 // How the bytes of a cell are read.

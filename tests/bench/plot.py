@@ -1,96 +1,199 @@
-"""Draws a result of a bench as bars, one group a case: docs/develop/performance-save.svg.
+"""Draws the times that a page of measurements has: the picture says what its tables say.
 
-python tests/bench/plot.py build/bench/save.json --svg docs/develop/performance-save.svg
-python tests/bench/plot.py build/bench/load.json --svg docs/develop/performance-load.svg
+python tests/bench/plot.py docs/develop/measurements.md save --svg docs/develop/performance-save.svg
+python tests/bench/plot.py docs/develop/measurements.md load --svg docs/develop/performance-load.svg
+
+Labels, bars and figures have columns of their own, each bar has its label beside it, and a state
+names the sides that it lacks. So no legend is needed, no text can meet another, and colour is never
+the only sign.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+from xml.etree import ElementTree as ET
 
-import matplotlib as mpl
+from tables import part_of
 
-mpl.use("svg")
-# Text as text, and nothing random: the same result gives the same file.
-mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "torch-dcpx", "font.size": 9})
-
-from cases import ALL_CASES  # noqa: E402
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from tables import title  # noqa: E402
-
-COLORS = {
-    "raw": "#9a9a9a", "engine": "#7fb2e5", "ours": "#1f6fb4", "dcpx": "#123f66",
-    "ours_unverified": "#4a90d0", "stock_files": "#9b7fc4",
-    "stock": "#d98b3a", "stock2": "#edc08e", "safetensors": "#6aa66a",
+# Okabe and Ito's colours, told apart by all; the bars' dark edge is what a pale one needs on white.
+SIDES = {
+    "raw": "#999999", "ours": "#0072B2", "dcpx": "#009E73", "stock_files": "#F0E442",
+    "stock": "#D55E00", "stock2": "#E69F00", "safetensors": "#CC79A7",
 }  # fmt: skip
+INK, PAPER = "#222222", "#ffffff"
 LABELS = {
-    "raw": "the limit", "engine": "ours, in C++", "ours": "ours",
-    "dcpx": "torch_dcpx.save and load",
-    "ours_unverified": "ours, unverified", "stock_files": "ours, of stock's files",
-    "stock": "stock", "stock2": "stock, 2 threads", "safetensors": "safetensors",
+    "save": {
+        "raw": "limit (a C program)", "ours": "DcpxWriter", "dcpx": "dcpx.save",
+        "stock": "stock DCP", "stock2": "stock DCP (2 threads)", "safetensors": "safetensors",
+    },
+    "load": {
+        "raw": "limit (a C program)", "ours": "DcpxReader", "dcpx": "dcpx.load",
+        "stock_files": "DcpxReader: stock files", "stock": "stock DCP",
+        "safetensors": "safetensors",
+    },
 }  # fmt: skip
+TITLES = {"save": "Durable saves by one process", "load": "Loads by one process"}
+SUBTITLES = (
+    "Seconds: shorter is better.",
+    "Bar: median of the rounds. Line: least to most.",
+    "Each state has a scale of its own.",
+)
+NO_TENSORS, OF_TENSORS = "20,000 Python scalars", ("raw", "safetensors")  # a state, who needs some
+WIDTH, LINE, MARGIN, BARS, BARS_END, FONT = 480, 20, 14, 216, 392, 14
+EM = 0.62  # of the font's size: more than a character takes, of wide fonts too
 
 
-def value_of(result: dict[str, Any], seconds: float, *, is_rate: bool) -> float:
-    return result["bytes"] / seconds / 1e9 if is_rate else seconds
+class Time(NamedTuple):
+    """Seconds of one side in one state; `text` is as the table has it."""
+
+    median: float
+    least: float
+    most: float
+    text: str
 
 
-def draw_group(ax: Axes, results: list[dict[str, Any]], *, is_rate: bool) -> None:
-    """Draws the medians as bars, and from least to most as whiskers."""
-    sides = [side for side in COLORS if any(side in r["seconds"] for r in results)]
-    width = 0.8 / len(sides)
-    for number, side in enumerate(sides):
-        shown = [(i, r) for i, r in enumerate(results) if side in r["seconds"]]
-        spreads = [r["seconds"][side] for _, r in shown]
-        heights, ends = [], []
-        for (_, result), seconds in zip(shown, spreads, strict=True):
-            height = value_of(result, seconds["median"], is_rate=is_rate)
-            end = [value_of(result, seconds[k], is_rate=is_rate) for k in ("min", "max")]
-            heights.append(height)
-            ends.append((height - min(end), max(end) - height))
-        where = [i + (number - (len(sides) - 1) / 2) * width for i, _ in shown]
-        ax.bar(where, heights, width, color=COLORS[side], label=LABELS[side])
-        ax.errorbar(where, heights, list(zip(*ends, strict=True)), fmt="none", ecolor="#333333",
-                    elinewidth=0.8, capsize=2)  # fmt: skip
-    ax.set_xticks(range(len(results)), [title(r).replace(", ", "\n") for r in results])
-    ax.set_ylabel("GB/s" if is_rate else "seconds")
-    ax.spines[["top", "right"]].set_visible(False)
+class Box(NamedTuple):
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: Box) -> bool:
+        return (
+            self.left < other.right and other.left < self.right
+            and self.top < other.bottom and other.top < self.bottom
+        )  # fmt: skip
 
 
-def draw(report: dict[str, Any], svg: Path, ranks: int = 1) -> None:
-    """Writes the plot: rates where bytes dominate, seconds (logarithmic) where items do."""
-    timed = [r for r in report["results"] if r["ranks"] == ranks and r.get("seconds")]
-    big = [r for r in timed if ALL_CASES[r["case"]].full.item_bytes >= 1 << 16]
-    small = [r for r in timed if r not in big]
-    groups = [(group, is_rate) for group, is_rate in ((big, True), (small, False)) if group]
-    width = max(8, *(1.4 * len(group) for group, _ in groups))
-    fig, axes = plt.subplots(len(groups), 1, figsize=(width, 3 * len(groups)), squeeze=False)
-    for ax, (group, is_rate) in zip(axes[:, 0], groups, strict=True):
-        draw_group(ax, group, is_rate=is_rate)
-        if not is_rate:
-            ax.set_yscale("log")
-    what = "A load" if report["bench"] == "load" else "A durable save"
-    axes[0, 0].set_title(f"{what}: higher is better", loc="left")
-    if len(groups) > 1:
-        axes[1, 0].set_title("Many small items: lower is better", loc="left")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False, fontsize=8)
-    fig.tight_layout(rect=(0, 0.05, 1, 1))
-    fig.savefig(svg, metadata={"Date": None})
-    plt.close(fig)
+def box_of(text: ET.Element) -> Box:
+    """Returns what a text element takes at most."""
+    x, y, size = (float(text.get(name, "0")) for name in ("x", "y", "font-size"))
+    width = len(text.text or "") * size * EM * (1.1 if text.get("font-weight") else 1)
+    left = x - width if text.get("text-anchor") == "end" else x
+    return Box(left, y - size, left + width, y + 0.25 * size)
+
+
+def read_times(part: str) -> dict[str, dict[str, Time]]:
+    """Returns the times of each state that one process took, from the table of times."""
+    found: dict[str, dict[str, Time]] = {}
+    table = part.partition("### Times")[2].partition("###")[0]
+    for state, side, shown in re.findall(r"^\| (.+?) \| (\w+) \| \d+ \| (.+?) \|", table, re.M):
+        if side not in SIDES or state.endswith("2 ranks"):
+            continue
+        numbers, unit = shown.rsplit(" ", 1)
+        scale = 1e-3 if unit == "ms" else 1.0
+        values = [scale * float(value) for value in re.findall(r"[\d.]+", numbers)]
+        median, least, most = values if len(values) == 3 else values * 3
+        found.setdefault(state, {})[side] = Time(median, least, most, shown)
+    return found
+
+
+def gaps_of(state: str, times: dict[str, Time], labels: dict[str, str]) -> list[str]:
+    """Returns a sentence for each reason why a state lacks sides."""
+    missing = {side: label for side, label in labels.items() if side not in times}
+    useless = OF_TENSORS if state.startswith(NO_TENSORS) else ()
+    told = []
+    for why, is_useless in (("Not measured", False), ("Has no tensors for", True)):
+        named = [label for side, label in missing.items() if (side in useless) is is_useless]
+        told += [f"{why}: {', '.join(named)}."] if named else []
+    return told
+
+
+def description(times: dict[str, dict[str, Time]], bench: str) -> str:
+    """Returns the whole picture in words."""
+    told = [f"Horizontal bars, a group a state. {' '.join(SUBTITLES)}"]
+    for state, sides in times.items():
+        figures = [f"{label} {sides[s].text}" for s, label in LABELS[bench].items() if s in sides]
+        told += [f"{state}: {', '.join(figures)}.", *gaps_of(state, sides, LABELS[bench])]
+    return " ".join(told)
+
+
+class Picture:
+    """An SVG that grows downwards, line by line."""
+
+    def __init__(self, title: str, told: str) -> None:
+        self.svg = ET.Element(
+            "svg", xmlns="http://www.w3.org/2000/svg", role="img",
+            attrib={"aria-labelledby": "title desc", "font-family": "Helvetica, Arial, sans-serif"},
+        )  # fmt: skip
+        ET.SubElement(self.svg, "title", id="title").text = title
+        ET.SubElement(self.svg, "desc", id="desc").text = told
+        self.paper = ET.SubElement(self.svg, "rect", width="100%", height="100%", fill=PAPER)
+        self.y = 0.0
+
+    def text(self, x: float, text: str, size: float, line: float = LINE, **more: str) -> None:
+        """Writes on the next line, or with a `line` of 0 on the current one."""
+        self.y += max(line, size + 4 if line else 0)
+        attrib = {name.replace("_", "-"): value for name, value in more.items()}
+        at = {"x": f"{x:g}", "y": f"{self.y:g}", "font-size": f"{size:g}", "fill": INK}
+        ET.SubElement(self.svg, "text", at | attrib).text = text
+
+    def bar(self, time: Time, most: float, color: str) -> None:
+        """Draws on the current line a bar to the median, and a line from least to most."""
+        unit = (BARS_END - BARS) / most
+        top, middle = self.y - 12, self.y - 5
+        ET.SubElement(
+            self.svg, "rect", x=f"{BARS}", y=f"{top:g}", width=f"{max(1, time.median * unit):.1f}",
+            height="14", fill=color, stroke=INK, attrib={"stroke-width": "0.7"},
+        )  # fmt: skip
+        ends = f"M{BARS + time.least * unit:.1f} {middle:g}H{BARS + time.most * unit:.1f}"
+        ET.SubElement(self.svg, "path", d=ends, stroke=INK, attrib={"stroke-width": "1.6"})
+
+    def close(self) -> str:
+        """Returns the SVG."""
+        height = f"{self.y + MARGIN:g}"
+        self.svg.attrib |= {"viewBox": f"0 0 {WIDTH} {height}", "width": f"{WIDTH}"}
+        self.svg.set("height", height)
+        ET.indent(self.svg, " ")
+        return ET.tostring(self.svg, encoding="unicode") + "\n"
+
+
+def draw(part: str, bench: str) -> str:
+    """Returns the picture of a bench's part of a page."""
+    times, labels = read_times(part), LABELS[bench]
+    picture = Picture(TITLES[bench], description(times, bench))
+    picture.text(MARGIN, TITLES[bench], 18, font_weight="bold")
+    for line in SUBTITLES:
+        picture.text(MARGIN, line, 13)
+    for state, sides in times.items():
+        picture.y += 0.8 * LINE
+        picture.text(MARGIN, state, FONT, font_weight="bold")
+        most = max(sides[side].most for side in labels if side in sides)
+        for side, label in labels.items():
+            if side in sides:
+                picture.text(MARGIN, label, FONT)
+                picture.bar(sides[side], most, SIDES[side])
+                median = re.sub(r" \(.+\)", "", sides[side].text)
+                picture.text(WIDTH - MARGIN, median, FONT, line=0, text_anchor="end")
+        for told in gaps_of(state, sides, labels):
+            for line in folded(told, WIDTH - 2 * MARGIN, 13):
+                picture.text(MARGIN, line, 13, font_style="italic")
+    return picture.close()
+
+
+def folded(text: str, width: float, size: float) -> Iterator[str]:
+    """Yields lines of a list, cut behind its commas, that are no wider."""
+    line = ""
+    for word in re.split(r"(?<=,) ", text):
+        if line and len(f"{line} {word}") * size * EM > width:
+            yield line
+            line = word
+        else:
+            line = f"{line} {word}".strip()
+    yield line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("report", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("page", type=Path, help="which tables.py has made")
+    parser.add_argument("bench", choices=LABELS)
     parser.add_argument("--svg", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, default=1)
     args = parser.parse_args()
-    draw(json.loads(args.report.read_text()), args.svg, args.ranks)
+    args.svg.write_text(draw(part_of(args.page.read_text(), args.bench), args.bench))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from ratios import speed_ratio
 from save_setup import SIDES, is_metered, sides_of
 from save_sides import RawSide, dcp_side, dcpx_side, safetensors_side
 from summary import SAVE_TARGETS, summarize
-from tables import as_markdown, put_on_page, time_text
+from tables import PARTS, as_markdown, new_page, part_of, put_on_page, time_text
 
 from torch_dcpx import _C, DcpxWriter
 
@@ -303,14 +303,42 @@ def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
     assert "safetensors is not installed" in as_markdown(report_of([], has_safetensors=False))
 
 
-@pytest.mark.parametrize("bench", ["save", "load"])
+PAGE = ROOT / "docs" / "develop" / "measurements.md"
+
+
+@pytest.mark.parametrize("bench", PARTS)
 def test_tables_take_their_place_on_the_page_and_nothing_else(bench: str) -> None:
-    page = (ROOT / "docs" / "develop" / "performance.md").read_text()
+    page = PAGE.read_text()
     once = put_on_page(page, "table\n", bench)
-    assert (
-        "table\n" in once and put_on_page(put_on_page(page, "x\n", bench), "table\n", bench) == once
-    )
-    outside = [text for text in once.split("<!-- ") if not text.startswith(f"{bench}.py: begin")]
-    assert all(text in page for text in outside)
+    assert part_of(once, bench) == "table\n"
+    assert put_on_page(once, part_of(page, bench), bench) == page
     with pytest.raises(ValueError, match="lacks"):
         put_on_page("# no marks", "table", bench)
+
+
+def test_nothing_is_written_by_hand_between_the_parts_of_the_page() -> None:
+    page = PAGE.read_text()
+    for bench in PARTS:
+        assert part_of(page, bench).startswith("`python tests/")  # the command
+        page = put_on_page(page, "", bench)
+    assert page == new_page()
+
+
+def run_tables(*arguments: str) -> subprocess.CompletedProcess[str]:
+    tables = str(ROOT / "tests" / "bench" / "tables.py")
+    return subprocess.run([sys.executable, tables, *arguments], capture_output=True, text=True)
+
+
+def test_a_result_makes_the_page_and_the_next_one_is_put_on_it(tmp_path: Path) -> None:
+    page, report, printed = (tmp_path / name for name in ("page.md", "save.json", "plan.txt"))
+    report.write_text(json.dumps(report_of([])))
+    printed.write_text("tall 64 ranks\n")
+    assert run_tables(str(report), "--page", str(page)).returncode == 0
+    refused = run_tables(str(printed), "--page", str(page))
+    assert refused.returncode == 2 and "plan.txt is no JSON: give the --command" in refused.stderr
+    command = ("--command", "tests/bench/plan.py --cases tall")
+    assert run_tables(str(printed), *command, "--page", str(page)).returncode == 0
+    made = page.read_text()
+    assert part_of(made, "save") == as_markdown(report_of([]))
+    assert part_of(made, "plan").startswith("`python tests/bench/plan.py --cases tall` on ")
+    assert part_of(made, "plan").endswith("```text\ntall 64 ranks\n```\n")

@@ -1,6 +1,6 @@
 """How evenly ranks share what several of them hold: models as they are trained, planned only.
 
-`python tests/planners/test_balance.py` prints the table of docs/develop/performance.md.
+`python tests/planners/test_balance.py` prints the table of docs/develop/measurements.md.
 """
 
 from __future__ import annotations
