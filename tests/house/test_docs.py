@@ -91,6 +91,25 @@ def test_every_file_that_the_map_names_is_there() -> None:
     assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
 
 
+def test_every_proof_that_the_page_of_tests_names_is_there() -> None:
+    text = (ROOT / "docs" / "develop" / "testing.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.(?:py|cpp|c))`", text))
+    assert len(named) > 120
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+    targets = set(re.findall(r"`make ([\w-]+)`", text))
+    rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets >= {"test", "test-all", "test-cpp"} and targets <= set(rules)
+
+
+def test_the_goals_that_were_missed_are_those_of_the_measurements() -> None:
+    measured = (ROOT / "docs" / "develop" / "measurements.md").read_text()
+    goals = re.findall(r"^\| .+ \| (?:yes|\*\*(no)\*\*) \|$", measured, re.MULTILINE)
+    page = (ROOT / "docs" / "develop" / "performance.md").read_text()
+    assert f"We set {len(goals)} goals for saves and loads and reached {goals.count('')}." in page
+    rows = page.partition("## Goals")[2].partition("\n\nIn two")[0]
+    assert rows.count("\n|") - 2 == goals.count("no")
+
+
 def blocks() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
