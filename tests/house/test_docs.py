@@ -131,6 +131,6 @@ def test_code_compiles_and_uses_names_that_exist(code: str) -> None:
 
 def test_the_glossary_is_alphabetical_and_knows_each_word_once() -> None:
     text = (ROOT / "docs" / "reference" / "glossary.md").read_text()
-    words = [word.lower() for word in re.findall(r"^\| \*\*(.+?)\*\* \|", text, re.MULTILINE)]
+    words = [word.lower() for word in re.findall(r"^- \*\*(.+?)\*\*:", text, re.MULTILINE)]
     assert words == sorted(set(words))
     assert set(words) >= {"fqn", "chunk", "shard", "replica", "planner", "item", "footer", "tag"}
