@@ -1,4 +1,4 @@
-"""The order of a save's calls, as docs/explain/guarantees.md has it: it needs every fsync.
+"""The order of a save's calls, as docs/explain/commit.md has it: it needs every fsync.
 
 A power cut shows what one file system loses today. These rules say what any may lose: what was
 written and not fsynced, names in a directory that was not. The calls are recorded by the shim.

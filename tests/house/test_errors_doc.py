@@ -1,4 +1,4 @@
-"""docs/reference/errors.md: an anchor, the fields and a text that is real for each class of errors."""
+"""docs/reference/errors.md: each class of errors has an anchor, its fields and a real text."""
 
 from __future__ import annotations
 

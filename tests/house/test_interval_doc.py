@@ -1,0 +1,84 @@
+"""docs/explain/interval.md: the interval that it prints is the best one of a simulated training."""
+
+from __future__ import annotations
+
+import math
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+
+PAGE = (ROOT / "docs" / "explain" / "interval.md").read_text()
+FAILURES = 400_000
+
+
+def printed_interval_s(stall_s: float, total_s: float, mtbf_s: float) -> float:
+    """Returns what the page's function gives for a report."""
+    (code,) = re.findall(r"^(def interval_s\(.*?)\n\n", PAGE, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {"math": math}
+    exec(code, names)
+    report = SimpleNamespace(blocked_s=stall_s, total_s=total_s)
+    return float(names["interval_s"](report, mtbf_s))
+
+
+class Training:
+    """A training that saves every `interval_s`; a failure sends it back to the last durable save.
+
+    Saves stall it for `stall_s`, and are durable `durable_s` after their call.
+    """
+
+    def __init__(self, stall_s: float, durable_s: float, mtbf_s: float) -> None:
+        self.stall_s, self.durable_s, self.mtbf_s = stall_s, durable_s, mtbf_s
+        generator = torch.Generator().manual_seed(1974)
+        lives = torch.empty(FAILURES, dtype=torch.float64)
+        self.lives_s = lives.exponential_(1 / mtbf_s, generator=generator)  # from start to failure
+
+    def kept_s(self, interval_s: float) -> torch.Tensor:
+        """Returns the seconds of work that each life has left behind, in durable saves."""
+        work_s = interval_s - self.stall_s  # between two saves
+        first_s = work_s + self.durable_s  # until the first one is durable
+        saves = ((self.lives_s - first_s) / interval_s).floor() + 1
+        return saves.clamp(min=0) * work_s
+
+    def overhead(self, interval_s: float) -> float:
+        """Returns the share of the time that is no lasting work."""
+        return 1 - float(self.kept_s(interval_s).sum() / self.lives_s.sum())
+
+    def best_interval_s(self, near_s: float) -> float:
+        """Returns the interval with the least overhead, to 1 %, within 0.5 to 2 times `near_s`."""
+        intervals = [near_s * 1.01**power for power in range(-70, 71)]
+        return min(intervals, key=self.overhead)
+
+
+@pytest.mark.parametrize("durable_s", [10.0, 60.0], ids=["fast disk", "slow disk"])
+@pytest.mark.parametrize("mtbf_s", [5_000.0, 50_000.0])
+def test_printed_interval_is_the_best_of_a_simulation(mtbf_s: float, durable_s: float) -> None:
+    training = Training(5.0, durable_s, mtbf_s)
+    interval_s = printed_interval_s(5.0, durable_s, mtbf_s)
+    best_s = training.best_interval_s(interval_s)
+    assert interval_s == pytest.approx(best_s, rel=0.1)
+    assert training.overhead(interval_s) <= training.overhead(best_s) * 1.01
+
+
+def test_failure_loses_half_an_interval_and_the_time_until_durable() -> None:
+    training = Training(0.0, 60.0, 50_000.0)
+    lost_s = float((training.lives_s - training.kept_s(700.0)).mean())
+    assert lost_s == pytest.approx(700 / 2 + 60, rel=0.02)
+
+
+@pytest.mark.parametrize(("stall_s", "longer"), [(0.001, 0.008), (0.1, 0.08)])
+def test_optimum_is_longer_by_what_the_page_says(stall_s: float, longer: float) -> None:
+    low, high = 0.0, 10.0  # of M; the exact optimum x has 1 - exp(-x) = x - C
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if middle - 1 + math.exp(-middle) > stall_s else (middle, high)
+    exact = printed_interval_s(stall_s, 0.0, 1.0) * (1 + longer)
+    assert low == pytest.approx(exact, rel=0.001)
+    assert f"{longer * 100:g} % at " in PAGE
+
+
+def test_interval_is_never_shorter_than_a_save() -> None:
+    assert printed_interval_s(0.01, 300.0, 10_000.0) == 300.0
