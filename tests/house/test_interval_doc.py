@@ -80,5 +80,10 @@ def test_optimum_is_longer_by_what_the_page_says(stall_s: float, longer: float) 
     assert f"{longer * 100:g} % at " in PAGE
 
 
+def test_example_of_the_page_is_what_its_function_gives() -> None:
+    for cost_s in (0.5, 20.0):
+        assert f"{printed_interval_s(cost_s, 0.0, 3.1 * 3600):.0f} s" in PAGE.replace("\n", " ")
+
+
 def test_interval_is_never_shorter_than_a_save() -> None:
     assert printed_interval_s(0.01, 300.0, 10_000.0) == 300.0
