@@ -1,4 +1,4 @@
-// C++ errors become Python's: the table of docs/reference/errors.md.
+// C++ errors become Python's, as docs/reference/errors.md has it in "From C++".
 #include <pybind11/pybind11.h>
 
 #include <string_view>

@@ -1,5 +1,5 @@
 // The one error type of the C++ side. `bind` maps its code to a Python class and its fields to
-// attributes (docs/reference/errors.md has the table); nothing else in csrc knows Python's errors.
+// attributes (docs/reference/errors.md, "From C++"); nothing else in csrc knows Python's errors.
 #pragma once
 
 #include <cstdint>
