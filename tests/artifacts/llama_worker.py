@@ -1,4 +1,4 @@
-"""The recipe of docs/howto/export.md, "Models whose buffers are in no file", with the real Llama.
+"""The recipe of docs/howto/pretrained.md for buffers that are in no file, with the real Llama.
 
     python llama_worker.py DIRECTORY
 

@@ -23,7 +23,7 @@ def test_finetune_example_reads_shards_and_exports(
     run_torchrun(ROOT / "examples" / "finetune_meta.py", 2, str(tmp_path))
     files = [path.name for path in (tmp_path / "finetune" / "tuned").iterdir()]
     assert files == ["model.safetensors"]
-    source = (ROOT / "docs" / "howto" / "export.md").read_text()
+    source = (ROOT / "docs" / "howto" / "pretrained.md").read_text()
     assert re.search(r"examples/finetune_meta\.py", source)
 
 

@@ -1,4 +1,4 @@
-"""Models whose buffers are in no file: the recipe of docs/howto/export.md."""
+"""Models whose buffers are in no file: the recipe of docs/howto/pretrained.md."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_model_on_meta_computes_its_buffers_and_loads_the_rest(tmp_path: Path, t
 
 
 def test_the_page_prints_the_lines_that_the_worker_runs() -> None:
-    page = (ROOT / "docs" / "howto" / "export.md").read_text().split("### Models whose buffers")[1]
+    page = (
+        (ROOT / "docs" / "howto" / "pretrained.md").read_text().split("## Models whose buffers")[1]
+    )
     block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert block is not None
     code = [line.split("#")[0].strip() for line in block[1].splitlines()]

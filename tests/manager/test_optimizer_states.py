@@ -293,5 +293,5 @@ def test_renamed_parameters_without_a_state_stay_without_one(tmp_path: Path) -> 
     del other.model.head
     manager_of(tmp_path).resume(**other.parts, translate=KeyMap(renamed))
     assert len(other.optimizer.state) == 4
-    assert len(calls) == len(set(calls))  # each name once, as docs/howto/resume.md says
+    assert len(calls) == len(set(calls))  # each name once
     assert [other.train(step) for step in (2, 3)] == [training.train(step) for step in (2, 3)]

@@ -233,10 +233,8 @@ def test_casts_are_refused_or_made_as_copy_makes_them_and_reported(
 
 def test_every_field_of_the_report_and_of_the_error_is_documented() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    documented = (docs / "howto" / "load_tensors.md").read_text()
     for field in dataclasses.fields(dcpx.LoadReport):
-        assert f"{field.name}" in (dcpx.LoadReport.__doc__ or "")
-        assert f"`{field.name}`" in documented
+        assert f"\n        {field.name}: " in (dcpx.LoadReport.__doc__ or "")
     for name in dcpx.MismatchError.FIELDS:
         assert f"`{name}`" in (docs / "reference" / "errors.md").read_text()
 

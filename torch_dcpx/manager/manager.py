@@ -129,7 +129,7 @@ class CheckpointManager:
             lr_scheduler: one, or a list or dict of several.
             dataloader: anything with `state_dict` and `load_state_dict`; each rank's own.
             state: more tensors, sharded ones too, Python values and `Stateful` objects, by name.
-            user_content: small values (types: docs/howto/resume.md); rank 0's but for `PerRank`.
+            user_content: small values (docs/howto/per_rank_state.md); rank 0's but for `PerRank`.
             metrics: numbers by name, for `keep_best`; rank 0's.
             step: of a tag that is no step. Default: that of "step-N", else of the last save.
 
