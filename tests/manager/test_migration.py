@@ -1,4 +1,4 @@
-"""Every call that docs/howto/migrate.md names has its counterpart: its rows are all tried."""
+"""Every call in docs/howto/migrate.md has its counterpart: each row of its tables is tried."""
 
 from __future__ import annotations
 
