@@ -8,6 +8,7 @@ No other module asks which torch runs, or what it has (`tests/house/test_house.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import repeat
 from types import FrameType
@@ -315,3 +316,14 @@ IS_SWEPT = "sweep_dim" in (*_SWEEP_NAMES.co_varnames, *_SWEEP_NAMES.co_cellvars)
 
 stock_chunks: Callable[[Any], list[ChunkStorageMetadata]] = _create_chunk_list
 stock_write_items: Callable[[str, Any], list[WriteItem]] = _create_write_items
+
+
+# ---- Profilers ----------------------------------------------------------------------------------
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """Returns a block that torch's profiler shows under a name; without one it costs nothing."""
+    profiler: Any = torch.autograd.profiler
+    if not profiler._is_profiler_enabled:  # in any thread; also under `emit_nvtx`, `emit_itt`
+        return nullcontext()
+    return profiler.record_function(name)  # type: ignore[no-any-return]

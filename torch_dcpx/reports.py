@@ -6,9 +6,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+from torch_dcpx._trace_files import write_trace
+from torch_dcpx.timelines import Phase, Timeline
 
 # Objects of DCP's classes that the hook (`torch_dcpx.install`) has made ours in this process.
 REPLACED: Counter[str] = Counter()
@@ -19,7 +23,31 @@ def _replaced() -> Mapping[str, int]:
 
 
 @dataclass(frozen=True)
-class WriteReport:
+class _Traced:
+    """What each report has beside its own fields: the timeline of the save or load."""
+
+    timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False, kw_only=True)
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of this rank so far, with their times since the epoch and their threads."""
+        return self.timeline.phases
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes a Chrome trace of this rank, for ui.perfetto.dev: phases by thread, work by
+        worker.
+
+        Args:
+            path: a file, replaced if it is there.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        write_trace(self.timeline.trace(), path)
+
+
+@dataclass(frozen=True)
+class WriteReport(_Traced):
     """The report of one save on this rank.
 
     The five phases add up to `total_s`: the time inside this writer's `prepare_local_plan`,
@@ -134,7 +162,7 @@ def _decimal(nbytes: int) -> str:
 
 
 @dataclass(frozen=True)
-class ReadReport:
+class ReadReport(_Traced):
     """The report of one load on this rank. Byte counts unless said otherwise.
 
     The six phases add up to `total_s`: the time inside this reader's `read_metadata`,
@@ -197,7 +225,7 @@ def loaded_line(report: ReadReport, path: str) -> str:
 
 
 @dataclass(frozen=True)
-class SaveReport:
+class SaveReport(_Traced):
     """A checkpoint that is committed and durable on every rank.
 
     Attributes:
@@ -228,7 +256,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(_Traced):
     """The report of one `dcpx.load` on this rank. The four phases add up to `total_s`.
 
     Attributes:

@@ -19,6 +19,7 @@ from torch_dcpx import DcpxReader, ReadOptions
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.reader.files import ReadCounts
 from torch_dcpx.reports import ReadReport, loaded_line
+from torch_dcpx.timelines import Timeline
 
 
 def report_of(path: Path, state: Any, **kwargs: Any) -> ReadReport:
@@ -89,7 +90,9 @@ COUNTERS = {
 
 def of_read(**counters: int) -> ReadReport:
     counts = ReadCounts(32, 1, engine_s=0.5, finish_s=0.25)
-    return counts.report({**COUNTERS, **counters}, metadata_s=0.125, total_s=1.0)
+    return counts.report(
+        {**COUNTERS, **counters}, metadata_s=0.125, total_s=1.0, timeline=Timeline()
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ PYTHON_ROOMS = {"dcp", "bind"}
 GROUND = {
     "__init__", "_arguments", "_compat", "_environment", "_gc", "_hooks", "_integers", "_last_jobs",
     "_native",
-    "_plan_classes", "_text", "_version", "_waiting", "errors", "options", "reports",
+    "_plan_classes", "_text", "_trace_files", "_version", "_waiting", "errors", "options",
+    "reports", "timelines",
 }  # fmt: skip
 
 # Room of torch_dcpx -> rooms that its modules may import, beside their own and the ground.

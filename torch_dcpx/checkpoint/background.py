@@ -63,7 +63,8 @@ class BackgroundSave:
     def wait_until_staged(self) -> None:
         """Waits until the caller's state may change, perhaps only behind the guard."""
         if self._waves is not None:
-            self._waves.wait()
+            with self._run.timeline.phase("snapshot"):
+                self._waves.wait()
         self._blocked_s = time.monotonic() - self._begin
         if not self._is_overlapped:
             self._handle.staged.set_result(None)
@@ -111,7 +112,8 @@ class BackgroundSave:
         except IndexError:
             raise StagingError("the call was interrupted before its save began") from None
         if self._is_overlapped:
-            self._handle.guard.finish()
+            with self._run.timeline.phase("snapshot"):
+                self._handle.guard.finish()
             self._handle.staged.set_result(None)
         return work
 
@@ -122,7 +124,9 @@ def report_of(
     """Returns the report of a save that ends now; with None its caller was blocked until now."""
     total_s = time.monotonic() - begin
     blocked_s = total_s if blocked_s is None else blocked_s
-    return SaveReport(str(run.writer.path), *committed, blocked_s, total_s, run.writer.last_report)
+    written, timeline = run.writer.last_report, run.timeline
+    path = str(run.writer.path)
+    return SaveReport(path, *committed, blocked_s, total_s, written, timeline=timeline)
 
 
 def _forget_locals(error: BaseException) -> None:

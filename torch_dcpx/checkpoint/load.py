@@ -31,10 +31,11 @@ from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.reader.reader import WAY_OUT, DcpxReader
+from torch_dcpx.reader.reader import WAY_OUT, DcpxReader, share_timeline
 from torch_dcpx.reports import LoadReport
 from torch_dcpx.storage.paths import AnyPath, checked_location
 from torch_dcpx.storage.reader_lock import being_read
+from torch_dcpx.timelines import Timeline
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -174,6 +175,8 @@ class LoadRun:
         self._answer = LoadAnswer(None)
         self._items = 0
         self._seconds = {"plan": 0.0, "read": 0.0, "apply": 0.0}
+        self._timeline = Timeline("load", rank=exchange.rank, is_of_call=True)
+        self._timeline.operation_id = exchange.seal.hex()
 
     def run(self, make_own: Callable[[], RankLoad]) -> MismatchError | None:
         """Plans, reads and applies. Returns the error of all ranks, if the state does not fit."""
@@ -183,8 +186,8 @@ class LoadRun:
                 self.read()
                 self.apply()
             return error
-        except BaseException:
-            self.release()
+        except BaseException as error:
+            self.release(error)
             raise
 
     def ended(self, error: MismatchError | None) -> LoadReport:
@@ -193,7 +196,7 @@ class LoadRun:
         REQUIRES: the exchange is closed, else it would send the error to the other ranks again.
         """
         if error is not None:
-            self.release()
+            self.release(error)
             raise error
         total_s = time.perf_counter() - self._began
         reader, differences = self.own.reader, self.own.differences
@@ -202,6 +205,7 @@ class LoadRun:
             text = "loaded '%s' without %d names that it does not hold, which are as they were: %s"
             shown = ", ".join(differences.missing[:5])
             logger.warning(text, reader.path, len(differences.missing), shown)
+        self._timeline.end()
         return LoadReport(
             path=str(reader.path),
             items=self._items,
@@ -215,6 +219,7 @@ class LoadRun:
             wait_s=total_s - sum(self._seconds.values()),
             total_s=total_s,
             read=read,
+            timeline=self._timeline,
         )
 
     def plan(self, make_own: Callable[[], RankLoad]) -> MismatchError | None:
@@ -225,13 +230,16 @@ class LoadRun:
         def prepare() -> LoadOffer:
             # Here, so that the other ranks learn of an error in this rank's arguments.
             self.own = make_own()
+            share_timeline(self.own.reader, self._timeline)
             return self.own.prepare(self._target, exchange.rank, exchange.is_coordinator)
 
         @self._timing("plan")
         def reduce(offers: list[LoadOffer]) -> list[LoadAnswer]:
             return agree(self.own, offers)
 
-        self._answer = exchange.reduce_scatter("plan", prepare, reduce)
+        with self._timeline.phase("exchange"):
+            self._answer = exchange.reduce_scatter("plan", prepare, reduce)
+        self._timeline.operation_id = exchange.seal.hex()
         return self._answer.error
 
     def read(self) -> None:
@@ -274,8 +282,10 @@ class LoadRun:
             else:
                 target[key] = value
 
-    def release(self) -> None:
-        """Closes the files that were opened for a read that does not come."""
+    def release(self, error: BaseException) -> None:
+        """Ends a load that failed: closes the files that were opened for a read."""
+        self._timeline.fail(error)
+        self._timeline.end()
         if hasattr(self, "own"):
             DcpxReader.reset(self.own.reader)  # a subclass's may do more than that
 
@@ -289,13 +299,15 @@ class LoadRun:
             finally:  # the wait for the others has its full time, however long this part took
                 self._exchange.restart()
 
-        self._exchange.all_reduce(step, part, lambda _: None)
+        with self._timeline.phase("exchange"):
+            self._exchange.all_reduce(step, part, lambda _: None)
 
     @contextmanager
     def _timing(self, phase: str) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            yield
+            with self._timeline.phase(phase):
+                yield
         finally:
             self._seconds[phase] += time.perf_counter() - began
 

@@ -100,7 +100,8 @@ def save(
     with _begin(
         call, state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
     ) as run:
-        pending_saves.wait_for_room(1)
+        with run.timeline.phase("wait"):
+            pending_saves.wait_for_room(1)
         run.exchange.restart()
         plan = run.plan(pending_saves.raise_uncollected)
         committed = run.write_and_settle(lambda: (plan, run.planner))
@@ -149,12 +150,15 @@ def async_save(
     handle = SaveHandle(run.path, run.cancel, run.leave)
     background: BackgroundSave | None = None
     try:
-        if not _is_admitted(run):
+        with run.timeline.phase("wait"):
+            is_admitted = _is_admitted(run)
+        if not is_admitted:
             run.end()
             return SaveHandle.finished(run.path, None)
         plan = run.plan(pending_saves.raise_uncollected)
         run.exchange.note_phase("staging")
-        items = _items(run, plan, handle)
+        with run.timeline.phase("snapshot"):
+            items = _items(run, plan, handle)
         run.planner = None  # lets go of the state that it holds
         background = BackgroundSave(run, plan, items, handle, begin)
         background.start()

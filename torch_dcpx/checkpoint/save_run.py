@@ -29,6 +29,7 @@ from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.storage.object_url import location_of
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.running_save import RunningSave, driven
+from torch_dcpx.timelines import Timeline
 from torch_dcpx.writer.writer import DcpxWriter
 
 
@@ -70,6 +71,10 @@ class SaveRun:
         self.planner: Any = planner  # as long as its state is needed
         self.exchange = exchange
         self.save_id = ""
+        self.timeline = Timeline(
+            exchange.call.name, path=self.path, rank=exchange.rank, is_of_call=True
+        )
+        self.timeline.operation_id = exchange.seal.hex()  # until the save has its id
         self._state_dict = state_dict
         self._begun: list[RunningSave] = []  # one, once the writer knows of it
         self._metadata: Any = None  # the coordinator's
@@ -86,7 +91,9 @@ class SaveRun:
             self.planner, self.writer, exchange.rank, exchange.world_size, exchange.group
         )
         same_directory = SameDirectory(exchange)
+        planning_time = self.timeline.phase("plan")
 
+        @planning_time
         def offer() -> tuple[SaveOffer, bytes]:
             check()
             # Here, so that the others learn of an error. Else they wait for this rank, and the
@@ -95,15 +102,17 @@ class SaveRun:
             self._set_up()
             return planning.offer(), self._place().digest
 
+        @planning_time
         def answer(offers: list[SaveOffer]) -> list[SaveAnswer]:
             return planning.answer(self._begun[0].save_id, offers)
 
+        @planning_time
         def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer]:
             answers = answer([offer for offer, _ in brought])
             probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
             return [each._replace(probe=probe) for each in answers] if probe else answers
 
-        with paused_gc_of_many(), same_directory:
+        with self.timeline.phase("exchange"), paused_gc_of_many(), same_directory:
             own = exchange.reduce_scatter("plan", offer, first_answer)
             if own.probe:
                 same_directory.check(self._place(), own.probe)
@@ -112,7 +121,8 @@ class SaveRun:
             self._ballot = self._new_ballot()
             self._begun[0].check = self._ballot.check
             self.save_id = self._begun[0].save_id = own.save_id
-            plan = planning.finish(own)
+            self.timeline.operation_id = self.save_id
+            plan = planning_time(planning.finish)(own)
             self._metadata = planning.metadata
         self._state_dict = {}  # the planner has it as long as it needs it
         return plan
@@ -142,6 +152,7 @@ class SaveRun:
             more = {"rank": self.exchange.rank, "use_collectives": True}
         with driven() as self._begun:
             writer.set_up_storage_writer(is_coordinator, **more)
+        self._begun[0].timeline = self.timeline
 
     def write_and_settle(self, take: Callable[[], tuple[SavePlan, Any]]) -> Committed:
         """Writes this rank's items, votes, and returns the checkpoint that the coordinator has
@@ -161,7 +172,8 @@ class SaveRun:
             ballot.fail(named(error))
         else:
             ballot.vote(results)
-        committed = ballot.settle(self._commit, self._was_committed)
+        with self.timeline.phase("vote"):
+            committed = ballot.settle(self._commit, self._was_committed)
         return committed or Committed(self.save_id, self.exchange.world_size, 0, 0)
 
     def _new_ballot(self) -> Ballot:
@@ -199,11 +211,13 @@ class SaveRun:
         files, unless the coordinator may yet publish them.
         """
         if error is not None:
+            self.timeline.fail(error)
             (self._ballot or self.exchange).fail(error)
             may_be_published = self._ballot is not None and self._ballot.may_be_committed
             for save in self._begun:
                 abandon_save(self.writer, save, removes_files=not may_be_published)
         self.exchange.close()
+        self.timeline.end()
 
     def __enter__(self) -> SaveRun:
         return self

@@ -48,6 +48,7 @@ from torch_dcpx.reader.rows import (
 from torch_dcpx.reports import ReadReport
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import has_strides
+from torch_dcpx.timelines import Timeline
 
 _DEVICE_STAGING_BYTES = 64 << 20  # of a device's memory, for all conversions there at one time
 
@@ -61,7 +62,7 @@ class ReadCounts(NamedTuple):
     finish_s: float  # decoding, copies of what was staged, the planner's hooks
 
     def report(
-        self, counters: Mapping[str, int], *, metadata_s: float, total_s: float
+        self, counters: Mapping[str, int], *, metadata_s: float, total_s: float, timeline: Timeline
     ) -> ReadReport:
         """Returns the report of a load that is done.
 
@@ -70,6 +71,7 @@ class ReadCounts(NamedTuple):
                 `verify_ns` and `copy_ns`, sums over the workers that share out `engine_s`.
             metadata_s: in `read_metadata`.
             total_s: in all hooks of the reader.
+            timeline: of the load.
         """
         busy_ns = max(1, counters["read_ns"] + counters["verify_ns"] + counters["copy_ns"])
         verify_s = self.engine_s * counters["verify_ns"] / busy_ns
@@ -86,6 +88,7 @@ class ReadCounts(NamedTuple):
             copy_s=copy_s,
             finish_s=self.finish_s,
             total_s=total_s,
+            timeline=timeline,
         )
 
 

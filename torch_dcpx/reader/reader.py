@@ -52,6 +52,7 @@ from torch_dcpx.storage.paths import (
 )
 from torch_dcpx.storage.place import Place, open_place
 from torch_dcpx.storage.reader_lock import ReadersHold
+from torch_dcpx.timelines import Timeline
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -104,6 +105,7 @@ class DcpxReader(FileSystemReader):
         self.__is_coordinator = False
         self.__metadata_s = self.__hooks_s = 0.0  # in read_metadata, and in the hooks after it
         self.__pause = PlanningPause()
+        self.__timeline = Timeline("load")
         self.__hold = ReadersHold()  # from the metadata to the last byte, of a load through DCP
         refuse_bypassed(self, DcpxReader)
 
@@ -146,7 +148,12 @@ class DcpxReader(FileSystemReader):
         began = time.perf_counter()
         if loaded_through(sys._getframe(1)) is not None:
             self.__hold.take(self.path)
-        with paused_gc():  # the next pause begins before this one ends: no collection between them
+        if self.__timeline.has_ended or not self.__timeline.is_of_call:
+            self.__timeline = Timeline("load", path=self.path)
+        with (
+            self.__timeline.phase("metadata"),
+            paused_gc(),
+        ):  # the next pause begins before this one ends: no collection between them
             try:
                 checkpoint = self.__read_checkpoint(rank)
             except DcpxError as error:
@@ -160,6 +167,7 @@ class DcpxReader(FileSystemReader):
         self.__checkpoint = checkpoint
         save_id = checkpoint.save_id if rank is None else "rank-local"
         self.__generation = Generation(absolute_text(self.path), save_id)
+        self.__timeline.operation_id = self.__timeline.operation_id or save_id
         metadata = checkpoint.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -176,6 +184,7 @@ class DcpxReader(FileSystemReader):
             raise error
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self.__is_coordinator = is_coordinator
+        self.__timeline.rank = self.rank or 0
         self.__hooks_s = 0.0
         self.last_report = None
         self.__take_found()
@@ -189,7 +198,7 @@ class DcpxReader(FileSystemReader):
             CorruptionError, StorageError: a file cannot be read, or is none of this checkpoint.
             UnsupportedError: entries of `storage_data` that are not DCP's.
         """
-        with self.__hook(), bounded_pause(len(plan.items)):
+        with self.__hook("locate"), bounded_pause(len(plan.items)):
             self.__pause.end()
             plan = super().prepare_local_plan(plan)
             try:
@@ -222,7 +231,7 @@ class DcpxReader(FileSystemReader):
             StorageError, ShortReadError: a file is missing, unreadable or too short.
         """
         self.__pause.end()
-        with self.__hook():
+        with self.__hook("read"):
             refuse_bypassed(self, DcpxReader)
             found = self.__take_found(plan.items)
             is_tiled = False
@@ -252,7 +261,9 @@ class DcpxReader(FileSystemReader):
             found.job.report(),
             metadata_s=self.__metadata_s,
             total_s=self.__metadata_s + self.__hooks_s,
+            timeline=self.__timeline,
         )
+        self.__timeline.end_hooks()
         if self.__is_coordinator or not self.use_collectives:
             logger.log(self.__log_level, loaded_line(self.last_report, str(self.path)))
         future: Future[None] = Future()
@@ -270,10 +281,16 @@ class DcpxReader(FileSystemReader):
         return self.__checkpoint is not None and self.__checkpoint.files is not None
 
     @contextmanager
-    def __hook(self) -> Iterator[None]:
-        """Counts the time of a hook."""
+    def __hook(self, phase: str) -> Iterator[None]:
+        """Counts the time of a hook; an error in it ends the load."""
         began = time.perf_counter()
-        yield
+        try:
+            with self.__timeline.phase(phase):
+                yield
+        except BaseException as error:
+            self.__timeline.fail(error)
+            self.__timeline.end_hooks()
+            raise
         self.__hooks_s += time.perf_counter() - began
 
     def __find(self, items: Sequence[ReadItem]) -> Found:
@@ -359,6 +376,12 @@ class DcpxReader(FileSystemReader):
 
 def _empty_metadata() -> Metadata:
     return Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+
+
+def share_timeline(reader: DcpxReader, timeline: Timeline) -> None:
+    """Has a reader note its next load in a timeline of the call that makes the load."""
+    timeline.path = str(reader.path)
+    vars(reader)["_DcpxReader__timeline"] = timeline
 
 
 def quiet_reader(path: AnyPath, options: ReadOptions | None) -> DcpxReader:

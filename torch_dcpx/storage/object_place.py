@@ -27,6 +27,7 @@ from torch_dcpx.storage.object_store import (
 )
 from torch_dcpx.storage.object_uploads import Uploads, part_bytes_for, upload_slot_bytes
 from torch_dcpx.storage.object_url import ObjectUrl
+from torch_dcpx.timelines import Timeline
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.running_save import RunningSave
@@ -319,6 +320,7 @@ class ObjectPlace:
         planned_bytes: Sequence[int],
         options: WriteOptions,
         poll: Callable[[], None],
+        timeline: Timeline,
     ) -> Iterator[dict[str, int]]:
         """Uploads what `job` is given in the block, and has all of it in the store at its end.
 
@@ -329,7 +331,7 @@ class ObjectPlace:
         slot_bytes = upload_slot_bytes(options.slot_bytes, memory_bytes)
         part_bytes = part_bytes_for(max(planned_bytes, default=0), memory_bytes, slot_bytes)
         counters: dict[str, int] = {}
-        uploads = Uploads(self.bucket, self.path.key, job, names, part_bytes)
+        uploads = Uploads(self.bucket, self.path.key, job, names, part_bytes, timeline)
         try:
             yield counters
             counters["engine_ns"] = uploads.wait(poll)

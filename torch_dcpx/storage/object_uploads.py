@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcpx.errors import OptionError, OutcomeUnknownError, StorageError
 from torch_dcpx.storage.object_store import Bucket
+from torch_dcpx.timelines import Timeline
 
 if TYPE_CHECKING:
     from torch_dcpx._native import _C
@@ -59,11 +60,18 @@ class Uploads:
     """Threads that upload the files of a job, in their order. Not thread-safe."""
 
     def __init__(
-        self, bucket: Bucket, prefix: str, job: _C.WriteJob, names: Sequence[str], part_bytes: int
+        self,
+        bucket: Bucket,
+        prefix: str,
+        job: _C.WriteJob,
+        names: Sequence[str],
+        part_bytes: int,
+        timeline: Timeline,
     ) -> None:
         self.error: Exception | None = None  # the first of any thread
         self._bucket, self._prefix, self._job, self._names = bucket, prefix, job, names
         self._part_bytes = part_bytes
+        self._timeline = timeline
         self._guard = threading.Lock()
         self._next = 0
         self._threads = [
@@ -100,7 +108,8 @@ class Uploads:
                     return
                 name = self._names[number]
             try:
-                self._upload(number, f"{self._prefix}/{name}")
+                with self._timeline.phase("upload"):
+                    self._upload(number, f"{self._prefix}/{name}")
             except Exception as error:  # noqa: BLE001 - `wait` raises it
                 with self._guard:
                     self.error = self.error or error

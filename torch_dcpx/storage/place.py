@@ -38,6 +38,7 @@ from torch_dcpx.storage.object_claim import SmallObject
 from torch_dcpx.storage.object_place import ObjectPlace, summed_slot_bytes
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.timelines import Timeline
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.running_save import RunningSave
@@ -200,6 +201,7 @@ class PosixPlace(Directory):
         planned_bytes: Sequence[int],
         options: WriteOptions,
         poll: Callable[[], None],
+        timeline: Timeline,
     ) -> Iterator[dict[str, int]]:
         """Makes the entries of what `job` has written in the block durable, if `options` say so.
 
@@ -207,7 +209,8 @@ class PosixPlace(Directory):
         """
         yield {}
         if names and options.durability == "full":
-            self.sync()
+            with timeline.phase("sync"):
+                self.sync()
 
     def read_job(self, options: ReadOptions) -> _C.ReadJob:
         """Returns a job for a load of files here."""

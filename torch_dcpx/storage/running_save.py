@@ -24,6 +24,7 @@ from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.options import ProgressFunction
 from torch_dcpx.storage.object_url import Location
+from torch_dcpx.timelines import Timeline
 
 _MAX_LOOKS = 1000
 _CHECK_S = 1.0
@@ -64,6 +65,7 @@ class RunningSave:
         self.directory: Location | None = None  # where it saves to, once the writer knows
         self.is_unsure = False  # a commit that nobody has answered may still be done
         self.made: list[Path] = []  # directories that it made, the outermost first
+        self.timeline = Timeline("save")  # of a driven save: that of its call
         self.thread = threading.current_thread()
         begun = getattr(_driving, "begun", None)
         self.is_driven = begun is not None
@@ -89,6 +91,8 @@ class RunningSave:
     def end(self) -> None:
         """Ends the save."""
         self._is_ended = True
+        self.timeline.operation_id = self.timeline.operation_id or self.save_id
+        self.timeline.end_hooks()
 
     def stop(self) -> None:
         """Makes a driven save fail while it writes, a tenth of a second from now."""

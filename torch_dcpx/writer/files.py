@@ -24,6 +24,7 @@ from torch_dcpx.reports import WriteReport
 from torch_dcpx.storage.names import FileEntry, data_file_names
 from torch_dcpx.storage.place import Place
 from torch_dcpx.tensors import device as device_memory
+from torch_dcpx.timelines import Timeline
 from torch_dcpx.writer.items import Split, planned_bytes
 from torch_dcpx.writer.progress import WriteProgress
 from torch_dcpx.writer.rows import WriteRow, stored_bytes, write_results
@@ -40,6 +41,7 @@ class Written(NamedTuple):
     files: list[FileEntry]
     counters: dict[str, int]  # of `WriteJob.report`
     payload_bytes: int
+    timeline: Timeline
 
     def report(self, workers: int, total_s: float) -> WriteReport:
         """Returns the report of a written, uncommitted save; `total_s` in its hooks so far."""
@@ -60,6 +62,7 @@ class Written(NamedTuple):
             fsync_s=fsync_s,
             commit_s=0.0,
             total_s=total_s,
+            timeline=self.timeline,
         )
 
 
@@ -69,6 +72,7 @@ def write_files(
     table: WriteTable,
     options: WriteOptions,
     progress: WriteProgress,
+    timeline: Timeline,
     *,
     prefix: str,
     rank: int,
@@ -78,6 +82,7 @@ def write_files(
     """Writes a split plan to new files of a place, durably if `options` say so.
 
     Args:
+        timeline: gets what the workers do.
         prefix: DCP's storage prefix of the rank, `__{rank}_`.
         rank, save_id: for the footers.
         window_bytes: bound on temporaries alive at one time.
@@ -86,6 +91,7 @@ def write_files(
         StorageError: a write failed; the new files are removed.
         StagingError: likewise for a copy from a device.
     """
+    timeline.operation_id = save_id.hex()
     is_fresh = place.is_fresh()
     job = place.write_job(options)
     first_names = []
@@ -104,7 +110,7 @@ def write_files(
         def poll() -> None:
             progress.poll(job.report()["done_bytes"])
 
-        with place.writing(job, first_names, planned, options, poll) as more:
+        with place.writing(job, first_names, planned, options, poll, timeline) as more:
             placed = _write_windows(job, split, table, progress, window_bytes)
         files = [FileEntry(*row, save_id) for row in job.results()]
         paths = [files[file].path for file in split.files]
@@ -114,7 +120,7 @@ def write_files(
         counters = job.report()
         for name, value in more.items():
             counters[name] += value
-        return Written(results, files, counters, progress.done_bytes)
+        return Written(results, files, counters, progress.done_bytes, timeline)
     except BaseException:
         job.abandon()  # a traceback may keep the job alive, and with it the space of its files
         # The names of objects are nobody else's, whether they are there or not.

@@ -48,6 +48,7 @@ from torch_dcpx.storage.paths import (
 from torch_dcpx.storage.place import Place, make_place, open_place
 from torch_dcpx.storage.running_save import RunningSave, WriterUse
 from torch_dcpx.tensors.offences import check_plan
+from torch_dcpx.timelines import Timeline
 from torch_dcpx.writer.commit import (
     WriteResults,
     check_present,
@@ -201,6 +202,7 @@ class DcpxWriter(FileSystemWriter):
             self.__save = save
             save.directory = self.__anchor.see(self.__location())
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        save.timeline.path, save.timeline.rank = str(self.path), self.rank or 0
         self.__is_coordinator = is_coordinator
         save.save_id = save.save_id if is_coordinator or not self.use_collectives else ""
         self.__own_files, self.__hooks_s, self.last_report = [], 0.0, None
@@ -216,7 +218,7 @@ class DcpxWriter(FileSystemWriter):
             UnsupportedError: a rank-local save over a checkpoint of all ranks; a dtype or layout
                 that cannot be kept; what was replaced in vain. OptionError: so for `sync_files`.
         """
-        with self.__hook():
+        with self.__hook("plan"):
             refuse_bypassed(self, DcpxWriter)
             refuse_changed(self, self.options)
             rank = None if self.use_collectives else self.rank
@@ -254,7 +256,7 @@ class DcpxWriter(FileSystemWriter):
             UnsupportedError, AssertionError: data that cannot be kept; no byte was written for it.
         """
         self.__pause.end_with(plan)
-        with self.__hook():
+        with self.__hook("write"):
             try:
                 written, results = self.__write(plan, planner)
             except BaseException:
@@ -276,7 +278,7 @@ class DcpxWriter(FileSystemWriter):
             PlanError: results and metadata contradict each other; nothing was published.
             StorageError: nothing was published.
         """
-        with self.__hook():
+        with self.__hook("commit"):
             try:
                 with self.__place() as place:
                     files = self.__commit(place, self.__metadata_name(), metadata, results)
@@ -294,13 +296,13 @@ class DcpxWriter(FileSystemWriter):
         """Writes this rank's files; notes them as soon as nobody else would remove them."""
         transform = transform_by(self.transforms) if self.transforms.extensions else None
         table = WriteTable(planner, plan, transform)
+        ahead = self.per_thread_copy_ahead * self.options.resolved_workers()
+        ahead = min(max(ahead, self.options.slot_bytes), self.options.resolved_memory_bytes())
         files_per_rank = self.options.files_per_rank if self.single_file_per_rank else None
         split = split_items(plan.items, files_per_rank)
-        option, path = self.options.progress, str(self.path)
-        with (
-            self.__place() as place,
-            reporting(option, path, is_coordinator=self.__is_coordinator) as shown,
-        ):
+        option, is_coordinator = self.options.progress, self.__is_coordinator
+        reports = reporting(option, str(self.path), is_coordinator=is_coordinator)
+        with self.__place() as place, reports as shown:
             report = self.__save.watched(shown) if self.__save else shown
             planned = list(map(planned_bytes, split.items)) if shown is not None else ()
             written = write_files(
@@ -309,10 +311,11 @@ class DcpxWriter(FileSystemWriter):
                 table,
                 self.options,
                 WriteProgress(report, planned),
+                self.__timeline(),
                 prefix=plan.storage_data.prefix,
                 rank=self.rank or 0,
                 save_id=written_id(self.__save, plan.storage_data),
-                window_bytes=getattr(planner, "dcpx_window_bytes", None) or self.__window_bytes(),
+                window_bytes=getattr(planner, "dcpx_window_bytes", None) or ahead,
             )
             self.__own_files = [file.path for file in written.files]
         return written, WriteResults(written.results, written.files)
@@ -362,9 +365,8 @@ class DcpxWriter(FileSystemWriter):
     def __metadata_name(self) -> str:
         return metadata_name(None if self.use_collectives else self.rank)
 
-    def __window_bytes(self) -> int:
-        ahead = self.per_thread_copy_ahead * self.options.resolved_workers()
-        return min(max(ahead, self.options.slot_bytes), self.options.resolved_memory_bytes())
+    def __timeline(self) -> Timeline:
+        return self.__save.timeline if self.__save is not None else Timeline("save")
 
     def _metadata_exists(self) -> bool:
         """Whether there is a checkpoint that must stay: one of all ranks takes the place of any."""
@@ -377,22 +379,22 @@ class DcpxWriter(FileSystemWriter):
 
     def __release(self, *, has_ended_well: bool = False) -> None:
         """Ends the save: its locks are free, and so is the writer."""
-        if has_ended_well:
-            self.__pause.end_soon()
-        else:
-            self.__pause.end()
+        end_pause = self.__pause.end_soon if has_ended_well else self.__pause.end
+        end_pause()
         self.__locks.release(has_ended_well=has_ended_well)
         if self.__save is not None:
             self.__save.end()
             self.__save = None
 
     @contextmanager
-    def __hook(self) -> Iterator[None]:
+    def __hook(self, phase: str) -> Iterator[None]:
         """Counts the time of a hook; an error in it ends the save."""
         begin = time.perf_counter()
         try:
-            yield
-        except BaseException:
+            with self.__timeline().phase(phase):
+                yield
+        except BaseException as error:
+            self.__timeline().fail(error)
             self.__release()
             raise
         self.__hooks_s += time.perf_counter() - begin

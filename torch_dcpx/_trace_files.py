@@ -1,0 +1,138 @@
+"""Chrome trace files (Perfetto) of timelines: `trace_of` one, and the files of DCPX_TRACE_DIR.
+
+    {"traceEvents": [{"name": "write", "cat": "phase", "ph": "X", "ts": 1.5, "dur": 20.0, ...}],
+     "displayTimeUnit": "ms", "otherData": {"dcpx_trace": 1, "rank": 3, "origin_ns": ..., ...}}
+
+`ts` and `dur` are microseconds; `origin_ns` is the time of `ts` 0, in nanoseconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_dcpx.errors import StorageError, must_be
+
+if TYPE_CHECKING:
+    from torch_dcpx.timelines import Timeline
+
+logger = logging.getLogger("torch_dcpx")
+
+VARIABLE = "DCPX_TRACE_DIR"
+VERSION = 1
+_counter = itertools.count()
+_warned: set[str] = set()  # directories that a trace could not be written to
+
+
+def trace_of(timeline: Timeline) -> dict[str, Any]:
+    """Returns a timeline as the JSON object of a trace."""
+    phases = timeline.phases
+    origin_ns = min((phase.began_ns for phase in phases), default=0)
+    rank, about = timeline.rank, {"path": timeline.path, "id": timeline.operation_id}
+    if timeline.error:
+        about["error"] = timeline.error
+
+    def event(
+        name: str, kind: str, tid: int, began_ns: int, ended_ns: int, args: Any
+    ) -> dict[str, Any]:
+        ts, dur = (began_ns - origin_ns) / 1000, (ended_ns - began_ns) / 1000
+        times = {"ph": "X", "ts": ts, "dur": dur}
+        return {"name": name, "cat": kind, **times, "pid": rank, "tid": tid, "args": args}
+
+    events = []
+    for thread in dict.fromkeys(phase.thread for phase in phases):
+        own = [phase for phase in phases if phase.thread == thread]
+        end_ns = max(phase.ended_ns for phase in own)
+        events.append(
+            event(timeline.operation, "operation", thread, own[0].began_ns, end_ns, about)
+        )
+    events += [event(p.name, "phase", p.thread, p.began_ns, p.ended_ns, {}) for p in phases]
+    tids = {phase.thread: timeline.thread_name(phase.thread) for phase in phases}
+    # Of events that begin together the longest is the outermost, and comes first.
+    events.sort(key=lambda each: (each["ts"], -each["dur"]))
+    return {
+        "traceEvents": [*_names(rank, f"rank {rank} on {timeline.host}", tids), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "dcpx_trace": VERSION,
+            "operation": timeline.operation,
+            "rank": rank,
+            "host": timeline.host,
+            "pid": timeline.pid,
+            **about,
+            "origin_ns": origin_ns,
+            "seconds": _seconds(phases),
+        },
+    }
+
+
+def _names(pid: int, process: str, tids: dict[int, str]) -> Iterator[dict[str, Any]]:
+    yield _meta("process_name", pid, 0, {"name": process})
+    yield _meta("process_sort_index", pid, 0, {"sort_index": pid})
+    for index, (tid, name) in enumerate(sorted(tids.items())):
+        yield _meta("thread_name", pid, tid, {"name": name})
+        yield _meta("thread_sort_index", pid, tid, {"sort_index": index})
+
+
+def _meta(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "ts": 0, "dur": 0, "pid": pid, "tid": tid, "args": args}
+
+
+def _seconds(phases: Iterable[Any]) -> dict[str, float]:
+    """Returns the seconds of each phase."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for phase in phases:
+        found[phase.name] += (phase.ended_ns - phase.began_ns) / 1e9
+    return dict(found)
+
+
+def write_trace(trace: dict[str, Any], path: Any) -> None:
+    """Writes a trace to a file, whole or not at all. Raises OptionError, StorageError."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise must_be("path", path, "the path of a file")
+    target = Path(os.fsdecode(path))
+    beside = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_counter)}.tmp")
+    try:
+        with beside.open("x", encoding="utf-8") as file:  # a new file, behind no link
+            try:
+                json.dump(trace, file)
+                file.close()
+                beside.replace(target)
+            except BaseException:
+                beside.unlink()
+                raise
+    except (OSError, ValueError) as error:  # ValueError: a name that no system call takes
+        text = f"write the trace '{target}': {getattr(error, 'strerror', None) or error}"
+        raise StorageError(text, errno=getattr(error, "errno", None), path=str(target)) from error
+
+
+def write_if_asked(timeline: Timeline) -> None:
+    """Writes a timeline's file in DCPX_TRACE_DIR, if that is set. What fails is logged, once a
+    directory: a trace is not worth a save.
+    """
+    folder = os.environ.get(VARIABLE, "")
+    if not folder:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_trace(trace_of(timeline), Path(folder, file_name(timeline)))
+    except (OSError, StorageError, ValueError) as error:
+        if folder not in _warned:
+            _warned.add(folder)
+            logger.warning("%s=%s: no trace of the %s of '%s' there: %s",
+                           VARIABLE, folder, timeline.operation, timeline.path, error)  # fmt: skip
+
+
+def file_name(timeline: Timeline) -> str:
+    """Returns a name that no other save or load of any rank has."""
+    host = re.sub("[^A-Za-z0-9-]", "_", timeline.host)[:64]
+    key = re.sub("[^A-Za-z0-9]", "", timeline.operation_id)[:12] or "unnamed"
+    rank, pid = timeline.rank, timeline.pid
+    return f"{timeline.operation}-{key}-rank{rank}-{host}-{pid}-{next(_counter)}.json"

@@ -1,0 +1,134 @@
+"""Timelines of saves and loads: phases by thread.
+
+Every save and load notes a dozen phases, whether or not somebody wants a trace. `report.phases`
+and `report.trace` are made from them. While torch's profiler runs, each phase is also a
+`record_function` range, such as "dcpx.save/write"; with `emit_nvtx` torch makes NVTX of it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch_dcpx import _trace_files
+from torch_dcpx._compat import profiled
+
+
+class Phase(NamedTuple):
+    """A part of a save or load on one thread. Phases of one thread never overlap: one that begins
+    within another interrupts it.
+    """
+
+    name: str  # plan, exchange, snapshot, write, sync, vote, commit; of loads also metadata, locate
+    began_ns: int  # since the epoch, as `time.time_ns`
+    ended_ns: int
+    thread: int  # `threading.get_native_id`
+
+
+class Timeline:
+    """What one save or load of this process did, and when. Threads may note at the same time.
+
+    Attributes:
+        operation: "save", "async_save" or "load".
+        operation_id: the same on all ranks, where they know it: of a save its save id.
+        path: of the checkpoint.
+        rank: in the group that saves or loads.
+        is_of_call: whether a call of ours ends it, not the last hook of a plug-in.
+        error: the type of the error that ended it; "" for none.
+        has_ended: whether nothing more is noted.
+    """
+
+    def __init__(
+        self,
+        operation: str = "",
+        *,
+        path: object = "",
+        rank: int | None = None,
+        is_of_call: bool = False,
+    ) -> None:
+        self.operation = operation
+        self.operation_id = ""
+        self.path = str(path)
+        self.rank = rank or 0
+        self.is_of_call = is_of_call
+        self.error = ""
+        self.host = _host_name()
+        self.pid = os.getpid()
+        # Everything is noted by the monotonic clock, which is that of the engine's spans.
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        self._noted: list[Phase] = []
+        self._open: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)  # by thread
+        self._thread_names: dict[int, str] = {}
+        self.has_ended = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Notes the block as a phase of this thread; what it interrupts goes on afterwards."""
+        thread = threading.get_native_id()
+        outer = self._open[thread]
+        began_ns = time.monotonic_ns()
+        if outer:
+            self._noted.append(Phase(*outer[-1], began_ns, thread))
+        else:
+            self._thread_names[thread] = threading.current_thread().name
+        outer.append((name, began_ns))
+        try:
+            with profiled(f"dcpx.{self.operation}/{name}"):
+                yield
+        finally:
+            ended_ns = time.monotonic_ns()
+            self._noted.append(Phase(*outer.pop(), ended_ns, thread))
+            if outer:
+                outer[-1] = outer[-1][0], ended_ns
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that have ended, in the order of their beginnings."""
+        found: list[Phase] = []
+        last: dict[int, int] = {}  # by thread, its last phase in `found`
+        for noted in sorted(self._noted, key=lambda each: each.began_ns):
+            name, thread = noted.name, noted.thread
+            began_ns, ended_ns = noted.began_ns + self._epoch_ns, noted.ended_ns + self._epoch_ns
+            at = last.get(thread)
+            if at is not None and found[at].name == name and found[at].ended_ns == began_ns:
+                found[at] = found[at]._replace(ended_ns=ended_ns)  # interrupted by its own name
+            elif ended_ns > began_ns:
+                last[thread] = len(found)
+                found.append(Phase(name, began_ns, ended_ns, thread))
+        return tuple(found)
+
+    def fail(self, error: BaseException) -> None:
+        """Notes the error that ends it."""
+        self.error = type(error).__name__
+
+    def end(self) -> None:
+        """Ends it, once: writes the file of DCPX_TRACE_DIR. Logs what fails there."""
+        if self._noted and not self.has_ended and self.pid == os.getpid():
+            self.has_ended = True
+            self.operation_id = self.operation_id or os.urandom(16).hex()
+            _trace_files.write_if_asked(self)
+
+    def end_hooks(self) -> None:
+        """Ends it with the last hook of a plug-in, unless a call of ours is around that."""
+        if not self.is_of_call:
+            self.end()
+
+    def thread_name(self, thread: int) -> str:
+        """Returns the name that a thread had."""
+        return self._thread_names.get(thread, f"thread {thread}")
+
+    def trace(self) -> dict[str, Any]:
+        """Returns it as a Chrome trace (Perfetto): a process is a rank."""
+        return _trace_files.trace_of(self)
+
+
+@cache
+def _host_name() -> str:
+    return socket.gethostname()
