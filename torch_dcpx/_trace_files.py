@@ -27,14 +27,16 @@ logger = logging.getLogger("torch_dcpx")
 
 VARIABLE = "DCPX_TRACE_DIR"
 VERSION = 1
+_WORKER_SHIFT = 22  # Linux numbers threads below 2**22
 _counter = itertools.count()
 _warned: set[str] = set()  # directories that a trace could not be written to
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
     """Returns a timeline as the JSON object of a trace."""
-    phases = timeline.phases
-    origin_ns = min((phase.began_ns for phase in phases), default=0)
+    phases, spans, busy = timeline.phases, timeline.spans, timeline.busy
+    begins = [*(phase.began_ns for phase in phases), *(span.began_ns for span in spans)]
+    origin_ns = min(begins, default=0)
     rank, about = timeline.rank, {"path": timeline.path, "id": timeline.operation_id}
     if timeline.error:
         about["error"] = timeline.error
@@ -55,6 +57,13 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
         )
     events += [event(p.name, "phase", p.thread, p.began_ns, p.ended_ns, {}) for p in phases]
     tids = {phase.thread: timeline.thread_name(phase.thread) for phase in phases}
+    for span in spans:
+        is_call = span.kind == "engine"
+        tid = span.thread if is_call else _worker_tid(span.thread, span.worker)
+        if not is_call:
+            tids[tid] = f"{timeline.thread_name(span.thread)}: worker {span.worker}"
+        args = {"bytes": span.nbytes} if span.nbytes else {}
+        events.append(event(span.kind, "worker", tid, span.began_ns, span.ended_ns, args))
     # Of events that begin together the longest is the outermost, and comes first.
     events.sort(key=lambda each: (each["ts"], -each["dur"]))
     return {
@@ -68,9 +77,14 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
             "pid": timeline.pid,
             **about,
             "origin_ns": origin_ns,
-            "seconds": _seconds(phases),
+            "seconds": _seconds(phases, busy),
         },
     }
+
+
+def _worker_tid(thread: int, worker: int) -> int:
+    # One thread makes one call at a time, so that its workers' tracks are never shared.
+    return (worker % 512 + 1 << _WORKER_SHIFT) | (thread % (1 << _WORKER_SHIFT))
 
 
 def _names(pid: int, process: str, tids: dict[int, str]) -> Iterator[dict[str, Any]]:
@@ -85,12 +99,18 @@ def _meta(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]
     return {"name": name, "ph": "M", "ts": 0, "dur": 0, "pid": pid, "tid": tid, "args": args}
 
 
-def _seconds(phases: Iterable[Any]) -> dict[str, float]:
-    """Returns the seconds of each phase."""
+def _seconds(phases: Iterable[Any], busy: Iterable[Any]) -> dict[str, float]:
+    """Returns the seconds of each phase, and of each kind of work the mean over its workers."""
     found: defaultdict[str, float] = defaultdict(float)
     for phase in phases:
         found[phase.name] += (phase.ended_ns - phase.began_ns) / 1e9
-    return dict(found)
+    workers: defaultdict[str, set[tuple[int, int]]] = defaultdict(set)
+    work: defaultdict[str, float] = defaultdict(float)
+    for row in busy:
+        if row.kind != "engine":
+            workers[row.kind].add((row.thread, row.worker))
+            work[row.kind] += row.busy_ns / 1e9
+    return {**found, **{f"worker: {kind}": work[kind] / len(workers[kind]) for kind in work}}
 
 
 def write_trace(trace: dict[str, Any], path: Any) -> None:

@@ -1,4 +1,4 @@
-"""Timelines of saves and loads: phases by thread.
+"""Timelines of saves and loads: phases of Python's threads, spans of the engine's workers.
 
 Every save and load notes a dozen phases, whether or not somebody wants a trace. `report.phases`
 and `report.trace` are made from them. While torch's profiler runs, each phase is also a
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch_dcpx import _trace_files
 from torch_dcpx._compat import profiled
+from torch_dcpx._native import _C
+
+_SPAN = struct.Struct("=QQQII")  # SpanLog::Span of csrc/common/spans.h
 
 
 class Phase(NamedTuple):
@@ -30,6 +34,28 @@ class Phase(NamedTuple):
     began_ns: int  # since the epoch, as `time.time_ns`
     ended_ns: int
     thread: int  # `threading.get_native_id`
+
+
+class Span(NamedTuple):
+    """Work of one worker of the C++ engine."""
+
+    kind: str  # copy, write, sync, locate, read, verify; engine: the call around them
+    worker: int
+    began_ns: int  # since the epoch
+    ended_ns: int
+    nbytes: int
+    thread: int  # of the Python thread that made the call
+
+
+class Busy(NamedTuple):
+    """All work of one kind of one worker in a call, listed as spans or not."""
+
+    kind: str
+    worker: int
+    times: int
+    busy_ns: int
+    nbytes: int
+    thread: int
 
 
 class Timeline:
@@ -65,6 +91,7 @@ class Timeline:
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._noted: list[Phase] = []
         self._open: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)  # by thread
+        self._jobs: list[tuple[int, bytes, bytes]] = []  # thread, spans, sums
         self._thread_names: dict[int, str] = {}
         self.has_ended = False
 
@@ -88,6 +115,10 @@ class Timeline:
             if outer:
                 outer[-1] = outer[-1][0], ended_ns
 
+    def add_spans(self, report: Mapping[str, Any]) -> None:
+        """Adds what a job reports with `spans=True`, called by this thread."""
+        self._jobs.append((threading.get_native_id(), report["spans"], report["busy"]))
+
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases that have ended, in the order of their beginnings."""
@@ -103,6 +134,24 @@ class Timeline:
                 last[thread] = len(found)
                 found.append(Phase(name, began_ns, ended_ns, thread))
         return tuple(found)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What workers did, 2,048 spans a job at most, none shorter than 20 us: see `busy`."""
+        return tuple(
+            Span(_C.SPAN_KINDS[kind], worker, begin + self._epoch_ns, end + self._epoch_ns, n, at)
+            for at, spans, _ in self._jobs
+            for begin, end, n, kind, worker in _SPAN.iter_unpack(spans)
+        )
+
+    @property
+    def busy(self) -> tuple[Busy, ...]:
+        """The sums of all that workers did, a row a worker and kind."""
+        return tuple(
+            Busy(_C.SPAN_KINDS[kind], worker, count, busy_ns, n, thread)
+            for thread, _, sums in self._jobs
+            for count, busy_ns, n, kind, worker in _SPAN.iter_unpack(sums)
+        )
 
     def fail(self, error: BaseException) -> None:
         """Notes the error that ends it."""

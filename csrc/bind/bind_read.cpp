@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "bind/bind.h"
+#include "bind/job_spans.h"
 #include "common/bytes.h"
 #include "dcp/fields.h"
 #include "dcp/gil.h"
@@ -169,23 +170,27 @@ void bind_read(py::module_& m) {
           py::arg("rows"), py::arg("after") = py::none())
       .def("close", &ReadJob::close, py::call_guard<ReleasedGil>())
       .def("touched", &ReadJob::touched)
-      .def("report", [](const ReadJob& job) {
-        const engine::ReadReport report = job.report();
-        py::dict out;
-        out["needed_bytes"] = report.needed_bytes;
-        out["read_bytes"] = report.read_bytes;
-        out["verified_bytes"] = report.verified_bytes;
-        out["in_place_bytes"] = report.in_place_bytes;
-        out["direct_bytes"] = report.direct_bytes;
-        out["foreign_bytes"] = report.foreign_bytes;
-        out["slot_bytes"] = report.slot_bytes;
-        out["locate_ns"] = report.locate_ns;
-        out["read_ns"] = report.read_ns;
-        out["verify_ns"] = report.verify_ns;
-        out["copy_ns"] = report.copy_ns;
-        out["engine_ns"] = report.engine_ns;
-        return out;
-      });
+      .def(
+          "report",
+          [](const ReadJob& job, bool spans) {
+            const engine::ReadReport report = job.report();
+            py::dict out;
+            out["needed_bytes"] = report.needed_bytes;
+            out["read_bytes"] = report.read_bytes;
+            out["verified_bytes"] = report.verified_bytes;
+            out["in_place_bytes"] = report.in_place_bytes;
+            out["direct_bytes"] = report.direct_bytes;
+            out["foreign_bytes"] = report.foreign_bytes;
+            out["slot_bytes"] = report.slot_bytes;
+            out["locate_ns"] = report.locate_ns;
+            out["read_ns"] = report.read_ns;
+            out["verify_ns"] = report.verify_ns;
+            out["copy_ns"] = report.copy_ns;
+            out["engine_ns"] = report.engine_ns;
+            if (spans) add_spans(job.spans(), out);
+            return out;
+          },
+          py::arg("spans") = false);
 }
 
 }  // namespace dcpx

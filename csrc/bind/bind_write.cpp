@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bind/bind.h"
+#include "bind/job_spans.h"
 #include "common/error.h"
 #include "dcp/fields.h"
 #include "dcp/gil.h"
@@ -106,6 +107,9 @@ py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool
 
 void bind_write(py::module_& m) {
   m.attr("OBJECT_ZIP_OVERHEAD") = object_zip_overhead();
+  py::tuple kinds(kSpanKinds.size());
+  for (std::size_t i = 0; i < kSpanKinds.size(); ++i) kinds[i] = kSpanKinds[i];
+  m.attr("SPAN_KINDS") = kinds;
   py::class_<Piece>(m, "UploadPiece", py::buffer_protocol()).def_buffer(&Piece::info);
   py::class_<Pieces>(m, "UploadPieces")
       .def("__iter__", [](const py::object& self) { return self; })
@@ -157,21 +161,25 @@ void bind_write(py::module_& m) {
            })
       .def("abandon", &WriteJob::abandon, py::call_guard<ReleasedGil>())
       .def("created", &WriteJob::created)
-      .def("report", [](const WriteJob& job) {
-        const engine::WriteReport report = job.report();
-        py::dict out;
-        out["direct_bytes"] = report.direct_bytes;
-        out["buffered_bytes"] = report.buffered_bytes;
-        out["in_place_bytes"] = report.in_place_bytes;
-        out["slot_bytes"] = report.slot_bytes;
-        out["done_bytes"] = report.done_bytes;
-        out["total_bytes"] = report.total_bytes;
-        out["copy_ns"] = report.copy_ns;
-        out["write_ns"] = report.write_ns;
-        out["fsync_ns"] = report.fsync_ns;
-        out["engine_ns"] = report.engine_ns;
-        return out;
-      });
+      .def(
+          "report",
+          [](const WriteJob& job, bool spans) {
+            const engine::WriteReport report = job.report();
+            py::dict out;
+            out["direct_bytes"] = report.direct_bytes;
+            out["buffered_bytes"] = report.buffered_bytes;
+            out["in_place_bytes"] = report.in_place_bytes;
+            out["slot_bytes"] = report.slot_bytes;
+            out["done_bytes"] = report.done_bytes;
+            out["total_bytes"] = report.total_bytes;
+            out["copy_ns"] = report.copy_ns;
+            out["write_ns"] = report.write_ns;
+            out["fsync_ns"] = report.fsync_ns;
+            out["engine_ns"] = report.engine_ns;
+            if (spans) add_spans(job.spans(), out);
+            return out;
+          },
+          py::arg("spans") = false);
 }
 
 }  // namespace dcpx

@@ -10,8 +10,11 @@ namespace dcpx {
 namespace {
 
 constexpr std::chrono::milliseconds kPollInterval(100);
+thread_local unsigned worker_number = 0;
 
 }  // namespace
+
+unsigned current_worker() noexcept { return worker_number; }
 
 void StopFlag::poll_inline(const PollFunction& poll) {
   if (!poll) return;
@@ -44,6 +47,7 @@ void run_workers(unsigned count, const WorkFunction& work, const PollFunction& p
   };
   const auto run = [&](unsigned worker) {
     std::exception_ptr error;
+    worker_number = worker;
     try {
       work(worker, stop);
     } catch (...) {  // carried to the waiting thread, which throws it again

@@ -32,6 +32,9 @@ class StopFlag {
   mutable std::chrono::steady_clock::time_point next_poll_;
 };
 
+// The number of the worker that calls; 0 outside of run_workers().
+unsigned current_worker() noexcept;
+
 using WorkFunction = std::function<void(unsigned worker, StopFlag& stop)>;
 
 // Runs `work(0) .. work(count - 1)`, each on its own thread, one alone on the caller's, and waits

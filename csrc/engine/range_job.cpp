@@ -6,7 +6,6 @@
 
 #include "common/bytes.h"
 #include "common/error.h"
-#include "common/stopwatch.h"
 #include "format/crc32.h"
 
 namespace dcpx::engine {
@@ -106,7 +105,7 @@ std::uint32_t RangeJob::add_file(const std::string& name, std::uint64_t file_byt
 }
 
 void RangeJob::write(const std::vector<RangeRow>& rows, const PollFunction& poll) {
-  const Stopwatch watch(engine_ns_);
+  const Stopwatch watch(spans_, SpanKind::kEngine);
   std::vector<Plan> plans;
   plans.reserve(rows.size());
   bool needs_slots = false;
@@ -240,7 +239,7 @@ void RangeJob::write_direct(const Plan& plan, const std::byte* data, std::uint64
 }
 
 void RangeJob::finish(bool is_whole, const PollFunction& poll) {
-  const Stopwatch watch(engine_ns_);
+  const Stopwatch watch(spans_, SpanKind::kEngine);
   std::atomic<std::size_t> next{0};
   const auto work = [&](unsigned, StopFlag& stop) {
     for (std::size_t i = next++; i < files_.size() && !stop.is_set(); i = next++) {
@@ -265,7 +264,7 @@ void RangeJob::abandon() noexcept {
 
 RangeReport RangeJob::report() const {
   return {written_bytes_.load(), in_place_bytes_.load(), direct_bytes_.load(),
-          writes_.load(),        slot_bytes_.load(),     engine_ns_.load()};
+          writes_.load(),        slot_bytes_.load(),     spans_.total_ns(SpanKind::kEngine)};
 }
 
 }  // namespace dcpx::engine

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "common/slot.h"
+#include "common/spans.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
 #include "io/file.h"
@@ -106,7 +107,7 @@ class RangeJob {  // Not thread-safe. After an exception only report() and aband
   std::atomic<std::uint64_t> direct_bytes_{0};
   std::atomic<std::uint64_t> writes_{0};
   std::atomic<std::uint64_t> slot_bytes_{0};
-  std::atomic<std::uint64_t> engine_ns_{0};
+  SpanLog spans_;
 };
 
 }  // namespace dcpx::engine

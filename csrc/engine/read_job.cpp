@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "common/bytes.h"
-#include "common/stopwatch.h"
 #include "engine/block_sums.h"
 #include "format/crc32.h"
 #include "io/page_cache.h"
@@ -108,7 +107,7 @@ bool ReadJob::keep_open() const noexcept {
 std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& files,
                                          const std::vector<WantedItem>& wanted,
                                          const PollFunction& poll) {
-  const Stopwatch watch(engine_ns_);
+  const Stopwatch watch(spans_, SpanKind::kEngine);
   const std::size_t first_new = files_.size();
   for (const StoredFileSpec& spec : files) files_.push_back(std::make_unique<OpenFile>(spec));
   std::vector<std::vector<std::uint32_t>> by_file(files_.size());
@@ -126,7 +125,7 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
       [&](unsigned, StopFlag& stop) {
         for (std::size_t f = next.fetch_add(1); f < files_.size() && !stop.is_set();
              f = next.fetch_add(1)) {
-          const Stopwatch own_watch(locate_ns_);
+          const Stopwatch own_watch(spans_, SpanKind::kLocate);
           OpenFile& file = *files_[f];
           file.stored.open(folder_);
           file.stored.locate(wanted, by_file[f], files_.size() <= kMaxKeptEnds, located);
@@ -144,7 +143,7 @@ bool ReadJob::is_checked(const OpenFile& file) const noexcept {
 
 void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& poll,
                    const device::SourceEvents* after) {
-  const Stopwatch watch(engine_ns_);
+  const Stopwatch watch(spans_, SpanKind::kEngine);
   touched_count_ = regions.size();
   touched_ = std::make_unique<std::atomic<bool>[]>(regions.size());
   for (std::size_t r = 0; r < regions.size(); ++r) touched_[r].store(false);
@@ -216,10 +215,10 @@ void ReadJob::work(Pass& pass, Worker& worker, const StopFlag& stop) {
     read_cell(pass, cell, worker, stop);
     if (file.cells_left.fetch_sub(1) == 1) release(file);
     worker.turn = (worker.turn + 1) % worker.turns.size();
-    const Stopwatch watch(copy_ns_);
+    const Stopwatch watch(spans_, SpanKind::kCopy);
     worker.current().wait(stop);
   }
-  const Stopwatch watch(copy_ns_);
+  const Stopwatch watch(spans_, SpanKind::kCopy);
   for (DeviceTurn& turn : worker.turns) turn.wait(stop);
 }
 
@@ -235,7 +234,7 @@ void ReadJob::read_cell(const Pass& pass, const CellRange& cell, Worker& worker,
     if (stop.is_set()) return;
     read_extent(pass, cell, extent, worker, is_direct);
   }
-  const Stopwatch watch(copy_ns_);
+  const Stopwatch watch(spans_, SpanKind::kCopy);
   worker.current().submit(stop);
 }
 
@@ -243,7 +242,7 @@ void ReadJob::prepare(OpenFile& file) {
   if (file.is_ready) return;
   const std::lock_guard lock(file.mutex);
   if (file.is_ready) return;
-  const Stopwatch watch(locate_ns_);
+  const Stopwatch watch(spans_, SpanKind::kLocate);
   StoredFile& stored = file.stored;
   if (!file.is_kept_open) stored.open(folder_);
   if (is_checked(file)) {
@@ -290,7 +289,7 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
   const bool is_fetched = input.is_object() && pass.devices.empty();
   io::ObjectStore::Bytes fetched;
   if (is_fetched) {
-    const Stopwatch watch(read_ns_);
+    const Stopwatch watch(spans_, SpanKind::kRead, end - begin);
     fetched = input.fetch(begin, end - begin);
   }
   layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end,
@@ -307,7 +306,7 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
   if (layout.in_place_bytes() > 0) touch();
   if (!is_fetched) {
     std::vector<iovec> unread(layout.pieces());  // read_at() consumes what it is given
-    const Stopwatch watch(read_ns_);
+    const Stopwatch watch(spans_, SpanKind::kRead, end - begin);
     input.read_at(unread.data(), static_cast<int>(unread.size()), begin, is_direct);
   }
   read_bytes_.fetch_add(end - begin, std::memory_order_relaxed);
@@ -317,11 +316,11 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
     foreign_bytes_.fetch_add(end - begin, std::memory_order_relaxed);
   }
   if (is_checked(file)) {
-    const Stopwatch watch(verify_ns_);
+    const Stopwatch watch(spans_, SpanKind::kVerify, checked_end - begin);
     verify_extent(pass, extent, worker, begin, checked_end);
     verified_bytes_.fetch_add(checked_end - begin, std::memory_order_relaxed);
   }
-  const Stopwatch watch(copy_ns_);
+  const Stopwatch watch(spans_, SpanKind::kCopy, end - begin);
   touch();
   if (turn.fqn == nullptr) turn.fqn = fqn;
   with_name(turn.fqn, [&] { layout.copy_out(turn.streams); });
@@ -388,11 +387,11 @@ ReadReport ReadJob::report() const {
   report.in_place_bytes = in_place_bytes_.load();
   report.direct_bytes = direct_bytes_.load();
   report.foreign_bytes = foreign_bytes_.load();
-  report.locate_ns = locate_ns_.load();
-  report.read_ns = read_ns_.load();
-  report.verify_ns = verify_ns_.load();
-  report.copy_ns = copy_ns_.load();
-  report.engine_ns = engine_ns_.load();
+  report.locate_ns = spans_.total_ns(SpanKind::kLocate);
+  report.read_ns = spans_.total_ns(SpanKind::kRead);
+  report.verify_ns = spans_.total_ns(SpanKind::kVerify);
+  report.copy_ns = spans_.total_ns(SpanKind::kCopy);
+  report.engine_ns = spans_.total_ns(SpanKind::kEngine);
   return report;
 }
 

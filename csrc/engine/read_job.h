@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "common/spans.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
 #include "device/source_events.h"
@@ -83,6 +84,7 @@ class ReadJob {  // Not thread-safe.
   // Per region of the last read(): whether a byte may have been written to its destination.
   std::vector<bool> touched() const;
   ReadReport report() const;
+  const SpanLog& spans() const noexcept { return spans_; }
 
  private:
   struct OpenFile;
@@ -114,11 +116,7 @@ class ReadJob {  // Not thread-safe.
   std::atomic<std::uint64_t> in_place_bytes_{0};
   std::atomic<std::uint64_t> direct_bytes_{0};
   std::atomic<std::uint64_t> foreign_bytes_{0};
-  std::atomic<std::uint64_t> locate_ns_{0};
-  std::atomic<std::uint64_t> read_ns_{0};
-  std::atomic<std::uint64_t> verify_ns_{0};
-  std::atomic<std::uint64_t> copy_ns_{0};
-  std::atomic<std::uint64_t> engine_ns_{0};
+  SpanLog spans_;
 };
 
 }  // namespace dcpx::engine

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <numeric>
 
-#include "common/stopwatch.h"
 #include "engine/device_fill.h"
 #include "engine/write_job_parts.h"
 #include "io/huge_pages.h"
@@ -132,7 +131,7 @@ void WriteJob::prepare(Window& window, bool is_final) {
 void WriteJob::write(std::vector<WriteItem>& items, bool is_final, const PollFunction& poll,
                      const device::SourceEvents* after) {
   DCPX_CHECK(items.size() < kNoItem, "too many items in one call");
-  const Stopwatch watch(engine_ns_);
+  const Stopwatch watch(spans_, SpanKind::kEngine);
   Window window{items, {}, {}, {}, {}, {}, {}, {}, {}};
   for (const WriteItem& item : items) {
     if (item.device < 0) continue;
@@ -244,7 +243,7 @@ void WriteJob::write_segment(Window& window, std::uint32_t index, Worker& worker
 
 const std::byte* WriteJob::fill(Window& window, const Segment& segment, SegmentSummer& summer,
                                 Worker& worker) {
-  const Stopwatch watch(copy_ns_);
+  const Stopwatch watch(spans_, SpanKind::kCopy, segment.end - segment.begin);
   if (segment.is_in_place) {
     const Piece& piece = window.layout.pieces[segment.first_piece];
     return sum_in_place(window.layout, segment, window.items, window.sums, summer, worker.stop)
@@ -262,7 +261,7 @@ const std::byte* WriteJob::fill(Window& window, const Segment& segment, SegmentS
 
 bool WriteJob::write_bytes(OpenFile& file, const std::byte* data, std::uint64_t nbytes,
                            std::uint64_t offset, Worker& worker) {
-  const Stopwatch watch(write_ns_);
+  const Stopwatch watch(spans_, SpanKind::kWrite, nbytes);
   std::uint64_t count = 0;
   for (std::uint64_t at = 0; at < nbytes; at += count) {
     if (worker.stop.is_set()) return false;
@@ -354,7 +353,7 @@ void WriteJob::write_footer(OpenFile& file, const std::vector<std::byte>& footer
     if (!write_bytes(file, aligned.data(), nbytes, file.tail.index_offset + at, worker)) return;
   }
   if (options_.is_durable) {
-    const Stopwatch watch(fsync_ns_);
+    const Stopwatch watch(spans_, SpanKind::kSync);
     file.file.sync();
   }
   file.file.close(file.tail.file_bytes);
@@ -385,9 +384,16 @@ std::vector<std::string> WriteJob::created() const {
 
 WriteReport WriteJob::report() const {
   const std::uint64_t done_bytes = queue_ != nullptr ? queue_->gone_bytes() : done_bytes_.load();
-  return {direct_bytes_.load(), buffered_bytes_.load(), in_place_bytes_.load(), slot_bytes_.load(),
-          done_bytes,           total_bytes_.load(),    copy_ns_.load(),        write_ns_.load(),
-          fsync_ns_.load(),     engine_ns_.load()};
+  return {direct_bytes_.load(),
+          buffered_bytes_.load(),
+          in_place_bytes_.load(),
+          slot_bytes_.load(),
+          done_bytes,
+          total_bytes_.load(),
+          spans_.total_ns(SpanKind::kCopy),
+          spans_.total_ns(SpanKind::kWrite),
+          spans_.total_ns(SpanKind::kSync),
+          spans_.total_ns(SpanKind::kEngine)};
 }
 
 }  // namespace dcpx::engine

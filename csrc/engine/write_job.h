@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "common/mutex.h"
+#include "common/spans.h"
 #include "common/unique_fd.h"
 #include "common/worker_group.h"
 #include "device/source_events.h"
@@ -110,6 +111,7 @@ class WriteJob {
   const std::shared_ptr<UploadQueue>& queue() const noexcept { return queue_; }
   // Thread-safe: `poll` may ask while write() runs.
   WriteReport report() const;
+  const SpanLog& spans() const noexcept { return spans_; }  // As report().
 
  private:
   struct OpenFile;
@@ -155,10 +157,7 @@ class WriteJob {
   std::atomic<std::uint64_t> slot_bytes_{0};
   std::atomic<std::uint64_t> done_bytes_{0};
   std::atomic<std::uint64_t> total_bytes_{0};
-  std::atomic<std::uint64_t> copy_ns_{0};
-  std::atomic<std::uint64_t> write_ns_{0};
-  std::atomic<std::uint64_t> fsync_ns_{0};
-  std::atomic<std::uint64_t> engine_ns_{0};
+  SpanLog spans_;
   JobSlots slots_;                      // kept from call to call, until the last
   std::shared_ptr<UploadQueue> queue_;  // of a streamed job
 };

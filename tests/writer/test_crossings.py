@@ -83,6 +83,20 @@ def test_a_save_is_one_call_and_a_load_is_two(
     }
 
 
+def test_a_trace_costs_no_call_more(
+    tmp_path: Path, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, counts = state_of(30), []
+    for folder in ("", str(tmp_path / "traces")):
+        monkeypatch.setenv("DCPX_TRACE_DIR", folder)
+        save(state, tmp_path / "checkpoint")
+        load(state, tmp_path / "checkpoint")
+        counts.append(dict(calls))
+        calls.clear()
+    assert counts[0] == counts[1]
+    assert len(list((tmp_path / "traces").iterdir())) == 2
+
+
 def test_a_load_of_a_stock_checkpoint_is_two_calls(tmp_path: Path, calls: Counter[str]) -> None:
     state = state_of(300)
     save(state, tmp_path, "stock")

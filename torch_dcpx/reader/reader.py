@@ -256,9 +256,11 @@ class DcpxReader(FileSystemReader):
             finally:
                 if found is not None:
                     found.job.close()  # a traceback may keep the job alive, and with it its files
+                    counters = found.job.report(spans=True)
+                    self.__timeline.add_spans(counters)
                 self.__hold.release()
         self.last_report = counts.report(
-            found.job.report(),
+            counters,
             metadata_s=self.__metadata_s,
             total_s=self.__metadata_s + self.__hooks_s,
             timeline=self.__timeline,

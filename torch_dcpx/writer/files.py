@@ -117,11 +117,13 @@ def write_files(
         with paused_gc():
             results = write_results(split.items, paths, *placed, table.descriptors)
         progress.finish()
-        counters = job.report()
+        counters = job.report(spans=True)
+        timeline.add_spans(counters)
         for name, value in more.items():
             counters[name] += value
         return Written(results, files, counters, progress.done_bytes, timeline)
     except BaseException:
+        timeline.add_spans(job.report(spans=True))
         job.abandon()  # a traceback may keep the job alive, and with it the space of its files
         # The names of objects are nobody else's, whether they are there or not.
         place.remove_leftovers(first_names if place.is_object else job.created())
