@@ -1,0 +1,130 @@
+"""`dcpx trace` merges what ranks left in DCPX_TRACE_DIR, and shows where time went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from torch_dcpx.cli.app import app
+from torch_dcpx.timelines import Phase, Timeline
+
+SECOND = 10**9
+
+
+def dcpx(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in args], prog_name="dcpx")
+
+
+def note(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, **changes: Any) -> None:
+    """Writes the trace of a rank: it plans for a second, and writes for `rank + 1` seconds."""
+    monkeypatch.setenv("DCPX_TRACE_DIR", str(folder))
+    began = changes.pop("began", 100)
+    timeline = Timeline(changes.pop("operation", "save"), path="/ckpt", rank=rank)
+    vars(timeline).update({"operation_id": "3f2a" * 8, "_epoch_ns": 0, **changes})
+    ends = [(began + at) * SECOND for at in (0, 1, rank + 2)]
+    timeline._noted += [Phase("plan", *ends[:2], 7), Phase("write", *ends[1:], 7)]
+    timeline.end()
+
+
+def merged(out: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+def test_ranks_of_a_save_are_merged_and_the_slowest_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "traces", tmp_path / "merged.json"
+    for rank in range(3):
+        note(folder, monkeypatch, rank, began=100 + rank)
+    result = dcpx("trace", folder, "--out", out)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"save of '/ckpt' (3f2a3f2a3f2a), 3 ranks: {out}"
+    assert lines[1].split() == ["phase", "ranks", "min", "s", "median", "s", "max", "s", "slowest"]
+    assert lines[2].split()[:5] == ["plan", "3", "1.000", "1.000", "1.000"]
+    assert lines[3].split() == ["write", "3", "1.000", "2.000", "3.000", "rank", "2"]
+    events = merged(out)
+    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
+    starts = {event["pid"]: event["ts"] for event in reversed(events) if event["name"] == "write"}
+    assert starts == {0: 1e6, 1: 2e6, 2: 3e6}
+
+
+def test_the_newest_operation_is_taken_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "traces", tmp_path / "traces" / "merged.json"
+    note(folder, monkeypatch, 0, operation_id="old", began=10)
+    note(folder, monkeypatch, 0, operation_id="new", began=20, error="StorageError")
+    note(folder, monkeypatch, 1, operation_id="new", began=20)
+    note(folder, monkeypatch, 1, operation_id="new", began=15, pid=1)  # of a run before this one
+    for args, wanted in (((), 2), (("--save-id", "ol"), 1), (("--all",), 3)):
+        result = dcpx("trace", folder, "--out", out, *args, "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert found["files"] == wanted
+        assert len(found["operations"]) == (2 if args == ("--all",) else 1)
+        assert found["errors"] == ([] if "ol" in args else ["StorageError on rank 0"])
+        assert {event["pid"] for event in merged(out)} == ({0} if "ol" in args else {0, 1})
+    assert "failed: StorageError on rank 0" in dcpx("trace", folder, "--out", out).stdout
+    assert dcpx("trace", folder, "--save-id", "none").exit_code == 2
+
+
+def test_two_processes_of_one_rank_stay_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "traces", tmp_path / "merged.json"
+    for number, host in enumerate(("node1", "node2")):
+        note(folder, monkeypatch, 0, host=host, operation_id=str(number))
+    assert dcpx("trace", folder, "--all", "--out", out).exit_code == 0
+    assert {event["pid"] for event in merged(out)} == {0, 1}
+
+
+def change(path: Path, **changes: Any) -> str:
+    trace = json.loads(path.read_text())
+    trace["otherData"].update(changes)
+    return json.dumps(trace)
+
+
+BAD = {
+    "half-written": lambda path: path.read_text()[:-9],
+    "empty": lambda _: "",
+    "deep": lambda _: "[" * 100_000,
+    "nan": lambda path: path.read_text().replace('"dur": 0', '"dur": NaN', 1),
+    "not text": lambda _: "\udcff",
+    "foreign": lambda _: '{"traceEvents": [], "otherData": {}}',
+    "a list": lambda _: "[1]",
+    "a later format": lambda path: change(path, dcpx_trace=2),
+    "no rank": lambda path: change(path, rank="0"),
+    "negative seconds": lambda path: change(path, seconds={"write": -1}),
+    "seconds of text": lambda path: change(path, seconds={"write": "1"}),
+    "an event of text": lambda path: path.read_text().replace('"ph": "X"', '"ph": 3', 1),
+    "a huge time": lambda path: path.read_text().replace('"dur": 0', '"dur": 1e300', 1),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_file_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    note(tmp_path, monkeypatch, 0)
+    (good,) = tmp_path.iterdir()
+    bad = tmp_path / "bad.json"
+    bad.write_bytes(BAD[what](good).encode("utf-8", "surrogateescape"))
+    result = dcpx("trace", tmp_path, "--out", tmp_path / "out")
+    assert result.exit_code in (1, 2)
+    assert f"'{bad}'" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_without_traces_says_how_to_get_them(tmp_path: Path) -> None:
+    result = dcpx("trace", tmp_path)
+    assert result.exit_code == 2
+    assert f"no trace in '{tmp_path}': set DCPX_TRACE_DIR={tmp_path}" in result.stderr
+    result = dcpx("trace", tmp_path / "absent")
+    assert result.exit_code == 2
+    assert "No such file or directory" in result.stderr

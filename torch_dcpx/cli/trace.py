@@ -1,0 +1,197 @@
+"""`dcpx trace`: merges the traces that ranks wrote to DCPX_TRACE_DIR, and says where time went."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterable
+from math import isfinite
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, NoReturn
+
+from torch_dcpx._text import counted
+from torch_dcpx._trace_files import VARIABLE, VERSION, write_trace
+from torch_dcpx.cli.output import FINE, put_json, put_lines, put_table
+from torch_dcpx.errors import CorruptionError, StorageError, UnsupportedError
+
+
+class _Trace(NamedTuple):
+    """The trace of one rank of one save or load."""
+
+    about: dict[str, Any]  # its `otherData`
+    events: list[dict[str, Any]]
+
+    @property
+    def operation(self) -> tuple[str, str]:
+        """What all its ranks share."""
+        return self.about["operation"], self.about["id"]
+
+    @property
+    def process(self) -> tuple[int, str, int]:
+        return self.about["rank"], self.about["host"], self.about["pid"]
+
+
+def run_trace(
+    folder: Path, out: Path, *, save_id: str | None, takes_all: bool, as_json: bool
+) -> int:
+    """Merges the newest operation in `folder`, or those of an id, or all. Returns the exit code."""
+    traces = _chosen(_read_all(folder), folder, save_id, takes_all=takes_all)
+    write_trace(_merged(traces), out)
+    rows = _rows(traces)
+    errors = {f"{t.about['error']} on rank {t.about['rank']}" for t in traces if "error" in t.about}
+    operations = dict.fromkeys(trace.operation for trace in traces)
+    if as_json:
+        named = [{"operation": name, "id": own_id} for name, own_id in operations]
+        head = {"out": str(out), "operations": named, "files": len(traces)}
+        put_json({**head, "errors": sorted(errors), "phases": rows})
+        return FINE
+    ranks = counted(len({trace.process for trace in traces}), "rank")
+    first = traces[0].about
+    what = f"{first['operation']} of '{first['path']}' ({first['id'][:12]})"
+    what = what if len(operations) == 1 else counted(len(operations), "operation")
+    put_lines([f"{what}, {ranks}: {out}", *(f"failed: {error}" for error in sorted(errors))])
+    times = ("min_s", "median_s", "max_s")
+    put_table(
+        ["phase", "#ranks", "#min s", "#median s", "#max s", "slowest"],
+        (
+            (
+                row["phase"],
+                row["ranks"],
+                *(f"{row[key]:.3f}" for key in times),
+                f"rank {row['slowest']}",
+            )
+            for row in rows
+        ),
+    )
+    return FINE
+
+
+def _read_all(folder: Path) -> list[_Trace]:
+    try:
+        paths = sorted(path for path in folder.iterdir() if _is_named_so(path))
+        found = [_read(path) for path in paths]
+    except OSError as error:
+        text = f"read traces in '{folder}': {error.strerror}"
+        raise StorageError(text, errno=error.errno, path=str(error.filename or folder)) from error
+    traces = [trace for trace in found if trace is not None]
+    if not traces:
+        text = f"no trace in '{folder}': set {VARIABLE}={folder} where the job runs"
+        raise StorageError(text, errno=errno.ENOENT, path=str(folder))
+    return traces
+
+
+def _is_named_so(path: Path) -> bool:
+    return path.suffix == ".json" and not path.name.startswith(".") and path.is_file()
+
+
+def _read(path: Path) -> _Trace | None:
+    """Returns the trace in a file; None where it is a merged one."""
+
+    def refuse(text: str) -> NoReturn:
+        raise ValueError(f"{text} is no number of JSON")
+
+    try:
+        value = json.loads(path.read_text("utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        text = f"read the trace '{path}': no whole JSON: {error}"
+        raise CorruptionError(text, path=str(path)) from error
+    about = value.get("otherData") if isinstance(value, dict) else None
+    if not isinstance(about, dict) or "dcpx_trace" not in about:
+        text = f"'{path}' is no trace of torch-dcpx: move it out of the directory"
+        raise CorruptionError(text, path=str(path))
+    if about["dcpx_trace"] != VERSION:
+        text = f"'{path}' is a trace of format {about['dcpx_trace']!r:.40}, known is {VERSION}"
+        raise UnsupportedError(text)
+    if about.get("merged"):
+        return None
+    events = value.get("traceEvents")
+    if not (_is_about(about) and isinstance(events, list) and all(map(_is_event, events))):
+        raise CorruptionError(f"'{path}' is a damaged trace", path=str(path))
+    return _Trace(about, events)
+
+
+def _is_about(about: dict[str, Any]) -> bool:
+    texts = all(type(about.get(key)) is str for key in ("operation", "id", "path", "host"))
+    numbers = all(_is_count(about.get(key)) for key in ("rank", "pid", "origin_ns"))
+    seconds = about.get("seconds")
+    is_timed = isinstance(seconds, dict) and all(map(_is_time, seconds.values()))
+    return texts and numbers and is_timed and type(about.get("error", "")) is str
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, dict) or type(event.get("name")) is not str:
+        return False
+    numbers = _is_time(event.get("ts")) and _is_time(event.get("dur"))
+    return event.get("ph") in ("X", "M") and numbers and _is_count(event.get("tid"))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value) and 0 <= value < 1 << 63
+
+
+def _chosen(
+    traces: list[_Trace], folder: Path, save_id: str | None, *, takes_all: bool
+) -> list[_Trace]:
+    """Returns the traces to merge: of each rank of an operation the newest."""
+    traces = sorted(traces, key=lambda trace: int(trace.about["origin_ns"]))
+    if save_id is not None:
+        traces = [trace for trace in traces if trace.about["id"].startswith(save_id)]
+        if not traces:
+            text = f"no trace of a save '{save_id}' in '{folder}'"
+            raise StorageError(text, errno=errno.ENOENT, path=str(folder))
+    elif not takes_all:
+        newest = traces[-1].operation
+        traces = [trace for trace in traces if trace.operation == newest]
+    return list({(*trace.operation, trace.about["rank"]): trace for trace in traces}.values())
+
+
+def _merged(traces: list[_Trace]) -> dict[str, Any]:
+    origin_ns = min(trace.about["origin_ns"] for trace in traces)
+    pids = _pids(trace.process for trace in traces)
+    events = []
+    for about, own in traces:
+        shift_us = (about["origin_ns"] - origin_ns) / 1000
+        pid = pids[about["rank"], about["host"], about["pid"]]
+        for event in own:
+            shifted = event["ts"] + shift_us if event["ph"] == "X" else 0
+            events.append({**event, "pid": pid, "ts": shifted})
+    events.sort(key=lambda event: (event["ph"] == "X", event["ts"], -event["dur"]))
+    about = {"dcpx_trace": VERSION, "merged": len(traces), "origin_ns": origin_ns}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _pids(processes: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str, int], int]:
+    """Returns a number for each process: its rank, or one behind all ranks where two have it."""
+    known = sorted(set(processes))
+    numbers: dict[tuple[int, str, int], int] = {}
+    behind = known[-1][0] + 1
+    for process in known:
+        is_first = process[0] not in numbers.values()
+        numbers[process] = process[0] if is_first else behind
+        behind += not is_first
+    return numbers
+
+
+def _rows(traces: list[_Trace]) -> list[dict[str, Any]]:
+    """Returns the seconds of each phase by rank; of several operations their sums."""
+    phases: dict[str, dict[int, float]] = {}
+    for trace in traces:
+        for phase, seconds in trace.about["seconds"].items():
+            ranks = phases.setdefault(phase, {})
+            ranks[trace.about["rank"]] = ranks.get(trace.about["rank"], 0.0) + seconds
+    return [
+        {
+            "phase": phase,
+            "ranks": len(ranks),
+            "min_s": min(ranks.values()),
+            "median_s": median(ranks.values()),
+            "max_s": max(ranks.values()),
+            "slowest": max(ranks, key=ranks.__getitem__),
+        }
+        for phase, ranks in sorted(phases.items(), key=lambda each: ":" in each[0])
+    ]
