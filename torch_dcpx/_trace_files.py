@@ -146,8 +146,8 @@ def write_if_asked(timeline: Timeline) -> None:
     except (OSError, StorageError, ValueError) as error:
         if folder not in _warned:
             _warned.add(folder)
-            logger.warning("%s=%s: no trace of the %s of '%s' there: %s",
-                           VARIABLE, folder, timeline.operation, timeline.path, error)  # fmt: skip
+            text = "%s=%s: no trace of the %s of '%s' there: %s"
+            logger.warning(text, VARIABLE, folder, timeline.operation, timeline.path, error)
 
 
 def file_name(timeline: Timeline) -> str:

@@ -82,9 +82,8 @@ def write_files(
     """Writes a split plan to new files of a place, durably if `options` say so.
 
     Args:
-        timeline: gets what the workers do.
         prefix: DCP's storage prefix of the rank, `__{rank}_`.
-        rank, save_id: for the footers.
+        rank, save_id: for the footers. timeline: gets the workers' spans.
         window_bytes: bound on temporaries alive at one time.
 
     Raises:
@@ -117,8 +116,7 @@ def write_files(
         with paused_gc():
             results = write_results(split.items, paths, *placed, table.descriptors)
         progress.finish()
-        counters = job.report(spans=True)
-        timeline.add_spans(counters)
+        timeline.add_spans(counters := job.report(spans=True))
         for name, value in more.items():
             counters[name] += value
         return Written(results, files, counters, progress.done_bytes, timeline)
