@@ -52,6 +52,12 @@ if TYPE_CHECKING:
     from .errors import UnknownNameError as UnknownNameError
     from .errors import UnsafePickleError as UnsafePickleError
     from .errors import UnsupportedError as UnsupportedError
+    from .events import Event as Event
+    from .events import LoadEnded as LoadEnded
+    from .events import LoadFailed as LoadFailed
+    from .events import SaveEnded as SaveEnded
+    from .events import SaveFailed as SaveFailed
+    from .events import on_event as on_event
     from .hook.install import install as install
     from .hook.install import uninstall as uninstall
     from .hook.install import use as use
@@ -96,6 +102,7 @@ _PUBLIC = {
         "ShortReadError StagingError StorageError StoreLostError UnknownNameError "
         "UnsafePickleError UnsupportedError"
     ),
+    "events": "Event LoadEnded LoadFailed SaveEnded SaveFailed on_event",
     "hook.install": "install uninstall use",
     "integrity.findings": "Finding RepairReport VerifyReport",
     "integrity.repair": "repair",

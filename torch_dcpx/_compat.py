@@ -192,6 +192,13 @@ def loaded_through(frame: FrameType) -> object | None:
     return frame.f_locals.get("storage_reader")
 
 
+def is_in_stock_load(frame: FrameType | None) -> bool:
+    """Returns whether the load that a frame is in, if any, is DCP's."""
+    while frame is not None and not is_load(frame):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == state_dict_loader.__name__
+
+
 def reader_above(frame: FrameType | None) -> object | None:
     """Returns the storage reader of the load, DCP's or ours, that a frame is in; else None."""
     while frame is not None:

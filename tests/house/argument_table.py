@@ -105,6 +105,7 @@ TABLE: Table = {
         },
     ),
     "wait": (dcpx.wait, {}, {"timeout_s": NOT_SECONDS}),
+    "on_event": (dcpx.on_event, {}, {"callback": (None, 3, "print", [print], object())}),
     "export": (
         dcpx.export,
         {"source": STATE, "path": "out"},

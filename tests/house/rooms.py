@@ -21,7 +21,7 @@ PYTHON_ROOMS = {"dcp", "bind"}
 GROUND = {
     "__init__", "_arguments", "_compat", "_environment", "_gc", "_hooks", "_integers", "_last_jobs",
     "_native",
-    "_plan_classes", "_text", "_trace_files", "_version", "_waiting", "errors", "options",
+    "_plan_classes", "_text", "_trace_files", "_version", "_waiting", "errors", "events", "options",
     "reports", "timelines",
 }  # fmt: skip
 

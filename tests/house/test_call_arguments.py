@@ -29,7 +29,8 @@ NO_ARGUMENTS = {"close", "drain_on_sigterm", "CheckpointManager.latest", "Checkp
 NO_ARGUMENTS |= {"CheckpointManager.close", "uninstall"}
 # Classes of what torch-dcpx makes itself; rules, which a KeyMap checks; a box for any value.
 NOT_CALLED = {"CopyGuard", "Finding", "Preemption", "PerRank", "SaveHandle", "Merge", "Split"}
-NOT_CALLED |= {"Transpose", "ResumeInfo", "OpenCheckpoint", "LazyTensor"}
+NOT_CALLED |= {"Transpose", "ResumeInfo", "OpenCheckpoint", "LazyTensor", "Event"}
+NOT_CALLED |= {"SaveEnded", "SaveFailed", "LoadEnded", "LoadFailed"}
 
 
 @pytest.fixture(autouse=True)

@@ -124,6 +124,24 @@ def looks() -> None:
         print(ckpt.select("model.*"), ckpt.load_tensors(["model.w"]), ckpt.path)
 
 
+def listens() -> None:
+    remove = dcpx.on_event(heard)
+    remove()
+    dcpx.on_event(lambda event: print(event.call, event.path, event.began_ns, event.ended_ns))
+
+
+def heard(event: dcpx.Event) -> None:
+    if isinstance(event, dcpx.SaveEnded):
+        blocked_s: float | None = event.report.blocked_s if event.report else None
+        nbytes: int = event.write.file_bytes if event.write else 0
+        print(blocked_s, nbytes, event.staged_bytes, event.seconds)
+    elif isinstance(event, dcpx.LoadEnded):
+        print(event.report and event.report.nbytes, event.read and event.read.read_bytes)
+    elif isinstance(event, (dcpx.SaveFailed, dcpx.LoadFailed)):
+        error: BaseException = event.error
+        print(error)
+
+
 def trains() -> None:
     with CheckpointManager(
         Path("run"),

@@ -25,6 +25,7 @@ from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import RankLoad
 from torch_dcpx.errors import UnsupportedError, must_be
+from torch_dcpx.events import begun
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
@@ -108,6 +109,7 @@ def load_pretrained(
 
     call = CallId("load_pretrained", last_component(path))
     timeout_s = ReadOptions.load_timeout_s
+    operation = begun("dcpx.load_pretrained", path)
     try:
         with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
             _check_module(model, path)
@@ -122,10 +124,12 @@ def load_pretrained(
             with being_read(path):
                 error = run.run(prepared)
         report = run.ended(error)
-    except BaseException:
+    except BaseException as failure:
         weights.put_back()
+        operation.failed(failure)
         raise
     weights.put_back(report.missing)
+    operation.loaded(report, report.read)
     return report
 
 

@@ -36,7 +36,7 @@ from torch_dcpx._text import counted
 from torch_dcpx.artifacts.files import slots_within
 from torch_dcpx.artifacts.layout import ExportTensor, file_view
 from torch_dcpx.artifacts.rows import BackgroundRows, ExportRows, Target, narrowed, slabs
-from torch_dcpx.checkpoint.load import load
+from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.checkpoint.stateful import with_state_dicts
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.keys.mapped_state import model_part
@@ -44,6 +44,7 @@ from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
+from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.storage.paths import absolute
 from torch_dcpx.tensors.memory import check_storage, has_strides, refuse_nested
 
@@ -262,7 +263,7 @@ class StoredSource:
         if not names or not is_first:
             return {}
         loaded: dict[str, Any] = dict.fromkeys(names.values())
-        load(loaded, self._path, no_dist=True, options=self.reader.options)
+        load_for_another_call(loaded, DcpxReader(self._path, options=self.reader.options))
         return {new: loaded[name] for new, name in names.items()}
 
     def offers(

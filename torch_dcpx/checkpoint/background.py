@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 import traceback
+from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
@@ -15,8 +17,9 @@ from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.save_items import ItemsInWaves
 from torch_dcpx.checkpoint.save_run import Committed, SaveRun
 from torch_dcpx.errors import StagingError
+from torch_dcpx.events import Operation
 from torch_dcpx.reports import SaveReport
-from torch_dcpx.writer.items import StagedItems
+from torch_dcpx.writer.items import StagedItems, planned_bytes
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -31,8 +34,11 @@ class BackgroundSave:
         items: StagedItems | ItemsInWaves,
         handle: SaveHandle,
         begin: float,
+        operation: Operation,
     ) -> None:
-        """Prepares the thread of a planned `run`; `begin` is the call's time, monotonic."""
+        """Prepares the thread of a planned `run`; `begin` is the call's time, monotonic. Of the
+        `operation` it tells the end, unless the caller withdraws the save.
+        """
         self._waves = items if isinstance(items, ItemsInWaves) else None
         self._run = run
         self._work: list[tuple[SavePlan, Any]] = [(plan, items)]  # pop() decides who ends the save
@@ -40,6 +46,10 @@ class BackgroundSave:
         self._begin = begin
         self._blocked_s: float | None = None  # until the caller goes on
         self._is_overlapped = not handle.guard.is_finished
+        self._operation = operation
+        self._is_own = False  # whether the end of the save is this thread's
+        is_heard = operation.is_heard
+        self._staged_bytes = sum(map(planned_bytes, plan.items)) if is_heard else 0
 
     def start(self) -> None:
         """Starts the thread. Raises StagingError: the system has no thread left."""
@@ -75,6 +85,17 @@ class BackgroundSave:
             self._finish()
         except BaseException as error:  # noqa: BLE001  (the handle raises it)
             self._fail(error)
+        if self._is_own:
+            self._tell()
+
+    def _tell(self) -> None:
+        durable: Future[Any] = self._handle.durable
+        error = Future.exception(durable)  # nobody has read it by this
+        if error is not None:
+            self._operation.failed(error)
+        else:
+            report = Future.result(durable)
+            self._operation.saved(report, report.write, self._staged_bytes)
 
     def _finish(self) -> None:
         run, handle = self._run, self._handle
@@ -95,7 +116,10 @@ class BackgroundSave:
         if handle.durable.done():
             logger.error("the save to '%s' is there; ending it: %r", handle.checkpoint_id, error)
             return
-        self._work.clear()
+        if self._work:
+            with contextlib.suppress(IndexError):
+                self._work.pop()
+                self._is_own = True
         try:
             if self._waves is not None:
                 self._waves.end()  # the caller waits for it
@@ -111,6 +135,7 @@ class BackgroundSave:
             work = self._work.pop()
         except IndexError:
             raise StagingError("the call was interrupted before its save began") from None
+        self._is_own = True
         if self._is_overlapped:
             with self._run.timeline.phase("snapshot"):
                 self._handle.guard.finish()

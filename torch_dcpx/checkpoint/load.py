@@ -25,6 +25,7 @@ from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError, must_be
+from torch_dcpx.events import UNHEARD, Operation, begun
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
@@ -130,36 +131,49 @@ def load_by(
     no_dist: bool = False,
     options: ReadOptions | None = None,
     key_map: KeyMap | None = None,
+    operation: Operation | None = None,
 ) -> LoadReport:
-    """As `load`, for a call whose checked rules these are, or with arguments of `LoadRules.of`."""
+    """As `load`, for a call whose checked rules these are, or with arguments of `LoadRules.of`;
+    `operation` tells its end. Default None: one that begins now.
+    """
     began = time.perf_counter()
     call = CallId("load", last_component(checkpoint_id) or path_name(storage_reader))
     timeout_s = ReadOptions.load_timeout_s
-    with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
-        check_state("load", state_dict, checkpoint_id)
-        check_part("planner", planner, LoadPlanner, _PLANNER_HOOKS)
-        if checkpoint_id is not None:
-            checked_location(checkpoint_id, WAY_OUT, "checkpoint_id")
-        rules = given if isinstance(given, LoadRules) else LoadRules.of(*given)
-        own_options = _options_of(options, storage_reader)
-        exchange.restart(own_options.load_timeout_s)
-        exchange.agree_on(
-            strict=rules.is_strict,
-            cast="allow" if rules.is_cast_allowed else "error",
-            node_local=own_options.node_local,
-        )
-        if own_options.node_local:
-            exchange.leave_out_target()
+    operation = operation or begun("dcpx.load", checkpoint_id, storage_reader)
+    with operation:
+        with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
+            check_state("load", state_dict, checkpoint_id)
+            check_part("planner", planner, LoadPlanner, _PLANNER_HOOKS)
+            if checkpoint_id is not None:
+                checked_location(checkpoint_id, WAY_OUT, "checkpoint_id")
+            rules = given if isinstance(given, LoadRules) else LoadRules.of(*given)
+            own_options = _options_of(options, storage_reader)
+            exchange.restart(own_options.load_timeout_s)
+            exchange.agree_on(
+                strict=rules.is_strict,
+                cast="allow" if rules.is_cast_allowed else "error",
+                node_local=own_options.node_local,
+            )
+            if own_options.node_local:
+                exchange.leave_out_target()
 
-        def prepared() -> RankLoad:
-            reader = _reader_for(storage_reader, checkpoint_id, options)
-            own_planner = DcpxLoadPlanner() if planner is None else planner
-            return RankLoad(reader, own_planner, rules, checked_map(key_map))
+            def prepared() -> RankLoad:
+                reader = _reader_for(storage_reader, checkpoint_id, options)
+                own_planner = DcpxLoadPlanner() if planner is None else planner
+                return RankLoad(reader, own_planner, rules, checked_map(key_map))
 
-        run = LoadRun(exchange, state_dict, began)
-        with being_read(checkpoint_id or getattr(storage_reader, "path", None)):
-            error = run.run(prepared)
-    return run.ended(error)
+            run = LoadRun(exchange, state_dict, began)
+            with being_read(checkpoint_id or getattr(storage_reader, "path", None)):
+                error = run.run(prepared)
+        report = run.ended(error)
+    operation.loaded(report, report.read)
+    return report
+
+
+def load_for_another_call(state_dict: dict[str, Any], reader: DcpxReader) -> None:
+    """Loads in this process alone, as a part of another call: there is no event."""
+    rules = True, (), "error"
+    load_by(rules, state_dict, storage_reader=reader, no_dist=True, operation=UNHEARD)
 
 
 class LoadRun:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import logging
+import math
 import os
 import signal
 import threading
@@ -29,7 +30,8 @@ _EXIT_TIMEOUT_S = 600.0
 
 _guard = Guard()  # a signal handler may wait while its thread holds it
 _handles: list[SaveHandle] = []  # under way, or with an uncollected error
-_threads: list[threading.Thread] = []  # of saves; they call what waits for the end of one
+# Threads of saves: a save that is done calls callbacks on its own.
+_threads: list[tuple[SaveHandle, threading.Thread]] = []
 _followers: list[Callable[[Deadline], None]] = []
 _own = threading.local()  # .handle: the save that the current thread makes
 
@@ -39,8 +41,8 @@ def add(handle: SaveHandle, thread: threading.Thread) -> None:
     with _guard.held():
         _sweep()
         _handles.append(handle)
-        _threads[:] = [each for each in _threads if each.is_alive()]
-        _threads.append(thread)
+        _threads[:] = [each for each in _threads if each[1].is_alive()]
+        _threads.append((handle, thread))
 
 
 def set_own(handle: SaveHandle) -> None:
@@ -96,7 +98,7 @@ def _log_failure(handle: SaveHandle) -> None:
 
 
 def wait(timeout_s: float | None = None) -> None:
-    """Waits until no save of this process goes on in the background.
+    """Waits until no save of this process goes on in the background, nor calls a callback.
 
     Args:
         timeout_s: seconds; None (default) waits for the saves' own deadlines.
@@ -107,11 +109,28 @@ def wait(timeout_s: float | None = None) -> None:
         DcpxError: of a save that failed, if nobody has read it from the handle.
     """
     check_wait("timeout_s", timeout_s)
+    deadline = Deadline(math.inf if timeout_s is None else timeout_s)
     late = _drain(timeout_s)
     if late:
         places = ", ".join(f"'{handle.checkpoint_id}'" for handle in late)
         raise TimeoutError(f"after {timeout_s} s still saving to {places}")
+    wait_for_callbacks(deadline)
     raise_uncollected()
+
+
+def wait_for_callbacks(deadline: Deadline) -> None:
+    """Waits until saves that are done have called their callbacks: at once if this is in one.
+    Raises TimeoutError at the deadline.
+    """
+    if getattr(_own, "handle", None) is not None:
+        return
+    with _guard.held():
+        threads = [each for each in _threads if each[0].done()]
+    for handle, thread in threads:
+        thread.join(None if math.isinf(deadline.timeout_s) else deadline.remaining_s)
+        if thread.is_alive():
+            text = f"a callback of the save to '{handle.checkpoint_id}' is still running"
+            raise TimeoutError(f"after {deadline.timeout_s} s {text}")
 
 
 def _drain(timeout_s: float | None) -> list[SaveHandle]:
@@ -160,7 +179,7 @@ def _at_exit() -> None:
     for follower in _followers:
         follower(deadline)
     with _guard.held():
-        threads = _threads.copy()
+        threads = [thread for _, thread in _threads]
     for thread in threads:
         thread.join(deadline.remaining_s)  # it calls what the handle was given
     deadline = Deadline(last_jobs.LAST_WAIT_S)

@@ -36,6 +36,7 @@ from torch_dcpx.errors import (
     UnsupportedError,
     must_be,
 )
+from torch_dcpx.events import begun
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
@@ -97,15 +98,19 @@ def save(
     """
     begin = time.monotonic()
     call = _call("save", checkpoint_id, storage_writer)
-    with _begin(
-        call, state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
-    ) as run:
+    given = state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
+    with (
+        begun("dcpx.save", checkpoint_id, storage_writer) as operation,
+        _begin(call, *given) as run,
+    ):
         with run.timeline.phase("wait"):
             pending_saves.wait_for_room(1)
         run.exchange.restart()
         plan = run.plan(pending_saves.raise_uncollected)
         committed = run.write_and_settle(lambda: (plan, run.planner))
-    return SaveHandle.finished(run.path, report_of(run, committed, begin))
+    report = report_of(run, committed, begin)
+    operation.saved(report, report.write)
+    return SaveHandle.finished(run.path, report)
 
 
 def async_save(
@@ -144,9 +149,9 @@ def async_save(
     """
     begin = time.monotonic()
     call = _call("async_save", checkpoint_id, storage_writer)
-    run = _begin(
-        call, state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
-    )
+    given = state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
+    with begun("dcpx.async_save", checkpoint_id, storage_writer) as operation:
+        run = _begin(call, *given)
     handle = SaveHandle(run.path, run.cancel, run.leave)
     background: BackgroundSave | None = None
     try:
@@ -160,7 +165,7 @@ def async_save(
         with run.timeline.phase("snapshot"):
             items = _items(run, plan, handle)
         run.planner = None  # lets go of the state that it holds
-        background = BackgroundSave(run, plan, items, handle, begin)
+        background = BackgroundSave(run, plan, items, handle, begin, operation)
         background.start()
         background.wait_until_staged()
     except BaseException as error:  # Ctrl-C as well: the state may change from here on
@@ -170,6 +175,7 @@ def async_save(
         finally:
             if background is None or background.withdraw():
                 run.end(error)
+                operation.failed(error)
             else:
                 handle.cancel()
         raise

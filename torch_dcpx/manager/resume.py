@@ -39,6 +39,7 @@ from torch_dcpx.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from torch_dcpx.events import begun
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge, checked_merge
@@ -137,7 +138,9 @@ class Resume:
         """Resumes from one checkpoint; returns None where another one may do."""
         catalog, options = self.catalog, self.catalog.read_options
         with ExitStack() as stack:
-            with catalog.exchange("resume", self.tag) as exchange:
+            # `load_by` has an operation of its own: this one ends only where it is not reached.
+            choosing = begun("dcpx.load", catalog.root.path)
+            with choosing, catalog.exchange("resume", self.tag) as exchange:
                 rank, world_size = exchange.rank, exchange.world_size
                 rules, (chosen, self._skipped) = catalog.agree(
                     exchange, "choose", self._call, lambda calls, _: self._choose(calls, stack)
@@ -152,7 +155,8 @@ class Resume:
             path = str(chosen.path)
             call = CallId("load", last_component(path))
             timeout_s = options.load_timeout_s
-            with told_to_next(**catalog.ranks, timeout_s=timeout_s, what="load", call=call):
+            told = told_to_next(**catalog.ranks, timeout_s=timeout_s, what="load", call=call)
+            with begun("dcpx.load", path), told:
                 loads = self._rules
                 wanted = Wanted(
                     self.parts, chosen, rank, world_size, loads, self.merge, rules, options

@@ -21,11 +21,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.handle import SaveHandle
+from torch_dcpx.checkpoint.pending import wait_for_callbacks
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.save import async_save
 from torch_dcpx.checkpoint.save import save as save_now
 from torch_dcpx.errors import OptionError
+from torch_dcpx.events import Operation, begun
 from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import Tag, checked_step, step_of_name, tag_of
@@ -123,7 +126,7 @@ class Saves:
             note = _checked_metrics(metrics), group_digest(parts.model, parts.optimizer)
             return small, replace(call, digests=small.digests, note=note)
 
-        with ExitStack() as undo:
+        with self._begun(catalog.root.path), ExitStack() as undo:
 
             def reduce(calls: list[Call], _: Small) -> Record:
                 tag = calls[0].arguments["tag"]
@@ -143,7 +146,8 @@ class Saves:
         name = "async_save" if self.is_async else "save"
         call = CallId(name, last_component(path), is_target_compared=False, is_write=True)
         try:
-            with told_to_next(**catalog.ranks, timeout_s=timeout_s, what="save", call=call):
+            told = told_to_next(**catalog.ranks, timeout_s=timeout_s, what="save", call=call)
+            with self._begun(path), told:
                 self.note_step(record.step)
                 state = _state_of(parts, small, record, rank)
                 self._forget_ended()
@@ -156,6 +160,10 @@ class Saves:
         self._handles.append(handle)
         handle.add_done_callback(lambda ended: self._note_end(record.tag, ended.report()))
         return handle
+
+    def _begun(self, path: Location) -> Operation:
+        """Returns what tells that a save failed before it was one of `dcpx`."""
+        return begun("dcpx.async_save" if self.is_async else "dcpx.save", path)
 
     def note_step(self, step: int) -> None:
         """Notes the step of a save or resume: later saves count from it."""
@@ -184,6 +192,10 @@ class Saves:
                 except Exception as error:  # noqa: BLE001 - raised below, or logged
                     failed.append(error)
         self._forget_ended()
+        try:
+            wait_for_callbacks(Deadline(math.inf if timeout_s is None else timeout_s))
+        except TimeoutError as error:
+            failed.append(error)
         self.catalog.retention.wait()
         for other in failed[1:]:
             logger.error("another save beneath '%s' failed: %s", self.catalog.root.path, other)

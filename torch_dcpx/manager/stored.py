@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from torch_dcpx.checkpoint.load import load
+from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.errors import (
     CorruptionError,
     NotCommittedError,
@@ -158,7 +158,7 @@ def examine(place: Place, options: ReadOptions | None = None) -> tuple[Stored, D
     record = None
     if _RECORD_ITEM in found.metadata.state_dict_metadata:
         item: dict[str, Any] = {"dcpx": {"manager": ""}}
-        load(item, path, storage_reader=quiet_reader(path, options), no_dist=True)
+        load_for_another_call(item, quiet_reader(path, options))
         text = item["dcpx"]["manager"]
         is_text = type(text) is str and len(text) <= _MAX_RECORD_BYTES
         record = Record.decoded(text if is_text else "", path)

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from torch_dcpx._arguments import check_options, check_part
-from torch_dcpx._compat import is_load, loaded_through
+from torch_dcpx._compat import is_in_stock_load, is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 from torch_dcpx._hooks import is_own, refuse_bypassed
 from torch_dcpx._text import counted
 from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
+from torch_dcpx.events import UNHEARD, begun, is_anybody_listening
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions, repr_of
 from torch_dcpx.reader.coverage import check_coverage, meeting_targets
@@ -106,6 +107,7 @@ class DcpxReader(FileSystemReader):
         self.__metadata_s = self.__hooks_s = 0.0  # in read_metadata, and in the hooks after it
         self.__pause = PlanningPause()
         self.__timeline = Timeline("load")
+        self.__operation = UNHEARD  # of a load through DCP
         self.__hold = ReadersHold()  # from the metadata to the last byte, of a load through DCP
         refuse_bypassed(self, DcpxReader)
 
@@ -114,8 +116,8 @@ class DcpxReader(FileSystemReader):
 
     def __getstate__(self) -> dict[str, Any]:
         # Open files, a lock and a pause stay with the process.
-        own = {"_DcpxReader__found": None, "_DcpxReader__pause": PlanningPause()}
-        return {**self.__dict__, **own, "_DcpxReader__hold": ReadersHold()}
+        own = {"found": None, "pause": PlanningPause(), "hold": ReadersHold(), "operation": UNHEARD}
+        return self.__dict__ | {f"_DcpxReader__{name}": value for name, value in own.items()}
 
     def reset(self, checkpoint_id: AnyPath | None = None) -> None:
         """Starts another load, of `checkpoint_id` where given. Raises: as the constructor."""
@@ -143,6 +145,9 @@ class DcpxReader(FileSystemReader):
         """
         rank = kwargs.get("rank")
         is_fallback = rank is not None and self.__kept_error is not None
+        if not is_fallback:
+            is_stock = is_anybody_listening() and is_in_stock_load(sys._getframe(1))
+            self.__operation = begun("dcp.load", self) if is_stock else UNHEARD
         if is_fallback and not isinstance(self.__kept_error, NotCommittedError):
             return _empty_metadata()
         began = time.perf_counter()
@@ -181,6 +186,7 @@ class DcpxReader(FileSystemReader):
         """Called by DCP on every rank. Raises: the error that `read_metadata` kept."""
         error, self.__kept_error = self.__kept_error, None
         if error is not None:
+            self.__operation.failed(error)
             raise error
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self.__is_coordinator = is_coordinator
@@ -268,6 +274,7 @@ class DcpxReader(FileSystemReader):
         self.__timeline.end_hooks()
         if self.__is_coordinator or not self.use_collectives:
             logger.log(self.__log_level, loaded_line(self.last_report, str(self.path)))
+        self.__operation.loaded(None, self.last_report)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -292,6 +299,7 @@ class DcpxReader(FileSystemReader):
         except BaseException as error:
             self.__timeline.fail(error)
             self.__timeline.end_hooks()
+            self.__operation.failed(error)
             raise
         self.__hooks_s += time.perf_counter() - began
 

@@ -19,9 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch_dcpx import events
 from torch_dcpx._compat import saved_through
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
+from torch_dcpx.events import UNHEARD, Operation
 from torch_dcpx.options import ProgressFunction
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.timelines import Timeline
@@ -71,6 +73,8 @@ class RunningSave:
         self.is_driven = begun is not None
         if begun is not None:
             begun.append(self)
+        # A driven save is a part of an operation that its driver tells.
+        self.operation = UNHEARD if self.is_driven else events.begun("dcp.save", writer)
         self._writer = weakref.ref(writer)
         self._pid = os.getpid()
         self._is_ended = False
@@ -88,11 +92,12 @@ class RunningSave:
             self._plugin = self._writer
         self.depth = sum(other is self._plugin() for other in plugins)
 
-    def end(self) -> None:
-        """Ends the save."""
+    def end(self) -> Operation:
+        """Ends the save. Returns the operation that tells how."""
         self._is_ended = True
         self.timeline.operation_id = self.timeline.operation_id or self.save_id
         self.timeline.end_hooks()
+        return self.operation
 
     def stop(self) -> None:
         """Makes a driven save fail while it writes, a tenth of a second from now."""

@@ -30,6 +30,7 @@ from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
 from torch_dcpx._hooks import refuse_bypassed, refuse_changed
 from torch_dcpx.errors import DcpxError
+from torch_dcpx.events import UNHEARD, Operation
 from torch_dcpx.options import WriteOptions, merge_write_options, repr_of
 from torch_dcpx.ranks.plan_wire import offered
 from torch_dcpx.reports import WriteReport, saved_line
@@ -288,9 +289,10 @@ class DcpxWriter(FileSystemWriter):
         report = self.last_report and self.last_report.committed(self.__hooks_s)
         self.last_report = metadata.dcpx_report = report  # type: ignore[attr-defined]
         nbytes, path = sum(file.nbytes for file in files), str(self.path)
-        self.__release(has_ended_well=True)  # the next save may begin in another thread
+        operation = self.__release(has_ended_well=True)  # the next save may begin elsewhere
         if report:
             logger.log(self.__log_level, saved_line(report, path, len(results), nbytes))
+        operation.saved(None, report)
 
     def __write(self, plan: SavePlan, planner: SavePlanner) -> tuple[Written, WriteResults]:
         """Writes this rank's files; notes them as soon as nobody else would remove them."""
@@ -377,14 +379,13 @@ class DcpxWriter(FileSystemWriter):
         with self.__place() as place:
             return any(map(is_metadata_name, place.names()))
 
-    def __release(self, *, has_ended_well: bool = False) -> None:
-        """Ends the save: its locks are free, and so is the writer."""
+    def __release(self, *, has_ended_well: bool = False) -> Operation:
+        """Ends the save: its locks are free, and so is the writer. Returns what tells its end."""
         end_pause = self.__pause.end_soon if has_ended_well else self.__pause.end
         end_pause()
         self.__locks.release(has_ended_well=has_ended_well)
-        if self.__save is not None:
-            self.__save.end()
-            self.__save = None
+        save, self.__save = self.__save, None
+        return UNHEARD if save is None else save.end()
 
     @contextmanager
     def __hook(self, phase: str) -> Iterator[None]:
@@ -395,6 +396,6 @@ class DcpxWriter(FileSystemWriter):
                 yield
         except BaseException as error:
             self.__timeline().fail(error)
-            self.__release()
+            self.__release().failed(error)
             raise
         self.__hooks_s += time.perf_counter() - begin
