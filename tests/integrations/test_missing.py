@@ -27,6 +27,7 @@ def test_missing_framework_is_one_line() -> None:
         ("accelerate", "accelerate", "accelerate>=1.15"),
         ("lightning", "lightning", "lightning>=2.6"),
         ("megatron", "megatron", "megatron-core>=0.16"),
+        ("opentelemetry", "opentelemetry", "torch-dcpx[otel]"),
         ("torchtitan", "torchtitan", "torchtitan>=0.3"),
         ("trainer", "accelerate", "transformers[torch]>=5.23"),
     ],
@@ -34,8 +35,9 @@ def test_missing_framework_is_one_line() -> None:
 def test_adapter_without_its_framework_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, module: str, framework: str, package: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, framework, None)
     name = f"torch_dcpx.integrations.{module}"
+    monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(UnsupportedError) as caught:
         importlib.import_module(name)
     start, _, end = str(caught.value).partition(", which is not installed: ")

@@ -1,0 +1,403 @@
+"""OpenTelemetry with its real SDK: instruments and spans say what the reports say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from prometheus_client import REGISTRY, generate_latest
+from support.async_saves import failing_options, gated, no_save_is_left
+from support.ranks import run_cases
+
+import torch_dcpx as dcpx
+from torch_dcpx.integrations import opentelemetry
+
+__all__ = ["no_save_is_left"]
+pytestmark = pytest.mark.usefixtures("no_save_is_left")
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
+STATE = {"w": torch.arange(1000.0), "step": 3}
+
+
+class Telemetry:
+    """Providers of a test, and what they have got."""
+
+    def __init__(self) -> None:
+        self.reader = InMemoryMetricReader()
+        self.meters = MeterProvider([self.reader])
+        self.exporter = InMemorySpanExporter()
+        self.tracers = TracerProvider()
+        self.tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns what is exported, by name."""
+        data = self.reader.get_metrics_data()
+        if data is None:
+            return {}
+        (resource,) = data.resource_metrics
+        (scope,) = resource.scope_metrics
+        assert (scope.scope.name, scope.scope.version) == ("torch_dcpx", dcpx.__version__)
+        return {metric.name: metric for metric in scope.metrics if metric.data.data_points}
+
+    def points(self) -> dict[str, dict[tuple[Any, ...], Any]]:
+        """Returns the points of each metric by the values of their attributes, in order."""
+        return {
+            name: {tuple(value for _, value in sorted(p.attributes.items())): p for p in points}
+            for name, points in ((n, m.data.data_points) for n, m in self.metrics().items())
+        }
+
+    def spans(self) -> list[ReadableSpan]:
+        return list(self.exporter.get_finished_spans())
+
+
+@pytest.fixture
+def telemetry() -> Iterator[Telemetry]:
+    """Returns what saves and loads report from now on."""
+    made = Telemetry()
+    end = opentelemetry.instrument(made.meters, made.tracers)
+    yield made
+    end()
+    made.meters.shutdown()
+    made.tracers.shutdown()
+
+
+def target() -> dict[str, Any]:
+    return {"w": torch.zeros(1000), "step": 0}
+
+
+def async_save(path: Path, **options: Any) -> dcpx.SaveHandle:
+    handle = dcpx.async_save(STATE, path, **options)
+    handle.exception()
+    dcpx.wait()
+    return handle
+
+
+def every_way(path: Path) -> None:
+    """Makes each instrument report."""
+    dcpx.save(STATE, path)
+    async_save(path).result()
+    dcpx.load(target(), path)
+    with pytest.raises(dcpx.NotCommittedError):
+        dcpx.load(target(), path / "nowhere")
+    with pytest.raises(dcpx.OptionError):
+        dcpx.save(STATE)
+
+
+# ---- Instruments --------------------------------------------------------------------------------
+
+
+def test_instruments_say_what_the_reports_say(tmp_path: Path, telemetry: Telemetry) -> None:
+    saves = [dcpx.save(STATE, tmp_path).result() for _ in range(2)]
+    background = async_save(tmp_path).result()
+    load = dcpx.load(target(), tmp_path)
+    points = telemetry.points()
+
+    duration, stall = points["dcpx.save.duration"], points["dcpx.save.stall"]
+    assert duration.keys() == stall.keys() == {("dcpx.save",), ("dcpx.async_save",)}
+    assert duration["dcpx.save",].count == stall["dcpx.save",].count == 2
+    assert duration["dcpx.save",].sum == sum(report.total_s for report in saves)
+    assert duration["dcpx.async_save",].sum == background.total_s
+    assert stall["dcpx.async_save",].sum == background.blocked_s < background.total_s
+    assert points["dcpx.save.io"]["dcpx.save",].value == sum(r.write.file_bytes for r in saves)
+    assert points["dcpx.save.io"]["dcpx.async_save",].value == background.file_bytes
+    assert points["dcpx.staged.size"].keys() == {("dcpx.async_save",)}
+    assert points["dcpx.staged.size"]["dcpx.async_save",].sum == 4000
+    assert points["dcpx.load.duration"]["dcpx.load",].sum == load.total_s
+    assert load.read is not None
+    assert points["dcpx.load.io"]["dcpx.load",].value == load.read.read_bytes
+    assert not {"dcpx.save.failures", "dcpx.load.failures"} & points.keys()
+
+
+def test_stall_is_the_time_of_the_caller_alone(tmp_path: Path, telemetry: Telemetry) -> None:
+    gate, options = gated()
+    handle = dcpx.async_save(STATE, tmp_path, options=options)
+    assert "dcpx.save.stall" not in telemetry.points()  # the save has not ended
+    gate.open()
+    report = handle.result()
+    dcpx.wait()
+    stall = telemetry.points()["dcpx.save.stall"]["dcpx.async_save",]
+    assert (stall.count, stall.sum) == (1, report.blocked_s)
+
+
+def test_stock_calls_report_all_but_a_stall(tmp_path: Path, telemetry: Telemetry) -> None:
+    writer, reader = dcpx.DcpxWriter(tmp_path), dcpx.DcpxReader(tmp_path)
+    dcp.save(STATE, storage_writer=writer)
+    dcp.load(target(), storage_reader=reader)
+    points = telemetry.points()
+    assert writer.last_report is not None and reader.last_report is not None
+    assert points["dcpx.save.io"]["dcp.save",].value == writer.last_report.file_bytes
+    assert points["dcpx.load.io"]["dcp.load",].value == reader.last_report.read_bytes
+    assert points["dcpx.save.duration"]["dcp.save",].count == 1
+    assert points["dcpx.load.duration"]["dcp.load",].count == 1
+    assert not {"dcpx.save.stall", "dcpx.staged.size"} & points.keys()
+
+
+def test_failures_are_counted_by_type(tmp_path: Path, telemetry: Telemetry) -> None:
+    for _ in range(2):
+        with pytest.raises(dcpx.StorageError):
+            dcpx.save(STATE, tmp_path, options=failing_options())
+    assert async_save(tmp_path, options=failing_options()).exception() is not None
+    with pytest.raises(dcpx.OptionError):
+        dcpx.save(STATE)
+    with pytest.raises(dcpx.NotCommittedError):
+        dcpx.load(target(), tmp_path)
+    points = telemetry.points()
+    failed = {key: point.value for key, point in points["dcpx.save.failures"].items()}
+    assert failed == {
+        ("dcpx.save", "StorageError"): 2,
+        ("dcpx.async_save", "StorageError"): 1,
+        ("dcpx.save", "OptionError"): 1,
+    }
+    (load,) = points["dcpx.load.failures"].values()
+    assert dict(load.attributes) == {"dcpx.call": "dcpx.load", "error.type": "NotCommittedError"}
+    assert points.keys() == {"dcpx.save.failures", "dcpx.load.failures"}  # and no duration
+
+
+def test_age_counts_from_the_last_durable_checkpoint(
+    tmp_path: Path, telemetry: Telemetry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(opentelemetry, "monotonic", lambda: now[0])
+
+    def age() -> float:
+        (point,) = telemetry.points()["dcpx.checkpoint.age"].values()
+        return point.value
+
+    assert "dcpx.checkpoint.age" not in telemetry.points()  # nothing before the first
+    dcpx.save(STATE, tmp_path)
+    now[0] += 60
+    assert age() == 60
+    with pytest.raises(dcpx.StorageError):
+        dcpx.save(STATE, tmp_path, options=failing_options())
+    assert age() == 60  # a failed save makes nothing durable
+    gate, options = gated()
+    handle = dcpx.async_save(STATE, tmp_path, options=options)
+    now[0] += 10
+    assert age() == 70  # nor does one under way
+    gate.open()
+    handle.result()
+    dcpx.wait()
+    now[0] += 5
+    assert age() == 5
+    dcpx.load(target(), tmp_path)
+    assert age() == 0
+
+
+def test_manager_and_hook_are_counted_once(tmp_path: Path, telemetry: Telemetry) -> None:
+    with dcpx.CheckpointManager(tmp_path / "run", keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, state={"w": torch.ones(2)}).result()
+        manager.resume(state={"w": torch.zeros(2)})
+    with dcpx.use():
+        dcp.save(STATE, checkpoint_id=tmp_path / "hooked")
+    points = telemetry.points()
+    counts = {key: point.count for key, point in points["dcpx.save.duration"].items()}
+    assert counts == {("dcpx.async_save",): 2, ("dcp.save",): 1}
+    assert points["dcpx.load.duration"]["dcpx.load",].count == 1
+
+
+def test_no_attribute_of_an_instrument_names_a_path(tmp_path: Path, telemetry: Telemetry) -> None:
+    every_way(tmp_path)
+    names = {
+        name
+        for metric in telemetry.metrics().values()
+        for point in metric.data.data_points
+        for name in point.attributes
+    }
+    assert names == {"dcpx.call", "error.type"}
+    assert str(tmp_path) not in telemetry.reader.get_metrics_data().to_json()  # type: ignore[union-attr]
+
+
+# ---- Spans --------------------------------------------------------------------------------------
+
+
+def test_span_lasts_from_the_call_to_the_end(tmp_path: Path, telemetry: Telemetry) -> None:
+    events: list[Any] = []
+    remove = dcpx.on_event(events.append)
+    report = dcpx.save(STATE, tmp_path).result()
+    dcpx.load(target(), tmp_path)
+    remove()
+    save, load = telemetry.spans()
+    assert (save.name, load.name) == ("dcpx.save", "dcpx.load")
+    for span, event in zip((save, load), events, strict=True):
+        assert (span.start_time, span.end_time) == (event.began_ns, event.ended_ns)
+        assert span.status.status_code is StatusCode.UNSET
+        assert span.parent is None
+    assert dict(save.attributes or {}) == {
+        "dcpx.call": "dcpx.save",
+        "dcpx.path": str(tmp_path),
+        "dcpx.save_id": report.save_id,
+        "dcpx.ranks": 1,
+    }
+    assert dict(load.attributes or {}) == {"dcpx.call": "dcpx.load", "dcpx.path": str(tmp_path)}
+
+
+def test_parent_of_a_span_is_the_callers_span(tmp_path: Path, telemetry: Telemetry) -> None:
+    tracer = telemetry.tracers.get_tracer("training")
+    gate, options = gated()
+    with tracer.start_as_current_span("step 1") as step:
+        handle = dcpx.async_save(STATE, tmp_path, options=options)
+    with tracer.start_as_current_span("step 2"):  # when the save ends
+        gate.open()
+        handle.result()
+        dcpx.wait()
+        with tracer.start_as_current_span("evaluation") as evaluation:
+            dcpx.load(target(), tmp_path)
+    spans = {(span.attributes or {}).get("dcpx.call"): span for span in telemetry.spans()}
+    for call, parent in (("dcpx.async_save", step), ("dcpx.load", evaluation)):
+        assert spans[call].parent == parent.get_span_context()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_failed_save_is_an_error_with_its_exception(
+    tmp_path: Path, telemetry: Telemetry, is_async: bool
+) -> None:
+    if is_async:
+        async_save(tmp_path, options=failing_options())
+    else:
+        with pytest.raises(dcpx.StorageError):
+            dcpx.save(STATE, tmp_path, options=failing_options())
+    (span,) = telemetry.spans()
+    assert span.name == "dcpx.save"
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.status.description == "StorageError: no room"
+    assert span.attributes is not None and span.attributes["error.type"] == "StorageError"
+    (recorded,) = span.events
+    assert recorded.name == "exception" and recorded.attributes is not None
+    assert recorded.attributes["exception.type"] == "torch_dcpx.errors.StorageError"
+    assert "raise StorageError" in str(recorded.attributes["exception.stacktrace"])
+
+
+# ---- Prometheus ---------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def samples(text: str) -> list[Sample]:
+    """Returns the samples of Prometheus' text format."""
+    found = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()  # type: ignore[union-attr]
+            pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels or ""))
+            pairs = {k: v for k, v in pairs.items() if not k.startswith("otel_")}
+            found.append(Sample(name, pairs, float(value)))
+    return found
+
+
+def test_prometheus_gets_names_with_units_and_few_labels(tmp_path: Path) -> None:
+    reader = PrometheusMetricReader()
+    provider = MeterProvider([reader])
+    end = opentelemetry.instrument(provider)
+    try:
+        report = dcpx.save(STATE, tmp_path).result()
+        background = async_save(tmp_path).result()
+        dcpx.load(target(), tmp_path)
+        with pytest.raises(dcpx.OptionError):
+            dcpx.save(STATE)
+        text = generate_latest(REGISTRY).decode()
+    finally:
+        end()
+        provider.shutdown()
+    own = [sample for sample in samples(text) if sample.name.startswith("dcpx_")]
+    by_call = {(s.name, s.labels.get("dcpx_call")): s for s in own if "le" not in s.labels}
+    assert report.write is not None
+    for name, value in {
+        "dcpx_save_duration_seconds_count": 1.0,
+        "dcpx_save_duration_seconds_sum": report.total_s,
+        "dcpx_save_stall_seconds_sum": report.blocked_s,
+        "dcpx_save_io_bytes_total": report.write.file_bytes,
+    }.items():
+        assert by_call[name, "dcpx.save"].value == value
+    assert by_call["dcpx_save_stall_seconds_sum", "dcpx.async_save"].value == background.blocked_s
+    assert by_call["dcpx_staged_size_bytes_sum", "dcpx.async_save"].value == 4000
+    assert by_call["dcpx_load_duration_seconds_count", "dcpx.load"].value == 1
+    assert by_call["dcpx_save_failures_total", "dcpx.save"].labels == {
+        "dcpx_call": "dcpx.save", "error_type": "OptionError",
+    }  # fmt: skip
+    assert by_call["dcpx_checkpoint_age_seconds", None].value >= 0
+    assert {label for sample in own for label in sample.labels} == {"dcpx_call", "error_type", "le"}
+    assert str(tmp_path) not in text
+
+
+# ---- The whole ----------------------------------------------------------------------------------
+
+
+def test_reference_lists_every_instrument(tmp_path: Path, telemetry: Telemetry) -> None:
+    every_way(tmp_path)
+    kinds = {"Sum": "counter", "Histogram": "histogram", "Gauge": "gauge"}
+    made = {
+        name: (
+            kinds[type(metric.data).__name__],
+            metric.unit,
+            tuple(sorted({key for p in metric.data.data_points for key in p.attributes})),
+        )
+        for name, metric in telemetry.metrics().items()
+    }
+    rows = re.findall(r"^\| `(dcpx\.\S+)` \| (\w+) \| `(\S+)` \| (.*?) \|", DOC.read_text(), re.M)
+    listed = {
+        name: (kind, unit, tuple(re.findall(r"`([^`]+)`", attributes)))
+        for name, kind, unit, attributes in rows
+    }
+    assert listed == made
+    assert len(made) == 9
+
+
+def test_uninstrument_ends_all_and_instrument_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Telemetry()
+    ends: list[Callable[[], None]] = []
+    for _ in range(2):
+        ends.append(opentelemetry.instrument(made.meters, made.tracers))
+        dcpx.save(STATE, tmp_path)
+        assert len(telemetry_ages(made)) == 1
+        ends[-1]()
+        ends[-1]()
+        dcpx.save(STATE, tmp_path)
+        assert telemetry_ages(made) == []
+    assert made.points()["dcpx.save.duration"]["dcpx.save",].count == 2
+    assert len(made.spans()) == 2
+    assert [record.message for record in caplog.records if record.name != "torch_dcpx"] == []
+    made.meters.shutdown()
+    made.tracers.shutdown()
+
+
+def telemetry_ages(made: Telemetry) -> list[Any]:
+    return list(made.points().get("dcpx.checkpoint.age", {}).values())
+
+
+def test_default_providers_are_those_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Telemetry()
+    monkeypatch.setattr("opentelemetry.metrics._internal._METER_PROVIDER", made.meters)
+    monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", made.tracers)
+    end = opentelemetry.instrument()
+    dcpx.save(STATE, tmp_path)
+    end()
+    assert "dcpx.save.duration" in made.points()
+    assert len(made.spans()) == 1
+    made.meters.shutdown()
+    made.tracers.shutdown()
+
+
+@pytest.mark.multirank
+def test_each_rank_reports_its_own_part(tmp_path: Path) -> None:
+    run_cases(Path(__file__).with_name("opentelemetry_worker.py"), 2, "all", tmp_path)
