@@ -48,6 +48,13 @@ SHOWN = {
         "average is the stored weight: True",
         "adapter: [[0.0, 0.0], [0.0, 0.0]], step 7",
     ),
+    "tracker": (
+        "the load raised, as it does without a tracker",
+        "saves logged: ['step-1', 'step-2', 'step-3']",
+        "each stalled the training for no longer than it took: True",
+        "loads logged: ['step-3']",
+        "failures logged: ['NotCommittedError']",
+    ),
 }
 ELSEWHERE = {"fsdp2_resume", "finetune_meta", "train_resume"}  # test_first_minutes runs them
 

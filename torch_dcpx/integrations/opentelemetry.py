@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from torch_dcpx._version import __version__
 from torch_dcpx.events import Event, LoadEnded, LoadFailed, SaveEnded, SaveFailed, on_event
 from torch_dcpx.integrations._framework import needed
+from torch_dcpx.timelines import Phase
 
 with needed(__name__, "torch-dcpx[otel]"):
     from opentelemetry import metrics, trace
@@ -156,4 +157,24 @@ def _trace(tracer: trace.Tracer, event: Event) -> None:
         span.set_attribute("error.type", error_type)
         span.record_exception(event.error, timestamp=event.ended_ns)
         span.set_status(trace.Status(trace.StatusCode.ERROR, f"{error_type}: {event.error}"))
+    within = trace.set_span_in_context(span)
+    for phase in _phases_of(event):
+        child = tracer.start_span(
+            f"{name}/{phase.name}",
+            within,
+            attributes={"thread.id": phase.thread},
+            start_time=phase.began_ns,
+        )
+        child.end(end_time=phase.ended_ns)
     span.end(end_time=event.ended_ns)
+
+
+def _phases_of(event: Event) -> tuple[Phase, ...]:
+    """Returns the phases of an operation that ended well; of another one none are known."""
+    if isinstance(event, SaveEnded):
+        saved = event.report or event.write
+        return saved.phases if saved else ()
+    if isinstance(event, LoadEnded):
+        loaded = event.report or event.read
+        return loaded.phases if loaded else ()
+    return ()

@@ -381,8 +381,7 @@ class DcpxWriter(FileSystemWriter):
 
     def __release(self, *, has_ended_well: bool = False) -> Operation:
         """Ends the save: its locks are free, and so is the writer. Returns what tells its end."""
-        end_pause = self.__pause.end_soon if has_ended_well else self.__pause.end
-        end_pause()
+        (self.__pause.end_soon if has_ended_well else self.__pause.end)()
         self.__locks.release(has_ended_well=has_ended_well)
         save, self.__save = self.__save, None
         return UNHEARD if save is None else save.end()
