@@ -3,92 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from prometheus_client import REGISTRY, generate_latest
 from support.async_saves import failing_options, gated, no_save_is_left
+from support.event_calls import STATE, async_save, target
 from support.ranks import run_cases
+from support.telemetry import Telemetry, telemetry
 
 import torch_dcpx as dcpx
 from torch_dcpx.integrations import opentelemetry
 
-__all__ = ["no_save_is_left"]
+__all__ = ["no_save_is_left", "telemetry"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
-STATE = {"w": torch.arange(1000.0), "step": 3}
-
-
-class Telemetry:
-    """Providers of a test, and what they have got."""
-
-    def __init__(self) -> None:
-        self.reader = InMemoryMetricReader()
-        self.meters = MeterProvider([self.reader])
-        self.exporter = InMemorySpanExporter()
-        self.tracers = TracerProvider()
-        self.tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
-
-    def metrics(self) -> dict[str, Any]:
-        """Returns what is exported, by name."""
-        data = self.reader.get_metrics_data()
-        if data is None:
-            return {}
-        (resource,) = data.resource_metrics
-        (scope,) = resource.scope_metrics
-        assert (scope.scope.name, scope.scope.version) == ("torch_dcpx", dcpx.__version__)
-        return {metric.name: metric for metric in scope.metrics if metric.data.data_points}
-
-    def points(self) -> dict[str, dict[tuple[Any, ...], Any]]:
-        """Returns the points of each metric by the values of their attributes, in order."""
-        return {
-            name: {tuple(value for _, value in sorted(p.attributes.items())): p for p in points}
-            for name, points in ((n, m.data.data_points) for n, m in self.metrics().items())
-        }
-
-    def spans(self) -> list[ReadableSpan]:
-        """Returns the spans of operations, without those of phases."""
-        return [span for span in self.exporter.get_finished_spans() if "/" not in span.name]
-
-    def phases(self, of: ReadableSpan) -> list[ReadableSpan]:
-        """Returns the spans of phases within a span, by time."""
-        spans = [each for each in self.exporter.get_finished_spans() if "/" in each.name]
-        found = [each for each in spans if each.parent == of.get_span_context()]
-        return sorted(found, key=lambda each: each.start_time or 0)
-
-
-@pytest.fixture
-def telemetry() -> Iterator[Telemetry]:
-    """Returns what saves and loads report from now on."""
-    made = Telemetry()
-    end = opentelemetry.instrument(made.meters, made.tracers)
-    yield made
-    end()
-    made.meters.shutdown()
-    made.tracers.shutdown()
-
-
-def target() -> dict[str, Any]:
-    return {"w": torch.zeros(1000), "step": 0}
-
-
-def async_save(path: Path, **options: Any) -> dcpx.SaveHandle:
-    handle = dcpx.async_save(STATE, path, **options)
-    handle.exception()
-    dcpx.wait()
-    return handle
 
 
 def every_way(path: Path) -> None:
@@ -303,62 +237,6 @@ def test_failed_save_is_an_error_with_its_exception(
     assert recorded.name == "exception" and recorded.attributes is not None
     assert recorded.attributes["exception.type"] == "torch_dcpx.errors.StorageError"
     assert "raise StorageError" in str(recorded.attributes["exception.stacktrace"])
-
-
-# ---- Prometheus ---------------------------------------------------------------------------------
-
-
-class Sample(NamedTuple):
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-def samples(text: str) -> list[Sample]:
-    """Returns the samples of Prometheus' text format."""
-    found = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            name, labels, value = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line).groups()  # type: ignore[union-attr]
-            pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels or ""))
-            pairs = {k: v for k, v in pairs.items() if not k.startswith("otel_")}
-            found.append(Sample(name, pairs, float(value)))
-    return found
-
-
-def test_prometheus_gets_names_with_units_and_few_labels(tmp_path: Path) -> None:
-    reader = PrometheusMetricReader()
-    provider = MeterProvider([reader])
-    end = opentelemetry.instrument(provider)
-    try:
-        report = dcpx.save(STATE, tmp_path).result()
-        background = async_save(tmp_path).result()
-        dcpx.load(target(), tmp_path)
-        with pytest.raises(dcpx.OptionError):
-            dcpx.save(STATE)
-        text = generate_latest(REGISTRY).decode()
-    finally:
-        end()
-        provider.shutdown()
-    own = [sample for sample in samples(text) if sample.name.startswith("dcpx_")]
-    by_call = {(s.name, s.labels.get("dcpx_call")): s for s in own if "le" not in s.labels}
-    assert report.write is not None
-    for name, value in {
-        "dcpx_save_duration_seconds_count": 1.0,
-        "dcpx_save_duration_seconds_sum": report.total_s,
-        "dcpx_save_stall_seconds_sum": report.blocked_s,
-        "dcpx_save_io_bytes_total": report.write.file_bytes,
-    }.items():
-        assert by_call[name, "dcpx.save"].value == value
-    assert by_call["dcpx_save_stall_seconds_sum", "dcpx.async_save"].value == background.blocked_s
-    assert by_call["dcpx_staged_size_bytes_sum", "dcpx.async_save"].value == 4000
-    assert by_call["dcpx_load_duration_seconds_count", "dcpx.load"].value == 1
-    assert by_call["dcpx_save_failures_total", "dcpx.save"].labels == {
-        "dcpx_call": "dcpx.save", "error_type": "OptionError",
-    }  # fmt: skip
-    assert by_call["dcpx_checkpoint_age_seconds", None].value >= 0
-    assert {label for sample in own for label in sample.labels} == {"dcpx_call", "error_type", "le"}
-    assert str(tmp_path) not in text
 
 
 # ---- The whole ----------------------------------------------------------------------------------

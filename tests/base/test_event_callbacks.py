@@ -1,0 +1,251 @@
+"""Callbacks of events: when, where and how often they are called, and what they may do."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.async_saves import gated, no_save_is_left
+from support.event_calls import STATE, async_save, listen, target
+
+import torch_dcpx as dcpx
+from torch_dcpx import events
+
+__all__ = ["listen", "no_save_is_left"]
+pytestmark = pytest.mark.usefixtures("no_save_is_left")
+
+
+# ---- Where and when callbacks are called --------------------------------------------------------
+
+
+def test_thread_is_the_one_where_the_operation_ends(tmp_path: Path, listen: Any) -> None:
+    threads: list[str] = []
+    listen(lambda _: threads.append(threading.current_thread().name))
+    dcpx.save(STATE, tmp_path)
+    async_save(tmp_path)
+    dcpx.load(target(), tmp_path)
+    own = threading.current_thread().name
+    assert threads == [own, "dcpx-save", own]
+
+
+def test_handle_is_done_before_the_callback_and_wait_returns_after_it(
+    tmp_path: Path, listen: Any
+) -> None:
+    handles: list[dcpx.SaveHandle] = []
+    is_called, may_go_on = threading.Event(), threading.Event()
+    done: list[bool] = []
+
+    def slow(_event: Any) -> None:
+        is_called.set()
+        assert may_go_on.wait(60)
+        done.append(handles[0].done())
+
+    listen(slow)
+    handles.append(dcpx.async_save(STATE, tmp_path))
+    assert handles[0].result(60) is not None  # a slow callback keeps nobody from the result
+    assert is_called.wait(60)
+    with pytest.raises(TimeoutError, match="a callback of the save to"):
+        dcpx.wait(0)
+    may_go_on.set()
+    dcpx.wait()
+    assert done == [True]
+
+
+@pytest.mark.parametrize("save", [dcpx.save, lambda *a, **k: async_save(a[1], **k)])
+def test_callback_can_save_to_and_load_from_the_same_place(
+    tmp_path: Path, listen: Any, save: Any
+) -> None:
+    """So the save is durable, and its locks are free."""
+    calls: list[str] = []
+
+    def again(event: Any) -> None:
+        calls.append(event.call)
+        if len(calls) == 1:
+            loaded = target()
+            dcpx.load(loaded, tmp_path)
+            assert torch.equal(loaded["w"], STATE["w"])  # type: ignore[arg-type]
+            dcpx.save({"w": torch.ones(5)}, tmp_path)
+            dcpx.wait()  # in a callback: not for this one
+
+    listen(again)
+    save(STATE, tmp_path)
+    assert calls[1:] == ["dcpx.load", "dcpx.save"]
+    assert dcpx.load_tensors(tmp_path)["w"].shape == (5,)
+
+
+def test_callback_of_a_stock_save_can_use_its_writer(tmp_path: Path, listen: Any) -> None:
+    writer, calls = dcpx.DcpxWriter(tmp_path), []
+
+    def again(event: Any) -> None:
+        calls.append(event.call)
+        if len(calls) == 1:
+            dcpx.save({"w": torch.ones(5)}, storage_writer=writer)
+
+    listen(again)
+    dcp.save(STATE, storage_writer=writer)
+    assert calls == ["dcp.save", "dcpx.save"]
+    assert dcpx.load_tensors(tmp_path)["w"].shape == (5,)
+
+
+def test_callback_runs_in_a_copy_of_the_callers_context(tmp_path: Path, listen: Any) -> None:
+    run: contextvars.ContextVar[str] = contextvars.ContextVar("run", default="none")
+    seen: list[str] = []
+
+    def note(_event: Any) -> None:
+        seen.append(run.get())
+        run.set("changed by a callback")
+
+    listen(note)
+    gate, options = gated()
+    run.set("first")
+    handle = dcpx.async_save(STATE, tmp_path, options=options)
+    run.set("second")
+    gate.open()
+    handle.result()
+    dcpx.wait()
+    dcpx.load(target(), tmp_path)
+    assert seen == ["first", "second"]
+    assert run.get() == "second"
+
+
+# ---- Who listens --------------------------------------------------------------------------------
+
+
+def test_operation_that_began_before_is_not_heard(tmp_path: Path, listen: Any) -> None:
+    gate, options = gated()
+    handle = dcpx.async_save(STATE, tmp_path, options=options)
+    found: list[Any] = []
+    listen(found.append)
+    gate.open()
+    handle.result()
+    dcpx.wait()
+    assert found == []
+
+
+def test_callback_is_called_once_for_each_time_it_was_added(tmp_path: Path) -> None:
+    found: list[Any] = []
+    first, second = dcpx.on_event(found.append), dcpx.on_event(found.append)
+    dcpx.save(STATE, tmp_path)
+    assert len(found) == 2 and found[0] is found[1]
+    first()
+    first()
+    dcpx.save(STATE, tmp_path)
+    assert len(found) == 3
+    second()
+    dcpx.save(STATE, tmp_path)
+    assert len(found) == 3
+
+
+def test_callback_that_is_removed_meanwhile_is_not_called_and_one_added_waits(
+    tmp_path: Path, listen: Any
+) -> None:
+    calls: list[str] = []
+
+    def first(_event: Any) -> None:
+        calls.append("first")
+        remove_second()
+        listen(lambda _: calls.append("added"))
+
+    listen(first)
+    remove_second = listen(lambda _: calls.append("second"))
+    dcpx.save(STATE, tmp_path)
+    assert calls == ["first"]
+    dcpx.save(STATE, tmp_path)
+    assert calls == ["first", "first", "added"]
+
+
+def test_nobody_who_listens_costs_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation is made, no context copied, no staged byte counted."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("nobody listens")
+
+    monkeypatch.setattr(events, "Operation", refuse)
+    monkeypatch.setattr("torch_dcpx.checkpoint.background.planned_bytes", refuse)
+    monkeypatch.setattr("torch_dcpx.reader.reader.is_in_stock_load", refuse)
+    dcpx.save(STATE, tmp_path)
+    async_save(tmp_path).result()
+    dcp.save(STATE, storage_writer=dcpx.DcpxWriter(tmp_path))
+    dcpx.load(target(), tmp_path)
+    dcp.load(target(), storage_reader=dcpx.DcpxReader(tmp_path))
+
+
+def test_forked_child_keeps_the_callbacks_for_its_own_operations(
+    tmp_path: Path, listen: Any
+) -> None:
+    calls: list[str] = []
+    listen(lambda event: calls.append(event.path))
+    gate, options = gated()
+    handle = dcpx.async_save(STATE, tmp_path / "parent", options=options)
+    assert gate.reached.wait(60)
+    with events._guard.held(), events.begun("dcpx.load", tmp_path / "parent") as parents:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                parents.failed(ValueError())  # as the child unwinds the parent's stack
+                dcpx.save({"w": torch.ones(3)}, tmp_path / "child")
+                dcpx.on_event(print)()  # the lock that the parent holds is another one
+                code = 0 if calls == [str(tmp_path / "child")] else 2
+            except BaseException:  # noqa: BLE001
+                traceback.print_exc()
+            os._exit(code)
+    gate.open()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    handle.result()
+    dcpx.wait()
+    assert calls == [str(tmp_path / "parent")]
+
+
+# ---- Callbacks that fail ------------------------------------------------------------------------
+
+
+def test_error_of_a_callback_is_logged_once_a_type_and_changes_nothing(
+    tmp_path: Path, listen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    raised = iter([ValueError("one"), ValueError("two"), KeyError("three"), ValueError("four")])
+    found: list[Any] = []
+
+    def fail(_event: Any) -> None:
+        raise next(raised)
+
+    listen(fail)
+    listen(found.append)
+    with caplog.at_level(logging.ERROR, "torch_dcpx"):
+        dcpx.save(STATE, tmp_path)
+        async_save(tmp_path).result()
+        dcpx.load(target(), tmp_path)
+        with pytest.raises(dcpx.OptionError):
+            dcpx.save(STATE)
+    assert len(found) == 4  # the other callback is called
+    records = [record for record in caplog.records if record.name == "torch_dcpx"]
+    assert [record.exc_info[0] for record in records if record.exc_info] == [ValueError, KeyError]
+    assert records[0].message == (
+        f"a callback of on_event failed behind dcpx.save of '{tmp_path}', which is as it was "
+        "without; its next errors of this type are not logged"
+    )
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupt_in_a_callback_passes_behind_the_commit(
+    tmp_path: Path, listen: Any, kind: type[BaseException]
+) -> None:
+    found: list[Any] = []
+
+    def interrupt(event: Any) -> None:
+        found.append(event)
+        raise kind
+
+    listen(interrupt)
+    with pytest.raises(kind):
+        dcpx.save(STATE, tmp_path)
+    assert [type(event) for event in found] == [dcpx.SaveEnded]
+    assert dcpx.load_tensors(tmp_path).keys() == {"w"}
