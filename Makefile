@@ -65,8 +65,12 @@ PYTEST = $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest $(TEST_JOBS)
 
 FAKE_CUDA := build/fake_cuda/libfakecuda.so
 AZURITE := build/azurite/installed
+DOCS_VENV := .venv-docs
+MERMAID := build/mermaid/mermaid.min.js
+MERMAID_VERSION := 11.17.2
+MERMAID_SHA256 := 6ad2f42c3fc26bbf9e45cbb6d11898972573ea52b33a5f4ff51952899f950ffd
 
-.PHONY: help demo test test-all test-cpp test-torch test-frameworks test-azure azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
+.PHONY: help demo docs reference test test-all test-cpp test-torch test-frameworks test-azure azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
@@ -76,6 +80,8 @@ help:
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
 	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, ... (all)"
+	@echo "make docs                    the site, in build/site (MkDocs; npm for Mermaid)"
+	@echo "make reference               options.md, cli.md, environment.md, api/ from the code"
 	@echo "make bench                   times saves and loads beside stock, safetensors and the limit"
 	@echo "make wheels                  the release: manylinux wheels of the commit for each Python"
 	@echo "make lint | wheel | build | clean"
@@ -244,6 +250,29 @@ $(FRAMEWORK_VENVS)/%/stamps/ready: requirements/frameworks/%.txt $(WHEEL_STAMP)
 	$(FRAMEWORK_VENVS)/$*/bin/python -m pip install -q -r $< dist/*.whl
 	$(FRAMEWORK_VENVS)/$*/bin/python -m pip install -q --force-reinstall --no-deps dist/*.whl
 	@touch $@
+
+# ---- The site -----------------------------------------------------------------------------------
+
+docs: $(DOCS_VENV)/stamps/tools $(MERMAID)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+	@echo "the site: build/site/index.html"
+
+$(DOCS_VENV)/stamps/tools: requirements/docs.txt
+	$(call MAKE_VENV,$(DOCS_VENV))
+	$(DOCS_VENV)/bin/python -m pip install -q -r $<
+	@touch $@
+
+# One file of the package, which the browser of a reader gets from the site, not from a CDN.
+$(MERMAID): Makefile
+	@mkdir -p $(@D)
+	cd $(@D) && npm pack --silent mermaid@$(MERMAID_VERSION)
+	cd $(@D) && echo "$(MERMAID_SHA256)  mermaid-$(MERMAID_VERSION).tgz" | sha256sum -c --quiet
+	tar xzf $(@D)/mermaid-$(MERMAID_VERSION).tgz -C $(@D) --strip-components=2 package/dist/$(@F)
+	@touch $@
+
+# The pages of docs/reference that are made of the code; a test holds them to it.
+reference: build
+	$(PY) docs/_tools/reference.py
 
 # ---- Lint ---------------------------------------------------------------------------------------
 
