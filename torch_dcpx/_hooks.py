@@ -4,7 +4,7 @@ An overridden hook is called, or refused by name; never ignored. Where a planner
 what they do is known without a call. Public methods are DCP's own hooks and work as with stock.
 Stock's private methods, `fs` and `transforms` are parts of an engine that ours replaces: an
 override would be passed over in silence. They are read from stock's classes, so that those of a
-newer torch are refused as well. docs/reference/options.md, "Subclasses", is the table of this.
+newer torch are refused as well. docs/howto/planners.md, "Subclasses", is the table of this.
 """
 
 from __future__ import annotations

@@ -106,13 +106,16 @@ class WriteOptions(_Told):
             One larger item still passes, alone. A value bounds the snapshots of asynchronous saves
             as well. Default None: 64 MiB for slots and for temporaries, 192 MiB for the slots of an
             upload to a store; a snapshot takes as much as the state.
-        workers: threads that write. Default None: four times this rank's share of the usable cores
-            (LOCAL_WORLD_SIZE ranks share them), from 2 to 16, within `host_memory_bytes`.
+        workers: threads that write, 1 to 256. Default None: four times this rank's share of the
+            usable cores (LOCAL_WORLD_SIZE ranks share them), from 2 to 16, within
+            `host_memory_bytes`.
         slot_bytes: memory of one worker and the most it writes at once from there, in bytes; a
-            multiple of 64 KiB, at least 256 KiB. Default 2 MiB.
-        direct_io: write with O_DIRECT where the file system takes it. Default True.
+            multiple of 64 KiB, from 256 KiB to 1 GiB. Default 2 MiB.
+        direct_io: write with O_DIRECT where the file system takes it, elsewhere through the page
+            cache. Default True.
         files_per_rank: spread a rank's items over so many files, by their bytes, and write these at
-            the same time; for file systems where one file serialises. 1 to 256, default 1.
+            the same time; for file systems where one file serialises. 1 to 256. Refused together
+            with `single_file_per_rank=False`. Default 1.
         progress: a callable gets (done bytes, total bytes) of this rank's payload about ten times a
             second, on the thread that saves; its errors fail the save. True: a tqdm bar on the
             coordinator's stderr, if that is a terminal and tqdm is installed. Default False.
@@ -199,8 +202,7 @@ class WriteOptions(_Told):
 class ReadOptions(_Told):
     """The options of a load.
 
-    Environment variables count as in `WriteOptions`, but none can set `trusted=True` or
-    `safe_globals`.
+    Environment variables count as in `WriteOptions`, but none can set `trusted=True`.
 
     Attributes:
         verify: "blocks" (default): every byte that stays in a tensor was checked against the
@@ -210,21 +212,22 @@ class ReadOptions(_Told):
             checksums.
         trusted: hand pickles of the checkpoint to Python as stock does, which executes anything in
             them. Default False: nothing from a checkpoint is executed.
-        safe_globals: classes and functions that byte items, and tensors of other classes than
-            torch's own, may name besides the documented plain ones. Default ().
+        safe_globals: classes and functions, or their dotted names, that byte items, and tensors of
+            other classes than torch's own, may name besides the documented plain ones; for this
+            reader only. A name is imported when a pickle names it. Default ().
         host_memory_bytes: bound, in bytes, on the host memory of a load besides its tensors: on all
             slots together, and separately on what is converted, decoded or copied to a device at
             one time. One larger item still passes, alone. Default 64 MiB.
-        workers: threads that read. Default None: as in `WriteOptions`.
+        workers: threads that read, 1 to 256. Default None: as in `WriteOptions`.
         slot_bytes: memory of one worker and the most it reads at once, in bytes; a multiple of
-            64 KiB, at least 256 KiB. Default 2 MiB.
+            64 KiB, from 256 KiB to 1 GiB. Default 2 MiB.
         direct_io: read files with O_DIRECT that are not in the page cache, where the file system
             takes it. Default True.
         load_timeout_s: deadline, in seconds, of everything that one load waits for from other
             ranks; for `dcpx.load` only. Default 1800.
         node_local: the path's last component may differ over the ranks, where each node has its own
             directory; the same on all ranks. For `dcpx.load` only. Default False.
-        endpoint: as in `WriteOptions`.
+        endpoint: as in `WriteOptions`. Default None.
 
     Raises:
         OptionError: a value that cannot work, or two that contradict each other.

@@ -168,10 +168,3 @@ def test_a_writer_without_options_takes_variables_below_stocks_arguments(
     assert DcpxWriter(tmp_path, thread_count=1).options.host_memory_bytes == 8 * MIB
     with pytest.raises(OptionError, match="host_memory_bytes"):
         DcpxWriter(tmp_path, thread_count=100)
-
-
-def test_every_variable_is_documented() -> None:
-    documented = (Path(__file__).parents[2] / "docs" / "reference" / "options.md").read_text()
-    for cls in (WriteOptions, ReadOptions):
-        for field in dataclasses.fields(cls):
-            assert f"| `{variable_of(field.name)}` |" in documented

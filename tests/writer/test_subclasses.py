@@ -1,6 +1,6 @@
 """Subclasses of DcpxWriter and DcpxReader: what they override works as with stock, or is refused.
 
-docs/reference/options.md, "Subclasses", is the table that these tests hold true.
+docs/howto/planners.md, "Subclasses", is the table that these tests hold true.
 """
 
 from __future__ import annotations

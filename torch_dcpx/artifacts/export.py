@@ -111,7 +111,7 @@ def export(
             a directory; for safetensors also the URL of either in a store. Missing directories are
             made. A directory whose name ends in a dot and letters (`out.model`, not `run-1.5`)
             needs `format`. One that holds a checkpoint is refused.
-        format: of the files in a directory. "safetensors" (default): `model.safetensors`, or
+        format: of the files in a directory. "safetensors": `model.safetensors`, or
             `model-00001-of-00002.safetensors` and so on with `model.safetensors.index.json`, as by
             Hugging Face. "torch": `pytorch_model.bin`, a flat dict for
             `torch.load(weights_only=True)`, with plain objects, too. Default None: as the path

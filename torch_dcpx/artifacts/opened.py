@@ -90,8 +90,8 @@ def load_tensors(
 
     Raises:
         UnknownNameError: a name is not stored, or a glob matches no tensor.
-        NotCommittedError, CorruptionError, UnsafePickleError, StorageError, UnsupportedError,
-        OptionError: as `open_checkpoint`.
+        NotCommittedError, CorruptionError, UnsafePickleError: as `open_checkpoint`.
+        StorageError, UnsupportedError, OptionError: as `open_checkpoint`.
     """
     with open_checkpoint(path, options, rank=rank) as checkpoint:
         return checkpoint.load_tensors(keys, device=device)

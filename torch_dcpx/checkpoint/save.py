@@ -94,7 +94,7 @@ def save(
         OutcomeUnknownError: the coordinator was lost while it committed.
         UnsupportedError: a `storage_writer` that is no DcpxWriter.
         OptionError: an argument that cannot work, or two that contradict each other.
-        DcpxError of an earlier `async_save`, if nobody has read it from the handle.
+        DcpxError: of an earlier `async_save`, if nobody has read it from the handle.
     """
     begin = time.monotonic()
     call = _call("save", checkpoint_id, storage_writer)

@@ -59,7 +59,12 @@ class Merge(NamedTuple):
 
 
 class Transpose(NamedTuple):
-    """Two dimensions of a tensor are swapped. `pattern` is a regular expression of whole names."""
+    """Two dimensions of a tensor are swapped.
+
+    Args:
+        pattern: a regular expression of whole names.
+        dims: the two dimensions. Default (0, 1).
+    """
 
     pattern: str
     dims: tuple[int, int] = (0, 1)

@@ -140,7 +140,7 @@ class CheckpointManager:
             PlanError: ranks made different calls; nothing was written.
             OptionError: a tag, part or metric that cannot work; or no part at all.
             UnsupportedError: a small value needs execution to load; or the tag is a link or pinned.
-            As `dcpx.save` and `dcpx.async_save`, also of an earlier save.
+            DcpxError: as `dcpx.save` and `dcpx.async_save`, also of an earlier save.
         """
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
         return self._saves.save(tag_or_step, parts, metrics, step)
@@ -193,7 +193,7 @@ class CheckpointManager:
             OptionError: a tag, part or other argument that cannot work.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
             UnsupportedError: `translate` splits, merges or transposes a tensor with an optimizer.
-            As `dcpx.load`.
+            DcpxError: as `dcpx.load`.
         """
         if load_optimizer is False:  # another value is refused where all ranks learn of it
             optimizer = lr_scheduler = None
@@ -297,7 +297,7 @@ class CheckpointManager:
             MismatchError: the checkpoint holds no model, and `keys` is None.
             OptionError: an argument that cannot work.
             PlanError: ranks made different calls; nothing was written.
-            As `torch_dcpx.export`.
+            DcpxError: as `torch_dcpx.export`.
         """
         return self._catalog.export(
             tag_or_model, path, format, keys, key_map, max_shard_bytes, dtype, metadata, options

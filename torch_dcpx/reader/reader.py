@@ -84,13 +84,13 @@ class DcpxReader(FileSystemReader):
         Args:
             path: directory of the checkpoint, or "s3://bucket/prefix", "az://container/prefix"
                 with an extra, torch-dcpx[s3] or [azure] (docs/howto/object_stores.md).
-            _extension_registry: stream extensions, as stock's.
-            options: see `ReadOptions`.
+            _extension_registry: undoes the extensions of a writer, as stock's. Default None.
+            options: see `ReadOptions`. Default None: `ReadOptions()`.
 
         Raises:
             OptionError: a path that no system call takes, or another wrong argument.
             UnsupportedError: another URL, one of these without its extra, or a subclass that
-                overrides what would not be called (docs/reference/options.md).
+                overrides what would not be called (docs/howto/planners.md).
         """
         check_part("_extension_registry", _extension_registry, ExtensionRegistry, _REGISTRY_HOOKS)
         check_options("options", options, ReadOptions)
