@@ -70,7 +70,7 @@ MERMAID := build/mermaid/mermaid.min.js
 MERMAID_VERSION := 11.17.2
 MERMAID_SHA256 := 6ad2f42c3fc26bbf9e45cbb6d11898972573ea52b33a5f4ff51952899f950ffd
 
-.PHONY: help demo docs reference test test-all test-cpp test-torch test-frameworks test-azure azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
+.PHONY: help demo docs reference test test-all test-cpp test-torch test-frameworks test-azure test-pages azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
@@ -80,6 +80,7 @@ help:
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
 	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, ... (all)"
+	@echo "make test-pages              the site, and the pages of --html, in a headless Chromium (build/pages)"
 	@echo "make docs                    the site, in build/site (MkDocs; npm for Mermaid)"
 	@echo "make reference               options.md, cli.md, environment.md, api/ from the code"
 	@echo "make bench                   times saves and loads beside stock, safetensors and the limit"
@@ -158,7 +159,7 @@ build/stamps/current: requirements/test.txt
 	if [ -s $(@D)/missing.txt ]; then $(PY) -m pip install -r $(@D)/missing.txt; fi
 	@touch $@
 
-$(S)/lint $(S)/bench: $(S)/%: requirements/%.txt $(ENVIRONMENT)
+$(S)/lint $(S)/bench $(S)/pages: $(S)/%: requirements/%.txt $(ENVIRONMENT)
 	$(PY) requirements/missing.py $< > $@-missing.txt
 	if [ -n "$(VENV)" ]; then $(PY) -m pip install -q -r $<; \
 	elif [ -s $@-missing.txt ]; then $(PY) -m pip install -r $@-missing.txt; fi
@@ -190,6 +191,12 @@ $(FAKE_CUDA): FORCE
 # Of these, `make test-all` has a tenth.
 test-azure: build $(AZURITE)
 	DCPX_STRICT=1 DCPX_AZURE=1 $(PYTEST) --everything -k "[az" $(PYTEST_ARGS) tests/objects
+
+# Pictures for people to look at come to lie in build/pages.
+test-pages: build docs $(S)/pages
+	@command -v chromium >/dev/null || apt-get install -qq -y chromium || { \
+		apt-get update -qq && apt-get install -qq -y chromium; }
+	DCPX_PAGES=1 DCPX_STRICT=1 $(PY) -m pytest -n0 $(PYTEST_ARGS) tests/pages
 
 # The server of az:// (tests/objects). Where it cannot be installed, the tests say what is missing.
 azurite: $(AZURITE)

@@ -5,6 +5,7 @@ Environment (set by the Makefile):
     DCPX_REQUIRE_CUDA=1      a `cuda` test that cannot run is a failure
     DCPX_REQUIRE_INSTALLED=1 the tests must import an installed torch_dcpx, not this clone's
     DCPX_FRAMEWORKS=DIR      environments of frameworks (make test-frameworks)
+    DCPX_PAGES=1             the tests of pages in a browser (make test-pages)
     DCPX_AZURE=1             all tests on Azurite, not a tenth of them (make test-azure)
     DCPX_SEED=N              the `seed` fixture's value, to repeat one test
 """
@@ -44,10 +45,12 @@ pytest_plugins = [
     "support.hook_fixture",
     "support.object_fixture",
     "support.build_fixture",
+    "support.page_fixture",
 ]
 
-if "DCPX_FRAMEWORKS" not in os.environ:  # environments that `make test-frameworks` makes
-    collect_ignore = ["frameworks"]
+# What `make test-frameworks` and `make test-pages` install.
+_OWN_TARGETS = {"frameworks": "DCPX_FRAMEWORKS", "pages": "DCPX_PAGES"}
+collect_ignore = [folder for folder, name in _OWN_TARGETS.items() if name not in os.environ]
 
 hypothesis.settings.register_profile(
     "dcpx",

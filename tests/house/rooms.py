@@ -69,6 +69,7 @@ OTHER_TESTS = {
     "objects",
     "interop",
     "native",
+    "pages",
     "pages_code",
 }
 

@@ -82,6 +82,7 @@ def test_each_test_runs_once_in_ci_and_has_one_name_in_all_processes(tmp_path: P
     folders = {Path(name).parts[1] for name in names[0]}
     assert "house" in folders
     assert "frameworks" not in folders, "they run in environments of `make test-frameworks`"
+    assert "pages" not in folders, "they run in a browser, by `make test-pages`"
     addresses = [name for name in names[0] if re.search(r" at 0x[0-9a-f]+", name)]
     assert addresses == [], "no sample is drawn again by its seed"
 
