@@ -19,16 +19,17 @@ _WAY_OUT = "copy or mount it, and name the directory"
 class _Path(click.Path):
     """A path that the library takes; whether one may read it, a command finds out itself."""
 
-    def __init__(self, *, takes_urls: bool = False) -> None:
-        """Takes `s3://` and `az://` URLs, too, if `takes_urls`."""
+    def __init__(self, *, takes_urls: bool = False, way_out: str = _WAY_OUT) -> None:
+        """Takes URLs of stores, too, if `takes_urls`; else the error of one ends in `way_out`."""
         super().__init__(readable=False, path_type=Path)
         self._check = checked_location if takes_urls else checked_path
+        self._way_out = way_out
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Location:
         if not value:
             self.fail("an empty text is no path; '.' is the current directory", param, ctx)
         try:
-            text = self._check(value, _WAY_OUT)
+            text = self._check(value, self._way_out)
         except DcpxError as error:
             self.fail(str(error), param, ctx)
         path = location_of(text)  # which drops the "./" of a name that begins with "~"
@@ -42,6 +43,25 @@ _PATH_OR_URL = _Path(takes_urls=True)
 _RANK = click.option(
     "--rank", type=click.IntRange(min=0), help="whose checkpoint, where each rank saved its own"
 )
+_HTML = click.option(
+    "--html",
+    "html",
+    type=_Path(way_out="name a file, and copy it there"),
+    metavar="FILE",
+    help="also draw it: one page that needs no network (FILE.html)",
+)
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="replace a page that is at --html")
+
+
+def _page(html: Path | None, *, is_replacing: bool) -> Any:
+    """Returns the page that a command writes, None without `--html`."""
+    if html is None:
+        if is_replacing:
+            raise click.UsageError("--overwrite is for --html, which is not there")
+        return None
+    from torch_dcpx.cli.page import Page
+
+    return Page(html, is_replacing=is_replacing)
 
 
 def _look(*paths: Location, takes_files: bool = False) -> None:
@@ -87,16 +107,27 @@ def list_(path: Location, with_all: bool, as_json: bool) -> int:
 )
 @click.option("--chunks", is_flag=True, help="each chunk, with its file and place")
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
+@_HTML
+@_OVERWRITE
 @command
-def inspect(path: Location, keys: tuple[str, ...], chunks: bool, limit: int, as_json: bool) -> int:
+def inspect(
+    path: Location,
+    keys: tuple[str, ...],
+    chunks: bool,
+    limit: int,
+    html: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
     """Show the names, dtypes, shapes, chunks and files of a checkpoint or an export. Reads no data.
 
     Exits with 1 if a file is missing or has a wrong size, or if no name fits a --key.
     """
     _look(path, takes_files=True)
+    page = _page(html, is_replacing=overwrite)
     from torch_dcpx.cli.inspect import show
 
-    return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json)
+    return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json, page=page)
 
 
 @app.command()
@@ -137,8 +168,18 @@ def cat(path: Location, names: tuple[str, ...], full: bool, rank: int | None, as
 @click.argument("b", type=_PATH_OR_URL)
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @_RANK
+@_HTML
+@_OVERWRITE
 @command
-def diff(a: Location, b: Location, limit: int, rank: int | None, as_json: bool) -> int:
+def diff(
+    a: Location,
+    b: Location,
+    limit: int,
+    rank: int | None,
+    html: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> int:
     """Show how B differs from A: names, shapes, dtypes, then values.
 
     Each is a checkpoint, or what `export` wrote. Compares values by their checksums, where both
@@ -146,9 +187,10 @@ def diff(a: Location, b: Location, limit: int, rank: int | None, as_json: bool) 
     Exits with 1 if they differ.
     """
     _look(a, b, takes_files=True)
+    page = _page(html, is_replacing=overwrite)
     from torch_dcpx.cli.diff import run_diff
 
-    return run_diff(a, b, rank=rank, limit=limit, as_json=as_json)
+    return run_diff(a, b, rank=rank, limit=limit, as_json=as_json, page=page)
 
 
 @app.command()

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, printable
 from torch_dcpx.artifacts.opened import LazyTensor, OpenCheckpoint, open_checkpoint
 from torch_dcpx.artifacts.rows import slabs
 from torch_dcpx.cli.output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
+from torch_dcpx.cli.page import Page, put_written
 from torch_dcpx.errors import UnsafePickleError, UnsupportedError
 from torch_dcpx.integrity.contents import open_contents, read_commit
 from torch_dcpx.integrity.footers import TORCH_TENSOR, FooterRow, add_file
@@ -45,11 +46,25 @@ class Sum(NamedTuple):
     crc: int
 
 
-def run_diff(a: Location, b: Location, *, rank: int | None, limit: int, as_json: bool) -> int:
-    """Prints how two checkpoints differ. Returns the exit code: 1 if they do."""
+def run_diff(
+    a: Location,
+    b: Location,
+    *,
+    rank: int | None,
+    limit: int,
+    as_json: bool,
+    page: Page | None,
+) -> int:
+    """Prints how two checkpoints differ, and draws it on `page`. Returns the exit code: 1 if they
+    do.
+    """
     with open_checkpoint(a, rank=rank) as one, open_checkpoint(b, rank=rank) as two:
         run = _Run(one, two, _sums(a, rank), _sums(b, rank))
         found = run.differences()
+        if page is not None:
+            counts = {"equal": run.equal, "read_bytes": run.read_bytes}
+            paths = {"a": printable(a), "b": printable(b)}
+            page.write("diff", {**paths, **counts, "items": _columns(one, two, found)})
     if as_json:
         put_json({"equal": run.equal, "read_bytes": run.read_bytes, "differences": found})
     else:
@@ -58,7 +73,27 @@ def run_diff(a: Location, b: Location, *, rank: int | None, limit: int, as_json:
         more = f" ({len(found) - limit} not shown)" if 0 < limit < len(found) else ""
         names = f"{counted(len(found), 'difference')}{more}, {counted(run.equal, 'equal name')}"
         put_lines([f"{names}; read {human_bytes(run.read_bytes)} of values, the rest by checksums"])
+        put_written(page)
     return UNSOUND if found else FINE
+
+
+def _columns(
+    one: OpenCheckpoint, two: OpenCheckpoint, found: Sequence[Difference]
+) -> dict[str, list[Any]]:
+    """Returns all names of both sides as the page shows them, a list for each column."""
+    whats = {each.name: each.what for each in found}
+    sides = one, two
+    names = list(dict.fromkeys(name for side in sides for name in (*side, *side.objects)))
+    columns: dict[str, list[Any]] = {
+        "name": list(map(printable, names)),
+        "what": [whats.get(name, "equal") for name in names],
+    }
+    for letter, side in zip("ab", sides, strict=True):
+        columns[letter] = [
+            _shown(side, name) if name in side or name in side.objects else "" for name in names
+        ]
+        columns[f"bytes_{letter}"] = [side[name].nbytes if name in side else 0 for name in names]
+    return columns
 
 
 class _Run:

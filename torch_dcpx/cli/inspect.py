@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._text import counted
+from torch_dcpx.cli.inspect_page import inspect_data
 from torch_dcpx.cli.output import (
     FINE,
     UNSOUND,
@@ -26,6 +27,7 @@ from torch_dcpx.cli.output import (
     put_problem,
     put_table,
 )
+from torch_dcpx.cli.page import Page, put_written
 from torch_dcpx.errors import NotCommittedError
 from torch_dcpx.integrity.contents import (
     Contents,
@@ -89,6 +91,8 @@ class Described(NamedTuple):
     metadata: Metadata
     fqns: list[str]  # those that were asked for
     files: dict[str, FileSize]  # by name
+    writer: str  # with versions, where the metadata says them; else as `written_by`
+    saved_s: float | None  # since 1970: when the metadata, or the export, was written
 
     def items(self, fqns: Iterable[str]) -> Iterator[Item]:
         """Yields the items of these names. Makes each now: a checkpoint may have 100,000."""
@@ -117,9 +121,18 @@ class Described(NamedTuple):
 
 @paused_gc()
 def show(
-    path: Location, keys: Sequence[str], *, with_chunks: bool, limit: int, as_json: bool
+    path: Location,
+    keys: Sequence[str],
+    *,
+    with_chunks: bool,
+    limit: int,
+    as_json: bool,
+    page: Page | None,
 ) -> int:
-    """Prints the checkpoint at `path`. Returns the exit code: globs without a name are a fault."""
+    """Prints the checkpoint at `path`, and draws it on `page`.
+
+    Returns the exit code: globs without a name are a fault.
+    """
     with being_read(path), open_contents(path) as contents:
         if contents.artifact is not None:
             found = [_described_artifact(contents, contents.artifact, keys)]
@@ -127,11 +140,14 @@ def show(
             found = described_in(contents.place, contents.look, keys)
     nothing = "" if not keys or any(each.fqns for each in found) else _no_name(path, keys)
     code = UNSOUND if nothing or any(each.faults for each in found) else FINE
+    if page is not None:
+        page.write("inspect", inspect_data(str(path), keys, found))
     if as_json:
         put_json([_json(each, with_chunks) for each in found])
     else:
         for each in found:
             _put(each, limit, with_chunks)
+        put_written(page)
     if nothing:
         put_problem(nothing)
     return code
@@ -210,7 +226,8 @@ def _described(place: Place, look: Look, name: str, keys: Sequence[str]) -> Desc
     }
     written_by = "torch-dcpx" if is_exact else "stock"
     where = str(place.path), name, written_by, found.save_id
-    return Described(*where, found.metadata, fqns, sizes)
+    writer = found.writer or written_by
+    return Described(*where, found.metadata, fqns, sizes, writer, look.modified_s(where[1]))
 
 
 def _fitting(names: Iterable[str], keys: Sequence[str]) -> list[str]:
@@ -230,7 +247,8 @@ def _described_artifact(contents: Contents, name: str, keys: Sequence[str]) -> D
     files = {one: FileSize(contents.look.size(one), end, False) for one, end in ends.items()}
     form = "torch.save" if name.endswith(TORCH_SUFFIXES) else "safetensors"
     where = str(contents.place.path), name, form, ""
-    return Described(*where, metadata, _fitting(entries, keys), files)
+    saved_s = contents.look.modified_s(name)
+    return Described(*where, metadata, _fitting(entries, keys), files, form, saved_s)
 
 
 def _item(metadata: Metadata, fqn: str) -> Item:

@@ -59,6 +59,7 @@ class CheckpointMetadata(NamedTuple):
     metadata: Metadata  # as stock's pickle.load gives it, without a load id
     save_id: str  # of the save that wrote it, each its own; a digest of a file that notes none
     files: dict[str, FileEntry] | None  # every data file by path; None: stock DCP wrote it
+    writer: str = ""  # "torch-dcpx 0.1.0, torch 2.13.0", as the file says; "": it does not
 
 
 def encode_pieces(
@@ -201,7 +202,13 @@ def _of_columns(columns: ColumnReader, pickled: Metadata | None) -> CheckpointMe
     version = optional_str(columns, columns.header, "version")
     metadata = Metadata(entries, planner, storage, meta, version)
     save_id = optional_str(columns, columns.header, "save_id")
-    return CheckpointMetadata(metadata, save_id or "", files)
+    return CheckpointMetadata(metadata, save_id or "", files, _writer(columns.header))
+
+
+def _writer(header: dict[str, Any]) -> str:
+    """Returns who wrote a file; nothing relies on it, so another type than a text is no fault."""
+    ours, torch = header.get("writer"), header.get("torch")
+    return f"{ours}, torch {torch}" if isinstance(ours, str) and isinstance(torch, str) else ""
 
 
 def decode_columns(columns: ColumnReader) -> CheckpointMetadata | None:

@@ -43,6 +43,7 @@ class Look(NamedTuple):
     names: list[str]  # of all that lies directly in it
     size: Callable[[str], int | None]  # bytes of a regular file by name; None: there is no such
     beneath: Callable[[], list[str]]  # names of directories, or of prefixes
+    modified_s: Callable[[str], float | None]  # since 1970: when a file of it was last written
 
 
 class FileEntry(NamedTuple):

@@ -88,7 +88,11 @@ class ObjectPlace:
             beneath = self.bucket.head(self.key(name))
             return None if beneath is None else beneath[0]
 
-        return Look(sorted(found.objects), size, lambda: sorted(found.prefixes))
+        def modified_s(name: str) -> float | None:
+            one = found.objects.get(name)
+            return None if one is None else one.modified_s
+
+        return Look(sorted(found.objects), size, lambda: sorted(found.prefixes), modified_s)
 
     def state(self, name: str) -> tuple[str]:
         """Returns the tag of an object; "" if there is none."""

@@ -60,7 +60,11 @@ class PosixPlace(Directory):
     def look(self) -> Look:
         """Returns what is there. Raises: StorageError."""
         names = self.names()
-        return Look(names, self._size, lambda: [n for n in names if (self.path / n).is_dir()])
+
+        def beneath() -> list[str]:
+            return [name for name in names if (self.path / name).is_dir()]
+
+        return Look(names, self._size, beneath, self._modified_s)
 
     def _size(self, name: str) -> int | None:
         """Returns the size of a regular file beneath the directory, reached through no link."""
@@ -76,6 +80,12 @@ class PosixPlace(Directory):
         except (OSError, ValueError):  # ValueError: NUL in a name
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def _modified_s(self, name: str) -> float | None:
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mtime
+        except OSError:
+            return None
 
     def state(self, name: str) -> FileState:
         """Returns the state of a file. Raises: StorageError."""

@@ -1,0 +1,70 @@
+"""The data of the page of `dcpx inspect`: columns, so that 100,000 tensors stay a small file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from torch_dcpx._text import printable
+from torch_dcpx.storage.names import data_file_parts
+
+if TYPE_CHECKING:
+    from torch_dcpx.cli.inspect import Described
+
+
+def inspect_data(path: str, keys: Sequence[str], found: Iterable[Described]) -> dict[str, Any]:
+    """Returns what the page of `dcpx inspect` shows. Names are escaped as those of the table."""
+    checkpoints = [_checkpoint(one, [printable(key) for key in keys]) for one in found]
+    return {"path": printable(path), "checkpoints": checkpoints}
+
+
+def _checkpoint(found: Described, keys: list[str]) -> dict[str, Any]:
+    saved = "" if found.saved_s is None else _time(found.saved_s)
+    return {
+        "metadata_file": printable(found.metadata_file),
+        "written_by": printable(found.writer),
+        "save_id": printable(found.save_id),
+        "saved": saved,
+        "keys": keys,
+        "faults": list(map(printable, found.faults)),
+        "files": {
+            "name": list(map(printable, found.files)),
+            "rank": list(map(_rank, found.files)),
+            "found": [size.found or 0 for size in found.files.values()],
+        },
+        **_items(found),
+    }
+
+
+def _items(found: Described) -> dict[str, Any]:
+    """Returns columns of all names, and of their chunks what many tensors have in common, once.
+
+    A layout is a list of chunks: offsets, sizes, number of the file (-1: none), bytes in it. `at`
+    has where each chunk begins in its file.
+    """
+    numbers = {name: number for number, name in enumerate(found.files)}
+    layouts: dict[tuple[Any, ...], int] = {}
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("name", "dtype", "shape", "nbytes", "layout", "at")
+    }
+    for item in found.items(found.fqns):
+        layout = tuple(
+            (chunk.offsets, chunk.sizes, numbers.get(chunk.file, -1), chunk.nbytes)
+            for chunk in item.chunks
+        )
+        number = layouts.setdefault(layout, len(layouts))
+        at = [chunk.offset for chunk in item.chunks]
+        row = printable(item.fqn), item.dtype, item.shape, item.nbytes, number, at
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
+    return {"items": columns, "layouts": list(layouts)}
+
+
+def _rank(file: str) -> int | None:
+    parts = data_file_parts(file)
+    return None if parts is None else parts[0]
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,101 @@
+"""Writes a page of `--html`: one file with its data, a drawing library and our scripts in it.
+
+It asks no network for anything, and its content security policy lets it ask none. That policy
+runs the scripts of the package alone, by their digests: a name in a checkpoint that broke out of
+the data would still be no script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any, Literal
+
+from torch_dcpx.cli.output import human_bytes, put_lines
+from torch_dcpx.errors import OptionError
+from torch_dcpx.storage.directory import storage_errors
+from torch_dcpx.storage.place import PosixPlace
+
+# In JSON they stand in texts alone, so that another way to write them changes nothing.
+_ESCAPES = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&"})
+_OWN_MARK = b'<meta name="generator" content="dcpx">'
+_MARK_WITHIN_BYTES = 200
+_SCRIPTS = {"inspect": "showInspected();", "diff": "showDiff();"}
+
+
+class Page:
+    """A file that a page is written to."""
+
+    def __init__(self, path: Path, *, is_replacing: bool) -> None:
+        """Looks at `path`, before a command begins what may take long.
+
+        Raises:
+            OptionError: it ends in no `.html`, or is there. With `is_replacing` a page of ours may
+                be there.
+            StorageError: its directory cannot be opened.
+        """
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise _wrong(path, f"'{path}' is no name of a page: it must end in .html")
+        with PosixPlace(path.parent):
+            pass
+        if path.is_symlink() or path.exists():
+            way = "name another file"
+            if not is_replacing:
+                raise _wrong(path, f"'{path}' is there; {way}, or replace it by --overwrite")
+            if not _is_own(path):
+                raise _wrong(path, f"'{path}' is there; {way}: it is no page that dcpx has written")
+        self.path = path
+        self.nbytes = 0
+
+    def write(self, kind: Literal["inspect", "diff"], data: dict[str, Any]) -> None:
+        """Writes the page beside, then renames it. Raises: StorageError, and then there is none."""
+        text = _rendered(kind, data).encode()
+        with PosixPlace(self.path.parent) as place:
+            place.publish(
+                self.path.name, [text], is_durable=False, lock=None, is_own=lambda _: True
+            )
+        self.nbytes = len(text)
+
+
+def put_written(page: Page | None) -> None:
+    """Prints the line about a page, if there is one."""
+    if page is not None:
+        put_lines([f"wrote '{page.path}', {human_bytes(page.nbytes)}"])
+
+
+def _wrong(path: Path, message: str) -> OptionError:
+    return OptionError(message, option="html", value=str(path))
+
+
+def _is_own(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    with storage_errors("read", path, is_read=True), path.open("rb") as file:
+        return _OWN_MARK in file.read(_MARK_WITHIN_BYTES)
+
+
+def _rendered(kind: str, data: dict[str, Any]) -> str:
+    library = _asset("echarts.min.js")
+    own = "".join(map(_asset, ("common.js", "modules.js", f"{kind}.js"))) + _SCRIPTS[kind]
+    digests = " ".join(map(_digest, (library, own)))
+    return Template(_asset("page.html")).substitute(
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; "
+        "base-uri 'none'; form-action 'none'",
+        style=_asset("page.css"),
+        data=json.dumps(data, separators=(",", ":")).translate(_ESCAPES),
+        library=library,
+        script=own,
+    )
+
+
+def _digest(script: str) -> str:
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _asset(name: str) -> str:
+    return (files("torch_dcpx.cli") / "pages" / name).read_text(encoding="utf-8")
