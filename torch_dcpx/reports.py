@@ -72,6 +72,7 @@ class WriteReport(_Traced):
         total_s: all of these.
         replaced: objects of DCP's classes that the hook has made ours in this process so far, by
             role: writer, reader, planners, stager. Empty without `torch_dcpx.install`.
+        timeline: of the save or load, in which `phases` and `trace` look.
     """
 
     items: int
@@ -185,7 +186,7 @@ class ReadReport(_Traced):
             all workers spent on reading, on checksums, and on copies out of slots.
         finish_s: decoding of byte items, conversions, copies to devices, and the planner's hooks.
         total_s: all of these.
-        replaced: as in `WriteReport`.
+        replaced, timeline: as in `WriteReport`.
     """
 
     items: int
@@ -238,6 +239,7 @@ class SaveReport(_Traced):
         blocked_s: seconds the caller waited: all of `save`; of `async_save` until it returned.
         total_s: seconds from the call until all ranks had the commit.
         write: what this rank did; None where a subclass's `write_data` leaves no report.
+        timeline: of the save or load, in which `phases` and `trace` look.
     """
 
     checkpoint_id: str
@@ -275,6 +277,7 @@ class LoadReport(_Traced):
         wait_s: the rest: other ranks.
         total_s: the whole call.
         read: the reader's own report; None for a subclass that reads its own way.
+        timeline: of the save or load, in which `phases` and `trace` look.
     """
 
     path: str

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch_dcpx import DcpxWriter, WriteOptions
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.storage.names import FileEntry
+from torch_dcpx.timelines import Timeline
 from torch_dcpx.writer.files import Written
 
 WORKER = Path(__file__).with_name("report_worker.py")
@@ -117,7 +118,7 @@ def test_report_is_of_the_last_save_and_none_after_a_failed_one(tmp_path: Path) 
 def written_of(files: int, **counters: int) -> Written:
     byte_counts = {"direct_bytes": 0, "buffered_bytes": 0, "in_place_bytes": 0, "slot_bytes": 0}
     entries = [FileEntry(f"__0_{n}.distcp", bytes(16), 500, 0) for n in range(files)]
-    return Written([], entries, {**byte_counts, **counters}, 0)
+    return Written([], entries, {**byte_counts, **counters}, 0, Timeline("save"))
 
 
 @pytest.mark.parametrize(
