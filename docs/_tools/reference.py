@@ -77,6 +77,11 @@ VARIABLES: dict[str, list[tuple[str, str, str]]] = {
             "seconds; default 600",
             "How long the end of the interpreter and `drain_on_sigterm` wait for saves under way.",
         ),
+        (
+            "DCPX_TRACE_DIR",
+            "a directory, made where missing",
+            "Where each save and load of each rank leaves a [trace](../howto/trace.md).",
+        ),
         ("DCPX_CUDA_DRIVER", "a path; default `libcuda.so.1`", "The CUDA driver's library."),
         (
             "LOCAL_WORLD_SIZE",
