@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
+import signal
 import threading
 import traceback
 from pathlib import Path
@@ -59,6 +60,27 @@ def test_handle_is_done_before_the_callback_and_wait_returns_after_it(
     assert done == [True]
 
 
+def test_managers_wait_returns_after_the_callbacks_of_its_saves(
+    tmp_path: Path, listen: Any
+) -> None:
+    may_go_on = threading.Event()
+    listen(lambda _: may_go_on.wait(60))
+    with dcpx.CheckpointManager(tmp_path) as manager:
+        manager.save(1, state={"w": torch.ones(2)}).result()
+        with pytest.raises(TimeoutError, match="a callback of the save to"):
+            manager.wait(0)
+        may_go_on.set()
+
+
+def test_operation_ends_once(listen: Any) -> None:
+    found: list[Any] = []
+    listen(found.append)
+    operation = events.begun("dcpx.save", "a")
+    operation.failed(KeyError("first"))
+    operation.failed(ValueError("again"))
+    assert [type(event.error) for event in found] == [KeyError]
+
+
 @pytest.mark.parametrize("save", [dcpx.save, lambda *a, **k: async_save(a[1], **k)])
 def test_callback_can_save_to_and_load_from_the_same_place(
     tmp_path: Path, listen: Any, save: Any
@@ -74,10 +96,11 @@ def test_callback_can_save_to_and_load_from_the_same_place(
             assert torch.equal(loaded["w"], STATE["w"])  # type: ignore[arg-type]
             dcpx.save({"w": torch.ones(5)}, tmp_path)
             dcpx.wait()  # in a callback: not for this one
+            calls.append("waited")
 
     listen(again)
     save(STATE, tmp_path)
-    assert calls[1:] == ["dcpx.load", "dcpx.save"]
+    assert calls[1:] == ["dcpx.load", "dcpx.save", "waited"]
     assert dcpx.load_tensors(tmp_path)["w"].shape == (5,)
 
 
@@ -120,6 +143,7 @@ def test_callback_runs_in_a_copy_of_the_callers_context(tmp_path: Path, listen: 
 
 
 def test_operation_that_began_before_is_not_heard(tmp_path: Path, listen: Any) -> None:
+    listen(lambda _: None)
     gate, options = gated()
     handle = dcpx.async_save(STATE, tmp_path, options=options)
     found: list[Any] = []
@@ -186,10 +210,21 @@ def test_forked_child_keeps_the_callbacks_for_its_own_operations(
     gate, options = gated()
     handle = dcpx.async_save(STATE, tmp_path / "parent", options=options)
     assert gate.reached.wait(60)
-    with events._guard.held(), events.begun("dcpx.load", tmp_path / "parent") as parents:
+    held, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with events._guard.held():
+            held.set()
+            assert may_go_on.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
+    with events.begun("dcpx.load", tmp_path / "parent") as parents:
         child = os.fork()
         if child == 0:
             code = 1
+            signal.alarm(60)  # a lock that nobody gives back
             try:
                 parents.failed(ValueError())  # as the child unwinds the parent's stack
                 dcpx.save({"w": torch.ones(3)}, tmp_path / "child")
@@ -198,6 +233,8 @@ def test_forked_child_keeps_the_callbacks_for_its_own_operations(
             except BaseException:  # noqa: BLE001
                 traceback.print_exc()
             os._exit(code)
+    may_go_on.set()
+    holder.join()
     gate.open()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     handle.result()
