@@ -43,6 +43,7 @@ API: dict[str, tuple[str, str]] = {
     ),
     "options": ("Options", "WriteOptions ReadOptions"),
     "reports": ("Reports", "SaveReport LoadReport"),
+    "events": ("Events", "on_event Event SaveEnded SaveFailed LoadEnded LoadFailed"),
     "export": ("Export and pretrained", "export ExportReport load_pretrained"),
     "key_map": ("Key maps", "KeyMap Merge Split Transpose"),
     "integrity": ("Verify and repair", "verify VerifyReport repair RepairReport Finding"),
@@ -67,6 +68,7 @@ ADAPTERS = {
         "DcpxCheckpointIO",
     ),
     "megatron": ("DcpxSaveStrategy", "DcpxLoadStrategy"),
+    "opentelemetry": ("instrument",),
 }
 
 # Variables that are no option: where it counts -> name, what it takes, what it does.
@@ -242,7 +244,8 @@ def options_page() -> str:
         'dcpx.save({"step": 1}, "ckpt", options=options)\n```\n',
         "Options are checked when they are made: a value that cannot work is an "
         "[`OptionError`](errors.md#optionerror). An option that you leave out comes from its "
-        "[environment variable](environment.md), or has its default.\n",
+        "[environment variable](environment.md), or has its default. Results and errors of each "
+        "call: [API](api/index.md).\n",
     ]
     for name in OPTIONS:
         parts += [f"## `{name}`\n", table(getattr(dcpx, name)), ""]

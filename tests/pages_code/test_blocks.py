@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sysconfig
-import zlib
 from pathlib import Path
 
 import pytest
@@ -25,34 +24,6 @@ from support.warm import warm_parent
 LISTED = Path(__file__).with_name("not_run.txt")
 BY_NAME = {page.relative_to(ROOT).as_posix(): page for page in PAGES}
 
-# Pages as they were before they were written for this test, by their CRC: they do not run.
-UNTOUCHED: dict[str, int] = {
-    "docs/develop/decisions.md": 2428984871,
-    "docs/develop/performance.md": 3233942094,
-    "docs/develop/testing.md": 3998255156,
-    "docs/explain/guarantees.md": 2176953253,
-    "docs/howto/background.md": 3913091426,
-    "docs/howto/export.md": 2676284528,
-    "docs/howto/gpu.md": 3335200155,
-    "docs/howto/load_tensors.md": 2588790484,
-    "docs/howto/object_stores.md": 3725464256,
-    "docs/howto/repair.md": 480358766,
-    "docs/howto/resume.md": 1901718107,
-    "docs/howto/slurm.md": 4251776810,
-    "docs/reference/cli.md": 3814469392,
-    "docs/reference/errors.md": 666825362,
-    "docs/reference/format.md": 3490905403,
-    "docs/reference/glossary.md": 2393299686,
-    "docs/reference/options.md": 1845337728,
-}
-
-
-def is_untouched(name: str) -> bool:
-    return UNTOUCHED.get(name) == zlib.crc32(BY_NAME[name].read_bytes())
-
-
-NAMES = [name for name in BY_NAME if not is_untouched(name)]
-
 
 def blocks(name: str) -> list[Block]:
     return blocks_of(BY_NAME[name].read_text(), name)
@@ -62,7 +33,7 @@ def cases() -> list[object]:
     """Returns the pages that have something to run; one that starts ranks is slow."""
     slow = [pytest.mark.slow, pytest.mark.multirank]
     found: list[object] = []
-    for name in NAMES:
+    for name in BY_NAME:
         try:
             page = blocks(name)
         except PageError:
@@ -78,14 +49,14 @@ def test_every_block_of_a_page_runs(name: str, tmp_path: Path) -> None:
     assert result == 0, printed
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_every_block_of_a_page_parses(name: str) -> None:
     for block in blocks(name):
         parse(block)
 
 
 def test_blocks_that_do_not_run_are_listed_with_their_reasons() -> None:
-    found = [f"{b.page}: {b.not_run}" for name in NAMES for b in blocks(name) if b.not_run]
+    found = [f"{b.page}: {b.not_run}" for name in BY_NAME for b in blocks(name) if b.not_run]
     assert sorted(found) == LISTED.read_text().splitlines()
 
 

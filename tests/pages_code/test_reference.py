@@ -53,7 +53,9 @@ def test_each_public_name_is_on_one_page_of_the_api() -> None:
 def test_each_adapter_is_on_the_page_of_adapters() -> None:
     found = {}
     for path in sorted((ROOT / "torch_dcpx" / "integrations").glob("[a-z]*.py")):
-        found[path.stem] = re.findall(r"^class (Dcpx\w+)", path.read_text(), re.MULTILINE)
+        found[path.stem] = re.findall(
+            r"^(?:class|def) ([A-Za-z]\w*)", path.read_text(), re.MULTILINE
+        )
     assert {name: sorted(classes) for name, classes in reference.ADAPTERS.items()} == {
         name: sorted(classes) for name, classes in found.items()
     }
