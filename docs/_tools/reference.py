@@ -189,7 +189,8 @@ def meanings_of(call: Callable[..., Any]) -> dict[str, str]:
     """Returns what the docstring says about each argument or attribute."""
     texts = [inspect.getdoc(call) or ""]
     if inspect.isclass(call):
-        texts.append(inspect.getdoc(call.__init__) or "")  # type: ignore[misc]
+        init = vars(call).get("__init__")  # its own words, not those of torch's class
+        texts.append(inspect.cleandoc(getattr(init, "__doc__", None) or ""))
     found = {}
     kinds = (DocstringSectionKind.parameters, DocstringSectionKind.attributes)
     for text in texts:

@@ -68,6 +68,16 @@ class DcpxReader(FileSystemReader):
 
     Nothing from a checkpoint is executed unless `ReadOptions(trusted=True)`. Reusable for many
     loads. Not thread-safe. Picklable. As in `DcpxWriter`, its own names meet no subclass's.
+
+    Args:
+        path: directory of the checkpoint, or "s3://bucket/prefix", "az://container/prefix"
+            with an extra, torch-dcpx[s3] or [azure] (docs/howto/object_stores.md).
+        _extension_registry: undoes the extensions of a writer, as stock's. Default None.
+        options: see `ReadOptions`. Default None: `ReadOptions()`.
+
+    Raises:
+        OptionError: a path that no system call takes, or another wrong argument.
+        UnsupportedError: another URL, an extra that is missing, or a method overridden in vain.
     """
 
     __log_level = logging.INFO  # of the line of a load
@@ -79,19 +89,6 @@ class DcpxReader(FileSystemReader):
         *,
         options: ReadOptions | None = None,
     ) -> None:
-        """Reads the checkpoint in directory `path`.
-
-        Args:
-            path: directory of the checkpoint, or "s3://bucket/prefix", "az://container/prefix"
-                with an extra, torch-dcpx[s3] or [azure] (docs/howto/object_stores.md).
-            _extension_registry: undoes the extensions of a writer, as stock's. Default None.
-            options: see `ReadOptions`. Default None: `ReadOptions()`.
-
-        Raises:
-            OptionError: a path that no system call takes, or another wrong argument.
-            UnsupportedError: another URL, one of these without its extra, or a subclass that
-                overrides what would not be called (docs/howto/planners.md).
-        """
         check_part("_extension_registry", _extension_registry, ExtensionRegistry, _REGISTRY_HOOKS)
         check_options("options", options, ReadOptions)
         text = checked_location(path, WAY_OUT)

@@ -78,6 +78,25 @@ class DcpxWriter(FileSystemWriter):
     Picklable; a copy has no part in the save under way.
 
     Its own names begin with two underscores, so that no attribute of a subclass meets them.
+
+    Args:
+        path: directory of the checkpoint, made durably with its parents where missing; a relative
+            one counts from the current directory of the call that saves. Or an s3:// or az:// URL.
+        single_file_per_rank: False writes one file per item. Default True.
+        sync_files: False is `durability="none"`, True "full"; None (default): as `options` say.
+        thread_count: workers on the rank's file, 1 to 256; without `options`, more slots than
+            64 MiB raise `host_memory_bytes` to hold them. None (default) chooses by cores.
+        per_thread_copy_ahead: bytes per worker of device tensors, and of what a planner makes, that
+            are in host memory before they are written. Default 10,000,000.
+        cache_staged_state_dict: no effect: staging memory is always used again. Default False.
+        overwrite: False refuses a path that holds a checkpoint. Default True.
+        _extensions: stream extensions, applied item by item as stock does. Default None.
+        serialization_format: TORCH_SAVE (default); SAFETENSORS is refused.
+        options: everything else, see `WriteOptions`. Default None: `WriteOptions()`.
+
+    Raises:
+        OptionError: a value that cannot work, or two that contradict each other.
+        UnsupportedError: SAFETENSORS, another URL, or a method overridden in vain.
     """
 
     __opened: Callable[[Location], Place] = staticmethod(open_place)
@@ -97,34 +116,6 @@ class DcpxWriter(FileSystemWriter):
         *,
         options: WriteOptions | None = None,
     ) -> None:
-        """Takes the arguments of `FileSystemWriter` in their order, and `options`.
-
-        Args:
-            path: directory of the checkpoint, made durably with its parents where missing; a
-                relative one counts from the current directory of the call that saves. Or an
-                s3:// or az:// URL. A first component that begins with `~` is refused, as only a
-                shell expands it.
-            single_file_per_rank: False writes one file per item. Default True.
-            sync_files: False is `durability="none"`, True is "full"; None (default) leaves it to
-                `options`.
-            thread_count: workers, 1 to 256, which share the rank's file (stock: one file each);
-                without `options`, more slots than 64 MiB raise `host_memory_bytes` to hold them.
-                None (default) chooses by cores.
-            per_thread_copy_ahead: bytes of device tensors, and of what a planner makes on the fly,
-                per worker that are in host memory before they are written, within `slot_bytes` and
-                `host_memory_bytes`. Default 10,000,000.
-            cache_staged_state_dict: no effect: staging memory is always used again. Default False.
-            overwrite: False refuses a path that holds a checkpoint; what True (default) overwrites
-                stays whole until the commit.
-            _extensions: stream extensions, applied item by item as stock does; such items are only
-                read whole. Default None.
-            serialization_format: TORCH_SAVE (default); SAFETENSORS is refused.
-            options: everything else, see `WriteOptions`. Default None: `WriteOptions()`.
-
-        Raises:
-            OptionError: a value that cannot work, or two that contradict each other.
-            UnsupportedError: SAFETENSORS, another URL, or a method overridden in vain.
-        """
         self.options = merge_write_options(options, thread_count, sync_files)
         location = checked_location(path, WAY_OUT)
         super().__init__(
