@@ -126,6 +126,16 @@ def steps_do_not_mix(root: Path, is_odd: bool) -> None:
     all_can_save(root, 5)
 
 
+def unlike_durability_is_raised_on_all_ranks(root: Path, is_odd: bool) -> None:
+    """A checkpoint is durable where all of its files are."""
+    options = WriteOptions(durability="none" if is_odd else "full")
+    for call in (dcpx.save, dcpx.async_save):
+        with pytest.raises(PlanError, match="durability='none'"):
+            call(state_of(1), root / "e", options=options)
+    assert not (root / "e" / ".metadata").exists()
+    all_can_save(root, 6)
+
+
 @rank_case()
 def main(root: Path) -> None:
     os.environ["DCPX_SAVE_TIMEOUT_S"] = os.environ["DCPX_LOAD_TIMEOUT_S"] = str(LONG_S)
@@ -137,6 +147,7 @@ def main(root: Path) -> None:
         interrupt_at_the_beginning_is_raised_on_all_ranks,
         save_of_one_rank_meets_no_other_call,
         steps_do_not_mix,
+        unlike_durability_is_raised_on_all_ranks,
     ):
         check(root, is_odd)
         dist.barrier()

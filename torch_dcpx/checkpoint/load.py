@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_dcpx._arguments import check_options, check_part, check_state
+from torch_dcpx._text import counted
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
@@ -216,9 +217,9 @@ class LoadRun:
         reader, differences = self.own.reader, self.own.differences
         read = reader.last_report
         if differences.missing:
-            text = "loaded '%s' without %d names that it does not hold, which are as they were: %s"
+            text = "loaded '%s' without %s that it does not hold; they are as they were: %s"
             shown = ", ".join(differences.missing[:5])
-            logger.warning(text, reader.path, len(differences.missing), shown)
+            logger.warning(text, reader.path, counted(len(differences.missing), "name"), shown)
         self._timeline.end()
         return LoadReport(
             path=str(reader.path),

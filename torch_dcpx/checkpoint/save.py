@@ -255,8 +255,12 @@ def _begin(
         exchange.restart(writer.options.save_timeout_s)
         if writer.options.node_local:
             exchange.leave_out_target()
+        shared: dict[str, str] = {}
+        if writer.options.durability != "full":
+            shared["durability"] = writer.options.durability
         if call.name == "async_save":
-            exchange.agree_on(on_busy=writer.options.on_busy)
+            shared["on_busy"] = writer.options.on_busy
+        exchange.agree_on(**shared)
         exchange.note_phase("planning")
         path = os.fsdecode(checkpoint_id) if checkpoint_id else own_path(writer.path)
         return SaveRun(state_dict, path, writer, planner or default_save_planner(), exchange)
