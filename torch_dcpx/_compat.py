@@ -331,6 +331,7 @@ stock_write_items: Callable[[str, Any], list[WriteItem]] = _create_write_items
 def profiled(name: str) -> AbstractContextManager[Any]:
     """Returns a block that torch's profiler shows under a name; without one it costs nothing."""
     profiler: Any = torch.autograd.profiler
-    if not profiler._is_profiler_enabled:  # in any thread; also under `emit_nvtx`, `emit_itt`
+    # In any thread; also under `emit_nvtx`, `emit_itt`. A torch without it has no ranges of ours.
+    if not getattr(profiler, "_is_profiler_enabled", False):
         return nullcontext()
     return profiler.record_function(name)  # type: ignore[no-any-return]
