@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from torch_dcpx import _trace_files
 from torch_dcpx._compat import profiled
-from torch_dcpx._native import _C
 
 _SPAN = struct.Struct("=QQQII")  # SpanLog::Span of csrc/common/spans.h
 
@@ -138,8 +137,9 @@ class Timeline:
     @property
     def spans(self) -> tuple[Span, ...]:
         """What workers did, 2,048 spans a job at most, none shorter than 20 us: see `busy`."""
+        kinds = _kinds()
         return tuple(
-            Span(_C.SPAN_KINDS[kind], worker, begin + self._epoch_ns, end + self._epoch_ns, n, at)
+            Span(kinds[kind], worker, begin + self._epoch_ns, end + self._epoch_ns, n, at)
             for at, spans, _ in self._jobs
             for begin, end, n, kind, worker in _SPAN.iter_unpack(spans)
         )
@@ -147,8 +147,9 @@ class Timeline:
     @property
     def busy(self) -> tuple[Busy, ...]:
         """The sums of all that workers did, a row a worker and kind."""
+        kinds = _kinds()
         return tuple(
-            Busy(_C.SPAN_KINDS[kind], worker, count, busy_ns, n, thread)
+            Busy(kinds[kind], worker, count, busy_ns, n, thread)
             for thread, _, sums in self._jobs
             for count, busy_ns, n, kind, worker in _SPAN.iter_unpack(sums)
         )
@@ -176,6 +177,12 @@ class Timeline:
     def trace(self) -> dict[str, Any]:
         """Returns it as a Chrome trace (Perfetto): a process is a rank."""
         return _trace_files.trace_of(self)
+
+
+def _kinds() -> tuple[str, ...]:
+    from torch_dcpx._native import _C  # not above: the hook counts in `reports` before it is used
+
+    return _C.SPAN_KINDS
 
 
 @cache
