@@ -113,6 +113,19 @@ def test_page_of_a_damaged_checkpoint_says_so(tmp_path: Path) -> None:
     assert f"'{file}' has 100 B" in one["faults"][0]
 
 
+@pytest.mark.parametrize("seconds", [1e12, -1e12, 1e300, float("inf"), float("nan")])
+def test_page_of_a_file_of_an_impossible_year_has_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    save(STATE, tmp_path / "a")
+    look = PosixPlace.look
+    monkeypatch.setattr(
+        PosixPlace, "look", lambda place: look(place)._replace(modified_s=lambda _: seconds)
+    )
+    (one,) = drawn(tmp_path / "out.html", "inspect", tmp_path / "a")["checkpoints"]
+    assert one["saved"] == ""
+
+
 def test_page_of_diff_has_every_name_of_both_sides(tmp_path: Path) -> None:
     a = {"same": torch.ones(4), "gone": torch.ones(2), "v": torch.ones(3), "shape": torch.ones(6),
          "dtype": torch.ones(2), "step": 1, "kind": 5}  # fmt: skip

@@ -67,4 +67,8 @@ def _rank(file: str) -> int | None:
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        time = datetime.fromtimestamp(seconds, timezone.utc)
+    except (ValueError, OverflowError, OSError):  # a file may be of any time, beyond year 9999
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC")
