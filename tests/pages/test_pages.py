@@ -5,6 +5,7 @@ The `page` fixture fails each test whose page asks for the network or writes an 
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from support.page_samples import (
     language_model,
     save_language_model,
 )
+from support.rank_saves import rows_of, save_ranks
 from support.saves import save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from torch_dcpx.cli.app import app
 
@@ -89,6 +99,24 @@ def point_at(page: Any, selector: str, x: float, y: float) -> tuple[float, float
     page.locator(selector).scroll_into_view_if_needed()
     box = page.locator(selector).bounding_box()
     return box["x"] + x * box["width"], box["y"] + y * box["height"]
+
+
+# Keeps the texts that a drawing writes, beside its name.
+RECORDED = """
+    window.written = [];
+    const write = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, ...more) {
+        const holder = this.canvas.closest?.(".chart");
+        if (holder) written.push([holder.getAttribute("aria-label"), text]);
+        return write.call(this, text, ...more);
+    };"""
+
+
+def texts_of(page: Any, label: str) -> set[str]:
+    """Returns the texts of a drawing, on a page that has run `RECORDED` first."""
+    found = "(label) => written.filter(([name]) => name.startsWith(label)).map(([, text]) => text)"
+    page.wait_for_function(f"(label) => ({found})(label).length", arg=label)
+    return set(page.evaluate(found, label))
 
 
 def tooltip_at(page: Any, selector: str, x: float, y: float) -> str:
@@ -185,6 +213,48 @@ def test_search_without_a_hit_says_so_and_an_object_has_no_map(page: Any, sample
     page.get_by_label("Part of a name").fill("step")
     page.get_by_text("object, ").wait_for()
     assert page.locator(".shards").is_hidden()
+
+
+def test_bars_of_ranks_have_the_numbers_of_ranks_that_wrote(page: Any, tmp_path: Path) -> None:
+    whole = torch.ones(8, 4)
+    parts = {rank: {"w": rows_of(whole, rank // 2, 2)} for rank in (1, 3)}
+    save_ranks([parts.get(rank, {}) for rank in range(4)], tmp_path / "a")
+    page.add_init_script(RECORDED)
+    opened(page, written(tmp_path / "out.html", "inspect", tmp_path / "a"))
+    assert {"1", "3"} == {text for text in texts_of(page, "Bytes by rank") if text.isdigit()}
+    assert {"0", "1"} == {text for text in texts_of(page, "Bytes by file") if text.isdigit()}
+
+
+def test_name_without_text_has_a_word_to_click(page: Any, tmp_path: Path) -> None:
+    save({name: torch.ones(9) for name in ("", ".a", ".b", "x")}, tmp_path / "a")
+    opened(page, written(tmp_path / "out.html", "inspect", tmp_path / "a"))
+    page.get_by_text("The same as a list").first.click()
+    inside = page.get_by_role("table", name="Inside all").locator("tbody tr td:first-child")
+    assert sorted(inside.all_inner_texts()) == ["(no name)", "(no name)", "x"]
+    page.get_by_role("table", name="Largest tensors").get_by_text("(no name)").click()
+    assert page.locator("#chosen").inner_text() == "(no name)"
+
+
+def test_tensor_without_elements_has_no_map(page: Any, tmp_path: Path) -> None:
+    save({"w": torch.ones(9), "none": torch.empty(3, 0)}, tmp_path / "a")
+    opened(page, written(tmp_path / "out.html", "inspect", tmp_path / "a"))
+    page.get_by_label("Part of a name").fill("none")
+    page.get_by_text("1 chunk. It has no elements.").wait_for()
+    assert page.locator(".shards").is_hidden()
+
+
+def test_fault_of_a_long_file_name_and_a_file_without_bytes_fit(page: Any, tmp_path: Path) -> None:
+    index = MetadataIndex("w", torch.Size([0]))
+    chunk = ChunkStorageMetadata(index.offset, torch.Size([9]))
+    entry = TensorStorageMetadata(TensorProperties(), chunk.sizes, [chunk])
+    storage = {index: _StorageInfo(f"__{'9' * 240}_0.distcp", 0, 36)}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(Metadata({"w": entry}, None, storage)))
+    page.add_init_script(RECORDED)
+    opened(page, written(tmp_path / "out.html", "inspect", tmp_path / "a"))
+    assert page.locator(".faults li").count() == 1
+    assert overflow_of(page) == []
+    assert {"0 B", "1 B"} == {text for text in texts_of(page, "Bytes by file") if "B" in text}
 
 
 def test_scheme_that_changes_draws_again(page: Any, samples: Path) -> None:

@@ -17,9 +17,11 @@ function el(tag, attributes, ...children) {
   return node;
 }
 
+const NO_NAME = "(no name)";
+
 /** Makes a name that a narrow table folds behind its dots. */
 function nameText(name) {
-  const parts = name.split(".");
+  const parts = (name || NO_NAME).split(".");
   return el("span", { class: "name" }, ...parts.flatMap((part, at) => (at + 1 < parts.length ? [`${part}.`, el("wbr")] : [part])));
 }
 
@@ -100,18 +102,18 @@ function chart(holder, draw) {
   return { drawn, redraw };
 }
 
-/** Draws one bar for each label. */
-function bars(caption, labels, values, noun) {
+/** Draws one bar for each label; the axis has its tick. */
+function bars(caption, labels, values, noun, ticks) {
   const holder = el("div", { class: "chart", style: "height:240px" });
   const most = values.reduce((one, two) => Math.max(one, two), 1);
   const least = values.reduce((one, two) => Math.min(one, two), most);
   holder.setAttribute("aria-label", `${caption}: ${counted(values.length, noun)}, ${bytesText(least)} to ${bytesText(most)} each`);
-  const step = 2 ** Math.ceil(Math.log2(most / 4));
+  const step = Math.max(1, 2 ** Math.ceil(Math.log2(most / 4)));
   const axis = () => ({ axisLabel: { color: color("soft"), hideOverlap: true }, axisLine: { lineStyle: { color: color("soft") } } });
   chart(holder, () => ({
     grid: { left: 12, right: 16, top: 16, bottom: 30, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
     tooltip: tooltip((one) => [["", labels[one.dataIndex]], [bytesText(values[one.dataIndex]), share(values[one.dataIndex], sum(values))]]),
-    xAxis: { type: "category", data: labels.map((_, at) => at), name: noun, nameLocation: "middle", nameGap: 26, nameTextStyle: { color: color("soft") }, axisTick: { show: false }, ...axis() },
+    xAxis: { type: "category", data: ticks, name: noun, nameLocation: "middle", nameGap: 26, nameTextStyle: { color: color("soft") }, axisTick: { show: false }, ...axis() },
     yAxis: { type: "value", max: step * Math.ceil(most / step), interval: step, splitLine: { lineStyle: { color: color("line") } }, ...axis(),
       axisLabel: { color: color("soft"), formatter: bytesText } },
     series: [{ type: "bar", data: values, barMaxWidth: 48, barCategoryGap: values.length > 60 ? "0%" : "20%", itemStyle: { color: isDark.matches ? "#56b4e9" : "#0072b2" } }],

@@ -77,14 +77,14 @@ function byFileAndRank(files, ranks) {
   const label = (at) => (files.rank[at] === null ? files.name[at] : `${files.name[at]}, rank ${files.rank[at]}`);
   const rows = files.name.map((name, at) => [name, files.rank[at] === null ? "" : `${files.rank[at]}`, bytesText(files.found[at])]);
   const sections = [el("div", {}, el("h2", {}, "Bytes by file"),
-    bars("Bytes by file", files.name.map((_, at) => label(at)), files.found, "file"),
+    bars("Bytes by file", files.name.map((_, at) => label(at)), files.found, "file", [...files.name.keys()]),
     details("The same as a list", table("Files", ["file", "#rank", "#bytes"], rows)))];
   if (ranks.length) {
     const totals = new Map(ranks.map((rank) => [rank, 0]));
     files.rank.forEach((rank, at) => rank !== null && totals.set(rank, totals.get(rank) + files.found[at]));
     const pairs = [...totals];
     sections.push(el("div", {}, el("h2", {}, "Bytes by rank"),
-      bars("Bytes by rank", pairs.map(([rank]) => `rank ${rank}`), pairs.map(([, nbytes]) => nbytes), "rank"),
+      bars("Bytes by rank", pairs.map(([rank]) => `rank ${rank}`), pairs.map(([, nbytes]) => nbytes), "rank", ranks),
       details("The same as a list", table("Ranks", ["#rank", "#bytes"], pairs.map(([rank, nbytes]) => [`${rank}`, bytesText(nbytes)])))));
   }
   return sections;
@@ -109,10 +109,10 @@ function whereItLies(found) {
   function choose(chosen) {
     item = chosen;
     const chunks = chunksOf(found, item);
-    title.textContent = items.name[item];
+    title.textContent = items.name[item] || NO_NAME;
     const { note } = map();
     text.textContent = `${formOf(items, item)}, ${bytesText(items.nbytes[item])}, ${counted(chunks.length, "chunk")}. ${note}`;
-    const isDrawn = items.dtype[item] !== null && chunks.length > 0;
+    const isDrawn = items.dtype[item] !== null && chunks.length > 0 && !items.shape[item].includes(0);
     holder.hidden = !isDrawn;
     holder.setAttribute("aria-label", `Chunks of ${items.name[item]}; the table below lists them`);
     const lines = chunks.slice(0, SHOWN).map((chunk) => [ownerOf(chunk), listText(chunk[0]), listText(chunk[1]), fileOf(chunk), countText(chunk[3]), countText(chunk[4])]);
@@ -124,7 +124,7 @@ function whereItLies(found) {
   function search() {
     const wanted = input.value.trim().toLowerCase();
     const fitting = wanted ? [...lower.keys()].filter((at) => lower[at].includes(wanted)) : [];
-    const buttons = fitting.slice(0, MAX_RESULTS).map((at) => el("li", {}, el("button", { type: "button", class: "name", onclick: () => choose(at) }, items.name[at])));
+    const buttons = fitting.slice(0, MAX_RESULTS).map((at) => el("li", {}, el("button", { type: "button", class: "name", onclick: () => choose(at) }, items.name[at] || NO_NAME)));
     results.replaceChildren(...buttons, ...(fitting.length > MAX_RESULTS ? [el("li", { class: "hint" }, `${countText(fitting.length - MAX_RESULTS)} more`)] : []),
       ...(wanted && !fitting.length ? [el("li", { class: "hint" }, "No name holds this text.")] : []));
     if (fitting.length) choose(fitting.find((at) => lower[at] === wanted) ?? fitting[0]);
@@ -153,8 +153,8 @@ function shardMap(found, item, { hueOf, ownerOf, fileOf }) {
   const extent = (dim) => (dim === undefined ? 1 : shape[dim]);
   const span = (chunk, dim) => (dim === undefined ? [0, 1] : [chunk[0][dim], chunk[0][dim] + chunk[1][dim]]);
   const axisName = (dim) => (dim === undefined ? "" : `dimension ${dim} (${countText(shape[dim])})`);
-  const notes = [];
-  if (dims.length === 2) notes.push(`Rows are dimension ${dims[0]}, columns dimension ${dims[1]}.`);
+  const notes = shape.includes(0) ? ["It has no elements."] : [];
+  if (dims.length === 2 && !shape.includes(0)) notes.push(`Rows are dimension ${dims[0]}, columns dimension ${dims[1]}.`);
   if (hidden.length) notes.push(`Chunks that differ in dimension ${hidden.join(", ")} lie upon each other.`);
   if (chunks.length > MAX_DRAWN) notes.push(`The map shows the first ${countText(MAX_DRAWN)}.`);
   const bounds = (dim) => {
@@ -177,7 +177,7 @@ function shardMap(found, item, { hueOf, ownerOf, fileOf }) {
     }),
     xAxis: axis(columnDim), yAxis: axis(rowDim, { inverse: true, nameGap: 48 }),
     series: [{
-      type: "custom", data: chunks.slice(0, MAX_DRAWN).map((_, at) => [at]), encode: { x: [], y: [] },
+      type: "custom", clip: true, data: chunks.slice(0, MAX_DRAWN).map((_, at) => [at]), encode: { x: [], y: [] },
       renderItem: (params, api) => {
         const chunk = chunks[params.dataIndex];
         const [left, right] = span(chunk, columnDim);

@@ -14,12 +14,12 @@ function modulesOf(names, sizes) {
     let node = root;
     for (const part of parts.slice(0, -1)) {
       if (!node.below.has(part)) {
-        node.below.set(part, made(part, node));
+        node.below.set(part, made(part || NO_NAME, node));
         node.children.push(node.below.get(part));
       }
       node = node.below.get(part);
     }
-    const leaf = { label: parts[parts.length - 1] || "(no name)", parent: node, children: [], bytes: 0, count: 0, item };
+    const leaf = { label: parts[parts.length - 1] || NO_NAME, parent: node, children: [], bytes: 0, count: 0, item };
     node.children.push(leaf);
     for (let each = leaf; each; each = each.parent) {
       each.bytes += sizes[item];
