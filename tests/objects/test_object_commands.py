@@ -77,6 +77,20 @@ def test_ls_and_inspect_of_a_checkpoint_cost_a_listing_and_its_metadata(store: S
     assert f"{url}/.metadata: written by torch-dcpx" in dcpx("inspect", url).stdout
 
 
+def test_pages_of_inspect_and_diff_ask_no_more_than_the_commands(
+    store: Store, tmp_path: Path
+) -> None:
+    urls = [saved(store, "a"), saved(store, "b", {**STATE, "step": 4})]
+    for command, paths, code in (("inspect", urls[:1], 0), ("diff", urls, 1)):
+        assert dcpx(command, *paths).exit_code == code
+        wanted = sorted(asked(store))
+        page = tmp_path / f"{command}.html"
+        assert dcpx(command, *paths, "--html", page).exit_code == code
+        assert sorted(asked(store)) == wanted
+        assert urls[0] in page.read_text()
+    assert '"rank":[0]' in (tmp_path / "inspect.html").read_text()
+
+
 def test_ls_lists_the_prefixes_beneath_as_directories(store: Store, tmp_path: Path) -> None:
     for name in ("step-1", "step-2", "step-3", "step-4"):
         saved(store, name)
