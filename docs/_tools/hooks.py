@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,14 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 MERMAID = ROOT / "build" / "mermaid" / "mermaid.min.js"
 LINK = re.compile(r"(\]\()([^)\s:#]+)(#[^)\s]*)?(\))")
+# The theme colours `#arrowhead`; Mermaid writes the number of the drawing before it.
+ARROWS = """
+{
+  const initialize = mermaid.initialize;
+  const arrows = '[id$="-arrowhead"] path{fill:var(--md-mermaid-sequence-message-line-color)}';
+  mermaid.initialize = (one) => initialize({ ...one, themeCSS: `${one.themeCSS || ""}${arrows}` });
+}
+"""
 FENCES = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
 
@@ -107,4 +114,5 @@ def on_post_page(output: str, page: Page, **_: Any) -> str:
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:
     """Copies Mermaid to the site. Raises FileNotFoundError: `make docs` has not fetched it."""
-    shutil.copyfile(MERMAID, Path(config.site_dir) / "assets" / "mermaid.min.js")
+    script = MERMAID.read_text(encoding="utf-8") + ARROWS
+    (Path(config.site_dir) / "assets" / "mermaid.min.js").write_text(script, encoding="utf-8")

@@ -142,6 +142,25 @@ def test_diagrams_are_drawn_by_the_site_itself(page: Any, site: str) -> None:
         assert heights and min(heights) > 60, (source, heights)
 
 
+def test_heads_of_arrows_have_a_colour_of_the_dark_theme(page: Any, site: str) -> None:
+    page.emulate_media(color_scheme="dark")
+    page.add_init_script("""
+        const attach = Element.prototype.attachShadow;
+        Element.prototype.attachShadow = function () { return attach.call(this, { mode: "open" }); };
+    """)
+    for source in ("commit", "memory"):  # messages in turn, boxes with arrows
+        page.goto(f"{site}explain/{source}/")
+        page.wait_for_function("() => !document.querySelector('pre.mermaid')")
+        fills = page.evaluate("""() => {
+            const { shadowRoot } = document.querySelector("div.mermaid");
+            const drawn = [...shadowRoot.querySelectorAll("[marker-end]")];
+            const ids = drawn.map((one) => one.getAttribute("marker-end").slice(5, -1));
+            return [...new Set(ids)].map((id) => getComputedStyle(
+                shadowRoot.querySelector(`[id="${id}"] path`)).fill);
+        }""")
+        assert fills and "rgb(51, 51, 51)" not in fills, (source, fills)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pictures_of_key_pages(
     page: Any, site: str, width: int, scheme: str, screenshots: Path
