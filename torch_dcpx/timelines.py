@@ -66,6 +66,7 @@ class Timeline:
         path: of the checkpoint.
         rank: in the group that saves or loads.
         is_of_call: whether a call of ours ends it, not the last hook of a plug-in.
+        has_file: whether it leaves a file in DCPX_TRACE_DIR.
         error: the type of the error that ended it; "" for none.
         has_ended: whether nothing more is noted.
     """
@@ -77,12 +78,14 @@ class Timeline:
         path: object = "",
         rank: int | None = None,
         is_of_call: bool = False,
+        has_file: bool = True,
     ) -> None:
         self.operation = operation
         self.operation_id = ""
         self.path = str(path)
         self.rank = rank or 0
         self.is_of_call = is_of_call
+        self.has_file = has_file
         self.error = ""
         self.host = _host_name()
         self.pid = os.getpid()
@@ -163,7 +166,8 @@ class Timeline:
         if self._noted and not self.has_ended and self.pid == os.getpid():
             self.has_ended = True
             self.operation_id = self.operation_id or os.urandom(16).hex()
-            _trace_files.write_if_asked(self)
+            if self.has_file:
+                _trace_files.write_if_asked(self)
 
     def end_hooks(self) -> None:
         """Ends it with the last hook of a plug-in, unless a call of ours is around that."""

@@ -196,6 +196,21 @@ def test_each_save_and_load_leaves_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(list(folder.iterdir())) == 6
 
 
+def test_a_manager_leaves_files_of_its_calls_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It reads its own records, too: the newest file must be that of a call, not of such a read.
+    folder = tmp_path / "traces"
+    monkeypatch.setenv("DCPX_TRACE_DIR", str(folder))
+    with dcpx.CheckpointManager(tmp_path / "run", keep_last=1, no_dist=True) as manager:
+        for step in (1, 2):
+            manager.save(step, state=dict(STATE))
+        manager.wait()
+        manager.resume(state=dict(STATE))
+    found = sorted(path.name.partition("-")[0] for path in folder.iterdir())
+    assert found == ["async_save", "async_save", "load"]
+
+
 def test_a_failed_save_leaves_its_file_with_the_type_of_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

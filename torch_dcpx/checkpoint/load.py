@@ -133,9 +133,11 @@ def load_by(
     options: ReadOptions | None = None,
     key_map: KeyMap | None = None,
     operation: Operation | None = None,
+    has_trace: bool = True,
 ) -> LoadReport:
     """As `load`, for a call whose checked rules these are, or with arguments of `LoadRules.of`;
-    `operation` tells its end. Default None: one that begins now.
+    `operation` tells its end. Default None: one that begins now. `has_trace`: whether it leaves a
+    file in DCPX_TRACE_DIR.
     """
     began = time.perf_counter()
     call = CallId("load", last_component(checkpoint_id) or path_name(storage_reader))
@@ -163,7 +165,7 @@ def load_by(
                 own_planner = DcpxLoadPlanner() if planner is None else planner
                 return RankLoad(reader, own_planner, rules, checked_map(key_map))
 
-            run = LoadRun(exchange, state_dict, began)
+            run = LoadRun(exchange, state_dict, began, has_trace)
             with being_read(checkpoint_id or getattr(storage_reader, "path", None)):
                 error = run.run(prepared)
         report = run.ended(error)
@@ -172,9 +174,16 @@ def load_by(
 
 
 def load_for_another_call(state_dict: dict[str, Any], reader: DcpxReader) -> None:
-    """Loads in this process alone, as a part of another call: there is no event."""
+    """Loads in this process alone, as a part of another call: no event, no trace."""
     rules = True, (), "error"
-    load_by(rules, state_dict, storage_reader=reader, no_dist=True, operation=UNHEARD)
+    load_by(
+        rules,
+        state_dict,
+        storage_reader=reader,
+        no_dist=True,
+        operation=UNHEARD,
+        has_trace=False,
+    )
 
 
 class LoadRun:
@@ -182,7 +191,9 @@ class LoadRun:
 
     own: RankLoad  # once `plan` has made it
 
-    def __init__(self, exchange: Exchange, target: dict[str, Any], began: float) -> None:
+    def __init__(
+        self, exchange: Exchange, target: dict[str, Any], began: float, has_trace: bool = True
+    ) -> None:
         """Loads into `target` with the ranks of an exchange; `began` is a `perf_counter()`."""
         self._began = began
         self._exchange = exchange
@@ -190,7 +201,7 @@ class LoadRun:
         self._answer = LoadAnswer(None)
         self._items = 0
         self._seconds = {"plan": 0.0, "read": 0.0, "apply": 0.0}
-        self._timeline = Timeline("load", rank=exchange.rank, is_of_call=True)
+        self._timeline = Timeline("load", rank=exchange.rank, is_of_call=True, has_file=has_trace)
         self._timeline.operation_id = exchange.seal.hex()
 
     def run(self, make_own: Callable[[], RankLoad]) -> MismatchError | None:
