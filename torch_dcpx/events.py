@@ -116,7 +116,9 @@ class _Listener:
     def hear(self, event: Event) -> None:
         try:
             self._callback(event)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # asyncio's CancelledError as well
             if type(error) not in self._logged:
                 self._logged.add(type(error))
                 logger.exception(
@@ -251,8 +253,11 @@ def begun(call: str, *named: object) -> Operation:
 
 
 def _path_of(value: Any) -> str:
-    path = value if is_path(value) else getattr(value, "path", None)
-    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+    try:
+        path: Any = value if is_path(value) else getattr(value, "path", None)
+        return os.fsdecode(path) if is_path(path) else ""
+    except Exception:  # noqa: BLE001 - a user's class: the code that uses the path tells all ranks
+        return ""
 
 
 def _forget_parents_lock() -> None:

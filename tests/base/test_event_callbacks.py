@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import logging
 import os
@@ -269,6 +270,22 @@ def test_error_of_a_callback_is_logged_once_a_type_and_changes_nothing(
         f"a callback of on_event failed behind dcpx.save of '{tmp_path}', which is as it was "
         "without; its next errors of this type are not logged"
     )
+
+
+def test_cancelled_task_in_a_callback_changes_nothing(
+    tmp_path: Path, listen: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[Any] = []
+
+    def cancelled(_event: Any) -> None:
+        raise asyncio.CancelledError  # no Exception, and no interrupt
+
+    listen(cancelled)
+    listen(found.append)
+    dcpx.save(STATE, tmp_path)
+    async_save(tmp_path)
+    assert [type(event) for event in found] == [dcpx.SaveEnded] * 2
+    assert "a callback of on_event failed behind dcpx.save" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])

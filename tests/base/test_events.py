@@ -158,6 +158,29 @@ def test_failed_calls_end_with_their_error(tmp_path: Path, heard: list[Any]) -> 
     assert [event.path for event in heard] == 3 * [str(tmp_path)] + [""]
 
 
+class Unreadable:
+    """Raises where a path is read from it: as an argument, and of a plug-in."""
+
+    def __fspath__(self) -> str:
+        raise ValueError("no path")
+
+    @property
+    def path(self) -> str:
+        raise ValueError("no path")
+
+
+def test_argument_without_a_readable_path_fails_as_without_listeners(heard: list[Any]) -> None:
+    # The call raises behind the exchange, where the other ranks learn of it.
+    wrong: Any = Unreadable()
+    for call in (dcpx.save, dcpx.async_save, dcpx.load):
+        with pytest.raises(ValueError, match="no path"):
+            call(target(), wrong, no_dist=True)
+    with pytest.raises(dcpx.OptionError, match="storage_writer"):
+        dcpx.save(STATE, storage_writer=wrong, no_dist=True)
+    calls = ["dcpx.save", "dcpx.async_save", "dcpx.load", "dcpx.save"]
+    assert [(event.call, event.path) for event in heard] == [(call, "") for call in calls]
+
+
 def test_state_that_does_not_fit_is_a_failed_load(tmp_path: Path, heard: list[Any]) -> None:
     dcpx.save(STATE, tmp_path)
     with pytest.raises(dcpx.MismatchError) as error:
