@@ -118,8 +118,9 @@ def write_trace(trace: dict[str, Any], path: Any) -> None:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise must_be("path", path, "the path of a file")
     target = Path(os.fsdecode(path))
-    beside = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_counter)}.tmp")
     try:
+        # ValueError: of no name, such as "." has
+        beside = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_counter)}.tmp")
         with beside.open("x", encoding="utf-8") as file:  # a new file, behind no link
             try:
                 json.dump(trace, file)
@@ -143,7 +144,7 @@ def write_if_asked(timeline: Timeline) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_trace(trace_of(timeline), Path(folder, file_name(timeline)))
-    except (OSError, StorageError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - logged; for want of memory as well
         if folder not in _warned:
             _warned.add(folder)
             text = "%s=%s: no trace of the %s of '%s' there: %s"

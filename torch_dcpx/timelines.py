@@ -99,7 +99,12 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Notes the block as a phase of this thread; what it interrupts goes on afterwards."""
+        """Notes the block as a phase of this thread; what it interrupts goes on afterwards.
+        Notes none that begins after the end: an open checkpoint is read again and again.
+        """
+        if self.has_ended:
+            yield
+            return
         thread = threading.get_native_id()
         outer = self._open[thread]
         began_ns = time.monotonic_ns()
@@ -119,7 +124,8 @@ class Timeline:
 
     def add_spans(self, report: Mapping[str, Any]) -> None:
         """Adds what a job reports with `spans=True`, called by this thread."""
-        self._jobs.append((threading.get_native_id(), report["spans"], report["busy"]))
+        if not self.has_ended:
+            self._jobs.append((threading.get_native_id(), report["spans"], report["busy"]))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -163,10 +169,10 @@ class Timeline:
 
     def end(self) -> None:
         """Ends it, once: writes the file of DCPX_TRACE_DIR. Logs what fails there."""
-        if self._noted and not self.has_ended and self.pid == os.getpid():
+        if self._noted and not self.has_ended:
             self.has_ended = True
             self.operation_id = self.operation_id or os.urandom(16).hex()
-            if self.has_file:
+            if self.has_file and self.pid == os.getpid():
                 _trace_files.write_if_asked(self)
 
     def end_hooks(self) -> None:

@@ -18,9 +18,10 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import torch_dcpx as dcpx
-from torch_dcpx import DcpxReader, DcpxWriter
+from torch_dcpx import DcpxReader, DcpxWriter, _trace_files
 from torch_dcpx._trace_files import write_trace
 from torch_dcpx.errors import OptionError, StorageError
+from torch_dcpx.storage.place import PosixPlace
 from torch_dcpx.timelines import Phase, Timeline
 
 STATE = {"w": torch.arange(300_000.0), "step": 3}
@@ -169,6 +170,9 @@ def test_a_trace_that_cannot_be_written_names_its_file_and_leaves_nothing(tmp_pa
     (tmp_path / "trace.json").mkdir()
     with pytest.raises(StorageError, match="Is a directory"):
         report.trace(tmp_path / "trace.json")
+    for path in (".", "/"):
+        with pytest.raises(StorageError, match="has an empty name"):
+            report.trace(path)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "trace.json"}
 
 
@@ -239,6 +243,54 @@ def test_a_directory_that_takes_no_trace_fails_no_save_and_is_logged_once(
     assert str(tmp_path / "file") in line
     assert "File exists" in line or "Not a directory" in line
     assert dcpx.load(dict(STATE), tmp_path / "b").is_whole
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError, TypeError])
+def test_an_error_of_any_type_while_a_trace_is_written_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setenv("DCPX_TRACE_DIR", str(tmp_path / "traces"))
+    monkeypatch.setattr(_trace_files, "trace_of", fail)
+    assert dcpx.save(STATE, tmp_path / "a").result().ranks == 1
+    with pytest.raises(StorageError, match="no room"):
+        dcpx.save(STATE, tmp_path / "a", options=failing_options())
+
+
+def test_files_of_a_failed_save_go_before_its_spans_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(PosixPlace, "remove_leftovers", lambda *_: done.append("removed"))
+    monkeypatch.setattr(Timeline, "add_spans", lambda *_: done.append("noted"))
+    with pytest.raises(StorageError, match="no room"):
+        dcpx.save(STATE, tmp_path / "a", options=failing_options())
+    assert done == ["removed", "noted"]
+
+
+@pytest.mark.parametrize("pid", [None, 1])
+def test_an_open_checkpoint_notes_its_reads_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int | None
+) -> None:
+    dcpx.save(STATE, tmp_path)
+    made: list[Timeline] = []
+    begin = Timeline.__init__
+
+    def noted(timeline: Timeline, *args: Any, **kwargs: Any) -> None:
+        begin(timeline, *args, **kwargs)
+        timeline.pid = pid or timeline.pid  # 1: as in a forked child of the one that opened it
+        made.append(timeline)
+
+    monkeypatch.setattr(Timeline, "__init__", noted)
+    with dcpx.open_checkpoint(tmp_path) as checkpoint:
+        checkpoint.load_tensors(["w"])
+        before = [(timeline.phases, timeline.busy) for timeline in made]
+        for _ in range(3):
+            checkpoint.load_tensors(["w"])
+    assert [(timeline.phases, timeline.busy) for timeline in made] == before
+    assert any(phases for phases, _ in before)
 
 
 def test_hostile_names_stay_in_the_directory(tmp_path: Path, monkeypatch: Any) -> None:

@@ -121,10 +121,10 @@ def write_files(
             counters[name] += value
         return Written(results, files, counters, progress.done_bytes, timeline)
     except BaseException:
-        timeline.add_spans(job.report(spans=True))
         job.abandon()  # a traceback may keep the job alive, and with it the space of its files
         # The names of objects are nobody else's, whether they are there or not.
         place.remove_leftovers(first_names if place.is_object else job.created())
+        timeline.add_spans(job.report(spans=True))
         raise
 
 
