@@ -102,6 +102,7 @@ BAD = {
     "negative seconds": lambda path: change(path, seconds={"write": -1}),
     "seconds of text": lambda path: change(path, seconds={"write": "1"}),
     "an event of text": lambda path: path.read_text().replace('"ph": "X"', '"ph": 3', 1),
+    "an integer above all floats": lambda path: change(path, seconds={"write": 10**400}),
     "a huge time": lambda path: path.read_text().replace('"dur": 0', '"dur": 1e300', 1),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Iterable
-from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, NoReturn
@@ -131,7 +130,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value) and 0 <= value < 1 << 63
+    return type(value) in (int, float) and 0 <= value < 1 << 63
 
 
 def _chosen(
