@@ -143,17 +143,17 @@ def damage_metadata(folder: Path) -> None:
 def test_ls_says_what_is_whole(
     tmp_path: Path, harm: Callable[[Path], None], state: str, problem: str
 ) -> None:
-    for step in (1, 2):
+    for step in (2, 10):
         save(STATE, tmp_path / f"step-{step}")
     (tmp_path / "logs").mkdir()
-    harm(tmp_path / "step-2")
+    harm(tmp_path / "step-10")
     found = printed("ls", tmp_path, code=0 if state == "whole" else 1)
-    assert [each["name"] for each in found] == ["step-1", "step-2"]
+    assert [each["name"] for each in found] == ["step-2", "step-10"]
     assert found[0]["state"] == "whole"
     assert found[1]["state"] == state
     assert problem in found[1]["problem"]
     assert len(printed("ls", tmp_path, "--all", code=0 if state == "whole" else 1)) == 3
-    assert printed("ls", tmp_path / "step-1")[0]["state"] == "whole"
+    assert printed("ls", tmp_path / "step-2")[0]["state"] == "whole"
 
 
 def test_errors_exit_by_whose_fault_they_are(tmp_path: Path) -> None:

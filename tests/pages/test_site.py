@@ -146,7 +146,9 @@ def test_heads_of_arrows_have_a_colour_of_the_dark_theme(page: Any, site: str) -
     page.emulate_media(color_scheme="dark")
     page.add_init_script("""
         const attach = Element.prototype.attachShadow;
-        Element.prototype.attachShadow = function () { return attach.call(this, { mode: "open" }); };
+        Element.prototype.attachShadow = function () {
+            return attach.call(this, { mode: "open" });
+        };
     """)
     for source in ("commit", "memory"):  # messages in turn, boxes with arrows
         page.goto(f"{site}explain/{source}/")

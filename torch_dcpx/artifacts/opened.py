@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from torch_dcpx._arguments import check_options, checked_int
+from torch_dcpx._text import counted
 from torch_dcpx.artifacts.named_reads import NamedReads
 from torch_dcpx.checkpoint.load_checks import NearNames
 from torch_dcpx.errors import (
@@ -214,7 +215,8 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
             shown = nearest or tuple(self._reads.tensors)[:_MAX_SHOWN]
             names = ", ".join(map(repr, shown))
             more = "" if nearest or len(shown) == len(self._reads.tensors) else ", ..."
-            lead = "did you mean" if nearest else f"it holds {len(self._reads.tensors)} tensors"
+            held = counted(len(self._reads.tensors), "tensor")
+            lead = "did you mean" if nearest else f"it holds {held}"
             why = f"is no tensor of it, nor a glob of some; {lead}: {names}{more}"
         message = f"'{self.path}': {name!r} {why}"
         return UnknownNameError(message, fqn=str(name), path=self.path, nearest=nearest)

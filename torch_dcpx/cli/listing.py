@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -58,7 +59,7 @@ def show(path: Location, *, with_all: bool, as_json: bool) -> int:
             if place.is_object and not (look.names or beneath):
                 text = f"'{path}': the store holds nothing beneath it"
                 raise StorageError(text, errno=errno.ENOENT, path=str(path))
-            found = [_listed_at(path / name, name) for name in beneath]
+            found = [_listed_at(path / name, name) for name in sorted(beneath, key=_in_order)]
     if not with_all:
         found = [each for each in found if each.state != "none"]
     if as_json:
@@ -72,6 +73,11 @@ def show(path: Location, *, with_all: bool, as_json: bool) -> int:
     if states & {"damaged", "uncommitted"}:
         return UNSOUND
     return CANNOT if "unreadable" in states else FINE
+
+
+def _in_order(name: str) -> list[str | int]:
+    """Returns a key by which step-5 comes before step-10."""
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def holds_files(path: Location) -> bool:
