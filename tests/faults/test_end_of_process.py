@@ -53,9 +53,34 @@ if ending in ("signal", "chained", "put_back"):
     threading.Event().wait(60)
 """
 
+# Held until the interpreter ends, the first callback begins another save.
+SAVE_IN_CALLBACK = """
+import atexit, sys, threading, time
+import torch
+import torch_dcpx as dcpx
 
-def run(path: Path, ending: str, **environment: str) -> tuple[int, str]:
-    command = ["-c", SCRIPT, str(path), ending]
+path, how = sys.argv[1:3]
+ends = threading.Event()
+seen = []
+
+def save_again(_):
+    assert ends.wait(60)
+    seen.append(1)
+    if len(seen) == 1:
+        slow = dcpx.WriteOptions(progress=lambda done, total: time.sleep(0.3))
+        dcpx.async_save({"w": torch.full((1000,), 2.0)}, path, no_dist=True, options=slow)
+
+remove = dcpx.on_event(save_again) if how == "event" else None
+handle = dcpx.async_save({"w": torch.ones(1000)}, path, no_dist=True)
+if remove is None:
+    handle.add_done_callback(save_again)
+atexit.register(ends.set)  # called before the library's
+handle.staged.result()
+"""
+
+
+def run(path: Path, ending: str, script: str = SCRIPT, **environment: str) -> tuple[int, str]:
+    command = ["-c", script, str(path), ending]
     result = warm_parent().run(command, env={**os.environ, **environment})
     return result.returncode, result.stdout + result.stderr
 
@@ -83,6 +108,13 @@ def test_end_of_a_process_waits_for_its_saves(tmp_path: Path, ending: str, code:
     assert returncode == code, output
     assert value_in(tmp_path) == 2.0
     assert ("handler" in output) == (ending == "chained")
+
+
+@pytest.mark.parametrize("how", ["event", "done"])
+def test_end_of_a_process_waits_for_a_save_that_a_callback_begins(tmp_path: Path, how: str) -> None:
+    code, output = run(tmp_path, how, SAVE_IN_CALLBACK)
+    assert code == 0, output
+    assert value_in(tmp_path) == 2.0
 
 
 @pytest.mark.slow

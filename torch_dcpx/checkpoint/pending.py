@@ -168,6 +168,24 @@ def _at_exit() -> None:
     if count():
         logger.info("waiting up to %s s for saves under way", timeout_s)
     late = _drain(timeout_s)
+    _log_late(late, timeout_s)
+    for follower in _followers:
+        follower(deadline)
+    _join_threads(deadline)
+    while not late and count():  # a callback has begun one more
+        late = _drain(deadline.remaining_s)
+        _log_late(late, timeout_s)
+        _join_threads(deadline)
+    deadline = Deadline(last_jobs.LAST_WAIT_S)
+    for handle in late:  # stopped, it removes its files, unless it hangs in a system call
+        handle.durable.is_collected = True  # logged above
+        handle.leave(deadline)
+    concurrent.futures.wait([handle.durable for handle in late], deadline.remaining_s)
+    _log_uncollected()
+    last_jobs.stop()
+
+
+def _log_late(late: list[SaveHandle], timeout_s: float) -> None:
     for handle in late:
         logger.error(
             "the process ends after %s s (%s) while it still saves to '%s': the previous "
@@ -176,19 +194,14 @@ def _at_exit() -> None:
             _EXIT_VARIABLE,
             handle.checkpoint_id,
         )
-    for follower in _followers:
-        follower(deadline)
+
+
+def _join_threads(deadline: Deadline) -> None:
+    """Waits for threads of saves, which call what their handles were given."""
     with _guard.held():
         threads = [thread for _, thread in _threads]
     for thread in threads:
-        thread.join(deadline.remaining_s)  # it calls what the handle was given
-    deadline = Deadline(last_jobs.LAST_WAIT_S)
-    for handle in late:  # stopped, it removes its files, unless it hangs in a system call
-        handle.durable.is_collected = True  # logged above
-        handle.leave(deadline)
-    concurrent.futures.wait([handle.durable for handle in late], deadline.remaining_s)
-    _log_uncollected()
-    last_jobs.stop()
+        thread.join(deadline.remaining_s)
 
 
 def _log_uncollected() -> None:
