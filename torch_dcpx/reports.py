@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from torch_dcpx._trace_files import write_trace
 from torch_dcpx.timelines import Phase, Timeline
@@ -26,12 +26,21 @@ def _replaced() -> Mapping[str, int]:
 class _Traced:
     """What each report has beside its own fields: the timeline of the save or load."""
 
-    timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False, kw_only=True)
+    # No field: neither `asdict` nor `replace` takes it along.
+    timeline: InitVar[Timeline | None] = field(default=None, kw_only=True)
+
+    def __post_init__(self, timeline: Timeline | None) -> None:
+        """Keeps the timeline. Default None: an empty one."""
+        object.__setattr__(self, "_timeline", timeline or Timeline())
+
+    @property
+    def _noted(self) -> Timeline:
+        return vars(self)["_timeline"]  # type: ignore[no-any-return]
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases of this rank so far, with their times since the epoch and their threads."""
-        return self.timeline.phases
+        return self._noted.phases
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes a Chrome trace of this rank, for ui.perfetto.dev: phases by thread, work by
@@ -43,7 +52,7 @@ class _Traced:
         Raises:
             StorageError: the file cannot be written.
         """
-        write_trace(self.timeline.trace(), path)
+        write_trace(self._noted.trace(), path)
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,6 @@ class WriteReport(_Traced):
         total_s: all of these.
         replaced: objects of DCP's classes that the hook has made ours in this process so far, by
             role: writer, reader, planners, stager. Empty without `torch_dcpx.install`.
-        timeline: of the save or load, in which `phases` and `trace` look.
     """
 
     items: int
@@ -93,7 +101,12 @@ class WriteReport(_Traced):
 
     def committed(self, total_s: float) -> WriteReport:
         """Returns the report of the same save with its commit; `total_s` is the time by now."""
-        return replace(self, commit_s=total_s - self.total_s, total_s=total_s)
+        commit_s = total_s - self.total_s
+        return replace(self, commit_s=commit_s, total_s=total_s, timeline=self._noted)
+
+    def to_send(self) -> WriteReport:
+        """Returns it without its timeline: DCP sends it to every rank with the metadata."""
+        return replace(self)
 
     @property
     def gb_per_s(self) -> float:
@@ -186,7 +199,7 @@ class ReadReport(_Traced):
             all workers spent on reading, on checksums, and on copies out of slots.
         finish_s: decoding of byte items, conversions, copies to devices, and the planner's hooks.
         total_s: all of these.
-        replaced, timeline: as in `WriteReport`.
+        replaced: as in `WriteReport`.
     """
 
     items: int
@@ -239,7 +252,6 @@ class SaveReport(_Traced):
         blocked_s: seconds the caller waited: all of `save`; of `async_save` until it returned.
         total_s: seconds from the call until all ranks had the commit.
         write: what this rank did; None where a subclass's `write_data` leaves no report.
-        timeline: of the save or load, in which `phases` and `trace` look.
     """
 
     checkpoint_id: str
@@ -277,7 +289,6 @@ class LoadReport(_Traced):
         wait_s: the rest: other ranks.
         total_s: the whole call.
         read: the reader's own report; None for a subclass that reads its own way.
-        timeline: of the save or load, in which `phases` and `trace` look.
     """
 
     path: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import pickle
@@ -133,7 +134,7 @@ def test_trace_has_what_each_worker_did(tmp_path: Path) -> None:
     options = dcpx.WriteOptions(workers=2)
     state = {f"t{i}": torch.randn(1 << 18) for i in range(16)}
     written = dcpx.save(state, tmp_path, options=options).result().write
-    sums = written.timeline.busy
+    sums = written._noted.busy
     for kind in ("copy", "write", "sync"):
         assert any(each.kind == kind and each.busy_ns > 0 for each in sums)
     (engine,) = (each for each in sums if each.kind == "engine")
@@ -141,7 +142,7 @@ def test_trace_has_what_each_worker_did(tmp_path: Path) -> None:
         written.copy_s + written.write_s + written.fsync_s, abs=1e-6
     )
     assert sum(each.nbytes for each in sums if each.kind == "write") == written.file_bytes
-    trace = written.timeline.trace()
+    trace = written._noted.trace()
     spans = assert_is_trace(trace)
     on_workers = [span for span in spans if span["cat"] == "worker" and span["name"] != "engine"]
     assert {span["name"] for span in on_workers} >= {"copy", "write"}
@@ -152,8 +153,18 @@ def test_trace_has_what_each_worker_did(tmp_path: Path) -> None:
     assert trace["otherData"]["seconds"]["worker: write"] > 0
     target = {name: torch.zeros(1 << 18) for name in state}
     loaded = dcpx.load(target, tmp_path)
-    assert {"engine", "locate", "read", "verify"} <= {each.kind for each in loaded.timeline.busy}
-    assert_is_trace(loaded.timeline.trace())
+    assert {"engine", "locate", "read", "verify"} <= {each.kind for each in loaded._noted.busy}
+    assert_is_trace(loaded._noted.trace())
+
+
+def test_a_timeline_is_no_field_and_is_not_sent_to_other_ranks(tmp_path: Path) -> None:
+    report = dcpx.save({"a": torch.ones(4)}, tmp_path / "a", no_dist=True).result()
+    json.dumps(dataclasses.asdict(report))
+    assert pickle.loads(pickle.dumps(report)).phases == report.phases
+    metadata: Any = dcp.save({"a": torch.ones(4)}, storage_writer=DcpxWriter(tmp_path / "b"))
+    assert metadata.dcpx_report.files == 1
+    assert metadata.dcpx_report.phases == ()
+    assert len(pickle.dumps(metadata.dcpx_report)) < 2000
 
 
 @pytest.mark.parametrize("path", [None, 3, "", b"x"])
@@ -213,6 +224,15 @@ def test_a_manager_leaves_files_of_its_calls_alone(
         manager.resume(state=dict(STATE))
     found = sorted(path.name.partition("-")[0] for path in folder.iterdir())
     assert found == ["async_save", "async_save", "load"]
+
+
+def test_a_save_that_is_skipped_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCPX_TRACE_DIR", str(tmp_path / "traces"))
+    monkeypatch.setattr("torch_dcpx.checkpoint.save._is_admitted", lambda _run: False)
+    assert dcpx.async_save(STATE, tmp_path / "a", no_dist=True).result() is None
+    assert not (tmp_path / "traces").exists()
 
 
 def test_a_failed_save_leaves_its_file_with_the_type_of_its_error(

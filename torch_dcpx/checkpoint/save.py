@@ -158,6 +158,7 @@ def async_save(
         with run.timeline.phase("wait"):
             is_admitted = _is_admitted(run)
         if not is_admitted:
+            run.timeline.has_file = False
             run.end()
             return SaveHandle.finished(run.path, None)
         plan = run.plan(pending_saves.raise_uncollected)

@@ -285,8 +285,9 @@ class DcpxWriter(FileSystemWriter):
             except BaseException:
                 self.__remove_unpublished()
                 raise
-        report = self.last_report and self.last_report.committed(self.__hooks_s)
-        self.last_report = metadata.dcpx_report = report  # type: ignore[attr-defined]
+        last = self.last_report
+        self.last_report = report = last and last.committed(self.__hooks_s)
+        metadata.dcpx_report = report and report.to_send()  # type: ignore[attr-defined]
         nbytes, path = sum(file.nbytes for file in files), str(self.path)
         operation = self.__release(has_ended_well=True)  # the next save may begin elsewhere
         if report:
