@@ -8,9 +8,9 @@
 namespace dcpx {
 
 // What 2 MiB of small pages cost, in ns of a thread's CPU time: 1'050'000 to 1'470'000, measured as
-// docs/develop/performance.md says. A huge page costs 300'000 where it is at hand, and 3'900'000 where the
-// system must first move pages about for it, or a hypervisor must find the memory that it took from
-// a free one. Which of them it is shows only once some were taken.
+// docs/develop/performance.md says. A huge page costs 300'000 where it is at hand, and 3'900'000
+// where the system must first move pages about for it, or a hypervisor must find the memory that it
+// took from a free one. Which of them it is shows only once some were taken.
 constexpr std::uint64_t kSmallPagesNs = 1'200'000;
 
 // The first touch of one mapping, by several threads. It begins on huge pages, where the mapping is

@@ -23,10 +23,10 @@ struct UnpickledStorageMeta {
   std::vector<std::int64_t> modules;
 };
 
-// The columns that docs/reference/format.md names, and what stands beside them in a Metadata. Every number
-// of a string is one, every column has the length that the others say, every size is in [0, 2^63),
-// every range ends there, and no key of entries or planner is there twice. Not checked: that texts
-// are UTF-8, which constants torch has, and that no item has two places.
+// The columns that docs/reference/format.md names, and what stands beside them in a Metadata. Every
+// number of a string is one, every column has the length that the others say, every size is in [0,
+// 2^63), every range ends there, and no key of entries or planner is there twice. Not checked: that
+// texts are UTF-8, which constants torch has, and that no item has two places.
 struct UnpickledColumns {
   std::vector<std::string_view> strings;  // distinct; views of the pickle
 

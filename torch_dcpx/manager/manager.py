@@ -64,7 +64,7 @@ class CheckpointManager:
         allow_fresh: bool = False,
         grace_s: float | None = None,
     ) -> None:
-        """Touches nothing yet.
+        """Keeps the rules. It reads and writes nothing before the first call.
 
         Args:
             root: their directory, made by the first save, or the URL of a prefix; for one job.
