@@ -24,5 +24,5 @@ const built = buildSync({
   define: { "process.env.NODE_ENV": '"production"' },
   write: false,
 });
-writeFileSync(new URL("LICENSE-echarts.txt", folder), `${licences}\n`);
+writeFileSync(new URL("LICENSE-echarts.txt", import.meta.url), `${licences}\n`);
 writeFileSync(new URL("echarts.min.js", folder), `/*!\n${licences}\n*/\n${built.outputFiles[0].text}`);
