@@ -14,7 +14,6 @@ from torch_dcpx import (
     CheckpointManager,
     OptionError,
     ReadOptions,
-    UnsupportedError,
     WriteOptions,
 )
 
@@ -134,11 +133,3 @@ def test_keep_best_warns_once_of_saves_without_its_metric(
     assert "'loss'" in record.getMessage() and "'step-2'" in record.getMessage()
     assert "'acc'" in record.getMessage()
     assert on_disk(tmp_path) == {"step-1", "step-4"}
-
-
-@pytest.mark.parametrize("at", ["options", "read_options"])
-def test_disks_of_each_node_are_refused_by_name(tmp_path: Path, at: str) -> None:
-    options = WriteOptions(node_local=True) if at == "options" else ReadOptions(node_local=True)
-    with pytest.raises(UnsupportedError, match="CheckpointManager with node_local=True"):
-        CheckpointManager(tmp_path / "run", **{at: options})  # type: ignore[arg-type]
-    assert not (tmp_path / "run").exists()

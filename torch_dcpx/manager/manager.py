@@ -85,7 +85,7 @@ class CheckpointManager:
 
         Raises:
             OptionError: values that cannot work.
-            UnsupportedError: another URL as root, no obstore for this one, or `node_local`.
+            UnsupportedError: another URL as root, or no obstore for this one.
         """
         check_ranks(process_group, no_dist)
         check_options("options", options, WriteOptions)

@@ -24,7 +24,6 @@ from torch_dcpx.errors import (
     NotCommittedError,
     OutcomeUnknownError,
     StorageError,
-    UnsupportedError,
     must_be,
 )
 from torch_dcpx.manager.directory_root import DirectoryRoot
@@ -51,11 +50,6 @@ def files_at(
     root: AnyPath, options: WriteOptions, read_options: ReadOptions, grace_s: float | None
 ) -> DirectoryRoot | StoreRoot:
     """Returns the files of a root. Args, Raises: as `CheckpointManager`."""
-    if options.node_local or read_options.node_local:
-        raise UnsupportedError(
-            "CheckpointManager with node_local=True: a manager looks for the files of all ranks in "
-            "one root; save to disks of each node with dcpx.save"
-        )
     text = checked_location(root, "a root is a directory of a file system, s3:// or az://", "root")
     location = location_of(root if isinstance(root, ObjectUrl) else text, options.endpoint)
     if isinstance(location, Path):
