@@ -24,7 +24,7 @@ def _replaced() -> Mapping[str, int]:
 
 @dataclass(frozen=True)
 class _Traced:
-    """What each report has beside its own fields: the timeline of the save or load."""
+    """Holds the timeline of a save or load, for each kind of report."""
 
     # No field: neither `asdict` nor `replace` takes it along.
     timeline: InitVar[Timeline | None] = field(default=None, kw_only=True)

@@ -58,7 +58,7 @@ class Busy(NamedTuple):
 
 
 class Timeline:
-    """What one save or load of this process did, and when. Threads may note at the same time.
+    """Notes the phases of one save or load of this process. Threads may note at the same time.
 
     Attributes:
         operation: "save", "async_save" or "load".
@@ -145,7 +145,7 @@ class Timeline:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """What workers did, 2,048 spans a job at most, none shorter than 20 us: see `busy`."""
+        """The spans of workers: 2,048 a job at most, none shorter than 20 us: see `busy`."""
         kinds = _kinds()
         return tuple(
             Span(kinds[kind], worker, begin + self._epoch_ns, end + self._epoch_ns, n, at)

@@ -23,7 +23,7 @@ class _Trace(NamedTuple):
 
     @property
     def operation(self) -> tuple[str, str]:
-        """What all its ranks share."""
+        """Returns the name and the id, which all its ranks share."""
         return self.about["operation"], self.about["id"]
 
     @property
