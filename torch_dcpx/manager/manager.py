@@ -178,7 +178,7 @@ class CheckpointManager:
                 "user_content.rng"). Default None: an error.
             translate: a KeyMap, or a function of one name, from stored names of the model (without
                 "model.") to the model's; optimizers' states follow their parameters. Default None.
-            fallback: whether the commit before takes a damaged newest one's place. Default True.
+            fallback: with False a damaged newest one is an error. Default True: the one before it.
 
         Returns:
             The resumed checkpoint. A fresh start has no tag: nothing in the root is of a save, or

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn, TypeGuard
 
@@ -218,7 +218,11 @@ class Resume:
         if self._passed:
             self.catalog.root.tell_damaged()
         tag, passed = calls[0].arguments["tag"], self._passed_tags
-        return self.catalog.choose(tag, stack, passed, allow_fresh=self.allow_fresh)
+        chosen = self.catalog.choose(tag, stack, passed, allow_fresh=self.allow_fresh)
+        for skipped, _ in () if self.fallback else chosen[1]:
+            with suppress(NotCommittedError):  # of a save that did not end
+                self.catalog.root.examined(skipped)
+        return chosen
 
     @property
     def _passed_tags(self) -> list[str]:
