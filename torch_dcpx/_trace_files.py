@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -114,13 +115,19 @@ def _seconds(phases: Iterable[Any], busy: Iterable[Any]) -> dict[str, float]:
 
 
 def write_trace(trace: dict[str, Any], path: Any) -> None:
-    """Writes a trace to a file, whole or not at all. Raises OptionError, StorageError."""
+    """Writes a trace to a file, whole or not at all; into a link, a device or a pipe as it is.
+    Raises OptionError, StorageError.
+    """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise must_be("path", path, "the path of a file")
     target = Path(os.fsdecode(path))
     try:
-        # ValueError: of no name, such as "." has
-        beside = target.with_name(f".{target.name[:100]}.{os.getpid()}.{next(_counter)}.tmp")
+        # A rename to /dev/null, which root may do, would put a file in its place.
+        if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
+            target.write_text(json.dumps(trace), "utf-8")
+            return
+        # Neither by the name, which may fill 255 bytes, nor by the pid, which containers share.
+        beside = target.with_name(f".trace.{os.urandom(8).hex()}.tmp")
         with beside.open("x", encoding="utf-8") as file:  # a new file, behind no link
             try:
                 json.dump(trace, file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import pickle
 import threading
 from pathlib import Path
@@ -182,9 +183,31 @@ def test_a_trace_that_cannot_be_written_names_its_file_and_leaves_nothing(tmp_pa
     with pytest.raises(StorageError, match="Is a directory"):
         report.trace(tmp_path / "trace.json")
     for path in (".", "/"):
-        with pytest.raises(StorageError, match="has an empty name"):
+        with pytest.raises(StorageError, match="Is a directory"):
             report.trace(path)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint", "trace.json"}
+
+
+def test_a_trace_takes_the_place_of_no_pipe_and_no_link(tmp_path: Path) -> None:
+    pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real"
+    os.mkfifo(pipe)
+    link.symlink_to(real)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # opening to write waits for a reader
+    try:
+        for path in (pipe, link, link):  # the link is dead at first
+            write_trace({"rank": 3}, path)
+        assert os.read(reader, 100) == real.read_bytes() == b'{"rank": 3}'
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_trace_has_any_name_that_a_file_can_have(tmp_path: Path) -> None:
+    path = tmp_path / ("\N{SNOWMAN}" * 83 + ".json")  # 254 bytes
+    write_trace({"rank": 3}, path)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def files_of(folder: Path) -> dict[str, Any]:
