@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
+import torch_dcpx as dcpx_library
+from torch_dcpx import DcpxReader
+from torch_dcpx._trace_files import write_if_asked
 from torch_dcpx.cli.app import app
 from torch_dcpx.timelines import Phase, Timeline
 
@@ -27,7 +32,7 @@ def note(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, **changes: An
     vars(timeline).update({"operation_id": "3f2a" * 8, "_epoch_ns": 0, **changes})
     ends = [(began + at) * SECOND for at in (0, 1, rank + 2)]
     timeline._noted += [Phase("plan", *ends[:2], 7), Phase("write", *ends[1:], 7)]
-    timeline.end()
+    write_if_asked(timeline)  # not end(): it leaves no file of another process
 
 
 def merged(out: Path) -> list[dict[str, Any]]:
@@ -61,16 +66,30 @@ def test_the_newest_operation_is_taken_unless_another_is_named(
     note(folder, monkeypatch, 0, operation_id="new", began=20, error="StorageError")
     note(folder, monkeypatch, 1, operation_id="new", began=20)
     note(folder, monkeypatch, 1, operation_id="new", began=15, pid=1)  # of a run before this one
-    for args, wanted in (((), 2), (("--save-id", "ol"), 1), (("--all",), 3)):
+    for args, wanted in (((), 2), (("--save-id", "ol"), 1), (("--all",), 4)):
         result = dcpx("trace", folder, "--out", out, *args, "--json")
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
         assert found["files"] == wanted
         assert len(found["operations"]) == (2 if args == ("--all",) else 1)
         assert found["errors"] == ([] if "ol" in args else ["StorageError on rank 0"])
-        assert {event["pid"] for event in merged(out)} == ({0} if "ol" in args else {0, 1})
+        pids = {event["pid"] for event in merged(out)}
+        assert pids == ({0} if "ol" in args else {0, 1, 2} if "--all" in args else {0, 1})
     assert "failed: StorageError on rank 0" in dcpx("trace", folder, "--out", out).stdout
     assert dcpx("trace", folder, "--save-id", "none").exit_code == 2
+
+
+def test_all_are_all_where_loads_have_the_id_of_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcpx_library.save({"a": torch.ones(9)}, tmp_path / "checkpoint")
+    monkeypatch.setenv("DCPX_TRACE_DIR", str(tmp_path / "traces"))
+    for _ in range(2):
+        dcp.load({"a": torch.zeros(9)}, storage_reader=DcpxReader(tmp_path / "checkpoint"))
+    out = tmp_path / "merged.json"
+    result = dcpx("trace", tmp_path / "traces", "--all", "--out", out)
+    assert result.stdout.splitlines()[0].startswith("2 traces, 1 rank: ")
+    assert [event["name"] for event in merged(out)].count("load") == 2
 
 
 def test_two_processes_of_one_rank_stay_apart(

@@ -45,10 +45,10 @@ def run_trace(
         head = {"out": str(out), "operations": named, "files": len(traces)}
         put_json({**head, "errors": sorted(errors), "phases": rows})
         return FINE
-    ranks = counted(len({trace.process for trace in traces}), "rank")
+    ranks = counted(len({trace.about["rank"] for trace in traces}), "rank")
     first = traces[0].about
     what = f"{first['operation']} of '{first['path']}' ({first['id'][:12]})"
-    what = what if len(operations) == 1 else counted(len(operations), "operation")
+    what = what if not takes_all and len(operations) == 1 else counted(len(traces), "trace")
     put_lines([f"{what}, {ranks}: {out}", *(f"failed: {error}" for error in sorted(errors))])
     times = ("min_s", "median_s", "max_s")
     put_table(
@@ -136,14 +136,18 @@ def _is_time(value: Any) -> bool:
 def _chosen(
     traces: list[_Trace], folder: Path, save_id: str | None, *, takes_all: bool
 ) -> list[_Trace]:
-    """Returns the traces to merge: of each rank of an operation the newest."""
+    """Returns the traces to merge: all, or of each rank of one operation the newest. Loads by a
+    DcpxReader have the id of their checkpoint, and so may be several.
+    """
     traces = sorted(traces, key=lambda trace: int(trace.about["origin_ns"]))
     if save_id is not None:
         traces = [trace for trace in traces if trace.about["id"].startswith(save_id)]
         if not traces:
             text = f"no trace of a save '{save_id}' in '{folder}'"
             raise StorageError(text, errno=errno.ENOENT, path=str(folder))
-    elif not takes_all:
+    elif takes_all:
+        return traces
+    else:
         newest = traces[-1].operation
         traces = [trace for trace in traces if trace.operation == newest]
     return list({(*trace.operation, trace.about["rank"]): trace for trace in traces}.values())
