@@ -122,6 +122,16 @@ def test_diff_reads_tensors_that_are_stored_in_other_ways(
     assert (row["name"], row["what"]) == ("w", "values")
 
 
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_diff_compares_the_bits_of_tensors_in_objects(tmp_path: Path, writer: Any) -> None:
+    values = {"nan": float("nan"), "zero": 0.0}
+    one = {name: (torch.tensor(value).expand(3), name) for name, value in values.items()}
+    save(one, tmp_path / "a", writer)
+    save({**one, "zero": (torch.tensor(-0.0).expand(3), "zero")}, tmp_path / "b", "stock")
+    found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
+    assert [row["name"] for row in found["differences"]] == ["zero"]
+
+
 def test_diff_reads_where_a_footer_is_not_of_the_checkpoint(tmp_path: Path) -> None:
     save(STATE, tmp_path / "a")
     save(STATE, tmp_path / "b")

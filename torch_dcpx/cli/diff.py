@@ -183,13 +183,13 @@ class _Run:
 
     def _have_same_bits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         self.read_bytes += a.nbytes + b.nbytes
-        return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (a, b)))
+        return torch.equal(_bytes_of(a), _bytes_of(b))
 
     def _is_same_object(self, name: str) -> bool:
         """Compares decoded objects; those that cannot be decoded or compared count as different."""
         try:
             return _are_equal(*(side.objects[name] for side in self._sides))
-        except (UnsafePickleError, UnsupportedError, RecursionError):
+        except (UnsafePickleError, UnsupportedError, RuntimeError):  # of torch; too deep
             return False
 
 
@@ -197,12 +197,18 @@ def _are_equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
+        is_alike = a.dtype == b.dtype and a.shape == b.shape
+        return is_alike and torch.equal(_bytes_of(a), _bytes_of(b))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_are_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_are_equal, a, b))
     return pickle.dumps(a) == pickle.dumps(b)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)
 
 
 def _shown(side: OpenCheckpoint, name: str) -> str:
