@@ -120,7 +120,7 @@ def write_trace(trace: dict[str, Any], path: Any) -> None:
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise must_be("path", path, "the path of a file")
-    target = Path(os.fsdecode(path))
+    target = _local("path", os.fsdecode(path))
     try:
         # A rename to /dev/null, which root may do, would put a file in its place.
         if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
@@ -141,6 +141,12 @@ def write_trace(trace: dict[str, Any], path: Any) -> None:
         raise StorageError(text, errno=getattr(error, "errno", None), path=str(target)) from error
 
 
+def _local(name: str, text: str) -> Path:
+    if "://" in text or text.startswith("~"):  # else it would be a directory "s3:" or "~" here
+        raise must_be(name, text, "a path of this machine, no URL and without '~'")
+    return Path(text)
+
+
 def write_if_asked(timeline: Timeline) -> None:
     """Writes a timeline's file in DCPX_TRACE_DIR, if that is set. What fails is logged, once a
     directory: a trace is not worth a save.
@@ -149,8 +155,9 @@ def write_if_asked(timeline: Timeline) -> None:
     if not folder:
         return
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_trace(trace_of(timeline), Path(folder, file_name(timeline)))
+        place = _local(VARIABLE, folder)
+        place.mkdir(parents=True, exist_ok=True)
+        write_trace(trace_of(timeline), place / file_name(timeline))
     except Exception as error:  # noqa: BLE001 - logged; for want of memory as well
         if folder not in _warned:
             _warned.add(folder)

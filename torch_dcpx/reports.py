@@ -50,6 +50,7 @@ class _Traced:
             path: a file, replaced if it is there.
 
         Raises:
+            OptionError: `path` is a URL, or begins with "~".
             StorageError: the file cannot be written.
         """
         write_trace(self._noted.trace(), path)

@@ -168,9 +168,9 @@ def test_a_timeline_is_no_field_and_is_not_sent_to_other_ranks(tmp_path: Path) -
     assert len(pickle.dumps(metadata.dcpx_report)) < 2000
 
 
-@pytest.mark.parametrize("path", [None, 3, "", b"x"])
+@pytest.mark.parametrize("path", [None, 3, "", b"x", "s3://bucket/trace.json", "~/trace.json"])
 def test_trace_refuses_what_is_no_path(path: Any) -> None:
-    with pytest.raises(OptionError, match="path must be the path of a file"):
+    with pytest.raises(OptionError, match="path must be"):
         write_trace({}, path)
 
 
@@ -286,6 +286,18 @@ def test_a_directory_that_takes_no_trace_fails_no_save_and_is_logged_once(
     assert str(tmp_path / "file") in line
     assert "File exists" in line or "Not a directory" in line
     assert dcpx.load(dict(STATE), tmp_path / "b").is_whole
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/traces", "~/traces"])
+def test_a_directory_of_no_machine_is_not_made_on_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DCPX_TRACE_DIR", folder)
+    with caplog.at_level(logging.WARNING):
+        dcpx.save(STATE, tmp_path / "a")
+    assert "DCPX_TRACE_DIR must be a path of this machine, no URL" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("error", [MemoryError, RecursionError, TypeError])
