@@ -122,6 +122,22 @@ def test_diff_reads_tensors_that_are_stored_in_other_ways(
     assert (row["name"], row["what"]) == ("w", "values")
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_diff_goes_on_behind_a_tensor_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Any
+) -> None:
+    for path, value in (("a", 1.0), ("b", 2.0)):
+        q = torch.quantize_per_tensor(torch.full((4,), value), 0.1, 0, torch.qint8)
+        save({"q": q, "e": torch.ones(9), "v": torch.full((9,), value)}, tmp_path / path, writer)
+    unread = {"name": "q", "what": "values", "a": "not read: UnsupportedError", "b": ""}
+    for most in (1 << 20, 1):  # together, and each in pieces
+        monkeypatch.setattr(cli_diff, "_PIECE_BYTES", most)
+        found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
+        assert found["differences"] == [unread, {**unread, "name": "v", "a": ""}]
+        assert found["equal"] == 1
+
+
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_diff_compares_the_bits_of_tensors_in_objects(tmp_path: Path, writer: Any) -> None:
     values = {"nan": float("nan"), "zero": 0.0}

@@ -183,8 +183,8 @@ def diff(
     """Show how B differs from A: names, shapes, dtypes, then values.
 
     Each is a checkpoint, or what `export` wrote. Compares values by their checksums, where both
-    have these of the same parts; else it reads.
-    Exits with 1 if they differ.
+    have these of the same parts; else it reads. What needs a class that no reader makes counts as
+    different. Exits with 1 if they differ.
     """
     _look(a, b, takes_files=True)
     page = _page(html, is_replacing=overwrite)

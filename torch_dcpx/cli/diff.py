@@ -131,8 +131,7 @@ class _Run:
                     unclear.append(name)
                 elif not same and (is_tensor or not self._is_same_object(name)):
                     found[name] = Difference(name, "values")
-        for name in self._unlike_values(unclear):
-            found[name] = Difference(name, "values")
+        found |= {each.name: each for each in self._unlike_values(unclear)}
         self.equal = len(names) - len(found)
         return [found[name] for name in names if name in found] + [
             Difference(name, "only in B", b=_shown(two, name))
@@ -156,22 +155,40 @@ class _Run:
             return None
         return {k: v.crc for k, v in a.items()} == {k: v.crc for k, v in b.items()}
 
-    def _unlike_values(self, names: Sequence[str]) -> Iterator[str]:
-        """Reads tensors of equal shapes; yields the names of those that differ in a bit."""
+    def _unlike_values(self, names: Sequence[str]) -> Iterator[Difference]:
+        """Reads tensors of equal shapes; yields those that differ in a bit, or cannot be read."""
         batch: list[str] = []
         nbytes = 0
-        for name in (*names, None):  # None: the last batch
-            size = self._sides[0][name].nbytes if name is not None else 0
-            if name is None or nbytes + size > _PIECE_BYTES:
-                a, b = (side.load_tensors(batch) if batch else {} for side in self._sides)
-                yield from (each for each in batch if not self._have_same_bits(a[each], b[each]))
+        for name in names:
+            size = self._sides[0][name].nbytes
+            if size > _PIECE_BYTES:
+                yield from self._unlike_among([name], is_large=True)
+                continue
+            if nbytes + size > _PIECE_BYTES:
+                yield from self._unlike_among(batch)
                 batch, nbytes = [], 0
-            if name is not None and size > _PIECE_BYTES:
-                if not self._is_same_large(name):
-                    yield name
-            elif name is not None:
-                batch.append(name)
-                nbytes += size
+            batch.append(name)
+            nbytes += size
+        yield from self._unlike_among(batch)
+
+    def _unlike_among(self, batch: list[str], *, is_large: bool = False) -> Iterator[Difference]:
+        if not batch:
+            return
+        try:
+            if is_large:
+                unlike = [name for name in batch if not self._is_same_large(name)]
+            else:
+                a, b = (side.load_tensors(batch) for side in self._sides)
+                unlike = [name for name in batch if not self._have_same_bits(a[name], b[name])]
+        except (UnsafePickleError, UnsupportedError) as error:  # of one: a user's subclass, ...
+            if len(batch) == 1:
+                yield Difference(batch[0], "values", f"not read: {type(error).__name__}")
+                return
+            middle = len(batch) // 2
+            for half in (batch[:middle], batch[middle:]):
+                yield from self._unlike_among(half)
+            return
+        yield from (Difference(name, "values") for name in unlike)
 
     def _is_same_large(self, name: str) -> bool:
         a, b = (side[name] for side in self._sides)
