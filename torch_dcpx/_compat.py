@@ -8,7 +8,7 @@ No other module asks which torch runs, or what it has (`tests/house/test_house.p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from itertools import repeat
 from types import FrameType
@@ -328,10 +328,10 @@ stock_write_items: Callable[[str, Any], list[WriteItem]] = _create_write_items
 # ---- Profilers ----------------------------------------------------------------------------------
 
 
-def profiled(name: str) -> AbstractContextManager[Any]:
-    """Returns a block that torch's profiler shows under a name; without one it costs nothing."""
+def profiled(name: str) -> AbstractContextManager[Any] | None:
+    """Returns a block that torch's profiler shows under a name; None while no profiler runs."""
     profiler: Any = torch.autograd.profiler
     # In any thread; also under `emit_nvtx`, `emit_itt`. A torch without it has no ranges of ours.
     if not getattr(profiler, "_is_profiler_enabled", False):
-        return nullcontext()
+        return None
     return profiler.record_function(name)  # type: ignore[no-any-return]

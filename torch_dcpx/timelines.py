@@ -13,8 +13,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -91,36 +90,16 @@ class Timeline:
         self.pid = os.getpid()
         # Everything is noted by the monotonic clock, which is that of the engine's spans.
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
-        self._noted: list[Phase] = []
-        self._open: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)  # by thread
+        self._noted: list[tuple[int, int, str]] = []  # thread, time, begun phase; "": one ends
         self._jobs: list[tuple[int, bytes, bytes]] = []  # thread, spans, sums
         self._thread_names: dict[int, str] = {}
         self.has_ended = False
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> _Phase:
         """Notes the block as a phase of this thread; what it interrupts goes on afterwards.
         Notes none that begins after the end: an open checkpoint is read again and again.
         """
-        if self.has_ended:
-            yield
-            return
-        thread = threading.get_native_id()
-        outer = self._open[thread]
-        began_ns = time.monotonic_ns()
-        if outer:
-            self._noted.append(Phase(*outer[-1], began_ns, thread))
-        else:
-            self._thread_names[thread] = threading.current_thread().name
-        outer.append((name, began_ns))
-        try:
-            with profiled(f"dcpx.{self.operation}/{name}"):
-                yield
-        finally:
-            ended_ns = time.monotonic_ns()
-            self._noted.append(Phase(*outer.pop(), ended_ns, thread))
-            if outer:
-                outer[-1] = outer[-1][0], ended_ns
+        return _Phase(self, name)
 
     def add_spans(self, report: Mapping[str, Any]) -> None:
         """Adds what a job reports with `spans=True`, called by this thread."""
@@ -132,16 +111,23 @@ class Timeline:
         """The phases that have ended, in the order of their beginnings."""
         found: list[Phase] = []
         last: dict[int, int] = {}  # by thread, its last phase in `found`
-        for noted in sorted(self._noted, key=lambda each: each.began_ns):
-            name, thread = noted.name, noted.thread
-            began_ns, ended_ns = noted.began_ns + self._epoch_ns, noted.ended_ns + self._epoch_ns
-            at = last.get(thread)
-            if at is not None and found[at].name == name and found[at].ended_ns == began_ns:
-                found[at] = found[at]._replace(ended_ns=ended_ns)  # interrupted by its own name
-            elif ended_ns > began_ns:
-                last[thread] = len(found)
-                found.append(Phase(name, began_ns, ended_ns, thread))
-        return tuple(found)
+        open_phases: defaultdict[int, list[str]] = defaultdict(list)  # by thread, outermost first
+        since: dict[int, int] = {}  # by thread, when its innermost phase began or went on
+        for thread, noted_ns, name in tuple(self._noted):
+            names, at_ns = open_phases[thread], noted_ns + self._epoch_ns
+            if names and at_ns > since[thread]:
+                phase, at = Phase(names[-1], since[thread], at_ns, thread), last.get(thread, -1)
+                if at >= 0 and found[at].name == phase.name and found[at].ended_ns == since[thread]:
+                    found[at] = found[at]._replace(ended_ns=at_ns)  # interrupted by its own name
+                else:
+                    last[thread] = len(found)
+                    found.append(phase)
+            since[thread] = at_ns
+            if name:
+                names.append(name)
+            else:
+                names.pop()
+        return tuple(sorted(found, key=lambda phase: phase.began_ns))
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -187,6 +173,32 @@ class Timeline:
     def trace(self) -> dict[str, Any]:
         """Returns it as a Chrome trace (Perfetto): a process is a rank."""
         return _trace_files.trace_of(self)
+
+
+class _Phase:
+    """Notes a block as a phase. No generator: a save of one small tensor has a dozen."""
+
+    __slots__ = ("_name", "_range", "_thread", "_timeline")
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self._timeline, self._name = timeline, name
+
+    def __enter__(self) -> None:
+        timeline, self._range = self._timeline, None
+        self._thread = 0 if timeline.has_ended else threading.get_native_id()
+        if self._thread:
+            if self._thread not in timeline._thread_names:
+                timeline._thread_names[self._thread] = threading.current_thread().name
+            timeline._noted.append((self._thread, time.monotonic_ns(), self._name))
+            self._range = profiled(f"dcpx.{timeline.operation}/{self._name}")
+            if self._range is not None:
+                self._range.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(*error)
+        if self._thread:  # that began: the thread of a forked child has another number
+            self._timeline._noted.append((self._thread, time.monotonic_ns(), ""))
 
 
 def _kinds() -> tuple[str, ...]:

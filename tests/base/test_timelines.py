@@ -97,6 +97,16 @@ def test_an_error_ends_its_phases_and_threads_have_their_own() -> None:
     assert pickle.loads(pickle.dumps(timeline)).phases == timeline.phases
 
 
+def test_a_forked_child_ends_the_phase_that_it_is_in() -> None:
+    timeline = Timeline("save")
+    with timeline.phase("write"):
+        child = os.fork()
+    if child == 0:  # a thread of another number than the one that began
+        names = [phase.name for phase in timeline.phases]
+        os._exit(names != ["write"])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_phases_of_a_save_and_a_load_fill_their_seconds(tmp_path: Path) -> None:
     saved = dcpx.save(STATE, tmp_path).result()
     names = [phase.name for phase in saved.phases]

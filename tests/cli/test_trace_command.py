@@ -15,7 +15,7 @@ import torch_dcpx as dcpx_library
 from torch_dcpx import DcpxReader
 from torch_dcpx._trace_files import write_if_asked
 from torch_dcpx.cli.app import app
-from torch_dcpx.timelines import Phase, Timeline
+from torch_dcpx.timelines import Timeline
 
 SECOND = 10**9
 
@@ -30,8 +30,8 @@ def note(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, **changes: An
     began = changes.pop("began", 100)
     timeline = Timeline(changes.pop("operation", "save"), path="/ckpt", rank=rank)
     vars(timeline).update({"operation_id": "3f2a" * 8, "_epoch_ns": 0, **changes})
-    ends = [(began + at) * SECOND for at in (0, 1, rank + 2)]
-    timeline._noted += [Phase("plan", *ends[:2], 7), Phase("write", *ends[1:], 7)]
+    noted = (0, "plan"), (1, ""), (1, "write"), (rank + 2, "")
+    timeline._noted += [(7, (began + at) * SECOND, name) for at, name in noted]
     write_if_asked(timeline)  # not end(): it leaves no file of another process
 
 

@@ -91,28 +91,28 @@ class SaveRun:
             self.planner, self.writer, exchange.rank, exchange.world_size, exchange.group
         )
         same_directory = SameDirectory(exchange)
-        planning_time = self.timeline.phase("plan")
+        phase = self.timeline.phase
 
-        @planning_time
         def offer() -> tuple[SaveOffer, bytes]:
-            check()
-            # Here, so that the others learn of an error. Else they wait for this rank, and the
-            # numbers of later operations are out of step.
-            self._state_dict = with_state_dicts(self._state_dict)
-            self._set_up()
-            return planning.offer(), self._place().digest
+            with phase("plan"):
+                check()
+                # Here, so that the others learn of an error. Else they wait for this rank, and the
+                # numbers of later operations are out of step.
+                self._state_dict = with_state_dicts(self._state_dict)
+                self._set_up()
+                return planning.offer(), self._place().digest
 
-        @planning_time
         def answer(offers: list[SaveOffer]) -> list[SaveAnswer]:
-            return planning.answer(self._begun[0].save_id, offers)
+            with phase("plan"):
+                return planning.answer(self._begun[0].save_id, offers)
 
-        @planning_time
         def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer]:
-            answers = answer([offer for offer, _ in brought])
-            probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
-            return [each._replace(probe=probe) for each in answers] if probe else answers
+            with phase("plan"):
+                answers = answer([offer for offer, _ in brought])
+                probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
+                return [each._replace(probe=probe) for each in answers] if probe else answers
 
-        with self.timeline.phase("exchange"), paused_gc_of_many(), same_directory:
+        with phase("exchange"), paused_gc_of_many(), same_directory:
             own = exchange.reduce_scatter("plan", offer, first_answer)
             if own.probe:
                 same_directory.check(self._place(), own.probe)
@@ -122,7 +122,8 @@ class SaveRun:
             self._begun[0].check = self._ballot.check
             self.save_id = self._begun[0].save_id = own.save_id
             self.timeline.operation_id = self.save_id
-            plan = planning_time(planning.finish)(own)
+            with phase("plan"):
+                plan = planning.finish(own)
             self._metadata = planning.metadata
         self._state_dict = {}  # the planner has it as long as it needs it
         return plan
