@@ -12,8 +12,10 @@ void SpanLog::add(SpanKind kind, std::uint64_t begin_ns, std::uint64_t end_ns,
   sum.busy_ns.fetch_add(end_ns - begin_ns, std::memory_order_relaxed);
   sum.nbytes.fetch_add(nbytes, std::memory_order_relaxed);
   if (end_ns - begin_ns < kListedNs) return;
+  const bool is_late = kind == SpanKind::kEngine || kind == SpanKind::kSync;
   const Lock lock(mutex_);
-  if (spans_.size() < kMaxSpans) spans_.push_back({begin_ns, end_ns, nbytes, kind, worker});
+  if (spans_.size() < kMaxSpans - (is_late ? 0 : kLateSpans))
+    spans_.push_back({begin_ns, end_ns, nbytes, kind, worker});
 }
 
 std::uint64_t SpanLog::total_ns(SpanKind kind) const noexcept {

@@ -30,10 +30,12 @@ struct SpanSum {
 static_assert(sizeof(Span) == 32 && sizeof(SpanSum) == 32);
 
 // The spans of one job, in bounded memory. Sums hold every span; the list has the first kMaxSpans
-// of those that last kListedNs or longer. Thread-safe.
+// of those that last kListedNs or longer. kEngine and kSync end a job: the last kLateSpans places
+// are theirs, so that a long job lists them, too. Thread-safe.
 class SpanLog {
  public:
   static constexpr std::size_t kMaxSpans = 2048;
+  static constexpr std::size_t kLateSpans = 256;
   static constexpr std::uint64_t kListedNs = 20'000;
   static constexpr std::uint32_t kWorkers = 64;  // with sums of their own; more share these
 

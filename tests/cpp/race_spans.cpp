@@ -48,7 +48,7 @@ TEST(workers_add_spans_at_once_and_the_list_is_bounded) {
               },
               {});
   const std::vector<Span> spans = log.spans();
-  CHECK(spans.size() == SpanLog::kMaxSpans);
+  CHECK(spans.size() == SpanLog::kMaxSpans - SpanLog::kLateSpans);
   for (const Span& span : spans) CHECK(span.kind == SpanKind::kRead && span.worker == span.nbytes);
   CHECK(log.total_ns(SpanKind::kRead) == kWorkers * kEach * kLong);
   CHECK(log.total_ns(SpanKind::kCopy) == kWorkers * kEach);
@@ -58,6 +58,17 @@ TEST(workers_add_spans_at_once_and_the_list_is_bounded) {
     CHECK(sum.count == kEach && sum.worker < kWorkers);
     CHECK(sum.nbytes == (sum.kind == SpanKind::kRead ? kEach * sum.worker : kEach));
   }
+}
+
+TEST(a_list_that_is_full_takes_the_spans_that_end_a_job) {
+  SpanLog log;
+  for (std::size_t i = 0; i < 2 * SpanLog::kMaxSpans; ++i) log.add(SpanKind::kWrite, 0, kLong, 1);
+  for (const SpanKind kind : {SpanKind::kSync, SpanKind::kEngine}) {
+    log.add(kind, 0, kLong, 0);
+    CHECK(log.spans().back().kind == kind);
+  }
+  for (std::size_t i = 0; i < SpanLog::kMaxSpans; ++i) log.add(SpanKind::kSync, 0, kLong, 0);
+  CHECK(log.spans().size() == SpanLog::kMaxSpans);
 }
 
 TEST(more_workers_than_sums_share_them_and_keep_their_numbers) {
