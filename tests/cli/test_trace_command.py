@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,29 @@ def test_all_are_all_where_loads_have_the_id_of_one_checkpoint(
     result = dcpx("trace", tmp_path / "traces", "--all", "--out", out)
     assert result.stdout.splitlines()[0].startswith("2 traces, 1 rank: ")
     assert [event["name"] for event in merged(out)].count("load") == 2
+
+
+def test_events_of_operations_that_are_not_merged_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A day of training leaves thousands of files, of a megabyte each once it is read.
+    def peak_bytes(name: str, operations: int) -> int:
+        folder = tmp_path / name
+        for number in range(operations):
+            note(folder, monkeypatch, 0, operation_id=str(number), began=number)
+        for path in folder.iterdir():
+            trace = json.loads(path.read_text())
+            trace["traceEvents"] *= 100
+            path.write_text(json.dumps(trace))
+        tracemalloc.start()
+        try:
+            assert dcpx("trace", folder, "--out", tmp_path / "out").exit_code == 0
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes("first", 1)  # which imports
+    assert peak_bytes("many", 20) < 2 * peak_bytes("one", 1)
 
 
 def test_two_processes_of_one_rank_stay_apart(

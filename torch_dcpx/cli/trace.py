@@ -13,13 +13,14 @@ from torch_dcpx._text import counted
 from torch_dcpx._trace_files import VARIABLE, VERSION, write_trace
 from torch_dcpx.cli.output import FINE, put_json, put_lines, put_table
 from torch_dcpx.errors import CorruptionError, StorageError, UnsupportedError
+from torch_dcpx.storage.directory import storage_errors
 
 
 class _Trace(NamedTuple):
     """The trace of one rank of one save or load."""
 
+    path: Path
     about: dict[str, Any]  # its `otherData`
-    events: list[dict[str, Any]]
 
     @property
     def operation(self) -> tuple[str, str]:
@@ -67,13 +68,11 @@ def run_trace(
 
 
 def _read_all(folder: Path) -> list[_Trace]:
-    try:
+    with storage_errors("read traces in", folder, is_read=True):
         paths = sorted(path for path in folder.iterdir() if _is_named_so(path))
-        found = [_read(path) for path in paths]
-    except OSError as error:
-        text = f"read traces in '{folder}': {error.strerror}"
-        raise StorageError(text, errno=error.errno, path=str(error.filename or folder)) from error
-    traces = [trace for trace in found if trace is not None]
+    # Without their events, which are megabytes: a day of training leaves thousands of files.
+    found = ((path, _read(path)[0]) for path in paths)
+    traces = [_Trace(path, about) for path, about in found if not about.get("merged")]
     if not traces:
         text = f"no trace in '{folder}': set {VARIABLE}={folder} where the job runs"
         raise StorageError(text, errno=errno.ENOENT, path=str(folder))
@@ -84,14 +83,15 @@ def _is_named_so(path: Path) -> bool:
     return path.suffix == ".json" and not path.name.startswith(".") and path.is_file()
 
 
-def _read(path: Path) -> _Trace | None:
-    """Returns the trace in a file; None where it is a merged one."""
+def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns `otherData` and the events of a file; of a merged one no events."""
 
     def refuse(text: str) -> NoReturn:
         raise ValueError(f"{text} is no number of JSON")
 
     try:
-        value = json.loads(path.read_text("utf-8"), parse_constant=refuse)
+        with storage_errors("read the trace", path, is_read=True):
+            value = json.loads(path.read_text("utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         text = f"read the trace '{path}': no whole JSON: {error}"
         raise CorruptionError(text, path=str(path)) from error
@@ -103,11 +103,11 @@ def _read(path: Path) -> _Trace | None:
         text = f"'{path}' is a trace of format {about['dcpx_trace']!r:.40}, known is {VERSION}"
         raise UnsupportedError(text)
     if about.get("merged"):
-        return None
+        return about, []
     events = value.get("traceEvents")
     if not (_is_about(about) and isinstance(events, list) and all(map(_is_event, events))):
         raise CorruptionError(f"'{path}' is a damaged trace", path=str(path))
-    return _Trace(about, events)
+    return about, events
 
 
 def _is_about(about: dict[str, Any]) -> bool:
@@ -157,7 +157,8 @@ def _merged(traces: list[_Trace]) -> dict[str, Any]:
     origin_ns = min(trace.about["origin_ns"] for trace in traces)
     pids = _pids(trace.process for trace in traces)
     events = []
-    for about, own in traces:
+    for trace in traces:
+        about, own = _read(trace.path)
         shift_us = (about["origin_ns"] - origin_ns) / 1000
         pid = pids[about["rank"], about["host"], about["pid"]]
         for event in own:
