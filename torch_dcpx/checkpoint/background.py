@@ -116,10 +116,9 @@ class BackgroundSave:
         if handle.durable.done():
             logger.error("the save to '%s' is there; ending it: %r", handle.checkpoint_id, error)
             return
-        if self._work:
-            with contextlib.suppress(IndexError):
-                self._work.pop()
-                self._is_own = True
+        with contextlib.suppress(IndexError):
+            self._work.pop()
+            self._is_own = True
         try:
             if self._waves is not None:
                 self._waves.end()  # the caller waits for it
