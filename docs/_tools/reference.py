@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import re
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from enum import Enum
@@ -272,7 +271,7 @@ def takes(annotation: str) -> str:
 def environment_page() -> str:
     owners: dict[str, list[str]] = {}
     kinds = {}
-    for cls in (dcpx.WriteOptions, dcpx.ReadOptions):
+    for cls in (getattr(dcpx, name) for name in OPTIONS):
         for field in fields(cls):
             link = f"[`{cls.__name__}`](options.md#{cls.__name__.lower()})"
             owners.setdefault(field.name, []).append(link)
@@ -398,4 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
