@@ -8,6 +8,7 @@ Environment (set by the Makefile):
     DCPX_PAGES=1             the tests of pages in a browser (make test-pages)
     DCPX_AZURE=1             all tests on Azurite, not a tenth of them (make test-azure)
     DCPX_SEED=N              the `seed` fixture's value, to repeat one test
+    DCPX_SLOWNESS=X          how slow this machine is; measured without it (support/machine.py)
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Protocol
 import hypothesis
 import pytest
 from _pytest.config import create_terminal_writer
+from support.machine import points, seconds, slowness
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,6 +56,7 @@ collect_ignore = [folder for folder, name in _OWN_TARGETS.items() if name not in
 
 hypothesis.settings.register_profile(
     "dcpx",
+    max_examples=points(100),  # measured here, once: processes of pytest-xdist inherit it
     deadline=None,  # two busy cores: time says nothing about correctness
     print_blob=True,
     suppress_health_check=[
@@ -88,7 +91,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     origin = spec.origin if spec else "not found"
     return [
         f"torch {torch_version}, Python {platform.python_version()}, "
-        f"seed {_session_seed(config)}, strict {_is_strict()}",
+        f"seed {_session_seed(config)}, strict {_is_strict()}, "
+        f"slowness {slowness()}",
         f"torch_dcpx from {origin}",
     ]
 
@@ -341,8 +345,8 @@ def no_leaks() -> Iterator[None]:
     """Fails a test after which this process has more open files or threads than before it.
 
     Staging memory is the process's, kept for the next save: `close` gives it back. A thread that is
-    just ending gets 20 seconds. Torch's own pools start with its first parallel
-    operation, so they are started before the count.
+    just ending gets 20 seconds, a slow machine's more. Torch's own pools start with its first
+    parallel operation, so they are started before the count.
     """
     import torch
 
@@ -350,7 +354,7 @@ def no_leaks() -> Iterator[None]:
     gc.collect()
     files_before, threads_before = _open_files(), _threads()
     yield
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + seconds(20)
     while True:
         gc.collect()
         if "torch_dcpx.staging.arena" in sys.modules:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from export_cases import assert_artifact, read_artifact
 from support.chunked import chunked, grid
+from support.machine import seconds
 from support.store_ranks import Ranks
 from torch.distributed import HashStore
 
@@ -29,7 +30,7 @@ class Exports:
     """Ranks as threads, each of which calls `dcpx.export` with arguments of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ranks = Ranks(HashStore(), 2, timeout_s=30)
+        self.ranks = Ranks(HashStore(), 2, timeout_s=seconds(30))
         rank = threading.local()
 
         def exchange_for(*_: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from export_cases import assert_artifact, mixed_state
+from support.machine import seconds
 from support.warm import warm_parent
 
 import torch_dcpx as dcpx
@@ -122,7 +123,7 @@ class SlowRows:
 
     def flush(self) -> None:
         self.has_begun.set()
-        self.may_end.wait(120)
+        self.may_end.wait(seconds(120))
         self.has_ended = True
 
 
@@ -145,7 +146,7 @@ def interrupt_twice() -> None:
         return frame is not None
 
     def interrupt() -> None:
-        rows.has_begun.wait(120)
+        rows.has_begun.wait(seconds(120))
         # Again and again: one that comes just before a thread sleeps in a lock does not wake it.
         while not is_leaving() and not has_left.is_set():
             signal.pthread_kill(main, signal.SIGINT)
@@ -168,7 +169,7 @@ def interrupt_twice() -> None:
     finally:
         has_left.set()
         rows.may_end.set()
-        thread.join(120)
+        thread.join(seconds(120))
 
 
 def test_batch_under_way_has_ended_when_it_is_left_after_two_interruptions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.async_saves import gated, no_save_is_left
 from support.event_calls import STATE, async_save, listen, target
+from support.machine import seconds
 
 import torch_dcpx as dcpx
 from torch_dcpx import events
@@ -47,13 +49,15 @@ def test_handle_is_done_before_the_callback_and_wait_returns_after_it(
 
     def slow(_event: Any) -> None:
         is_called.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(seconds(60))
         done.append(handles[0].done())
 
     listen(slow)
     handles.append(dcpx.async_save(STATE, tmp_path))
-    assert handles[0].result(60) is not None  # a slow callback keeps nobody from the result
-    assert is_called.wait(60)
+    assert (
+        handles[0].result(seconds(60)) is not None
+    )  # a slow callback keeps nobody from the result
+    assert is_called.wait(seconds(60))
     with pytest.raises(TimeoutError, match="a callback of the save to"):
         dcpx.wait(0)
     may_go_on.set()
@@ -65,7 +69,7 @@ def test_managers_wait_returns_after_the_callbacks_of_its_saves(
     tmp_path: Path, listen: Any
 ) -> None:
     may_go_on = threading.Event()
-    listen(lambda _: may_go_on.wait(60))
+    listen(lambda _: may_go_on.wait(seconds(60)))
     with dcpx.CheckpointManager(tmp_path) as manager:
         manager.save(1, state={"w": torch.ones(2)}).result()
         with pytest.raises(TimeoutError, match="a callback of the save to"):
@@ -210,22 +214,22 @@ def test_forked_child_keeps_the_callbacks_for_its_own_operations(
     listen(lambda event: calls.append(event.path))
     gate, options = gated()
     handle = dcpx.async_save(STATE, tmp_path / "parent", options=options)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(seconds(60))
     held, may_go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
         with events._guard.held():
             held.set()
-            assert may_go_on.wait(60)
+            assert may_go_on.wait(seconds(60))
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert held.wait(60)
+    assert held.wait(seconds(60))
     with events.begun("dcpx.load", tmp_path / "parent") as parents:
         child = os.fork()
         if child == 0:
             code = 1
-            signal.alarm(60)  # a lock that nobody gives back
+            signal.alarm(math.ceil(seconds(60)))  # a lock that nobody gives back
             try:
                 parents.failed(ValueError())  # as the child unwinds the parent's stack
                 dcpx.save({"w": torch.ones(3)}, tmp_path / "child")

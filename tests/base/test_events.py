@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.async_saves import failing_options, gated, no_save_is_left
 from support.event_calls import STATE, async_save, heard, target
+from support.machine import seconds
 from torch import nn
 
 import torch_dcpx as dcpx
@@ -223,7 +224,7 @@ def test_failed_stock_save_ends_with_the_writers_error(tmp_path: Path, heard: li
 def test_cancelled_save_has_failed(tmp_path: Path, heard: list[Any]) -> None:
     gate, options = gated()
     handle = dcpx.async_save(STATE, tmp_path, options=options)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(seconds(60))
     assert handle.cancel()
     gate.open()
     error = handle.exception()
@@ -240,7 +241,7 @@ def test_save_that_its_caller_leaves_has_one_event(
 
     def interrupted(background: BackgroundSave) -> None:
         if is_started:
-            assert gate.reached.wait(60)
+            assert gate.reached.wait(seconds(60))
         raise KeyboardInterrupt
 
     if not is_started:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
@@ -31,15 +32,15 @@ def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
     def block() -> None:
         with paused_gc():
             entered.set()
-            leave.wait(60)
+            leave.wait(seconds(60))
 
     thread = threading.Thread(target=block)
     with paused_gc():
         thread.start()
-        assert entered.wait(60)
+        assert entered.wait(seconds(60))
     assert not collects()
     leave.set()
-    thread.join(60)
+    thread.join(seconds(60))
     assert collects()
 
 
@@ -49,11 +50,11 @@ def test_child_forked_while_another_thread_pauses_collects() -> None:
     def block() -> None:
         with paused_gc():
             entered.set()
-            leave.wait(60)
+            leave.wait(seconds(60))
 
     thread = threading.Thread(target=block)
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(seconds(60))
     child = os.fork()
     if child == 0:
         is_enabled = collects()
@@ -61,7 +62,7 @@ def test_child_forked_while_another_thread_pauses_collects() -> None:
             is_paused = not collects()
         os._exit(3 if is_enabled and is_paused and collects() else 1)
     leave.set()
-    thread.join(60)
+    thread.join(seconds(60))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert collects()
 
@@ -96,9 +97,9 @@ def test_planning_pause_lasts_until_its_end_and_leaves_no_thread() -> None:
     pause.end()
     pause.end()
     assert collects()
-    timer.join(60)
+    timer.join(seconds(60))
     for thread in timers():
-        thread.join(60)
+        thread.join(seconds(60))
     assert not timers()
 
 
@@ -106,7 +107,7 @@ def test_planning_pause_that_nobody_ends_ends_in_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
     PlanningPause().begin(_gc._MANY_ITEMS)
     for thread in timers():
-        thread.join(60)
+        thread.join(seconds(60))
     assert collects()
 
 
@@ -164,7 +165,7 @@ def test_bounded_pause_ends_with_its_block_or_in_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
     with bounded_pause(_gc._MANY_ITEMS):
         for thread in timers():
-            thread.join(60)
+            thread.join(seconds(60))
         assert collects()
     assert collects()
 
@@ -250,7 +251,7 @@ def test_plan_that_is_kept_leaves_collections_on_in_time(
     writer = DcpxWriter(tmp_path)
     dcp.save({"w": torch.zeros(1)}, storage_writer=writer, planner=planner, no_dist=True)
     for thread in timers():
-        thread.join(60)
+        thread.join(seconds(60))
     assert collects()
     assert planner.seen == [False] * 3
 
@@ -342,7 +343,7 @@ def test_load_whose_plan_fails_leaves_collections_on_in_time(
         dcp.load(state, storage_reader=DcpxReader(tmp_path), planner=GcLoadPlanner(fails=True),
                  no_dist=True)  # fmt: skip
     for thread in timers():
-        thread.join(60)
+        thread.join(seconds(60))
     assert collects()
 
 
@@ -360,7 +361,7 @@ def test_plan_that_fails_leaves_collections_on_in_time(
             no_dist=True,
         )
     for thread in timers():
-        thread.join(60)
+        thread.join(seconds(60))
     assert collects()
 
 

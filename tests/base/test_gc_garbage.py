@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.machine import seconds
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_dcpx
@@ -56,7 +57,7 @@ def test_garbage_of_a_program_that_collects_itself_stays_young_when_it_saves(
         others = [[] for _ in range(3000)]  # type: ignore[var-annotated]
         done: Any = begin(state, tmp_path, no_dist=True)
         if begin is torch_dcpx.async_save:
-            done.result(60)
+            done.result(seconds(60))
         gc.collect(1)
         assert len(others) == 3000
         assert alive(refs) == 0

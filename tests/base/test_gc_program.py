@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -98,7 +99,7 @@ def test_switch_that_a_planner_sets_is_as_it_set_it(
     planner = OwnPlanner(gc.disable)
     saved = save({"w": torch.zeros(3)}, storage_writer=writer, planner=planner, no_dist=True)
     if save is torch_dcpx.async_save:
-        saved.result(60)
+        saved.result(seconds(60))
     del planner, saved
     assert not gc.isenabled() and gc.get_threshold() == OWN
 
@@ -112,15 +113,15 @@ def test_thread_of_async_save_pauses_nothing_and_undoes_no_switch(
     def held(*args: Any) -> Any:  # called within a pause
         seen.append((threading.current_thread().name, collects()))
         inside.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(seconds(60))
         return results(*args)
 
     monkeypatch.setattr(files, "write_results", held)
     handle = torch_dcpx.async_save({"w": torch.zeros(3)}, tmp_path, no_dist=True)
-    assert inside.wait(60)
+    assert inside.wait(seconds(60))
     gc.disable()
     goes_on.set()
-    handle.result(60)
+    handle.result(seconds(60))
     assert seen == [("dcpx-save", True)]
     assert not gc.isenabled() and gc.get_threshold() == OWN
 
@@ -136,5 +137,5 @@ def test_thread_of_stocks_async_save_pauses_nothing(
         planner=OwnPlanner(lambda: seen.append(collects())),
         no_dist=True,
     )
-    saved.result(60)
+    saved.result(seconds(60))
     assert seen == [True] and collects()

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from support.machine import seconds
 
 import torch_dcpx
 from torch_dcpx import _gc
@@ -57,7 +58,7 @@ def is_hit(work: Callable[[], None], at: int) -> bool:
 def ended_by_its_deadline(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(seconds(60))
     assert not thread.is_alive(), "it waits for a guard that nobody gives back"
 
 
@@ -95,7 +96,7 @@ def test_inner_block_leaves_the_guard_to_the_outer_one() -> None:
             pass
         threading.Thread(target=take, daemon=True).start()
         assert not has_it.wait(0.05)
-    assert has_it.wait(60)
+    assert has_it.wait(seconds(60))
 
 
 def test_save_lock_can_be_had_after_an_exception_at_any_line(tmp_path: Path) -> None:

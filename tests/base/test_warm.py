@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.machine import seconds
 from support.ranks import run_ranks
 from support.warm import warm_parent
 
@@ -36,7 +37,7 @@ def test_warm_process_says_and_ends_as_a_fresh_one(tmp_path: Path, end: str) -> 
         (tmp_path / "script.py").write_text(BODY + end)
     fresh = subprocess.run(
         [sys.executable, *command],
-        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=seconds(120), check=False,
     )  # fmt: skip
     warm = warm_parent().run(command, env=env, cwd=tmp_path)
     assert (warm.returncode, warm.stdout) == (fresh.returncode, fresh.stdout)
@@ -54,7 +55,7 @@ def test_warm_process_that_does_not_end_is_killed() -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.01)
         process.kill()
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(seconds(60)) == -signal.SIGKILL
         assert said.readline() == "", "nobody has its output open"
     assert warm_parent().run(["-c", "print('next')"], env=os.environ).stdout == "next\n"
 

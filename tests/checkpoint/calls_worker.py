@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.saves import committed_ids, read_footer, save_ids
 from support.states import assert_same
 from support.worker import rank_case
@@ -100,7 +101,7 @@ def async_saves(path: Path) -> None:
                 planner=NamedPlanner(),
                 async_checkpointer_type=kind,
             )
-            future.result(120)
+            future.result(seconds(120))
         for step in range(2):
             assert_holds(path / str(10 * number + step), 10 * number + step)
             assert_one_save(path / str(10 * number + step))
@@ -174,12 +175,12 @@ def next_save_after_a_failure(path: Path) -> None:
         except CheckpointException as failure:
             failures.append(failure)  # its traceback keeps the frames of the failed save
         done.set()
-        go_on.wait(120)
+        go_on.wait(seconds(120))
 
     done = threading.Event()
     thread = threading.Thread(target=fail)
     thread.start()
-    assert done.wait(120)
+    assert done.wait(seconds(120))
     assert {r: type(failure[0]) for r, failure in failures[0].failures.items()} == {
         1: ZeroDivisionError
     }
@@ -189,7 +190,7 @@ def next_save_after_a_failure(path: Path) -> None:
         dcp.save(state_of(3), storage_writer=following)
         assert_holds(path, 3)
     go_on.set()
-    thread.join(120)
+    thread.join(seconds(120))
 
 
 class LateReader(DcpxReader):

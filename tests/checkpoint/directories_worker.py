@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from support.machine import seconds
 from support.worker import leave_well
 
 import torch_dcpx as dcpx
@@ -40,7 +41,7 @@ def save(path: str, number: float, options: WriteOptions | None = None) -> None:
 
 
 def async_save(path: str, number: float, options: WriteOptions | None = None) -> None:
-    dcpx.async_save(state_of(number), path, options=options).result(60)
+    dcpx.async_save(state_of(number), path, options=options).result(seconds(60))
 
 
 def manager_save(path: str, number: float, options: WriteOptions | None = None) -> None:

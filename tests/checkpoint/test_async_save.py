@@ -20,6 +20,7 @@ from support.async_saves import (
     no_save_is_left,
     state_of,
 )
+from support.machine import seconds
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -98,10 +99,10 @@ def test_what_changes_after_the_call_is_not_saved(
     gate, options = gated()
     handle = async_save(state, tmp_path, options=options)
     assert handle.staged.done()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(seconds(60))
     mutate(state)
     gate.open()
-    assert handle.result(60) is not None
+    assert handle.result(seconds(60)) is not None
     assert_saved(tmp_path, expected)
 
 
@@ -115,7 +116,7 @@ def test_state_that_exceeds_the_budget_is_copied_in_waves(
     handle = async_save(state, tmp_path, options=options)
     for tensor in state.values():
         tensor.fill_(-1)
-    handle.result(60)
+    handle.result(seconds(60))
     assert_saved(tmp_path, expected)
     assert caplog.text.count("in waves") == 1
 
@@ -130,11 +131,11 @@ def test_bytes_that_a_planner_keeps_are_copied(tmp_path: Path) -> None:
 
     gate, options = gated()
     handle = async_save({"x": {"no", "plain"}}, tmp_path, planner=KeepingPlanner(), options=options)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(seconds(60))
     kept.seek(0)
     kept.truncate()
     gate.open()
-    handle.result(60)
+    handle.result(seconds(60))
     found = {"x": None}
     dcp.load(found, storage_reader=FileSystemReader(tmp_path), no_dist=True)
     assert found == {"x": {"epoch": 3}}
@@ -147,7 +148,7 @@ def test_handle_tells_how_a_save_ends(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
         handle.result(0)
     gate.open()
-    report = handle.result(60)
+    report = handle.result(seconds(60))
     assert report is not None
     assert handle.report() == report
     assert 0 < report.blocked_s < report.total_s
@@ -175,7 +176,7 @@ def test_stateful_objects_are_asked(tmp_path: Path) -> None:
             self.loaded = state_dict
 
     counter = Counter()
-    async_save({"counter": counter}, tmp_path).result(60)
+    async_save({"counter": counter}, tmp_path).result(seconds(60))
     assert counter.asked == 1
     other = Counter()
     dcp.load({"counter": other}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
@@ -185,7 +186,7 @@ def test_stateful_objects_are_asked(tmp_path: Path) -> None:
 def test_child_of_a_fork_refuses_the_parents_save(tmp_path: Path) -> None:
     gate, options = gated()
     handle = async_save(state_of(1), tmp_path, options=options)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(seconds(60))
     pid = os.fork()
     if pid == 0:
         refused = 0
@@ -197,7 +198,7 @@ def test_child_of_a_fork_refuses_the_parents_save(tmp_path: Path) -> None:
         os._exit(refused if pending_saves.count() == 0 else 99)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
     gate.open()
-    handle.result(60)
+    handle.result(seconds(60))
 
 
 def test_arena_is_used_again_and_given_back(tmp_path: Path) -> None:
@@ -209,11 +210,11 @@ def test_arena_is_used_again_and_given_back(tmp_path: Path) -> None:
     nbytes = pool.nbytes
     assert nbytes >= sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
     for number in range(5):
-        async_save(state_of(number), tmp_path).result(60)  # new objects each time
+        async_save(state_of(number), tmp_path).result(seconds(60))  # new objects each time
         assert (pool.count, pool.nbytes) == (1, nbytes)
     handle = async_save(state_of(1), tmp_path, options=failing_options())
-    error = handle.durable.exception(60)
-    async_save(state_of(2), tmp_path).result(60)
+    error = handle.durable.exception(seconds(60))
+    async_save(state_of(2), tmp_path).result(seconds(60))
     assert (pool.count, pool.nbytes) == (1, nbytes), "a kept error holds what was copied"
     assert isinstance(error, StorageError)
     close()
@@ -231,15 +232,15 @@ def test_threads_and_descriptors_are_as_before(tmp_path: Path) -> None:
     def now() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    async_save(state_of(0), tmp_path).result(60)
+    async_save(state_of(0), tmp_path).result(seconds(60))
     before = now()
     for number in range(20):
         handle = async_save(state_of(number), tmp_path)
-        handle.result(60)
+        handle.result(seconds(60))
     pending_saves.wait()
     for thread in threading.enumerate():
         if thread.name == "dcpx-save":
-            thread.join(60)
+            thread.join(seconds(60))
     assert now() == before
 
 
@@ -248,14 +249,14 @@ def test_small_tensors_that_an_arena_pads_beyond_the_budget_go_in_waves(tmp_path
     state = {f"w{i}": torch.tensor([float(i)]) for i in range(10_000)}
     options = WriteOptions(host_memory_bytes=1 << 19, workers=1, slot_bytes=1 << 18)
     prewarm(state, options=options)
-    async_save(state, tmp_path, options=options).result(60)
+    async_save(state, tmp_path, options=options).result(seconds(60))
     assert_saved(tmp_path, state)
 
 
 def test_scalars_go_through_the_writers_extensions(tmp_path: Path) -> None:
     writer = DcpxWriter(tmp_path, _extensions=[ZStandard()])
     state = {"w": torch.rand(10), "step": 5, "name": "run"}
-    async_save(state, storage_writer=writer).result(60)
+    async_save(state, storage_writer=writer).result(seconds(60))
     assert_saved(tmp_path, state)
 
 

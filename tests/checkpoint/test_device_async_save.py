@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from fake_cuda.fake import HELD, INVALID_VALUE, FakeCuda
 from support.async_saves import assert_saved, gated, no_save_is_left
 from support.device_snapshots import assert_bits, device_copy
+from support.machine import seconds
 
 from torch_dcpx import (
     DcpxStager,
@@ -121,7 +122,7 @@ def test_overlapped_save_frees_its_sources_when_they_are_copied_not_when_they_ar
     handle = async_save(state, tmp_path / "a", no_dist=True, options=options)
     state.clear()
     assert not handle.staged.cancel()  # it is the save's to end
-    handle.staged.result(60)
+    handle.staged.result(seconds(60))
     gc.collect()
     assert device.count("live_allocations") == 0
     assert not handle.done()
@@ -262,7 +263,7 @@ def test_future_of_a_stager_is_done_with_the_last_copy(device: FakeCuda) -> None
     source = torch.randn(100_000)
     stager = DcpxStager(overlap=True)
     staged = stager.stage({"w": device.device_tensor(source)})
-    assert_bits(staged.result(60)["w"], source)
+    assert_bits(staged.result(seconds(60))["w"], source)
     assert stager.guard.is_done
     of_host = stager.stage({"w": source})
     assert of_host.done()
@@ -274,7 +275,7 @@ def test_future_of_a_stager_raises_what_a_copy_raised(device: FakeCuda) -> None:
     device.fail("cuEventQuery", 1, INVALID_VALUE)
     staged = DcpxStager(overlap=True).stage({"w": device.device_tensor(torch.randn(100_000))})
     with pytest.raises(StagingError, match="cuEventQuery"):
-        staged.result(60)
+        staged.result(seconds(60))
 
 
 # ---- The optimizer ------------------------------------------------------------------------------

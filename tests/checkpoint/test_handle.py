@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.async_saves import assert_saved, failing_options, gated, no_save_is_left, state_of
+from support.machine import seconds
 
 from torch_dcpx import (
     OptionError,
@@ -46,7 +47,7 @@ def test_blocking_save_returns_a_finished_handle(tmp_path: Path) -> None:
 
 def test_exception_returns_the_error_of_a_save_and_collects_it(tmp_path: Path) -> None:
     handle = async_save(state_of(1), tmp_path, options=failing_options())
-    error = handle.exception(60)
+    error = handle.exception(seconds(60))
     assert isinstance(error, StorageError)
     wait_for_all(60)  # raises what nobody has read
 
@@ -57,7 +58,7 @@ def test_exception_of_a_save_under_way_is_a_timeout(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
         handle.exception(0)
     gate.open()
-    assert handle.exception(60) is None
+    assert handle.exception(seconds(60)) is None
 
 
 # ---- add_done_callback ---------------------------------------------------------------------------
@@ -73,7 +74,7 @@ def test_callbacks_come_once_in_order_behind_the_end(tmp_path: Path) -> None:
     handle.add_done_callback(lambda _: called.set())
     assert calls == []
     gate.open()
-    assert called.wait(60)
+    assert called.wait(seconds(60))
     assert calls == [(handle, True), "dcpx-save"]
     handle.add_done_callback(lambda _: calls.append(threading.current_thread()))
     assert calls[2:] == [threading.current_thread()]
@@ -89,7 +90,7 @@ def test_callback_of_a_failed_save_is_called_and_collects_no_error(tmp_path: Pat
     handle = async_save(state_of(1), tmp_path, options=failing_options())
     called = threading.Event()
     handle.add_done_callback(lambda _: called.set())
-    assert called.wait(60)
+    assert called.wait(seconds(60))
     with pytest.raises(StorageError):
         wait_for_all(60)
 
@@ -107,7 +108,7 @@ def test_error_of_a_callback_is_logged_and_changes_nothing(
     handle.add_done_callback(fail)
     handle.add_done_callback(lambda _: called.set())
     gate.open()
-    assert called.wait(60)
+    assert called.wait(seconds(60))
     assert handle.exception() is None
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert record.name == "torch_dcpx" and str(tmp_path) in record.getMessage()
@@ -143,7 +144,7 @@ def joined(self, timeout=None):
     join(self, timeout)
 threading.Thread.join = joined
 def callback(handle):
-    assert reached.wait(60)
+    assert reached.wait(600)
     print("called", handle.result().ranks)
 handle = torch_dcpx.async_save({"w": torch.zeros(3)}, "ckpt", no_dist=True)
 handle.add_done_callback(callback)
@@ -153,7 +154,11 @@ wait([handle.durable])
 
 def test_the_end_of_the_interpreter_waits_for_callbacks(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", EXIT], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", EXIT],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=seconds(120),
     )
     assert (done.returncode, done.stdout) == (0, "called 1\n"), done.stderr
 
@@ -194,16 +199,16 @@ def test_await_in_two_loops_of_two_threads(tmp_path: Path) -> None:
     async def main() -> None:
         task = asyncio.ensure_future(handle)
         await asyncio.sleep(0)
-        waiting.wait(60)
+        waiting.wait(seconds(60))
         found.append(await task)
 
     threads = [threading.Thread(target=lambda: asyncio.run(main())) for _ in range(2)]
     for thread in threads:
         thread.start()
-    waiting.wait(60)
+    waiting.wait(seconds(60))
     gate.open()
     for thread in threads:
-        thread.join(60)
+        thread.join(seconds(60))
     assert found == [handle.result(0)] * 2
 
 
@@ -232,7 +237,7 @@ def test_an_await_that_is_given_up_leaves_the_save_under_way(tmp_path: Path) -> 
     asyncio.run(main())
     assert not handle.done()
     gate.open()
-    handle.result(60)
+    handle.result(seconds(60))
     assert_saved(tmp_path, state)
 
 
@@ -271,7 +276,7 @@ def test_repr_says_how_far_the_save_is(tmp_path: Path) -> None:
     skipped = async_save(state_of(1), tmp_path / "b", options=WriteOptions(on_busy="skip"))
     assert repr(skipped) == f"<SaveHandle of '{tmp_path / 'b'}': skipped>"
     gate.open()
-    handle.result(60)
+    handle.result(seconds(60))
     assert repr(handle).startswith(f"<SaveHandle of '{tmp_path / 'a'}': saved, 2.")
     assert " by 1 rank in " in repr(handle)
 
@@ -280,7 +285,7 @@ def test_repr_of_a_failed_save_names_the_error_and_leaves_it_uncollected(tmp_pat
     handle = async_save(state_of(1), tmp_path, options=failing_options())
     called = threading.Event()
     handle.add_done_callback(lambda _: called.set())
-    assert called.wait(60)
+    assert called.wait(seconds(60))
     assert repr(handle) == f"<SaveHandle of '{tmp_path}': failed, StorageError: no room>"
     with pytest.raises(StorageError):
         wait_for_all(60)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.async_saves import no_save_is_left
+from support.machine import seconds
 from support.tensor_bits import bits
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -47,7 +48,7 @@ def test_data_that_a_tensors_own_hook_gives_are_stored(path: str, tmp_path: Path
     if path == "save":
         torch_dcpx.save(state, tmp_path)
     elif path == "async_save":
-        torch_dcpx.async_save(state, tmp_path).result(60)
+        torch_dcpx.async_save(state, tmp_path).result(seconds(60))
     elif path == "waves":
         options = WriteOptions(host_memory_bytes=1 << 19, workers=1, slot_bytes=1 << 18)
         torch_dcpx.async_save({**state, "large": torch.ones(1 << 19)}, tmp_path, options=options)

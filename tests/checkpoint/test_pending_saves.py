@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.async_saves import assert_saved, failing_options, gated, no_save_is_left, state_of
+from support.machine import seconds
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -38,7 +39,7 @@ def test_failed_save_leaves_the_previous_checkpoint_and_raises_what_failed(tmp_p
     files = sorted(tmp_path.iterdir())
     handle = async_save(state_of(2), tmp_path, options=failing_options())
     with pytest.raises(StorageError) as caught:
-        handle.result(60)
+        handle.result(seconds(60))
     assert (caught.value.errno, caught.value.path) == (errno.ENOSPC, "here")
     assert handle.report() is None
     assert sorted(tmp_path.iterdir()) == files
@@ -58,7 +59,7 @@ def test_error_that_nobody_asked_for_is_raised_once_by_the_next_save(tmp_path: P
 @pytest.mark.parametrize("saves", [save, async_save])
 def test_error_that_was_asked_for_is_not_raised_again(tmp_path: Path, saves: Any) -> None:
     handle = async_save(state_of(1), tmp_path / "a", options=failing_options())
-    assert isinstance(handle.durable.exception(60), StorageError)
+    assert isinstance(handle.durable.exception(seconds(60)), StorageError)
     saves(state_of(1), tmp_path / "b")
     pending_saves.wait()
 
@@ -95,17 +96,17 @@ def test_error_of_a_with_block_comes_before_that_of_its_save(tmp_path: Path) -> 
         async_save(state_of(1), tmp_path, options=failing_options()) as handle,
     ):
         raise KeyError
-    assert isinstance(handle.durable.exception(60), StorageError)
+    assert isinstance(handle.durable.exception(seconds(60)), StorageError)
 
 
 def test_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
     gate, options = gated()
     first = async_save(state_of(1), tmp_path, options=options)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(seconds(60))
     threading.Timer(0.05, gate.open).start()
     second = async_save(state_of(2), tmp_path)
     assert first.done()
-    second.result(60)
+    second.result(seconds(60))
     assert_saved(tmp_path, state_of(2))
 
 
@@ -116,8 +117,10 @@ def test_busy_save_is_skipped_where_that_is_asked_for(tmp_path: Path) -> None:
     assert (second.result(0), second.report(), second.done()) == (None, None, True)
     assert not (tmp_path / "b").exists()
     gate.open()
-    assert first.result(60) is not None
-    assert async_save(state_of(2), tmp_path / "b", options=WriteOptions(on_busy="skip")).result(60)
+    assert first.result(seconds(60)) is not None
+    assert async_save(state_of(2), tmp_path / "b", options=WriteOptions(on_busy="skip")).result(
+        seconds(60)
+    )
 
 
 def test_busy_save_is_refused_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_several_saves_may_be_in_flight(tmp_path: Path) -> None:
         gate, options = gated(max_in_flight=3)
         gates.append(gate)
         async_save(state_of(number), tmp_path / str(number), options=options)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(seconds(60))
     assert pending_saves.count() == 3
     for gate in gates:
         gate.open()
@@ -153,7 +156,7 @@ def test_writer_of_a_save_under_way_is_in_use(tmp_path: Path) -> None:
         async_save(state_of(1), tmp_path / "a", options=WriteOptions(max_in_flight=2))
     gate.open()
     pending_saves.wait()
-    assert async_save(state_of(1), tmp_path / "b", storage_writer=writer).result(60)
+    assert async_save(state_of(1), tmp_path / "b", storage_writer=writer).result(seconds(60))
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "skip"])
@@ -178,11 +181,11 @@ def test_cancelled_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     gate, options = gated()
     handle = async_save({"w": torch.rand(1000)}, tmp_path, options=options)
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(seconds(60))
     assert handle.cancel()
     gate.open()
     with pytest.raises(DcpxError, match="cancel"):
-        handle.result(60)
+        handle.result(seconds(60))
     assert sorted(tmp_path.iterdir()) == files
     assert_saved(tmp_path, before)
     assert not handle.cancel()
@@ -190,7 +193,7 @@ def test_cancelled_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
 
 def test_save_that_has_ended_cannot_be_cancelled(tmp_path: Path) -> None:
     handle = async_save(state_of(1), tmp_path)
-    handle.result(60)
+    handle.result(seconds(60))
     assert not handle.cancel()
     assert not handle.durable.cancel()
 
@@ -230,7 +233,7 @@ def test_hook_that_saves_in_the_background_does_not_wait_for_its_own_save(tmp_pa
             pending_saves.wait()
             super().finish(metadata, results)
 
-    async_save(state_of(1), storage_writer=SavingWriter(tmp_path / "main")).result(30)
+    async_save(state_of(1), storage_writer=SavingWriter(tmp_path / "main")).result(seconds(30))
     assert_saved(tmp_path / "side", state_of(2))
 
 
@@ -239,7 +242,7 @@ def test_handler_that_drains_while_a_save_copies_waves_sees_its_end(tmp_path: Pa
 
     def drain(_number: int, _frame: object) -> None:
         try:
-            pending_saves.wait(20)
+            pending_saves.wait(seconds(20))
         except TimeoutError as error:
             late.append(str(error))
 
@@ -253,7 +256,7 @@ def test_handler_that_drains_while_a_save_copies_waves_sees_its_end(tmp_path: Pa
         options = WriteOptions(
             host_memory_bytes=1 << 19, workers=1, slot_bytes=1 << 18, progress=interrupt
         )
-        async_save(state, tmp_path, options=options).result(60)
+        async_save(state, tmp_path, options=options).result(seconds(60))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert late == []
@@ -273,7 +276,7 @@ def test_error_of_a_save_that_ends_as_a_wait_for_it_is_interrupted_is_not_lost()
     wait = future._condition.wait
     future._condition.wait = interrupt  # type: ignore[method-assign, assignment]
     with pytest.raises(InterruptError):
-        future.result(60)
+        future.result(seconds(60))
     assert not future.is_collected
     with pytest.raises(StorageError):
         future.result(0)
@@ -292,7 +295,7 @@ def test_interrupt_while_the_thread_starts_ends_the_save_and_frees_all(
         with pytest.raises(KeyboardInterrupt):
             async_save(state_of(1), storage_writer=writer)
     assert pending_saves.count() == 0
-    async_save(state_of(2), storage_writer=writer).result(60)
+    async_save(state_of(2), storage_writer=writer).result(seconds(60))
     assert_saved(tmp_path, state_of(2))
 
 
@@ -302,7 +305,7 @@ def test_interrupt_once_the_thread_writes_cancels_the_save(
     gate, options = gated()
 
     def interrupted(_background: BackgroundSave) -> None:
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(seconds(60))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -343,7 +346,7 @@ def test_error_before_the_thread_has_the_save_is_told(
         patched.setattr(pending_saves, "set_own", refused)
         handle = async_save(state, tmp_path, options=options)
         with pytest.raises(MemoryError, match="not one byte"):
-            handle.result(60)
+            handle.result(seconds(60))
     assert pending_saves.count() == 0
     assert_saved_nothing(tmp_path)
     save(state, tmp_path)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from support.async_saves import failing_options
+from support.machine import seconds
 from support.worker import rank_case
 
 import torch_dcpx as dcpx
@@ -39,7 +40,7 @@ def merged(folder: Path, *args: str) -> Any:
 @rank_case()
 def ranks_of_every_call_are_one_operation(root: Path) -> None:
     calls = {
-        "async_save": lambda: dcpx.async_save(state_of(), root / "a").result(60),
+        "async_save": lambda: dcpx.async_save(state_of(), root / "a").result(seconds(60)),
         "save": lambda: dcpx.save(state_of(), root / "b"),
         "load": lambda: dcpx.load(state_of(), root / "b"),
         "plug_in_save": lambda: dcp.save(state_of(), storage_writer=DcpxWriter(root / "c")),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from support.machine import seconds
 from support.saves import assert_whole, data_files, save
 
 import torch_dcpx
@@ -301,5 +302,9 @@ def test_commands_that_need_no_torch_do_not_import_it(args: list[str]) -> None:
 def run(*args: str, code: str = "", path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(("-c", code) if code else ("-m", "torch_dcpx", *args))]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=seconds(60),
+        env={**os.environ, "PYTHONPATH": path},
     )

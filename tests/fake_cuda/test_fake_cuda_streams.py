@@ -89,7 +89,7 @@ def test_forked_child_frees_its_tensors_and_waits_for_nothing_whoever_holds_the_
         "for _ in range(40):\n"
         "    pid = os.fork()\n"
         "    if pid == 0:\n"
-        "        signal.alarm(20)\n"
+        "        signal.alarm(300)\n"
         "        kept.clear()\n"
         "        fake.sync()\n"
         "        fake.reset(1)\n"

@@ -26,6 +26,17 @@ from torch_dcpx import DcpxError
 HARD = ("EIO", "ENOSPC", "EDQUOT", "EMFILE", "EACCES", "EROFS", "ESTALE")
 CODES = (*HARD, "EINTR", "SHORT")
 MOST_CALLS = 1000
+# However few points are tried, one is refused (the fourth call opens the directory, or looks at it)
+# and one is passed (the first bytes that are moved come in two parts).
+ENDS = (("EIO", 3), ("SHORT", 0))
+
+
+def sampled(stride: int, offset: int) -> Iterator[tuple[str, Iterator[int]]]:
+    """Yields each code and the calls that are to fail with it, until there is no such call."""
+    for code, nth in ENDS if stride > 1 else ():
+        yield code, iter((nth,))
+    for at, code in enumerate(CODES):
+        yield code, iter(range((offset + at) % stride, MOST_CALLS, stride))
 
 
 class BadPointError(AssertionError):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from call_sweep import (
-    CODES,
     MOST_CALLS,
     BadPointError,
     Point,
@@ -24,6 +23,7 @@ from call_sweep import (
     check_typed,
     described,
     kept,
+    sampled,
     state_of,
     state_there,
     unwrapped,
@@ -124,9 +124,8 @@ class Sweep:
         self._settle()
         held = Held()
         points: list[Point] = []
-        for at, code in enumerate(CODES):
-            first = (self._offset + at) % self._stride
-            for nth in range(first, MOST_CALLS, self._stride):
+        for code, calls in sampled(self._stride, self._offset):
+            for nth in calls:
                 point = self._once(code, nth)
                 if point is None:
                     break

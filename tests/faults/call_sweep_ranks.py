@@ -16,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from call_sweep import (
-    CODES,
     MOST_CALLS,
     BadPointError,
     Point,
@@ -25,12 +24,14 @@ from call_sweep import (
     described,
     of_all,
     of_rank,
+    sampled,
     state_there,
     unwrapped,
 )
 from forks import alone
 from support.call_shim import Action, Kind, Shim
 from support.leaks import Held
+from support.machine import seconds
 from support.saves import assert_whole
 from support.states import assert_same, blank_like
 
@@ -94,9 +95,9 @@ class RankSweep:
             self._once("COUNT", MOST_CALLS, victim)
         held = Held()
         points = []
-        for at, code in enumerate(CODES):
-            for victim in range(RANKS):
-                for nth in range((offset + at) % stride, MOST_CALLS, stride):
+        for victim in range(RANKS):
+            for code, calls in sampled(stride, offset):
+                for nth in calls:
                     point = self._once(code, nth, victim)
                     if point is None:
                         break
@@ -206,7 +207,7 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/store", rank=rank, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=seconds(60)),
     )  # fmt: skip
     shim = Shim(library)
     for name in names:

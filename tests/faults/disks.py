@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,9 +11,9 @@ from typing import Any
 
 import pytest
 from support.call_shim import compiled, preloaded
+from support.machine import EVERY_POINT
 
 DRIVER = Path(__file__).with_name("power_cuts.py")
-EVERY_POINT = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 FILE_SYSTEMS = ["ext4", "xfs"]
 MODES = {1: "journal flushed", 2: "journal not flushed"}  # of FS_IOC_SHUTDOWN
 TIMEOUT_S = 3000 if EVERY_POINT else 1150

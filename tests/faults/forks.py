@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from support.machine import seconds
 
 from torch_dcpx.errors import DcpxError
 
 TESTS = Path(__file__).resolve().parents[1]
-DEADLINE_S = 60.0
+DEADLINE_S = seconds(60)
 
 
 class Ended(NamedTuple):

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from call_sweep import of_all, of_rank, state_there
 from forks import Table, alone
 from support.call_shim import Action, Shim
+from support.machine import seconds
 from support.saves import assert_whole
 from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import torch_dcpx
 from torch_dcpx import ConcurrentSaveError, DcpxWriter, WriteOptions
 
-GIVE_UP_S = 120.0
+GIVE_UP_S = seconds(120)
 
 
 def leave(_done: int, _total: int) -> None:

@@ -117,7 +117,7 @@ def main() -> None:
     shim.watch(tree)
     save(OLD, tree / "warm")  # imports what is imported late, before the first child
     points: list[list[Any]] = []
-    for nth in range(int(offset), MOST_CALLS, int(stride)):
+    for nth in (0, *range(int(offset) or int(stride), MOST_CALLS, int(stride))):
         directory = tree / str(nth)
         if save_old is not None:
             save_old(OLD, directory)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from forks import Ended, Table, alone, in_child
 from refused_calls import DIRECT_IO, NUMBERS, Refused, refuse
+from support.machine import points, seconds
 from support.states import blank_like
 from ways import LOADS, SAVES, is_same, loaded, which
 
@@ -112,7 +113,7 @@ def limit(which_limit: int, value: int) -> Setting:
 
 
 def files(cases: Cases) -> None:
-    for count in [*cases.some(range(8, 64), 4), 64]:
+    for count in [*cases.some(range(8, 64), points(4)), 64]:
         setting = limit(resource.RLIMIT_NOFILE, count)
         for one in (cases.saves, cases.loads):
             one("ulimit -n", str(count), setting, may_fail=count < 64)
@@ -121,7 +122,7 @@ def files(cases: Cases) -> None:
 def memory(cases: Cases) -> None:
     """`ulimit -v` of what the process has and a little more: from nothing to all that it takes."""
     has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for more in [*cases.some(range(96), 5), 96]:
+    for more in [*cases.some(range(96), points(5)), 96]:
         setting = limit(resource.RLIMIT_AS, has + (more << 20))
         for one in (cases.saves, cases.loads):
             one("ulimit -v", f"{more} MiB more", setting, may_fail=more < 96)
@@ -141,7 +142,7 @@ REFUSALS: dict[str, list[Refused]] = {
 def seccomp(cases: Cases) -> None:
     chosen = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
     everything = list(REFUSALS.items())
-    for name, calls in [*cases.some(everything[:-1], 5), everything[-1]]:
+    for name, calls in [*cases.some(everything[:-1], points(5)), everything[-1]]:
         for number in cases.some(chosen, 1):
 
             def setting(calls: list[Refused] = calls, number: int = number) -> None:
@@ -175,11 +176,11 @@ def umask(cases: Cases) -> None:
 @contextmanager
 def mounted(where: Path, *args: str) -> Iterator[Path]:
     where.mkdir(exist_ok=True)
-    subprocess.run(["mount", *args, str(where)], check=True, timeout=60)
+    subprocess.run(["mount", *args, str(where)], check=True, timeout=seconds(60))
     try:
         yield where
     finally:
-        subprocess.run(["umount", str(where)], check=True, timeout=60)
+        subprocess.run(["umount", str(where)], check=True, timeout=seconds(60))
 
 
 def read_only(cases: Cases) -> None:
@@ -187,7 +188,7 @@ def read_only(cases: Cases) -> None:
     with mounted(cases.root / "disk", "-t", "tmpfs", "tmpfs") as disk:
         SAVES["dcp.save"](OLD, disk / "step", None)
         before = sorted(p.name for p in disk.rglob("*"))
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=60)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=seconds(60))
         for way, load in LOADS.items():
 
             def body(load: Any = load) -> bool:
@@ -213,7 +214,7 @@ def full(cases: Cases) -> None:
     with mounted(cases.root / "disk", "-t", "tmpfs", "-o", f"size={1 << 30}", "tmpfs") as disk:
         SAVES["dcp.save"](OLD, disk / "step", OPTIONS)
         pages = os.statvfs(disk).f_blocks - os.statvfs(disk).f_bavail
-    for more in cases.some(range(pages + 8), 8):
+    for more in cases.some(range(pages + 8), points(8)):
         for way, save in cases.some(SAVES.items(), 2):
             size = f"size={(pages + more) * page}"
             with mounted(cases.root / "disk", "-t", "tmpfs", "-o", size, "tmpfs") as disk:

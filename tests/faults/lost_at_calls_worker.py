@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from call_sweep import MOST_CALLS, of_all, of_rank, state_there
 from forks import Ended, Table, alone, in_children
 from support.call_shim import Action, Shim
+from support.machine import seconds
 from support.saves import assert_whole, save
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -31,7 +32,8 @@ from torch_dcpx.staging import arena
 from torch_dcpx.staging.arena import ArenaPool
 
 RANKS = 2
-LIMIT = timedelta(seconds=60)  # of the process group's collectives; a lost peer is noticed at once
+# Of the process group's collectives; a lost peer is noticed at once.
+LIMIT = timedelta(seconds=seconds(60))
 DEADLINE_S = 600.0  # of both ranks of a case
 FEWEST_CALLS = 10  # that a rank makes, or a few more: a sample kills each rank at least once
 OLD, NEW, NEXT = range(3)
@@ -44,7 +46,7 @@ def _save(state: dict[str, Any], path: Path) -> None:
 
 def _async_save(state: dict[str, Any], path: Path) -> None:
     future: Any = dcp.async_save(state, storage_writer=DcpxWriter(path))
-    future.result(120)
+    future.result(seconds(120))
 
 
 WAYS: dict[str, Callable[[dict[str, Any], Path], None]] = {

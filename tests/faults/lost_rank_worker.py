@@ -25,9 +25,12 @@ from torch_dcpx import DcpxWriter, WriteOptions, async_save, save
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.ranks.store_client import client_of
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.machine import seconds
+
 RANK, WORLD, PORT = map(int, sys.argv[1:4])
 FOLDER, KIND, LOST, PHASE = Path(sys.argv[4]), sys.argv[5], int(sys.argv[6]), sys.argv[7]
-TIMEOUT_S = 8.0  # also the time that a rank has which nobody ends
+TIMEOUT_S = seconds(8)  # also the time that a rank has which nobody ends
 
 
 def lose(phase: str) -> None:
@@ -63,7 +66,7 @@ def state_of(value: float) -> dict[str, Any]:
 def main() -> None:
     store = dist.TCPStore("127.0.0.1", PORT, WORLD, is_master=False)  # the test hosts it
     # DCP's ranks wait for each other in collectives of the group, as long as that says.
-    limit = timedelta(seconds=20) if KIND.startswith("dcp") else None
+    limit = timedelta(seconds=seconds(20)) if KIND.startswith("dcp") else None
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD, timeout=limit)
     path = FOLDER / "checkpoint"
     save(state_of(1), path)
@@ -80,9 +83,11 @@ def main() -> None:
             future: Any = dcp.async_save(
                 state_of(2), storage_writer=writer, planner=LosingPlanner()
             )
-            future.result(120)
+            future.result(seconds(120))
         else:
-            async_save(state_of(2), storage_writer=writer, planner=LosingPlanner()).result(120)
+            async_save(state_of(2), storage_writer=writer, planner=LosingPlanner()).result(
+                seconds(120)
+            )
     except Exception as error:  # noqa: BLE001  (told to the test)
         said = {"raised": type(error).__name__, "text": str(error)}
     (FOLDER / f"said-{RANK}").write_text(json.dumps(said))

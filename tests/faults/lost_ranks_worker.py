@@ -26,9 +26,12 @@ from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.ranks.store_client import client_of
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from support.machine import seconds
+
 WORLD_SIZE = 3
-TIMEOUT_S = 8.0
-GIVE_UP_S = 60.0
+TIMEOUT_S = seconds(8)
+GIVE_UP_S = seconds(60)
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
@@ -64,7 +67,7 @@ def save_as(rank: int, scenario: str, directory: Path) -> Any:
     with exchange_for(None, no_dist=False, timeout_s=TIMEOUT_S) as exchange:
         assert exchange.all_reduce("plan", plan, sum) == 3
         exchange.note_phase("writing")
-        client_of(dist.group.WORLD).settle(Deadline(30))
+        client_of(dist.group.WORLD).settle(Deadline(seconds(30)))
         meet(directory, "planned", rank)  # nobody still reads the plan
         reach("writing")
         ballot = Ballot(exchange, exchange.deadline)
@@ -143,7 +146,7 @@ class Save:
 
 
 if __name__ == "__main__":
-    store_client._ANSWER_S = 4.0
+    store_client._ANSWER_S = seconds(4)
     saves = {
         name: Save(name, Path(sys.argv[1]) / str(index)) for index, name in enumerate(sys.argv[2:])
     }

@@ -17,13 +17,14 @@ from typing import Any
 
 from forks import Table, alone, in_child
 from signals_worker import NEW, NEXT, OLD, OPTIONS, ROOTS, Lines, is_locked, saved_next
+from support.machine import seconds
 from ways import which
 
 import torch_dcpx
 from torch_dcpx.checkpoint import pending as pending_saves
 
-WAIT_S = 60.0
-DEADLINE_S = 150.0  # of a case
+WAIT_S = seconds(60)
+DEADLINE_S = seconds(150)  # of a case
 THREAD = "dcpx-save"
 EDGE_LINES = 30
 KINDS = (MemoryError, SystemExit)
@@ -101,8 +102,10 @@ def lines_to_try(count: int, points: int, chosen: random.Random) -> list[int]:
         return list(range(2, count + 1))
     ends = [*range(2, 12), *range(count - EDGE_LINES, count + 1)]
     middle = range(12, count - EDGE_LINES)
-    half = points // 2
-    return sorted([*chosen.sample(ends, points - half), *chosen.sample(middle, half)])
+    half = min(points // 2, len(middle))
+    return sorted(
+        [*chosen.sample(ends, min(points - half, len(ends))), *chosen.sample(middle, half)]
+    )
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ def own_directory() -> Path:
         ["mount", "--make-rprivate", "/"],
         ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(shared)],
     ):
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=seconds(60))
     return shared / "ckpt"
 
 
@@ -44,6 +44,7 @@ PATH = own_directory()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from support.machine import seconds  # noqa: E402
 from support.worker import leave_well  # noqa: E402
 
 import torch_dcpx  # noqa: E402
@@ -63,12 +64,12 @@ def begin(way: str, state: dict[str, Any]) -> None:
     if way == "save":
         torch_dcpx.save(state, PATH, options=OPTIONS)
     elif way == "async_save":
-        torch_dcpx.async_save(state, PATH, options=OPTIONS).result(60)
+        torch_dcpx.async_save(state, PATH, options=OPTIONS).result(seconds(60))
     elif way == "dcp.save":
         dcp.save(state, storage_writer=DcpxWriter(PATH))
     else:
         future: Any = dcp.async_save(state, storage_writer=DcpxWriter(PATH))
-        future.result(60)
+        future.result(seconds(60))
 
 
 def is_there(way: str, state: dict[str, Any]) -> bool:

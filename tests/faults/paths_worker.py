@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from forks import Table, alone, in_child
+from support.machine import seconds
 from ways import LOADS, SAVES, is_same, loaded, stock_loaded
 
 import torch_dcpx
@@ -101,7 +102,7 @@ def gate() -> tuple[threading.Event, WriteOptions]:
     opened = threading.Event()
 
     def hold(_done: int, _total: int) -> None:
-        assert opened.wait(60)
+        assert opened.wait(seconds(60))
 
     return opened, WriteOptions(progress=hold)
 
@@ -119,7 +120,7 @@ def async_and_away(begin: Callable[[WriteOptions], Any]) -> None:
     pending = begin(options)
     os.chdir("../second")
     opened.set()
-    pending.result(60)
+    pending.result(seconds(60))
 
 
 def async_with_id_and_away() -> None:
@@ -129,7 +130,7 @@ def async_with_id_and_away() -> None:
 
     class Late(DcpxWriter):
         def reset(self, checkpoint_id: Any = None) -> None:
-            assert moved.wait(60)
+            assert moved.wait(seconds(60))
             super().reset(checkpoint_id)
 
     pending: Any = dcp.async_save(
@@ -137,7 +138,7 @@ def async_with_id_and_away() -> None:
     )
     os.chdir("../second")
     moved.set()
-    pending.result(60)
+    pending.result(seconds(60))
 
 
 def elsewhere_between(make: Callable[[], Any], save: Callable[[Any], object]) -> None:
@@ -152,7 +153,7 @@ def in_a_thread(target: Callable[[], object]) -> None:
     """Another thread saves with what this one has made; the process is elsewhere by then."""
     thread = threading.Thread(target=target)
     thread.start()
-    thread.join(60)
+    thread.join(seconds(60))
     assert not thread.is_alive()
 
 
@@ -206,7 +207,7 @@ def relative() -> dict[str, Callable[[], object]]:
             lambda writer: torch_dcpx.save(STATE, storage_writer=writer, no_dist=True),
         ),
         "dcp.async_save, writer made elsewhere": lambda: elsewhere_between(
-            lambda: DcpxWriter("ckpt"), lambda writer: dcp_async(writer).result(60)
+            lambda: DcpxWriter("ckpt"), lambda writer: dcp_async(writer).result(seconds(60))
         ),
         "dcp.save by a thread": made_then_away_and_saved_by_a_thread,
         "dcp.save again, elsewhere": resaved_elsewhere,

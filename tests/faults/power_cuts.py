@@ -28,6 +28,7 @@ from typing import Any
 from cut_saves import MUTANTS, NEVER, NEW, NEXT, OLD, SCENARIOS, by_us, rank_local
 from forks import alone
 from support.call_shim import Action, Kind, Shim
+from support.machine import seconds
 from support.saves import READERS, load
 from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
@@ -84,7 +85,7 @@ class Disk:
 
 def run(*command: str | Path) -> None:
     plain = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-    subprocess.run(command, check=True, timeout=60, env=plain)
+    subprocess.run(command, check=True, timeout=seconds(60), env=plain)
 
 
 def in_child(act: Callable[[], Any]) -> tuple[int, Any]:
@@ -242,13 +243,16 @@ def sweep(shim: Shim, disk: Disk, asked: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         asked: scenario, mode (of FS_IOC_SHUTDOWN: 1 flushes the journal, 2 does not), mutant or
-            none, and of the points, which are the calls and the return: "first", "stride" and
-            "after" (a call's name, those before and at which are left out), or "end" alone.
+            none, and of the points, which are the calls and the return: "first", "stride",
+            "ends" (besides them, the first call and the last) and "after" (a call's name, those
+            before and at which are left out), or "end" alone.
     """
     cuts = Sweep(shim, disk, asked)
     begin = next((n for n, call in enumerate(cuts.calls) if call[0] == asked.get("after")), -1) + 1
     stride = asked.get("stride", 1)
-    numbers = range(begin + asked.get("first", 0), len(cuts.calls), stride)
+    numbers = list(range(begin + asked.get("first", 0), len(cuts.calls), stride))
+    if asked.get("ends"):
+        numbers = sorted({begin, *numbers, len(cuts.calls) - 1})
     points = []
     for nth in [*(() if asked.get("end") else numbers), NEVER]:
         has_returned, found = cuts.cut(nth)

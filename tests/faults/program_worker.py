@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from call_programs import SAVES, Call, Program, Step, program_of
+from support.machine import seconds
 from support.worker import leave_well
 
 import torch_dcpx as dcpx
@@ -38,8 +39,8 @@ NUMBERS = [int(number) for number in sys.argv[3].split(",")]
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GOES_ON = os.environ.get("DCPX_PROGRAMS_GO_ON", "") not in ("", "0")
 
-HANG_S = 60.0  # for a call whose own deadline is 3 s
-COMMON_S = float(os.environ.get("DCPX_PROGRAMS_COMMON_S", "60"))
+HANG_S = seconds(60)  # for a call whose own deadline is 3 s
+COMMON_S = float(os.environ.get("DCPX_PROGRAMS_COMMON_S") or seconds(60))
 
 Hooks = dict[str, Callable[[], None]]
 
@@ -168,9 +169,9 @@ class Player:
             return False
         finally:
             faulthandler.cancel_dump_traceback_later()
-            seconds = time.monotonic() - begin
-            if seconds > HANG_S:
-                self.bad.append(f"{what} took {seconds:.0f} s")
+            taken = time.monotonic() - begin
+            if taken > HANG_S:
+                self.bad.append(f"{what} took {taken:.0f} s")
 
     def check_path(self, what: str, call: Call, error: BaseException) -> None:
         """An error is about the call's own path: another's is an answer to another call."""

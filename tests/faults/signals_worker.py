@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from forks import Ended, Table, alone, in_child
+from support.machine import seconds
 from ways import LOADS, SAVES, is_same, loaded, which
 
 import torch_dcpx
@@ -149,7 +150,7 @@ def try_save(table: Table, path: Path, way: str, ending: str, at: int) -> None:
         gc.collect()
         for thread in set(threading.enumerate()) - {threading.current_thread()}:
             if not thread.daemon or thread.name == "dcpx-save":
-                thread.join(60)
+                thread.join(seconds(60))
         saved_next(path)
         return "next" if which(path, OLD, NEXT) == "new" else "the next save is not whole"
 

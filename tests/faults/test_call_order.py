@@ -12,6 +12,7 @@ import sys
 
 import pytest
 from support.call_shim import compiled, preloaded
+from support.machine import seconds
 
 Calls = list[tuple[str, str]]  # name, and the path that it was on
 FILLS = ("open", "write", "pwrite", "fallocate", "ftruncate")  # and their 64-bit names
@@ -48,7 +49,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Calls]:
     result = subprocess.run(
         [sys.executable, "-c", DRIVER, library, folder],
         env={**preloaded(library), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=seconds(120),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.saves import assert_whole, files_in, raises_one, save
 from support.warm import warm_parent
 from torch.distributed.checkpoint.api import CheckpointException
@@ -48,7 +49,7 @@ def test_failed_save_never_blocks_the_next(tmp_path: Path, who: str) -> None:
     if who == "another thread":
         thread = threading.Thread(target=save_again)
         thread.start()
-        thread.join(60)
+        thread.join(seconds(60))
     else:
         save_again()
     assert_whole(state_of(2), tmp_path)
@@ -78,7 +79,7 @@ def test_save_from_another_thread_meanwhile_is_refused_with_the_owner(tmp_path: 
     def meanwhile() -> None:
         thread = threading.Thread(target=try_to_save)
         thread.start()
-        thread.join(60)
+        thread.join(seconds(60))
 
     dcp.save(state_of(1), storage_writer=DcpxWriter(tmp_path),
              planner=MeanwhilePlanner(meanwhile), no_dist=True)  # fmt: skip

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import EVERY_POINT, slowness
 from support.saves import data_files, flipped, load, raises_one, read_footer, save
 from support.states import assert_same, blank_like
-from support.verified import EVERY_POINT, assert_found
+from support.verified import assert_found
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -243,7 +244,7 @@ def test_what_is_no_regular_file_is_refused_and_waited_for_by_nobody(
 @pytest.mark.timeout(3600 if EVERY_POINT else 1200)
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_every_flipped_byte_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
-    sweep(tmp_path, seed, name, share=1.0)
+    sweep(tmp_path, seed, name, share=1.0 if EVERY_POINT else min(1.0, 1 / slowness()))
 
 
 @pytest.mark.parametrize("fqn", ["tensor", "text"])
@@ -264,7 +265,7 @@ def test_damaged_compressed_item_of_stock_is_corruption(tmp_path: Path, fqn: str
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_tenth_of_all_flipped_bytes_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
-    sweep(tmp_path, seed, name, share=0.1)
+    sweep(tmp_path, seed, name, share=min(1.0, 0.1 / slowness()))
 
 
 def sweep(directory: Path, seed: int, name: str, *, share: float) -> None:

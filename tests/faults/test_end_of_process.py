@@ -27,7 +27,7 @@ ends = threading.Event()
 def hold(done, total):
     if ending == "late":
         threading.Event().wait()
-    assert ends.wait(60)
+    assert ends.wait(600)
     if ending == "failing":
         raise StorageError("no room")
 
@@ -50,7 +50,7 @@ if ending == "unhandled":
     raise KeyError("unhandled")
 if ending in ("signal", "chained", "put_back"):
     os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(60)
+    threading.Event().wait(600)
 """
 
 # Held until the interpreter ends, the first callback begins another save.
@@ -64,7 +64,7 @@ ends = threading.Event()
 seen = []
 
 def save_again(_):
-    assert ends.wait(60)
+    assert ends.wait(600)
     seen.append(1)
     if len(seen) == 1:
         slow = dcpx.WriteOptions(progress=lambda done, total: time.sleep(0.3))

@@ -10,7 +10,6 @@ A run tries a sample by its seed; DCPX_EVERY_POINT=1 tries every point.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,11 @@ import call_sweep_driver
 import call_sweep_ranks
 import pytest
 from call_sweep import Point, table
+from support import machine
 from support.call_shim import compiled, preloaded
+from support.machine import EVERY_POINT
 
-IS_WHOLE = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
-TIMEOUT_S = 3000 if IS_WHOLE else 1150
+TIMEOUT_S = 3000 if EVERY_POINT else 1150
 SAVES = list(call_sweep_driver.SAVES)
 BACKGROUND = [name for name in SAVES if "async" in name]
 RANK_LOCAL = [name for name in SAVES if "rank-local" in name]
@@ -36,7 +36,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(script: str, library: Path, root: Path, stride: int, seed: int) -> list[str]:
     path = Path(__file__).with_name(script)
-    step = 1 if IS_WHOLE else stride
+    step = 1 if EVERY_POINT else machine.stride(stride)
     return [sys.executable, str(path), str(library), str(root), str(step), str(seed % step)]
 
 

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support import machine
+from support.machine import EVERY_POINT
 from support.rank_saves import save_ranks, sharded
 from support.saves import data_files, load, read_footer
 from support.states import assert_same
-from support.verified import EVERY_POINT, covers
+from support.verified import covers
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_dcpx as dcpx
@@ -172,10 +174,10 @@ def sweep(tmp_path: Path, seed: int, count: int | None) -> None:
 
 @pytest.mark.usefixtures("no_leaks")
 def test_some_damage_of_every_kind_is_found(tmp_path: Path, seed: int) -> None:
-    sweep(tmp_path, seed, 5)
+    sweep(tmp_path, seed, machine.points(5))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600 if EVERY_POINT else 1200)
 def test_much_damage_of_every_kind_is_found(tmp_path: Path, seed: int) -> None:
-    sweep(tmp_path, seed, None if EVERY_POINT else 250)
+    sweep(tmp_path, seed, None if EVERY_POINT else machine.points(250))

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import RunPython
+from support.machine import seconds, stride
 from support.saves import assert_loads, assert_whole, files_in, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -39,9 +40,9 @@ def mount(kind: str, folder: Path) -> Path:
         image = folder / "image"
         with image.open("wb") as file:
             file.truncate(DISK_BYTES)
-        subprocess.run([f"mkfs.{kind}", "-q", "-m0", str(image)], check=True, timeout=60)
+        subprocess.run([f"mkfs.{kind}", "-q", "-m0", str(image)], check=True, timeout=seconds(60))
         command = ["mount", "-o", "loop", str(image), str(where)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=seconds(60))
     return where
 
 
@@ -53,7 +54,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield where
     finally:
         gc.collect()  # what failed errors refer to
-        subprocess.run(["umount", str(where)], check=True, timeout=60)
+        subprocess.run(["umount", str(where)], check=True, timeout=seconds(60))
 
 
 def free_bytes(where: Path) -> int:
@@ -114,7 +115,7 @@ def test_every_size_around_the_last_free_byte_is_saved_whole_or_refused_whole(di
     save(state_of(0, 1 << 20), ckpt)
     filler = disk / "filler"
     current, refused, saved = state_of(0, 1 << 20), 0, 0
-    for spare in range(0, 1200 << 10, 24 << 10):
+    for spare in [*range(0, 1176 << 10, stride(24) << 10), 1176 << 10]:
         filler.unlink(missing_ok=True)
         fill(filler, spare)
         state = state_of(spare, 1 << 20)
@@ -130,8 +131,8 @@ def test_every_size_around_the_last_free_byte_is_saved_whole_or_refused_whole(di
             refused += 1
         filler.unlink()
         assert_whole(current, ckpt)
-    assert refused > 20
-    assert saved > 1
+    assert refused > 20 // stride(1)
+    assert saved > 1 // stride(1)
     print(f"{refused} refused, {saved} saved, 0 bad")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.saves import assert_whole, files_in, raises_one, save
 from support.slow_states import SLOW, CopyingPlanner, Seen, gathered_state, windowed_state
 from support.states import mixed_state
@@ -168,7 +169,7 @@ def test_ctrl_c_ends_a_process_that_saves_and_its_checkpoint_is_whole(
             process.send_signal(signal.SIGINT)
             while said.readline():
                 pass
-            process.wait(60)
+            process.wait(seconds(60))
         finally:
             process.kill()
         errors.seek(0)

@@ -4,7 +4,6 @@ checkpoint is there, and the next save works and cleans up."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -13,16 +12,16 @@ from pathlib import Path
 import pytest
 from forks import assert_none_bad, counted
 from support.call_shim import compiled, preloaded
+from support.machine import EVERY_POINT
 
 WORKER = Path(__file__).with_name("killed_process_worker.py")
-EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 # Calls of a save of one rank, and of the coordinator and the other of two (test_lost_at_calls.py).
 CALLS = {(1, 0): 24, (2, 0): 26, (2, 1): 10}
 
 
 def endings(ranks: int, chosen: random.Random) -> list[str]:
     points = [f"{victim}:{call}" for victim in range(ranks) for call in range(CALLS[ranks, victim])]
-    if EVERY:
+    if EVERY_POINT:
         return [*points, *(f"{victim}:exit" for victim in range(ranks))]
     if ranks == 1:
         return [chosen.choice(points), "0:exit"]
@@ -47,8 +46,9 @@ def test_killed_process_of_an_async_save_is_told_and_leaves_old_or_new(
         )
         for rank in range(ranks)
     ]  # fmt: skip
+    limit_s = 2900 if EVERY_POINT else 1150
     try:
-        outputs = [trainer.communicate(timeout=2900 if EVERY else 1150) for trainer in trainers]
+        outputs = [trainer.communicate(timeout=limit_s) for trainer in trainers]
     finally:
         for trainer in trainers:
             trainer.kill()

@@ -8,16 +8,15 @@ imports torch once and forks a child for every n; see killed_saves.py.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import machine
 from support.call_shim import compiled, preloaded
-
-IS_WHOLE = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
+from support.machine import EVERY_POINT
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def points_of(
     half: bool = False,
 ) -> list[Any]:  # fmt: skip
     """Runs the driver; returns [n, exit status, state found, data files left] for every point."""
-    step = 1 if IS_WHOLE else stride
+    step = 1 if EVERY_POINT else machine.stride(stride)
     script = Path(__file__).with_name("killed_saves.py")
     arguments = [library, directory, step, seed % step, int(half), scenario]
     result = subprocess.run(
@@ -53,18 +52,21 @@ def check(scenario: str, points: list[Any], before: str) -> None:
     assert [status for _, status, _, _ in points] == [9] * kills + [0]
 
 
-def test_save_killed_at_any_system_call_leaves_old_or_new(tmp_path: Path, library: Path) -> None:
-    points = points_of(library, tmp_path, "save over ours")
+def test_save_killed_at_any_system_call_leaves_old_or_new(
+    tmp_path: Path, library: Path, seed: int
+) -> None:
+    points = points_of(library, tmp_path, "save over ours", seed=seed)
     check("save over ours", points, "old")
-    assert len(points) > 15
-    assert max(leftovers for *_, leftovers in points) > 1  # some were killed with files of both
+    if machine.stride(1) <= 4:  # many calls are made while files of both are there, not all
+        assert len(points) > 15 // machine.stride(1)
+        assert max(leftovers for *_, leftovers in points) > 1  # some were killed then
 
 
 @pytest.mark.slow
 def test_first_save_killed_at_any_system_call_leaves_nothing_or_new(
-    tmp_path: Path, library: Path
+    tmp_path: Path, library: Path, seed: int
 ) -> None:
-    check("first save", points_of(library, tmp_path, "first save"), "none")
+    check("first save", points_of(library, tmp_path, "first save", seed=seed), "none")
 
 
 @pytest.mark.slow
@@ -90,6 +92,6 @@ def test_every_kind_of_save_killed_at_any_system_call_leaves_old_or_new(
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["buffered", "save over stock's"])
 def test_save_killed_in_the_middle_of_a_write_leaves_old_or_new(
-    tmp_path: Path, library: Path, scenario: str
+    tmp_path: Path, library: Path, seed: int, scenario: str
 ) -> None:
-    check(scenario, points_of(library, tmp_path, scenario, half=True), "old")
+    check(scenario, points_of(library, tmp_path, scenario, seed=seed, half=True), "old")

@@ -6,14 +6,13 @@ and the old checkpoint whole. DCPX_EVERY_POINT=1 runs every case instead of a sa
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from forks import assert_none_bad, table_of
+from support.machine import EVERY_POINT
 
 WORKER = Path(__file__).with_name("limits_worker.py")
-EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 
 
 @pytest.mark.slow
@@ -30,5 +29,5 @@ EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
     ],
 )
 def test_save_and_load_work_or_raise_typed_errors(tmp_path: Path, seed: int, group: str) -> None:
-    chosen = "0" if EVERY else str(seed + 1)
+    chosen = "0" if EVERY_POINT else str(seed + 1)
     assert_none_bad(table_of(WORKER, str(tmp_path), group, chosen, timeout_s=3500))

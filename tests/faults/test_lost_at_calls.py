@@ -3,15 +3,14 @@ the other one's save ends, old or new is there, and the next save works and clea
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from forks import assert_none_bad, table_of
 from support.call_shim import compiled, preloaded
+from support.machine import EVERY_POINT, stride
 
 WORKER = Path(__file__).with_name("lost_at_calls_worker.py")
-EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 
 
 @pytest.mark.slow
@@ -22,7 +21,7 @@ def test_rank_killed_at_any_call_ends_the_other_and_leaves_old_or_new(
 ) -> None:
     library = compiled(tmp_path)
     rows = table_of(
-        WORKER, str(library), str(tmp_path), "1" if EVERY else "12", str(seed),
+        WORKER, str(library), str(tmp_path), str(1 if EVERY_POINT else stride(12)), str(seed),
         timeout_s=2900, environment={"LD_PRELOAD": preloaded(library)["LD_PRELOAD"]},
     )  # fmt: skip
     assert_none_bad(rows)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.machine import EVERY_POINT, seconds
 from support.warm import WarmProcess, warm_parent
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -25,7 +26,7 @@ from torch_dcpx import DcpxWriter, save
 
 WORKER = Path(__file__).with_name("lost_rank_worker.py")
 RANKS = 3
-DEADLINE_S = 100  # of a test: the workers' own is 8 s
+DEADLINE_S = seconds(100)  # of a test: the workers' own is seconds(8)
 
 
 @pytest.fixture
@@ -142,8 +143,7 @@ def test_rank_lost_under_dcp_ends_all_others_and_nothing_is_mixed(
     tmp_path: Path, workers: list[WarmProcess], seed: int
 ) -> None:
     """DCP's collectives end by the process group's own time limit, and name nobody."""
-    is_every = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
-    cases = DCP_CASES if is_every else random.Random(seed).sample(DCP_CASES, 1)
+    cases = DCP_CASES if EVERY_POINT else random.Random(seed).sample(DCP_CASES, 1)
     for number, (lost, phase, step, kind, how) in enumerate(cases):
         folder = tmp_path / str(number)
         folder.mkdir()

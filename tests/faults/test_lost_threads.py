@@ -3,18 +3,17 @@ old or the new checkpoint is there, and the next save works."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from forks import assert_none_bad, table_of
+from support.machine import EVERY_POINT, points
 
 WORKER = Path(__file__).with_name("lost_threads_worker.py")
-EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
 def test_exception_at_any_line_of_a_saves_thread_is_told(tmp_path: Path, seed: int) -> None:
-    points = "0" if EVERY else "8"
-    assert_none_bad(table_of(WORKER, str(tmp_path), str(seed), points, timeout_s=35000))
+    tried = 0 if EVERY_POINT else points(8)
+    assert_none_bad(table_of(WORKER, str(tmp_path), str(seed), str(tried), timeout_s=35000))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import EVERY_POINT, FILE_SYSTEMS, MODES, TIMEOUT_S, cut, table
+from disks import FILE_SYSTEMS, MODES, TIMEOUT_S, cut, table
+from support.machine import EVERY_POINT
 
 # Mutant, the save that it is of, the modes in which a cut shows it, and where it does: "end" is
 # after the save returned, else behind the first call of that name.

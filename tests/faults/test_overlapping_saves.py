@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from forks import TESTS, assert_none_bad, counted
+from support.machine import EVERY_POINT, points
 
 import torch_dcpx
 
 WORKER = Path(__file__).with_name("overlaps_worker.py")
-EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_second_save_waits_is_skipped_or_refused_and_both_are_whole(
 ) -> None:
     root = Path(torch_dcpx.__file__).parents[1]
     path = os.pathsep.join(map(str, (TESTS, TESTS / "faults", root)))
-    sample = ["1", "0"] if EVERY else ["7", str(seed)]  # 7: not a period of the table's
+    sample = [str(0 if EVERY_POINT else points(16)), str(seed)]
     workers = [
         subprocess.Popen(
             [sys.executable, str(WORKER), str(tmp_path), str(rank), str(ranks), *sample],

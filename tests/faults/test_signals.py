@@ -3,24 +3,23 @@ the new checkpoint, no hang, the exit code that Python gives, and the next save 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from forks import assert_none_bad, table_of
+from support.machine import EVERY_POINT, points
 
 WORKER = Path(__file__).with_name("signals_worker.py")
-EVERY = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
 def test_signal_at_any_line_leaves_old_or_new_and_no_lock(tmp_path: Path, seed: int) -> None:
-    points = "0" if EVERY else "3"
-    assert_none_bad(table_of(WORKER, str(tmp_path), "lines", str(seed), points, timeout_s=35000))
+    tried = str(0 if EVERY_POINT else points(3))
+    assert_none_bad(table_of(WORKER, str(tmp_path), "lines", str(seed), tried, timeout_s=35000))
 
 
 @pytest.mark.slow
 def test_signal_at_any_line_of_the_lock_leaves_it_free(tmp_path: Path, seed: int) -> None:
-    points = "0" if EVERY else "10"
-    assert_none_bad(table_of(WORKER, str(tmp_path), "locks", str(seed), points, timeout_s=1150))
+    tried = str(0 if EVERY_POINT else points(10))
+    assert_none_bad(table_of(WORKER, str(tmp_path), "locks", str(seed), tried, timeout_s=1150))

@@ -31,7 +31,7 @@ has_arrived.acquire()
 def keep_the_gil():
     sys.setswitchinterval(1000)
     ends.set()
-    assert has_arrived.acquire(timeout=60)
+    assert has_arrived.acquire(timeout=600)
     ctypes.PyDLL(None).usleep(900_000)
 
 class Last:
@@ -102,7 +102,7 @@ in_hook, goes_on = threading.Event(), threading.Event()
 
 def hook(_done):
     in_hook.set()
-    assert goes_on.wait(60)
+    assert goes_on.wait(600)
 
 jobs = {}
 
@@ -120,18 +120,18 @@ def write(name, columns, progress=None):
         print(name, "is back", flush=True)
 
 threading.Thread(target=write, args=("a", 2048, hook), daemon=True).start()
-assert in_hook.wait(60)
+assert in_hook.wait(600)
 if (child := os.fork()) == 0:
     os._exit(_C.stop_jobs(0))
 print("threads of a forked child:", os.waitpid(child, 0)[1])
 print("threads before:", _C.stop_jobs(0))
 goes_on.set()
-print("threads after:", _C.stop_jobs(60), len(_C.stopped_threads()), flush=True)
+print("threads after:", _C.stop_jobs(600), len(_C.stopped_threads()), flush=True)
 print("is whole:", jobs["a"].report()["done_bytes"] == 2048 << 20)
 _C.let_jobs_begin()
 later = threading.Thread(target=write, args=("b", 1))
 later.start()
-later.join(60)
+later.join(600)
 sys.exit(3)
 """
 
@@ -254,7 +254,7 @@ def work():
         pass  # it was stopped
 
 threading.Thread(target=work, daemon=True).start()
-assert has_begun.wait(60)
+assert has_begun.wait(600)
 time.sleep(float(pause_s))
 if ending == "sys.exit":
     sys.exit(3)

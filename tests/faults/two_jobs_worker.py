@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from call_sweep import of_all, of_rank, state_there
 from forks import Table, alone
+from support.machine import seconds
 from support.saves import assert_whole
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
@@ -31,7 +32,7 @@ import torch_dcpx
 from torch_dcpx import ConcurrentSaveError, DcpxWriter, WriteOptions
 
 RANKS = 2
-GIVE_UP_S = 120.0
+GIVE_UP_S = seconds(120)
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
@@ -88,12 +89,14 @@ class Round(NamedTuple):
         return {name: 3 * self.number + at for at, name in enumerate(("old", "a", "b"))}
 
 
-def rounds_of(pairs: str, free: int) -> list[Round]:
+def rounds_of(pairs: str, free: int, most: int, seed: int) -> list[Round]:
+    """Returns the rounds, or `most` of them: the same ones in each process."""
     both = list(itertools.product(WAYS, WAYS)) if pairs == "all" else [(w, w) for w in WAYS]
     cases = [(pair, phase) for pair in both for phase in [*PHASES, *[None] * free]]
+    chosen = random.Random(seed).sample(cases, min(most, len(cases)))
     return [
         Round(number, {"a": pair[0], "b": pair[1]}, phase)
-        for number, (pair, phase) in enumerate(cases)
+        for number, (pair, phase) in enumerate(chosen)
     ]
 
 
@@ -253,7 +256,7 @@ class Job:
 
 
 def main() -> None:
-    root, job, rank, pairs, free = sys.argv[1:]
+    root, job, rank, pairs, free, most, seed = sys.argv[1:]
     directory = Path(root)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -264,7 +267,7 @@ def main() -> None:
     one.meet_the_other()
     table = Table()
     chosen = random.Random(f"{job}{rank}")
-    for current in rounds_of(pairs, int(free)):
+    for current in rounds_of(pairs, int(free), int(most), int(seed)):
         bad = one.run(current, chosen)
         phase = " on rank ".join(map(str, current.phase)) if current.phase else "free"
         table.add(" over ".join(current.ways.values()), f"{phase} ({current.number})", bad)

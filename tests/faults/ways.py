@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.states import assert_same, blank_like
 
 import torch_dcpx
@@ -21,7 +22,7 @@ def _save(state: Any, path: Any, options: WriteOptions | None) -> None:
 
 
 def _async_save(state: Any, path: Any, options: WriteOptions | None) -> None:
-    torch_dcpx.async_save(state, path, no_dist=True, options=options).result(60)
+    torch_dcpx.async_save(state, path, no_dist=True, options=options).result(seconds(60))
 
 
 def _dcp_save(state: Any, path: Any, options: WriteOptions | None) -> None:
@@ -32,7 +33,7 @@ def _dcp_async_save(state: Any, path: Any, options: WriteOptions | None) -> None
     future: Any = dcp.async_save(
         state, storage_writer=DcpxWriter(path, options=options), no_dist=True
     )
-    future.result(60)
+    future.result(seconds(60))
 
 
 SAVES: dict[str, Callable[[Any, Any, WriteOptions | None], None]] = {

@@ -34,13 +34,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hostile import watch
 from hostile.corpus import STATE, Case, cases, ours, saved, stock
+from support.machine import seconds
 from support.states import blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_dcpx
 from torch_dcpx import DcpxError, DcpxReader, DcpxWriter, RepairError
 
-DEADLINE_S = 60  # a watchdog: most cases take some milliseconds
+DEADLINE_S = seconds(60)  # a watchdog: most cases take some milliseconds
 MEMORY_BYTES = 256 << 20
 BAD = ("executed", "escaped", "hung", "crashed", "memory", "silent", "untyped", "removed")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import RunPython
+from support.machine import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOWED_LIBRARIES = re.compile(
@@ -167,7 +168,7 @@ def test_setuptools_that_is_too_old_ends_the_build_with_one_line(
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(60),
     )
     if not is_too_old:
         assert (done.returncode, done.stdout, done.stderr) == (0, "setup\n", "")

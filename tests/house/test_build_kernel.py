@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.machine import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +52,7 @@ def test_one_without_nvcc_ends_the_build_and_says_where_it_was_looked_for(tmp_pa
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(60),
     )
     assert done.returncode != 0
     assert "no nvcc was found in /no/such/toolkit/bin, PATH" in done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.machine import points
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C, KeyMap, Merge, OptionError, PlanError, Split, Transpose
@@ -72,7 +73,7 @@ def test_load_through_any_rules_equals_the_dense_operations(
 
 
 def test_any_part_of_a_mapped_tensor_is_found_in_both_directions(seed: int) -> None:
-    for number in range(200):
+    for number in range(points(200)):
         rng = random.Random(seed * 1000 + number)
         state, rules, dense = random_case(rng)
         entries = KeyMap(*rules).resolve({name: tuple(t.shape) for name, t in state.items()})

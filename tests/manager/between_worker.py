@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.machine import seconds
 from support.worker import rank_case
 from trainings import manager_of
 
 from torch_dcpx import MismatchError, RankError, WriteOptions
 from torch_dcpx.options import ReadOptions
 
-OPTIONS = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=20)
+OPTIONS = WriteOptions(
+    durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=seconds(20)
+)
 
 
 class Model(torch.nn.Linear):
@@ -45,7 +48,7 @@ def raised_on_all(call: Callable[[], Any], failing: int, error: BaseException) -
 def what_raises_on_one_rank_between_exchanges_raises_on_all(root: Path) -> None:
     model = Model()
     parts: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-    reads = ReadOptions(load_timeout_s=20)
+    reads = ReadOptions(load_timeout_s=seconds(20))
     for step, is_async, failing, error in (
         (1, False, 1, ValueError("mine")),
         (2, True, 0, KeyboardInterrupt()),

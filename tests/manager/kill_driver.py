@@ -6,8 +6,8 @@ A process forks a child for each kill; the child resumes and saves three times, 
 and is killed before its n-th call that changes something beneath the root. Then this process looks:
 what `resume` takes must be the newest whole checkpoint of all that an oracle of its own finds.
 
-    sweep   each time from the same root of three checkpoints; n = FROM, FROM + STEP ... until a
-            child lives
+    sweep   each time from the same root of three checkpoints; n = 0, FROM, FROM + STEP ... until
+            a child lives
     loop    from what the last kill has left; COUNT kills at calls drawn by the seed FROM
 
 Prints JSON: a row a kill, [n, exit status, step resumed, whole checkpoints].
@@ -102,7 +102,7 @@ def sweep(shim: Shim, root: Path, begin: int, stride: int) -> list[Any]:
     start = root / "start"
     train(start, 3, is_async=False)
     rows = []
-    for n in range(begin, 1000, stride):
+    for n in (0, *range(begin or stride, 1000, stride)):
         here = root / "here"
         shutil.copytree(start, here)
         status = killed(shim, here, n, is_async=n % 2 == 0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.machine import seconds
 from support.no_collectives import no_collectives
 from support.states import assert_same
 from support.worker import rank_case
@@ -32,7 +33,7 @@ from torch_dcpx import (
 )
 from torch_dcpx.manager import root as manager_root
 
-FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=60)
+FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=seconds(60))
 
 
 def manager_of(root: Path, **kwargs: Any) -> CheckpointManager:
@@ -157,7 +158,7 @@ def ranks_agree_when_to_save(root: Path) -> None:
             if manager.should_save(step):
                 saved.append(step)
                 handle = manager.save(step, state=value)
-    report = handle.result(60)
+    report = handle.result(seconds(60))
     assert report is not None and report.ranks == 2
     steps: list[Any] = [None, None]
     dist.all_gather_object(steps, saved)

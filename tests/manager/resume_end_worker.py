@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.machine import seconds
 from support.worker import rank_case
 from trainings import Training, manager_of
 
 from torch_dcpx import OptionError, PerRank, RankError, WriteOptions
 from torch_dcpx.options import ReadOptions
 
-OPTIONS = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=30)
+OPTIONS = WriteOptions(
+    durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=seconds(30)
+)
 
 
 class Part:
@@ -74,7 +77,9 @@ def save_by_one_rank(root: Path) -> None:
 
 def an_error_of_one_rank_is_raised_on_all(root: Path) -> None:
     rank = dist.get_rank()
-    manager = manager_of(root, options=OPTIONS, read_options=ReadOptions(load_timeout_s=30))
+    manager = manager_of(
+        root, options=OPTIONS, read_options=ReadOptions(load_timeout_s=seconds(30))
+    )
     errors: tuple[Callable[[], BaseException], ...] = (
         lambda: KeyError("mine"), KeyboardInterrupt, SystemExit,
     )  # fmt: skip
@@ -103,7 +108,9 @@ def an_error_of_one_rank_is_raised_on_all(root: Path) -> None:
 
 
 def a_merge_that_cannot_be_called_is_refused_on_all_before_anything_is_read(root: Path) -> None:
-    manager = manager_of(root, options=OPTIONS, read_options=ReadOptions(load_timeout_s=30))
+    manager = manager_of(
+        root, options=OPTIONS, read_options=ReadOptions(load_timeout_s=seconds(30))
+    )
     call = Call("", None)
     merges: list[Any] = [{"dataloader": None}, {1: call.merge}, "first"]
     for merge in merges:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.machine import seconds
 from support.states import assert_same
 from support.worker import rank_case
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -19,9 +20,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from torch_dcpx import CheckpointManager, KeyMap, MismatchError, PlanError, WriteOptions
 
-FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=60)
+FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=seconds(60))
 SEVERAL = WriteOptions(
-    durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=60, max_in_flight=3
+    durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=seconds(60), max_in_flight=3
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.async_saves import gated
+from support.machine import seconds
 from trainings import manager_of, save_steps
 
 from torch_dcpx import CheckpointManager, NotCommittedError
@@ -121,7 +122,7 @@ def test_save_under_way_is_no_broken_checkpoint(
     gate, options = gated(max_in_flight=2)
     with CheckpointManager(tmp_path, options=options) as manager:
         first = manager.save(1, state={"x": torch.zeros(3)})
-        assert gate.reached.wait(60)  # its directory is there, its metadata is not
+        assert gate.reached.wait(seconds(60))  # its directory is there, its metadata is not
         assert manager.tags() == [] and manager.latest() is None
         manager.save(2, state={"x": torch.zeros(3)})
         assert not first.done()

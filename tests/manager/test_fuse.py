@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.call_shim import compiled
+from support.machine import seconds, stride
 from test_killed_manager import rows_of
 from trainings import manager_of, on_disk, save_steps
 
@@ -43,10 +44,12 @@ def fuse(tmp_path: Path) -> Iterator[Path]:
         finally:
             daemon.terminate()  # and so it unmounts
             try:
-                daemon.wait(30)
+                daemon.wait(seconds(30))
             finally:
                 if where.is_mount():
-                    subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=60)
+                    subprocess.run(
+                        ["umount", "--lazy", str(where)], check=True, timeout=seconds(60)
+                    )
     assert not where.is_mount()
 
 
@@ -109,7 +112,7 @@ def test_lock_file_that_a_child_has_open_on_fuse_does_not_fail_a_delete(
 def test_killed_at_any_call_on_fuse_leaves_a_whole_checkpoint_or_trash_that_retention_removes(
     fuse: Path, tmp_path: Path, seed: int
 ) -> None:
-    stride = 1 if os.environ.get("DCPX_MANAGER_KILLS") == "all" else 17
-    rows = rows_of(compiled(tmp_path), fuse, "sweep", seed % stride, stride, 0)
-    assert rows[-1][1] == 0 and len(rows) > 200 // stride
+    step = 1 if os.environ.get("DCPX_MANAGER_KILLS") == "all" else stride(17) | 1
+    rows = rows_of(compiled(tmp_path), fuse, "sweep", seed % step, step, 0)
+    assert rows[-1][1] == 0 and len(rows) > 200 // step
     assert (rows[0][2], rows[-1][2]) == (3, 6)

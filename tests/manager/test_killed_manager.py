@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from support.call_shim import compiled, preloaded
+from support.machine import points, stride
 
 DRIVER = Path(__file__).with_name("kill_driver.py")
 IS_WHOLE = os.environ.get("DCPX_MANAGER_KILLS") == "all"
@@ -56,10 +57,10 @@ def rows_of(shim: Path, root: Path, *args: object) -> list[Any]:
 def test_killed_at_any_call_of_saves_and_retention_resumes_the_newest_whole(
     root: Path, shim: Path, seed: int
 ) -> None:
-    stride = 1 if IS_WHOLE else 17
-    begin = random.Random(seed).randrange(stride)
-    rows = rows_of(shim, root, "sweep", begin, stride, 0)
-    assert rows[-1][1] == 0 and len(rows) > 200 // stride
+    step = 1 if IS_WHOLE else stride(17) | 1  # odd: saves of both kinds are killed
+    begin = random.Random(seed).randrange(step)
+    rows = rows_of(shim, root, "sweep", begin, step, 0)
+    assert rows[-1][1] == 0 and len(rows) > 200 // step
     steps = [row[2] for row in rows]
     assert (steps[0], steps[-1]) == (3, 6)
     counts = [len(row[3]) for row in rows]
@@ -68,9 +69,9 @@ def test_killed_at_any_call_of_saves_and_retention_resumes_the_newest_whole(
 
 @pytest.mark.slow
 def test_killed_again_and_again_loses_nothing(root: Path, shim: Path, seed: int) -> None:
-    count = 200 if IS_WHOLE else 20
+    count = 200 if IS_WHOLE else max(4, points(20))
     rows = rows_of(shim, root, "loop", seed, 1, count)
     kills = sum(row[1] != 0 for row in rows)
     counts = [len(row[3]) for row in rows]
     print(f"{kills} kills of {len(rows)} runs, to step {rows[-1][2]}; whole: up to {max(counts)}")
-    assert kills > count // 2
+    assert kills >= count // 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.states import assert_same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -89,8 +90,10 @@ def async_saves_of_stock(root: Path) -> None:
     assert dcpx.async_save(state, root / "ours").result() is not None
     writer, stager = dcpx.DcpxWriter(root / "stager"), dcpx.DcpxStager()
     saved = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
-    saved.result(timeout=60)
-    dcp.async_save(state, storage_writer=dcpx.DcpxWriter(root / "own"), no_dist=True).result(60)
+    saved.result(timeout=seconds(60))
+    dcp.async_save(state, storage_writer=dcpx.DcpxWriter(root / "own"), no_dist=True).result(
+        seconds(60)
+    )
     for name in ("ours", "stager", "own"):
         found = state_of(2)
         dcpx.load(found, root / name)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.machine import seconds
 from support.store_ranks import Ranks
 from trainings import manager_of, save_steps
 
@@ -28,7 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 def watches_of(
     ranks: Ranks,
-    timeout_s: float = 60,
+    timeout_s: float | None = None,
     time_left_s: float | None = None,
     save_s: Callable[[int], float | None] = lambda _: None,
 ) -> list[Preemption]:
@@ -37,7 +38,7 @@ def watches_of(
             StoreKeys(ranks.clients[rank], "p/", f"rank {rank}", ranks.world_size),
             rank,
             ranks.world_size,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s or seconds(60),
             time_left_s=time_left_s,
             last_save_s=lambda rank=rank: save_s(rank),  # type: ignore[misc]
         )
@@ -61,7 +62,7 @@ def test_all_ranks_answer_alike_at_the_same_step(ranks: Ranks, seed: int) -> Non
                 watches[rank].signalled()
             if watches[rank].requested(step):
                 saved.append(step)
-            together.wait(60)  # the collectives of a step
+            together.wait(seconds(60))  # the collectives of a step
         return saved
 
     saved = ranks.run(train)
@@ -70,7 +71,7 @@ def test_all_ranks_answer_alike_at_the_same_step(ranks: Ranks, seed: int) -> Non
     for asked, answered in zip(sorted(signalled), saved[0], strict=True):
         assert asked < answered <= asked + 2
     for client in ranks.clients:
-        assert client.settle(Deadline(30))
+        assert client.settle(Deadline(seconds(30)))
     assert ranks.store.num_keys() == 0
 
 
@@ -103,7 +104,7 @@ def test_save_that_would_not_fit_is_not_asked_for(ranks: Ranks) -> None:
             answers = []
             for step in range(4):
                 answers.append(watches[rank].requested(step))
-                together.wait(60)
+                together.wait(seconds(60))
             return any(answers)
 
         assert ranks.run(train) == [answer] * ranks.world_size
@@ -111,7 +112,7 @@ def test_save_that_would_not_fit_is_not_asked_for(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_rank_that_does_not_ask_is_named(ranks: Ranks) -> None:
-    watches = watches_of(ranks, timeout_s=3)
+    watches = watches_of(ranks, timeout_s=seconds(3))
 
     def train(rank: int) -> None:
         if rank != 1:
@@ -176,5 +177,5 @@ def test_signals_need_the_main_thread_and_a_signal(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    thread.join(60)
+    thread.join(seconds(60))
     assert caught

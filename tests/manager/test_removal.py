@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.machine import seconds
 from trainings import manager_of, on_disk, save_steps
 
 from torch_dcpx import ConcurrentSaveError, UnsupportedError, WriteOptions
@@ -201,14 +202,14 @@ def test_save_waits_for_the_removal_of_what_lay_there(
     def emptied(*args: Any) -> Any:
         if again.ident is None:
             again.start()
-            assert asked.wait(60)
+            assert asked.wait(seconds(60))
         return empty(*args)
 
     monkeypatch.setattr(manager._retention, "_run_guard", Guard())
     monkeypatch.setattr(removal, "_empty", emptied)
     manager.save("b", step=2, user_content=0)
     manager._retention.wait()
-    again.join(60)
+    again.join(seconds(60))
     manager.wait()
     assert not failed, failed
     assert manager_of(tmp_path).resume().step == 3
@@ -247,7 +248,7 @@ def test_process_that_ends_without_close_ends_well(tmp_path: Path) -> None:
         "for step in range(5): manager.save(step, state={'x': torch.zeros(3)})",
     )
     command = [sys.executable, "-c", "\n".join(lines), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds(120))
     assert result.returncode == 0, result.stderr
     assert on_disk(tmp_path) == {"step-4"}
     assert manager_of(tmp_path).latest() == "step-4"

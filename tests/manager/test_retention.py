@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.machine import seconds
 from support.saves import save
 from trainings import manager_of, on_disk, save_steps
 
@@ -184,16 +185,16 @@ def test_save_under_way_keeps_its_directory(tmp_path: Path) -> None:
 
     def progress(done: int, total: int) -> None:
         waits.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(seconds(60))
 
     handle = async_save(
         {"x": torch.zeros(3)}, tmp_path / "other", options=WriteOptions(progress=progress)
     )
-    assert waits.wait(60)
+    assert waits.wait(seconds(60))
     manager._retention.run()
     assert (tmp_path / "other").exists()
     goes_on.set()
-    handle.result(60)
+    handle.result(seconds(60))
     save_steps(manager, 2, 3)
     manager.wait()
     assert on_disk(tmp_path) == {"other", "step-3"}  # no manager has saved `other`

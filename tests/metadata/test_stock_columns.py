@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hostile import pickles as hp
+from support.machine import points
 from support.metadata_samples import PATH, canonical, metadatas, small
 from support.saves import save
 from support.states import mixed_state
@@ -194,14 +195,12 @@ def test_checkpoint_id_is_what_python_makes_of_it(place: Any) -> None:
 
 
 @hypothesis.given(metadatas())
-@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.settings(max_examples=points(50), deadline=None)
 def test_any_metadata_is_what_python_makes_of_it(metadata: Metadata) -> None:
     data = pickle.dumps(metadata)
     found = open_stock_metadata(data)
-    is_odd = isinstance(metadata.planner_data, list) or (
-        metadata.storage_meta is not None
-        and isinstance(metadata.storage_meta.checkpoint_id, pathlib.PurePath)
-    )
+    place = metadata.storage_meta and metadata.storage_meta.checkpoint_id
+    is_odd = isinstance(metadata.planner_data, list) or isinstance(place, pathlib.PurePath)
     assert (found is None) is is_odd
     if found is not None:
         assert canonical(found) == canonical(load_stock_metadata(data, PATH))

@@ -12,13 +12,14 @@ import pickletools
 import random
 
 import pytest
+from support.machine import points
 from support.metadata_samples import PATH, canonical, small
 from support.mutations import mutate
 
 from torch_dcpx.metadata.stock import load_stock_metadata
 from torch_dcpx.metadata.stock_columns import open_stock_metadata
 
-ROUNDS = int(os.environ.get("DCPX_FUZZ_ROUNDS", "2000"))
+ROUNDS = int(os.environ.get("DCPX_FUZZ_ROUNDS") or points(2000))
 
 
 def outcome_of(mutant: bytes) -> str:
@@ -40,7 +41,7 @@ def check_mutants(rounds: int, seed: int) -> None:
 
 
 def test_mutation_is_what_python_makes_of_it_or_declined(seed: int) -> None:
-    check_mutants(1500, seed)
+    check_mutants(points(1500), seed)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
+from support.machine import points
 
 from torch_dcpx import _C
 from torch_dcpx.errors import PlanError
@@ -85,7 +86,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return sizes, boxes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=points(150), deadline=None)
 @given(st.lists(tensors(), max_size=6))
 def test_offences_are_those_that_counting_finds(drawn: list[Tensor]) -> None:
     found = {row[0]: row[1:] for row in offences(drawn)}

@@ -27,6 +27,7 @@ from support.engine_jobs import (
     write,
     write_row,
 )
+from support.machine import points
 from support.states import assert_same
 
 from torch_dcpx import _C
@@ -56,7 +57,7 @@ def make_items(described: Sequence[TensorSpec | bytes]) -> list[torch.Tensor | b
     return [make(item) if isinstance(item, TensorSpec) else item for item in described]
 
 
-@settings(max_examples=60)
+@settings(max_examples=points(60))
 @given(described=some_items, job=jobs, windows=st.integers(1, 4), spread=st.floats(0, 1))
 def test_every_written_item_loads_with_torch_alone(
     described: list[TensorSpec | bytes], job: dict[str, Any], windows: int, spread: float
@@ -146,7 +147,7 @@ def assert_read(box: Box) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=points(60))
 @given(
     described=st.lists(specs.filter(lambda s: 0 not in s.shape), min_size=1, max_size=5),
     job=jobs,

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from hostile import pickles as hp
+from support.machine import points
 from support.metadata_samples import TAIL, encode_small, seal, small
 from support.mutations import mutate
 
@@ -25,7 +26,7 @@ from torch_dcpx.errors import DcpxError
 from torch_dcpx.metadata.file import decode_file_names, decode_metadata
 from torch_dcpx.unpickle.byte_items import decode_byte_item
 
-ROUNDS = int(os.environ.get("DCPX_FUZZ_ROUNDS", "2000"))
+ROUNDS = int(os.environ.get("DCPX_FUZZ_ROUNDS") or points(2000))
 PLAIN = {
     "state": {0: {"step": torch.tensor(3.0)}, (1, 2): frozenset([4])},
     "groups": [{"lr": 1e-3, "betas": (0.9, 0.95)}, argparse.Namespace(x=datetime.timedelta(1))],

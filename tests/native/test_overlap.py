@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from support.machine import points
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     TensorProperties,
@@ -67,7 +68,7 @@ def chunks(boxes: list[Box]) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size(at), torch.Size(n)) for at, n in boxes]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=points(100), deadline=None)
 @given(tensors())
 def test_items_are_stocks_in_stocks_order(drawn: Tensor) -> None:
     ndim, wanted, stored = drawn

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.machine import seconds
 
 import torch_dcpx as dcpx
 from torch_dcpx import RankError, StorageError, WriteOptions
@@ -28,16 +29,16 @@ def test_cancelled_save_aborts_its_upload_and_leaves_the_old_checkpoint(
 
     def hold(_: Request) -> None:
         has_come.set()
-        assert may_go.wait(120)
+        assert may_go.wait(seconds(120))
 
     object_proxy.hook("upload_part", hold, times=None)
     options = WriteOptions(host_memory_bytes=24 * MIB)
     handle = dcpx.async_save({"w": torch.ones(4 * MIB)}, object_prefix, options=options)
-    assert has_come.wait(120)
+    assert has_come.wait(seconds(120))
     assert handle.cancel()
     may_go.set()
     with pytest.raises((StorageError, RankError), match="cancelled"):
-        handle.result(120)
+        handle.result(seconds(120))
     object_proxy.heal()
     assert object_server.keys(object_prefix) == before
     assert object_server.uploads(object_prefix) == [] or not object_server.has_aborts

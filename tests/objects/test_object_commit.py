@@ -27,6 +27,7 @@ from object_outcomes import (
     save,
     state_of,
 )
+from support.machine import seconds
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
 from support.object_server import ObjectServer
@@ -37,7 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torch_dcpx
 from torch_dcpx import ConcurrentSaveError, DcpxWriter, OutcomeUnknownError, StorageError
 
-_DEADLINE_S = 120.0
+_DEADLINE_S = seconds(120)
 _METADATA = "/.metadata"
 
 
@@ -78,7 +79,7 @@ def test_save_held_up_at_its_commit_is_refused_once_another_has_committed(
     with retries(0), ThreadPoolExecutor(1) as pool:
         try:
             held = pool.submit(error_of, lambda: save(OTHER, object_prefix))
-            object_proxy.wait("put_object", key=_METADATA, deadline_s=_DEADLINE_S)
+            object_proxy.wait("put_object", key=_METADATA)
             save(NEW, object_prefix)
         finally:
             go_on.set()

@@ -33,6 +33,7 @@ from object_outcomes import (
     retries,
     save,
 )
+from support.machine import spread
 from support.object_proxy import AFTER, FaultProxy
 from support.object_requests import Request
 from support.object_server import ObjectServer
@@ -120,9 +121,9 @@ def _export_with_fault(
     return hit
 
 
-def _sweep(store: Store, kinds: tuple[str, str], hows: Any, tries: Any) -> None:
+def _sweep(store: Store, seed: int, kinds: tuple[str, str], hows: Any, tries: Any) -> None:
     objects = _prepared(store, kinds[0])
-    for number in range(200):
+    for number in spread(200, seed):
         if _export_with_fault(store, kinds, objects, number, hows(), tries()) is None:
             break
     assert number > 2
@@ -134,7 +135,8 @@ def test_fault_of_any_request_of_an_export_leaves_one_artifact_whole(
 ) -> None:
     """A sample: one fault a request."""
     draw = random.Random(seed)
-    _sweep(store, kinds, lambda: draw.choice([*LOST, *REFUSED]), lambda: draw.choice([0, _TRIES]))
+    hows, tries = (*LOST, *REFUSED), (0, _TRIES)
+    _sweep(store, seed, kinds, lambda: draw.choice(hows), lambda: draw.choice(tries))
 
 
 @pytest.mark.slow
@@ -142,9 +144,9 @@ def test_fault_of_any_request_of_an_export_leaves_one_artifact_whole(
 @pytest.mark.parametrize("how", [*LOST, *REFUSED])
 @pytest.mark.parametrize("kinds", EXPORTS, ids="-".join)
 def test_every_fault_of_every_request_of_an_export_leaves_one_artifact_whole(
-    store: Store, kinds: tuple[str, str], how: str, tries: int
+    store: Store, seed: int, kinds: tuple[str, str], how: str, tries: int
 ) -> None:
-    _sweep(store, kinds, lambda: how, lambda: tries)
+    _sweep(store, seed, kinds, lambda: how, lambda: tries)
 
 
 # ---- Faults that stay ---------------------------------------------------------------------------

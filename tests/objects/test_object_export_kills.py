@@ -12,6 +12,7 @@ import pytest
 from object_exports import INDEX, KINDS, SINGLE, export, exported, is_same, names_at, tensors_of
 from object_outcomes import Store, objects_at
 from object_victims import killed_at
+from support.machine import spread
 from support.object_proxy import FaultProxy
 from support.object_server import ObjectServer
 
@@ -72,11 +73,11 @@ def test_export_killed_at_a_request_leaves_old_or_new(
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("kinds", EXPORTS, ids="-".join)
 def test_export_killed_at_any_request_leaves_old_or_new(
-    store: Store, kinds: tuple[str, str], is_done: bool
+    store: Store, seed: int, kinds: tuple[str, str], is_done: bool
 ) -> None:
     export(tensors_of(1), store.url, kinds[0])
     objects = objects_at(store.server, store.url)
-    for number in range(_MOST):
+    for number in spread(_MOST, seed):
         if not _killed_at(store, objects, kinds[1], number, is_done=is_done)[0]:
             break
     assert number > 3

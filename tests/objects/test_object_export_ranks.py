@@ -9,6 +9,7 @@ import pytest
 import torch
 from object_exports import assert_equal, export, exported, names_at, tensors_of
 from object_outcomes import MIB, objects_at
+from support.machine import seconds
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
 from support.object_server import ObjectServer
@@ -51,7 +52,7 @@ def test_failed_rank_leaves_no_shard_of_a_rank_that_uploads_still(
         return "403"
 
     def wait_long(_: Request) -> None:
-        failed.wait(120)
+        failed.wait(seconds(120))
         threading.Event().wait(3)  # the coordinator gives up meanwhile
 
     object_proxy.hook("put_object", wait_long, key="00002-of-00002")

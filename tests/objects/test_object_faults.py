@@ -31,6 +31,7 @@ from object_outcomes import (
     save,
     state_of,
 )
+from support.machine import seconds, spread
 from support.object_fixture import s3_alone
 from support.object_proxy import AFTER, FaultProxy
 from support.object_requests import Request
@@ -43,7 +44,7 @@ from torch_dcpx import DcpxError, OutcomeUnknownError
 SAVES = {"first": (0, 3000), "over": (3000, 3000), "parts": (3000, LARGE_NUMEL)}
 _AFTER_COMMIT = ("get_object", "list", "delete_many")  # what is needed for removals alone
 _TRIES = 3
-_DEADLINE_S = 120.0
+_DEADLINE_S = seconds(120)
 
 
 @pytest.fixture
@@ -128,9 +129,9 @@ def test_fault_of_any_request_of_a_save_leaves_one_checkpoint_whole(
     draw = random.Random(seed)
     requests = _requests_of(store, old, new)
     begin = 0 if kind != "parts" else _first(requests, store.server.begins_upload)
-    for number in range(begin, len(requests)):
+    for number in spread(len(requests) - begin, seed):
         tries = draw.choice([0, _TRIES])
-        _save_with_fault(store, old, new, number, draw.choice([*LOST, *REFUSED]), tries)
+        _save_with_fault(store, old, new, begin + number, draw.choice([*LOST, *REFUSED]), tries)
 
 
 def _first(requests: Sequence[Request], kind: str) -> int:
@@ -151,13 +152,13 @@ _OF_PARTS = ("reset", "503", "lost_answer", "403")  # the others are other words
 )
 @pytest.mark.parametrize("tries", [0, _TRIES])
 def test_every_fault_of_every_request_of_a_save_leaves_one_checkpoint_whole(
-    store: Store, kind: str, how: str, tries: int
+    store: Store, seed: int, kind: str, how: str, tries: int
 ) -> None:
     old, new = _states(kind, store)
     requests = _requests_of(store, old, new)
     begin = 0 if kind != "parts" else _first(requests, store.server.begins_upload)
-    for number in range(begin, len(requests)):
-        _save_with_fault(store, old, new, number, how, tries)
+    for number in spread(len(requests) - begin, seed):
+        _save_with_fault(store, old, new, begin + number, how, tries)
 
 
 def test_fault_is_not_noticed_with_the_retries_of_a_user(store: Store) -> None:

@@ -15,6 +15,7 @@ import torch
 from object_manager_outcomes import HOUR, Root, clock_ahead
 from object_managers import manager_of, resumed, save_steps
 from object_outcomes import LOST, REFUSED, error_of, retries
+from support.machine import points, spread
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
@@ -23,7 +24,6 @@ from support.object_server import ObjectServer
 from torch_dcpx import CheckpointManager, DcpxError, OutcomeUnknownError
 
 _TRIES = 3
-_SAMPLE = 14  # requests of one test
 _SECRET = "hush-SUmvNzYYk6dVb3"
 _KEEP = 2
 
@@ -104,7 +104,7 @@ def test_fault_of_a_request_of_saves_loses_nothing_and_is_cleaned_up(
     """A sample."""
     base, draw = root.base(), random.Random(seed)
     requests = _requests_of(root, base, lambda: _job(root, *steps))
-    for number in sorted(draw.sample(range(len(requests)), _SAMPLE)):
+    for number in sorted(draw.sample(range(len(requests)), min(len(requests), points(14)))):
         how = draw.choice([*LOST, *REFUSED, "delay"])
         _saves_with_fault(root, base, steps, number, how, draw.choice([0, _TRIES]))
     assert _SECRET not in caplog.text
@@ -115,11 +115,13 @@ _REPEATED = (("reset", _TRIES), ("lost_answer", _TRIES))  # the others are other
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "tries"), [*((how, 0) for how in (*LOST, *REFUSED)), *_REPEATED])
-def test_no_fault_of_any_request_of_a_save_loses_anything(root: Root, how: str, tries: int) -> None:
+def test_no_fault_of_any_request_of_a_save_loses_anything(
+    root: Root, seed: int, how: str, tries: int
+) -> None:
     base = root.base()
     requests = _requests_of(root, base, lambda: _job(root, 4))
-    for one in requests[_turn(how) :: 3]:
-        _saves_with_fault(root, base, (4,), one.number, how, tries)
+    for number in spread(len(range(_turn(how), len(requests), 3)), seed):
+        _saves_with_fault(root, base, (4,), _turn(how) + 3 * number, how, tries)
 
 
 @s3_alone  # Azure signs the number of keys a page
@@ -138,12 +140,13 @@ def _turn(how: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["reset", "lost_answer", "403"])
-def test_every_request_of_a_second_save_may_fail(root: Root, how: str) -> None:
+def test_every_request_of_a_second_save_may_fail(root: Root, seed: int, how: str) -> None:
     base = root.base()
     requests = _requests_of(root, base, lambda: _job(root, 4, 5))
     begin = [one.number for one in requests if one.key.endswith("step-4/.metadata")][-1]
-    for number in range(begin + _turn(how), len(requests), 3):
-        _saves_with_fault(root, base, (4, 5), number, how, 0)
+    begin += _turn(how)
+    for number in spread(len(range(begin, len(requests), 3)), seed):
+        _saves_with_fault(root, base, (4, 5), begin + 3 * number, how, 0)
 
 
 # ---- Faults that stay ---------------------------------------------------------------------------
@@ -286,7 +289,7 @@ def test_fault_of_a_request_of_a_call_loses_nothing(
     """A sample."""
     base, draw = _base_of(root, call), random.Random(seed)
     requests = _requests_of(root, base, lambda: call(manager_of(root.url)))
-    for number in sorted(draw.sample(range(len(requests)), min(len(requests), 4))):
+    for number in sorted(draw.sample(range(len(requests)), min(len(requests), points(4)))):
         how = draw.choice([*LOST, *REFUSED, "delay"])
         _call_with_fault(root, base, call, number, how, draw.choice([0, _TRIES]))
 
@@ -297,11 +300,12 @@ def test_fault_of_a_request_of_a_call_loses_nothing(
 )
 @pytest.mark.parametrize("call", CALLS)
 def test_every_fault_of_every_request_of_a_call_loses_nothing(
-    root: Root, call: Callable[[CheckpointManager], None], how: str, tries: int
+    root: Root, seed: int, call: Callable[[CheckpointManager], None], how: str, tries: int
 ) -> None:
     base = _base_of(root, call)
-    for one in _requests_of(root, base, lambda: call(manager_of(root.url))):
-        _call_with_fault(root, base, call, one.number, how, tries)
+    requests = _requests_of(root, base, lambda: call(manager_of(root.url)))
+    for number in spread(len(requests), seed):
+        _call_with_fault(root, base, call, number, how, tries)
 
 
 @pytest.mark.parametrize("how", ["503", "403", "reset"])

@@ -16,13 +16,13 @@ from object_manager_outcomes import Root
 from object_managers import manager_of, save_steps
 from object_outcomes import retries
 from object_victims import killed_at
+from support.machine import points, stride
 from support.object_proxy import FaultProxy
 from support.object_server import ObjectServer
 
 WORKER = Path(__file__).with_name("object_manager_kills_worker.py")
 _MOST = 200
 _SAVES = (3, 4)  # of the victim, over 1 and 2
-_SAMPLE = 5
 
 
 class Killed(NamedTuple):
@@ -80,8 +80,8 @@ def test_job_killed_at_a_request_is_continued_and_cleaned_up(victims: Victims, s
     whole = victims.killed_at(_MOST, is_done=False)
     assert (whole.status, len(whole.commits)) == (0, 2)
     draw = random.Random(seed)
-    points = [(draw.randrange(whole.requests), draw.random() < 0.5) for _ in range(_SAMPLE)]
-    for number, is_done in [*points, (whole.commits[1], False), (whole.commits[1], True)]:
+    some = [(draw.randrange(whole.requests), draw.random() < 0.5) for _ in range(points(5))]
+    for number, is_done in [*some, (whole.commits[1], False), (whole.commits[1], True)]:
         print(number, is_done)
         killed = victims.killed_at(number, is_done=is_done)
         assert killed.status == -signal.SIGKILL
@@ -93,7 +93,7 @@ def test_job_killed_at_any_request_is_continued_and_cleaned_up(
     victims: Victims, is_done: bool
 ) -> None:
     seen = []
-    for number in range(is_done, _MOST, 2):  # before one request, behind the next
+    for number in range(is_done, _MOST, stride(2)):  # before one request, behind the next
         killed = victims.killed_at(number, is_done=is_done)
         seen.append(len(killed.commits))
         if killed.status == 0:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.machine import seconds
 from support.object_client import opened
 from support.object_proxy import FaultProxy
 from support.object_server import ObjectServer
@@ -17,7 +18,7 @@ from support.object_server import ObjectServer
 obstore = pytest.importorskip("obstore")
 
 TESTS = Path(__file__).resolve().parents[1]
-_DEADLINE_S = 120.0
+_DEADLINE_S = seconds(120)
 
 
 def test_helper_calls_put_find_read_and_delete(

@@ -14,6 +14,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from support.machine import seconds
 from support.object_client import opened
 from support.object_fixture import enter, s3_alone
 from support.object_proxy import FaultProxy
@@ -26,7 +27,7 @@ pytestmark = s3_alone
 
 MIB = 1 << 20
 CHUNK_BYTES = 5 * MIB  # the least that S3 takes, but of the last part
-_DEADLINE_S = 120.0
+_DEADLINE_S = seconds(120)
 
 
 # ---- The proxy without faults -------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.tensor_bits import bits
 from support.worker import rank_case
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,7 +97,9 @@ class Saves:
         if self.number % 2:
             dcpx.save(wanted, path, planner=self.planner, process_group=group)
         else:
-            dcpx.async_save(wanted, path, planner=self.planner, process_group=group).result(60)
+            dcpx.async_save(wanted, path, planner=self.planner, process_group=group).result(
+                seconds(60)
+            )
         check(path, wanted, group)
         rank = dist.get_rank(group)
         return counting.made - before, sum(key == f"{n}/v/{rank}" for n in range(9) for key in sent)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.tensor_bits import bits
 from support.worker import rank_case
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -86,7 +87,7 @@ def calls(root: Path) -> None:
     wanted = state(mesh, 4.0)
     handle = dcpx.async_save(wanted, root / "async", options=OPTIONS)
     zero(wanted)
-    handle.result(120)
+    handle.result(seconds(120))
     check(root / "async", mesh, 4.0)
     for number, stager in enumerate((None, dcpx.DcpxStager())):
         wanted = state(mesh, 5.0)
@@ -96,7 +97,7 @@ def calls(root: Path) -> None:
             wanted, storage_writer=writer, planner=planner, async_stager=stager
         )
         zero(wanted)
-        saved.result(120)
+        saved.result(seconds(120))
         check(path, mesh, 5.0)
     dcp.save(state(mesh, 6.0), storage_writer=dcp.FileSystemWriter(root / "stock"), planner=planner)
     check(root / "stock", mesh, 6.0, is_cut=False)
@@ -161,7 +162,7 @@ def process(root: Path) -> None:
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             async_stager=stager,
         )
-        saved.result(200)
+        saved.result(seconds(200))
         check(path, mesh, 8.0)
 
 

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from support.machine import points
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torch_dcpx import OptionError
@@ -62,7 +63,7 @@ def _result(function: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, str]:
         return {}, {}, str(error)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=points(300), deadline=None)
 @given(STATES)
 def test_state_has_the_names_paths_and_order_of_torchs(state: dict[Any, Any]) -> None:
     wanted, wanted_paths, text = _result(flatten_state_dict, state)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
+from support.machine import points
 from support.plan_states import as_rank, mesh_of, mixed_state, part_of
 from support.tensor_bits import bits
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -120,7 +121,7 @@ def test_names_of_torch_before_2_4_are_found() -> None:
 PLACEMENTS = st.sampled_from([Shard(0), Shard(1), Replicate()])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=points(40), deadline=None)
 @given(
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
     st.sampled_from([(6,), (2, 3)]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
+from support.machine import points
 from support.saves import save
 from support.states import assert_same
 from test_flatten_state import STATES
@@ -134,7 +135,7 @@ VALUES = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=points(200), deadline=None)
 @given(st.dictionaries(st.sampled_from([*stored(), "more", Name("a")]), VALUES))
 def test_differences_are_those_that_python_finds(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]
@@ -202,7 +203,7 @@ def taken_apart(planner: DefaultLoadPlanner, state: Any) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=points(300), deadline=None)
 @given(STATES, st.booleans(), st.booleans())
 def test_state_is_taken_apart_as_by_stocks_planner(
     state: dict[Any, Any], is_flat: bool, is_sharded_flat: bool

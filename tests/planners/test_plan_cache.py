@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.async_saves import no_save_is_left
+from support.machine import seconds
 from support.plan_states import made, set_up
 from support.tensor_bits import bits
 from torch.distributed.checkpoint.metadata import Metadata
@@ -52,7 +53,7 @@ def test_unchanged_state_is_planned_once_and_saved_as_it_is_now(
         begin = async_save if number % 2 else save
         done: Any = begin(state_of(number), tmp_path / str(number), planner=planner)
         if begin is async_save:
-            done.result(60)
+            done.result(seconds(60))
     assert made == [1, 1]
     for number in range(4):
         assert_saved(tmp_path / str(number), state_of(number))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
+from support.machine import points
 from support.plan_states import (
     MakeState,
     as_rank,
@@ -66,7 +67,7 @@ def test_items_have_all_attributes_of_stocks() -> None:
 PLACEMENTS = st.sampled_from([Shard(0), Shard(1), Replicate()])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=points(30), deadline=None)
 @given(
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
     st.sampled_from([(6,), (2, 3)]),

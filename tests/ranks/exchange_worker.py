@@ -16,6 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.leaks import Held
+from support.machine import seconds
 
 from torch_dcpx.errors import OptionError, RankError, UnsupportedError
 from torch_dcpx.ranks.ballot import Ballot
@@ -24,8 +25,8 @@ from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.ranks.store_client import client_of
 
 
-def save(group: Any, value: Any, timeout_s: float = 120) -> Any:
-    with exchange_for(group, no_dist=False, timeout_s=timeout_s) as exchange:
+def save(group: Any, value: Any) -> Any:
+    with exchange_for(group, no_dist=False, timeout_s=seconds(120)) as exchange:
         values = exchange.all_reduce("plan", lambda: value, list)
         mine = exchange.reduce_scatter("split", lambda: exchange.rank, list)
         assert mine == exchange.rank
@@ -58,12 +59,12 @@ def check_two_groups_in_turns(rank: int) -> None:
     """A save in the background, and operations of other groups and of the same one meanwhile."""
     group = dist.new_group([0, 1, 2])
     results: list[Any] = []
-    behind = exchange_for(None, no_dist=False, timeout_s=120)
+    behind = exchange_for(None, no_dist=False, timeout_s=seconds(120))
     ballot = Ballot(behind, behind.deadline)
     everybody_has_loaded = threading.Event()
 
     def background() -> None:
-        assert everybody_has_loaded.wait(120)
+        assert everybody_has_loaded.wait(seconds(120))
         ballot.vote(rank)
         results.append(ballot.settle(sum, lambda: False))
         behind.close()
@@ -77,7 +78,7 @@ def check_two_groups_in_turns(rank: int) -> None:
         dist.all_reduce(total)
         assert total.item() == 3
     everybody_has_loaded.set()
-    thread.join(120)
+    thread.join(seconds(120))
     assert results == [3]
 
 
@@ -87,7 +88,7 @@ def check_500_operations_leave_nothing(rank: int) -> None:
     held, keys = Held(), store.num_keys()
     for number in range(500):
         if number % 100 == 50:  # a failing one among them
-            exchange = exchange_for(None, no_dist=False, timeout_s=120)
+            exchange = exchange_for(None, no_dist=False, timeout_s=seconds(120))
             with pytest.raises(RankError, match=r"rank 1 .*ZeroDivisionError"), exchange:
                 exchange.all_reduce("plan", lambda e=exchange: 1 // (e.rank - 1), list)
             del exchange  # and the error's frames with it
@@ -101,7 +102,7 @@ def check_500_operations_leave_nothing(rank: int) -> None:
 
 
 def check_fork(rank: int) -> None:
-    with exchange_for(None, no_dist=False, timeout_s=120) as exchange:
+    with exchange_for(None, no_dist=False, timeout_s=seconds(120)) as exchange:
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -151,7 +152,7 @@ def main() -> None:
     del client
     dist.destroy_process_group()
     assert thread is not None
-    thread.join(60)
+    thread.join(seconds(60))
     assert not thread.is_alive(), "the group's thread outlives it"
     print(f"rank {rank} done", flush=True)
     sys.exit(0)

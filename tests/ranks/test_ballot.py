@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from typing import Any, NoReturn
 
 import pytest
+from support.machine import seconds
 from support.store_ranks import FULL, Ranks, Storage, assert_no_key_is_left, ballots
 from torch.distributed import HashStore, PrefixStore
 
@@ -123,7 +124,7 @@ def test_rank_that_fails_to_write_ends_the_save_on_all_while_others_still_write(
             ballot.fail(FULL)
             has_failed.set()
         elif exchange.rank == 3:  # writes for ever, and looks now and then
-            assert has_failed.wait(60)
+            assert has_failed.wait(seconds(60))
             with pytest.raises(StorageError):
                 ballot.check()
         else:
@@ -266,13 +267,13 @@ def test_cancel_while_the_coordinator_commits_comes_too_late(
 
     def commit(payloads: list[Any]) -> str:
         is_committing.set()
-        assert is_cancelled.wait(60)
+        assert is_cancelled.wait(seconds(60))
         return storage.commit(payloads)
 
     def body(ballot: Ballot, exchange: StoreExchange) -> Any:
         ballot.vote(1)
         if exchange.rank == 1:
-            assert is_committing.wait(60)
+            assert is_committing.wait(seconds(60))
             assert ballot.cancel() is False
             is_cancelled.set()
         return ballot.settle(commit, storage.was_committed)
@@ -295,7 +296,7 @@ def test_interrupted_rank_raises_it_and_the_others_an_error(
         if where == "waiting" and exchange.rank == 2:
             monkeypatch.setattr(exchange.keys, "wait_for", interrupt)
         if where == "waiting" and exchange.rank == 3:
-            assert is_interrupted.wait(60)
+            assert is_interrupted.wait(seconds(60))
         ballot.vote(1)
         try:
             return ballot.settle(
@@ -325,14 +326,14 @@ def test_rank_that_is_interrupted_while_the_coordinator_commits_may_be_published
     interrupted = threading.Event()
 
     def commit(payloads: list[Any]) -> str:
-        assert interrupted.wait(60)
+        assert interrupted.wait(seconds(60))
         return storage.commit(payloads)
 
     def body(ballot: Ballot, exchange: StoreExchange) -> Any:
         ballot.vote(exchange.rank)
         if exchange.rank != 2:
             return ballot.settle(commit, storage.was_committed)
-        assert exchange.keys.wait_for("ballot/a", Deadline(60))
+        assert exchange.keys.wait_for("ballot/a", Deadline(seconds(60)))
         ballot._outcome = raise_interrupt  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             ballot.settle(commit, storage.was_committed)

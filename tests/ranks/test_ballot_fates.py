@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.machine import points, seconds
 from support.store_ranks import FULL, Killed, Ranks, Storage
 from torch.distributed import HashStore
 
@@ -30,7 +31,7 @@ def run_with_fates(world_size: int, random_seed: int) -> None:
 
     def one(rank: int) -> Any:
         fate, fatal_phase = fates[rank]
-        exchange = ranks.exchange(rank, timeout_s=0.7)
+        exchange = ranks.exchange(rank, timeout_s=seconds(0.7))
         ballot = Ballot(exchange, exchange.deadline)
 
         def reach(phase: str) -> None:
@@ -108,4 +109,4 @@ def run_with_fates(world_size: int, random_seed: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_whatever_happens_to_ranks_the_others_agree(world_size: int, seed: int) -> None:
     with ThreadPoolExecutor(4) as pool:  # they mostly wait
-        list(pool.map(lambda step: run_with_fates(world_size, seed + step), range(8)))
+        list(pool.map(lambda step: run_with_fates(world_size, seed + step), range(points(8))))

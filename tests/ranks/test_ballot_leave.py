@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
+from support.machine import seconds
 from support.store_ranks import Ranks, Storage, ballots
 from torch.distributed import HashStore, PrefixStore
 
@@ -41,13 +42,13 @@ def test_rank_that_leaves_ends_the_vote_unless_the_others_can_do_without_it(
         if exchange.rank == leaving:
             if has_voted:
                 ballot.vote(exchange.rank)
-            ballot.leave(Deadline(10))
+            ballot.leave(Deadline(seconds(10)))
             has_left.set()
             return "left"
         if not (leaving == 0 and has_voted and exchange.rank == 1):
             ballot.vote(exchange.rank)
         else:
-            assert has_left.wait(60)  # else the vote is complete before
+            assert has_left.wait(seconds(60))  # else the vote is complete before
             ballot.vote(exchange.rank)
         return ballot.settle(storage.commit, storage.was_committed)
 
@@ -68,7 +69,7 @@ def test_leave_once_it_commits_changes_nothing(storage: Storage) -> None:
     ballot.vote(1)
 
     def commit(payloads: list[Any]) -> str:
-        ballot.leave(Deadline(10))
+        ballot.leave(Deadline(seconds(10)))
         return storage.commit(payloads)
 
     assert ballot.settle(commit, storage.was_committed) == "result"
@@ -78,7 +79,7 @@ def test_alone_a_save_that_is_left_is_not_committed(storage: Storage) -> None:
     exchange = Exchange(60)
     ballot = Ballot(exchange, exchange.deadline)
     ballot.vote(1)
-    ballot.leave(Deadline(10))
+    ballot.leave(Deadline(seconds(10)))
     with pytest.raises(RankError, match="the process of rank 0 ends") as caught:
         ballot.settle(storage.commit, storage.was_committed)
     assert type(caught.value.__cause__) is CancelledError

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.machine import seconds
 from support.store_ranks import FULL, Killed, Ranks, Storage, ballots
 from torch.distributed import HashStore, PrefixStore
 
@@ -40,7 +41,7 @@ def test_rank_lost_before_the_decision_is_named_on_all_others(
             raise Killed
         return ballot.settle(storage.commit, storage.was_committed)
 
-    got = ballots(ranks, body, timeout_s=1)
+    got = ballots(ranks, body, timeout_s=seconds(1))
     survivors = [outcome for rank, outcome in enumerate(got) if rank != lost]
     if (lost, has_voted) == (2, True):
         assert survivors == ["result"] * 3  # its files are durable: nobody misses it
@@ -65,7 +66,7 @@ def test_coordinator_lost_in_its_commit_is_looked_up_in_the_storage(
             ballot._publish = lambda _: None  # type: ignore[method-assign]
         return ballot.settle(commit, storage.was_committed)
 
-    got = ballots(ranks, body, timeout_s=1)
+    got = ballots(ranks, body, timeout_s=seconds(1))
     assert type(got[0]) is Killed
     if is_committed:
         assert got[1:] == [None] * 3
@@ -95,7 +96,7 @@ def test_lost_store_is_never_a_success_without_the_save_in_the_storage(
 ) -> None:
     is_lost = threading.Event()
     is_over = threading.Event()
-    all_entered = threading.Barrier(3, timeout=60)
+    all_entered = threading.Barrier(3, timeout=seconds(60))
     ranks = Ranks(LosableStore(HashStore(), is_lost), 3)
 
     def commit(payloads: list[Any]) -> str:
@@ -123,7 +124,7 @@ def test_lost_store_is_never_a_success_without_the_save_in_the_storage(
 
         def was_committed() -> bool:
             if when in ("commit", "after"):
-                assert is_over.wait(60)
+                assert is_over.wait(seconds(60))
             return storage.was_committed()
 
         return ballot.settle(commit, was_committed)
@@ -139,7 +140,7 @@ def test_lost_store_is_never_a_success_without_the_save_in_the_storage(
 
 def test_rank_that_failed_itself_says_so_though_the_store_is_lost(storage: Storage) -> None:
     is_lost = threading.Event()
-    all_entered = threading.Barrier(2, timeout=60)
+    all_entered = threading.Barrier(2, timeout=seconds(60))
     ranks = Ranks(LosableStore(HashStore(), is_lost), 2)
 
     def body(ballot: Ballot, exchange: StoreExchange) -> Any:
@@ -166,6 +167,6 @@ def test_storage_that_cannot_be_looked_at_leaves_the_outcome_unknown(ranks: Rank
 
         return ballot.settle(lambda _: None, was_committed)
 
-    got = ballots(ranks, body, timeout_s=1)
+    got = ballots(ranks, body, timeout_s=seconds(1))
     assert [type(e) for e in got[1:]] == [OutcomeUnknownError] * 3
     assert {e.__cause__ for e in got[1:]} == {FULL}

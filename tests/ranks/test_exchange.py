@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.machine import seconds
 from support.store_ranks import Ranks, assert_no_key_is_left, values_of
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
@@ -248,7 +249,7 @@ def test_failing_rank_wakes_those_that_wait_while_another_is_busy(ranks: Ranks) 
     def body(rank: int) -> None:
         with ranks.exchange(rank, timeout_s=600) as exchange:
             if rank == 0:  # the coordinator has much to do, and comes when all others have left
-                exchange.all_reduce("x", lambda: others_are_out.wait(60), len)
+                exchange.all_reduce("x", lambda: others_are_out.wait(seconds(60)), len)
             try:
                 exchange.all_reduce("x", lambda: failing(KeyError()) if rank == 2 else 1, len)
             finally:

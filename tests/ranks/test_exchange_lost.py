@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.machine import seconds
 from support.store_ranks import Killed, Ranks, assert_no_key_is_left, values_of
 from torch.distributed import HashStore, PrefixStore
 
@@ -32,7 +33,7 @@ def test_lost_rank_is_named_with_its_last_phase_on_all_others(
         if rank == lost and when == "never begins":
             ranks.clients[rank].next_number()
             raise Killed
-        exchange = ranks.exchange(rank, timeout_s=1)
+        exchange = ranks.exchange(rank, timeout_s=seconds(1))
         exchange.note_phase("staging")
         if rank == lost and when == "after its value":
             Step(exchange, FIRST).tell(Own(lambda: 1, is_sent=lost != 0))
@@ -128,19 +129,19 @@ class StoppedStore:
 
     def __getattr__(self, name: str) -> Any:
         if self.stopped.is_set():
-            self.go_on.wait(120)
+            self.go_on.wait(seconds(120))
         return getattr(self.store, name)
 
 
 def test_store_that_stops_is_an_error_on_all_ranks_and_serves_again_when_it_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch_dcpx.ranks.store_client._ANSWER_S", 0.2)
+    monkeypatch.setattr("torch_dcpx.ranks.store_client._ANSWER_S", seconds(0.2))
     stopped, go_on = threading.Event(), threading.Event()
     ranks = Ranks(StoppedStore(HashStore(), stopped, go_on), 2)
 
     def body(rank: int) -> None:
-        with ranks.exchange(rank, timeout_s=0.5) as exchange:
+        with ranks.exchange(rank, timeout_s=seconds(0.5)) as exchange:
             exchange.all_reduce("first", lambda: 1, sum)
             stopped.set()
             exchange.all_reduce("second", lambda: 1, sum)
@@ -178,7 +179,7 @@ def test_store_that_failed_is_opened_again_only_for_who_waits() -> None:
         raise RuntimeError("Connection refused")
 
     client = StoreClient(open_store)
-    soon = Deadline(30)
+    soon = Deadline(seconds(30))
     for count in (1, 2):
         with pytest.raises(StoreLostError, match=r"get 'x': .*failed: Connection refused"):
             client.call("get 'x'", lambda store: store, soon)

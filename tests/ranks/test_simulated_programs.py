@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from support.machine import points
 from support.simulated_ranks import Client, Store, Task, World
 
 from torch_dcpx.checkpoint.same_call import Call, check_same_call
@@ -254,11 +255,11 @@ def numbers(seed: int, count: int) -> list[int]:
 
 @pytest.mark.slow
 def test_programs_in_which_ranks_err_mix_nothing_and_go_on(seed: int) -> None:
-    for number in numbers(seed, 150):
+    for number in numbers(seed, points(150)):
         run_program(number)
 
 
 @pytest.mark.slow
 def test_ten_thousand_programs_in_which_ranks_err_mix_nothing_and_go_on(seed: int) -> None:
-    for number in numbers(seed, 10_000):
+    for number in numbers(seed, points(10_000)):
         run_program(number)

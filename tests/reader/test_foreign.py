@@ -23,6 +23,7 @@ from support.foreign import (
     torch_items,
     write_foreign,
 )
+from support.machine import points
 from support.saves import READERS, change, raises_one
 from support.states import DTYPES, assert_same, random_bytes
 from support.zip_samples import saved
@@ -304,7 +305,7 @@ def random_target(rng: random.Random, like: torch.Tensor) -> torch.Tensor:
 def test_any_region_of_any_layout_is_what_torch_cuts_out(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     pieces, wanted = [], []
-    for number in range(200):
+    for number in range(points(200)):
         stored = random_layout(rng)
         kinds = [saved, saved_without_crc, big_endian] if stored.dtype.itemsize > 1 else [saved]
         pieces.append(Piece(f"t{number}", rng.choice(kinds)(stored), stored, (), f"{number % 7}"))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from support.chunked import Box, chunked, grid
+from support.machine import points
 from support.saves import READERS, WRITERS
 from support.states import DTYPES, assert_same, random_bytes
 
@@ -97,7 +98,7 @@ def save_chunks(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=points(100), deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=6), st.sampled_from(WAYS), st.integers(1, 3))
 def test_any_layout_loads_from_any_other(
     drawn: list[tuple[torch.Tensor, list[Box], list[Box], list[str]]],

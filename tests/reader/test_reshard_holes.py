@@ -15,6 +15,7 @@ import torch
 from hypothesis import assume, given, settings
 from reshard_cases import Case, fill_with_canaries, local_parts, place, worlds
 from support import rank_hooks
+from support.machine import points
 from support.rank_hooks import READERS, WRITERS
 from support.states import assert_same
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
@@ -62,7 +63,7 @@ def is_inside(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
     )
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=points(60), derandomize=True)
 @given(worlds(), damages(), st.sampled_from(sorted(WRITERS)), st.sampled_from(sorted(READERS)))
 def test_rank_that_wants_what_is_not_stored_once_says_so_and_no_rank_reads(
     world: World, damage: Any, writer: str, reader: str

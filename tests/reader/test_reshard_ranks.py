@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from reshard_cases import Case, fill_with_canaries, local_parts, place, worlds
 from support import rank_hooks
+from support.machine import points
 from support.rank_hooks import LOAD_PLANNERS, READERS, SAVE_PLANNERS, WRITERS
 from support.ranks import run_cases
 from support.states import assert_same
@@ -52,7 +53,7 @@ def check_reshard(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=points(100), derandomize=True)
 @given(worlds(), sides)
 def test_each_shard_loads_as_its_part_of_the_whole(
     world: tuple[int, int, list[Case]], side: tuple[str, str, str, str]
@@ -62,7 +63,7 @@ def test_each_shard_loads_as_its_part_of_the_whole(
 
 
 @pytest.mark.slow
-@settings(max_examples=1000)
+@settings(max_examples=points(1000))
 @given(worlds(), sides)
 def test_each_shard_loads_as_its_part_of_the_whole_a_thousand_times(
     world: tuple[int, int, list[Case]], side: tuple[str, str, str, str]

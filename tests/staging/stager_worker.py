@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.placements import PLACEMENTS, distribute, fits, make_meshes
 from support.states import raw
 from support.tensor_bits import bits
@@ -153,7 +154,7 @@ def async_saves(path: Path, kind: AsyncCheckpointerType, by_writer: bool) -> Non
         for tensor in tensors_of(state):
             tensor.zero_()
         del state
-        future.result(120)
+        future.result(seconds(120))
         del future
         opened.append(open_files())
         assert process_pool().count == 1, (kind, step)

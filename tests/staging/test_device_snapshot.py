@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_cuda.fake import HELD, FakeCuda
 from support.device_snapshots import assert_bits, device_copy, left
+from support.machine import points
 from support.staged import stage_tensors
 
 from torch_dcpx import _C, DcpxStager, StagingError
@@ -259,7 +260,7 @@ def test_what_a_default_stream_still_computes_is_what_is_staged(
 
 @pytest.mark.slow
 def test_source_event_holds_over_a_thousand_seeds(device: FakeCuda) -> None:
-    for number in range(1000):
+    for number in range(points(1000)):
         device.reset(number)
         check_source_event(device)
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.ranks import run_cases
 from support.staged import stage_tensors
 from support.states import assert_same, blank_like, mixed_state
@@ -56,7 +57,7 @@ def test_options_of_torchs_stager_mean_what_they_mean_there(
     for stager in (DcpxStager(config), DcpxStager(config=config)):
         staged: Any = stager.stage(state)
         assert isinstance(staged, Future) is is_async
-        staged = staged.result(60) if is_async else staged
+        staged = staged.result(seconds(60)) if is_async else staged
         assert_same(state, staged)
         assert (staged.arena.fd >= 0) is is_shared
         del staged
@@ -65,7 +66,7 @@ def test_options_of_torchs_stager_mean_what_they_mean_there(
     saved: Any = dcp.async_save(
         state, storage_writer=DcpxWriter(tmp_path), async_stager=DcpxStager(config), no_dist=True
     )
-    (saved.upload_completion if is_async else saved).result(60)
+    (saved.upload_completion if is_async else saved).result(seconds(60))
     target = blank_like(state)
     load(target, tmp_path, no_dist=True)
     assert_same(state, target)
@@ -201,7 +202,7 @@ def test_new_states_of_fifty_saves_are_staged_in_one_arena(
         future: Any = dcp.async_save(
             state, storage_writer=DcpxWriter(tmp_path, sync_files=False), no_dist=True
         )
-        future.result(60)
+        future.result(seconds(60))
 
     save(0)
     save(1)
@@ -235,7 +236,7 @@ def test_kept_planner_gets_the_next_save_another_arena_and_then_an_error(
             storage_writer=DcpxWriter(tmp_path / str(step)),
             async_stager=stager, planner=planner, no_dist=True,
         )  # fmt: skip
-        future.result(60)
+        future.result(seconds(60))
         kept.append(planner)
     assert fresh_pool.count == 2
     with pytest.raises(StagingError, match=r"no staging memory .* after 0\.3 s: .* planner"):
@@ -259,14 +260,14 @@ def test_failed_save_whose_error_is_kept_holds_its_arena(
         {"w": torch.ones(9)}, storage_writer=DcpxWriter(tmp_path), async_stager=DcpxStager(),
         planner=Failing(), no_dist=True,
     )  # fmt: skip
-    error = future.exception(60)
+    error = future.exception(seconds(60))
     assert error is not None
     DcpxStager().stage({"w": torch.ones(9)})
     assert fresh_pool.count == 2
     del error, future
     gc.collect()
     # Within what there is, two at once: only where both arenas come back.
-    stager = DcpxStager(host_memory_bytes=fresh_pool.nbytes, timeout_s=60)
+    stager = DcpxStager(host_memory_bytes=fresh_pool.nbytes, timeout_s=seconds(60))
     both = [stager.stage({"w": torch.ones(9)}) for _ in range(2)]
     assert fresh_pool.count == len(both)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.machine import seconds
 
 from torch_dcpx import CorruptionError, StorageError
 from torch_dcpx.storage import directory, system_calls
@@ -91,7 +92,7 @@ def test_many_threads_make_one_directory(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
 
     def work() -> None:
-        barrier.wait(60)
+        barrier.wait(seconds(60))
         try:
             make_directory(tmp_path / "a" / "b" / "c", is_durable=True)
         except StorageError as error:
@@ -101,7 +102,7 @@ def test_many_threads_make_one_directory(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(seconds(60))
     assert errors == []
 
 

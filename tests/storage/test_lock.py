@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import RunPython
+from support.machine import seconds
 from support.warm import WarmProcess, warm_parent
 
 from torch_dcpx import ConcurrentSaveError, StorageError
@@ -68,7 +69,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(60)
+    thread.join(seconds(60))
     assert not thread.is_alive()
     return found[0]
 
@@ -90,7 +91,7 @@ def other_process(tmp_path: Path) -> Iterator[Callable[..., WarmProcess]]:
     yield start
     for process in started:
         process.kill()
-        process.wait(60)
+        process.wait(seconds(60))
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -155,7 +156,7 @@ def test_lock_of_another_process_is_refused_until_that_is_killed(
         save_lock(directory)
     assert f"pid={process.pid}" in (caught.value.owner or "")
     process.kill()
-    process.wait(timeout=60)
+    process.wait(timeout=seconds(60))
     save_lock(directory).release()
 
 
@@ -169,7 +170,7 @@ def test_shared_locks_exclude_an_exclusive_one_and_not_each_other(
         save_lock(directory)
     mine.release()
     process.kill()
-    process.wait(timeout=60)
+    process.wait(timeout=seconds(60))
     save_lock(directory).release()
 
 
@@ -220,7 +221,7 @@ print(ask())
 os.kill(child, 9)
 os.waitpid(child, 0)
 """
-    assert run_warm(code, str(directory.path), timeout_s=60).stdout == "1 0\n"
+    assert run_warm(code, str(directory.path), timeout_s=seconds(60)).stdout == "1 0\n"
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -376,7 +377,7 @@ os.read(read_end, 1)
 print(child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    result = run_warm(code, str(directory.path), timeout_s=60, check=False)
+    result = run_warm(code, str(directory.path), timeout_s=seconds(60), check=False)
     child = int(result.stdout)
     try:
         save_lock(directory).release()

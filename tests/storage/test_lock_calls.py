@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import RunPython
+from support.machine import seconds
 
 from torch_dcpx import ConcurrentSaveError, StorageError
 from torch_dcpx.storage import save_lock as lock
@@ -189,7 +190,7 @@ def test_record_is_emptied_while_its_file_is_open(
 
     monkeypatch.setattr(lock.os, "ftruncate", truncate)
     held.release(has_ended_well=True)
-    other.join(60)
+    other.join(seconds(60))
     assert was_open == [True]
     assert (directory.path / NAME).read_bytes() == b""
 
@@ -206,19 +207,19 @@ def flock(fd, operation):
     real(fd, operation)
     if operation & fcntl.LOCK_EX:
         taken.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
 lock.fcntl.flock = flock
 directory = Directory(Path(sys.argv[1]))
 take = lambda: held.append(lock.SaveLock(directory, ".dcpx.lock", RunningSave(take)))
 thread = threading.Thread(target=take)
 thread.start()
-assert taken.wait(60)
+assert taken.wait(600)
 child = os.fork()
 if child == 0:
     sys.exit()  # finalizers run
 assert os.waitpid(child, 0)[1] == 0
 go_on.set()
-thread.join(60)
+thread.join(600)
 with open(directory.path / ".dcpx.lock") as file:
     try:
         real(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,4 +232,4 @@ with open(directory.path / ".dcpx.lock") as file:
 def test_child_that_was_forked_while_the_lock_was_taken_does_not_give_it_back(
     directory: Directory, run_warm: RunPython
 ) -> None:
-    assert run_warm(FORKED, str(directory.path), timeout_s=120).stdout == "kept\n"
+    assert run_warm(FORKED, str(directory.path), timeout_s=seconds(120)).stdout == "kept\n"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.saves import assert_whole, load
 from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
@@ -54,7 +55,7 @@ def other_thread() -> Iterator[Callable[[Callable[[], Any]], Any]]:
 
         def run(work: Callable[[], Any]) -> Any:
             try:
-                return pool.submit(work).result(60)
+                return pool.submit(work).result(seconds(60))
             except CheckpointException as failure:
                 return failure.failures[0][0]
             except ConcurrentSaveError as error:
@@ -262,7 +263,7 @@ def test_writer_is_free_when_the_thread_of_its_save_has_ended(tmp_path: Path) ->
         target=lambda: writer.set_up_storage_writer(True, rank=0, use_collectives=True)
     )
     thread.start()
-    thread.join(60)
+    thread.join(seconds(60))
     save(state_of(1), writer)
     assert_whole(state_of(1), tmp_path)
 
@@ -348,6 +349,6 @@ def test_async_saves_through_one_writer_take_turns(tmp_path: Path) -> None:
         future: Any = dcp.async_save(
             state_of(step), checkpoint_id=tmp_path / str(step), storage_writer=writer, no_dist=True
         )
-        future.result(60)
+        future.result(seconds(60))
     for step in range(4):
         assert_whole(state_of(step), tmp_path / str(step))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from torch.distributed.checkpoint import FileSystemReader
 
 from torch_dcpx import StorageError, WriteOptions, wait
@@ -33,7 +34,7 @@ class Gate:
 
     def __call__(self, _done: int, _total: int) -> None:
         self.reached.set()
-        assert self._opened.wait(60)
+        assert self._opened.wait(seconds(60))
 
     def open(self) -> None:
         self._opened.set()

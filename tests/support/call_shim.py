@@ -8,6 +8,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from support.machine import seconds
+
 import torch_dcpx
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -44,7 +46,7 @@ def compiled(folder: Path) -> Path:
     library = folder / "libcallshim.so"
     subprocess.run(
         ["c++", "-x", "c", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"],
-        check=True, timeout=120,
+        check=True, timeout=seconds(120),
     )  # fmt: skip
     return library
 

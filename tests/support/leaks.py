@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.machine import seconds
 
 # Caches of torch and half empty arenas of Python grow by 2 MB in a sweep, at times by 5 MB. Each
 # failed call that kept a slot would keep 2 MiB.
 _NOISE_BYTES = 12 << 20
-_ENDING_S = 20.0  # of a thread, on a busy machine
+_ENDING_S = seconds(20)  # of a thread
 _libc = ctypes.CDLL(None)
 
 

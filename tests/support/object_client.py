@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from support.machine import seconds
+
 
 def opened(url: str, retries: int = 0) -> Any:
     """Returns the store at a URL, as the environment says; it repeats a request almost at once."""
@@ -14,7 +16,7 @@ def opened(url: str, retries: int = 0) -> Any:
     return from_url(
         url,
         # Options in the call replace AWS_ALLOW_HTTP; 30 s, the default, can pass on a busy machine.
-        client_options={"allow_http": True, "timeout": "120s"},
+        client_options={"allow_http": True, "timeout": f"{seconds(120):.0f}s"},
         retry_config={
             "max_retries": retries,
             "backoff": {"init_backoff": short, "max_backoff": long, "base": 2},

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from support.machine import seconds
 from support.object_connection import Connection, Record
 from support.object_requests import KINDS, REFUSALS, Request
 
@@ -35,7 +36,8 @@ AFTER = (
 )  # to the answer of one that was done
 LOSSES = ("reset", "lost_answer", "500", "503", "truncate")  # what a client repeats a request for
 
-_CLOSE_S = 60.0
+_CLOSE_S = seconds(60)
+_WAIT_S = seconds(120)
 
 Hook = Callable[[Request], "str | None"]
 
@@ -196,9 +198,9 @@ class FaultProxy:
         with self._changed:
             self._records.clear()
 
-    def wait(self, kind: str, count: int = 1, key: str = "", deadline_s: float = 120.0) -> None:
+    def wait(self, kind: str, count: int = 1, key: str = "") -> None:
         """Waits until so many have begun. Raises TimeoutError."""
-        give_up_at = time.monotonic() + deadline_s
+        give_up_at = time.monotonic() + _WAIT_S
         with self._changed:
             while self.count(kind, key) < count:
                 if not self._changed.wait(max(0.0, give_up_at - time.monotonic())):

@@ -28,8 +28,6 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 BUCKET = "checkpoints"
-_START_S = 120.0
-_ANSWER_S = 120.0
 # moto wants to be told who asks, and does not check it.
 _SIGNED = (
     "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, "
@@ -58,7 +56,9 @@ class ObjectServer:
 
     def __init__(self, bucket: str = BUCKET) -> None:
         """Starts the process, waits until it answers, creates the bucket."""
-        self.bucket = bucket
+        from support.machine import seconds  # here: the process below starts without `support`
+
+        self.bucket, self._deadline_s = bucket, seconds(120)  # of its start, and of an answer
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # close() does
         self._process = subprocess.Popen(
             self._command(),
@@ -149,7 +149,7 @@ class ObjectServer:
     def kill(self) -> None:
         """Ends the process as a crash does; what it stored is lost."""
         self._process.kill()
-        self._process.wait(_ANSWER_S)
+        self._process.wait(self._deadline_s)
 
     def close(self) -> None:
         self.kill()
@@ -174,12 +174,12 @@ class ObjectServer:
 
     def _read_port(self) -> int:
         assert self._process.stdout is not None
-        if select.select([self._process.stdout], [], [], _START_S)[0]:
+        if select.select([self._process.stdout], [], [], self._deadline_s)[0]:
             for line in self._process.stdout:
                 if found := re.fullmatch(rb"(?:.* on http:.*:)?(\d+)\n", line):
                     return int(found[1])
         self._errors.seek(0)
-        raise RuntimeError(f"no server within {_START_S:.0f} s:\n{self._errors.read()}")
+        raise RuntimeError(f"no server within {self._deadline_s:.0f} s:\n{self._errors.read()}")
 
     def _key(self, key: str) -> str:
         return key.removeprefix(self.root).removeprefix("/")
@@ -188,7 +188,7 @@ class ObjectServer:
         self, method: str, key: str, query: dict[str, str] | None = None, body: bytes = b""
     ) -> bytes:
         target = self.target(key, query)
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=_ANSWER_S)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=self._deadline_s)
         try:
             headers = {"Content-Length": str(len(body)), **self.headers()}
             connection.request(method, target, body or None, headers)

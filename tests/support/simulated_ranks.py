@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from support.machine import seconds
+
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.store import StoreExchange
@@ -112,7 +114,7 @@ class World:
         first = self._wake_next()
         assert first is not None
         first.gate.release()
-        if not self.all_over.wait(120):
+        if not self.all_over.wait(seconds(120)):
             raise AssertionError("the ranks hang")
 
     def give_way(self) -> None:

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from support.machine import seconds
+
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StorageError
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.store import StoreExchange
 from torch_dcpx.ranks.store_client import StoreClient
 
+TIMEOUT_S = seconds(60)
 FULL = StorageError("pwrite 8 B of 'c/__2_0.distcp'", errno=errno.ENOSPC, path="c", nbytes=8)
 
 
@@ -23,7 +26,7 @@ class Killed(BaseException):
 class Ranks:
     """Some ranks of one group, and their clients over several operations."""
 
-    def __init__(self, store: Any, world_size: int, timeout_s: float = 60) -> None:
+    def __init__(self, store: Any, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
         self.store = store
         self.world_size = world_size
         self.timeout_s = timeout_s
@@ -31,8 +34,8 @@ class Ranks:
 
     def exchange(self, rank: int, timeout_s: float | None = None) -> StoreExchange:
         """Begins an operation, as `exchange_for` does."""
-        seconds = self.timeout_s if timeout_s is None else timeout_s
-        exchange = StoreExchange(self.clients[rank], rank, self.world_size, seconds, "save")
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        exchange = StoreExchange(self.clients[rank], rank, self.world_size, deadline_s, "save")
         exchange.enter()
         return exchange
 
@@ -51,7 +54,7 @@ class Ranks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(seconds(120))
             assert not thread.is_alive(), "a rank hangs"
         return results
 
@@ -83,7 +86,7 @@ def values_of(body: Callable[[StoreExchange], Any], ranks: Ranks) -> list[Any]:
 
 
 def ballots(
-    ranks: Ranks, body: Callable[[Ballot, StoreExchange], Any], timeout_s: float = 60
+    ranks: Ranks, body: Callable[[Ballot, StoreExchange], Any], timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
     def one(rank: int) -> Any:
         exchange = ranks.exchange(rank, timeout_s)
@@ -100,5 +103,5 @@ def ballots(
 
 def assert_no_key_is_left(ranks: Ranks) -> None:
     for client in ranks.clients:
-        assert client.settle(Deadline(30))
+        assert client.settle(Deadline(seconds(30)))
     assert ranks.store.num_keys() == 0

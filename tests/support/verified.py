@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch_dcpx as dcpx
-
-# Sweeps over damage try every point, not a sample of them: minutes.
-EVERY_POINT = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
 
 
 def covers(finding: dcpx.Finding, name: str, offset: int) -> bool:

@@ -30,7 +30,6 @@ IMPORTED = [
     *("torch_dcpx.reader.reader", "torch_dcpx.writer.writer", "torch_dcpx.checkpoint.load"),
 ]
 _MESSAGE_BYTES = 1 << 17
-_START_S = 120.0
 
 
 class WarmProcess:
@@ -69,6 +68,10 @@ class WarmParent:
     """The process that forks. Not thread-safe."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        from support.machine import seconds  # here: the script below starts without `support`
+
+        # Measured now at the latest: all children inherit it, and none measures for itself.
+        self._start_s, self._close_s = seconds(120), seconds(60)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self.ended: dict[int, int] = {}  # exit statuses that nobody has asked for
@@ -115,7 +118,7 @@ class WarmParent:
         with open(os.devnull) as nothing:
             files = [(stdin or nothing).fileno(), stdout.fileno(), stderr.fileno()]
             socket.send_fds(self._socket, [json.dumps(asked).encode()], files)
-        give_up_at = time.monotonic() + _START_S
+        give_up_at = time.monotonic() + self._start_s
         while not self._started:
             assert time.monotonic() < give_up_at, "the process that forks does not answer"
             self.hear(1.0)
@@ -145,7 +148,7 @@ class WarmParent:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(60)
+        self._process.wait(self._close_s)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_cuda.fake import HELD, HUNG, INVALID_VALUE, FakeCuda
 from support.device_snapshots import assert_bits
+from support.machine import points
 from support.staged import stage_tensors
 
 from torch_dcpx import StagingError
@@ -47,7 +48,7 @@ def test_what_follows_the_guard_in_a_held_stream_does_not_show(device: FakeCuda)
 
 @pytest.mark.slow
 def test_guard_holds_over_a_thousand_seeds(device: FakeCuda) -> None:
-    for number in range(1000):
+    for number in range(points(1000)):
         device.reset(number)
         check_guard(device)
 
@@ -108,7 +109,7 @@ def test_arena_is_not_reused_while_it_is_copied_to(
 
 @pytest.mark.slow
 def test_arena_reuse_holds_over_a_thousand_seeds(device: FakeCuda) -> None:
-    for number in range(1000):
+    for number in range(points(1000)):
         device.reset(number)
         check_arena_reuse(device)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.no_collectives import no_collectives
 from support.saves import save_ids
 from support.worker import rank_case
@@ -36,7 +37,7 @@ from torch_dcpx.checkpoint import pending as pending_saves
 
 SAVES = {
     "save": lambda *args, **kwargs: save(*args, **kwargs).result(0),
-    "async_save": lambda *args, **kwargs: async_save(*args, **kwargs).result(120),
+    "async_save": lambda *args, **kwargs: async_save(*args, **kwargs).result(seconds(120)),
 }
 
 
@@ -201,7 +202,7 @@ def another_job_at_the_same_id_is_refused_on_every_rank(folder: Path) -> None:
     check_saved(path, 0)
     dist.barrier()
     if other is not None:
-        other.communicate(timeout=60)
+        other.communicate(timeout=seconds(60))
     dist.barrier()
     save(state_of(2), path)
     check_saved(path, 2)
@@ -229,7 +230,7 @@ def busy_rank_decides_for_all(folder: Path) -> None:
     opened = threading.Event()
 
     def hold(_done: int, _total: int) -> None:
-        assert opened.wait(60)
+        assert opened.wait(seconds(60))
 
     handle = None
     if dist.get_rank() == 1:
@@ -239,7 +240,7 @@ def busy_rank_decides_for_all(folder: Path) -> None:
     assert skipped.result(0) is None
     opened.set()
     if handle is not None:
-        handle.result(60)
+        handle.result(seconds(60))
     dist.barrier()
     assert not (folder / "busy").exists()
 
@@ -249,7 +250,7 @@ def cancelled_save_fails_on_every_rank(folder: Path) -> None:
     opened = threading.Event()
 
     def hold(_done: int, _total: int) -> None:
-        assert opened.wait(60)
+        assert opened.wait(seconds(60))
 
     path = folder / "cancelled"
     save(state_of(1), path)
@@ -260,7 +261,7 @@ def cancelled_save_fails_on_every_rank(folder: Path) -> None:
     dist.barrier()
     opened.set()
     with pytest.raises(DcpxError, match=r"\A.*cancel"):
-        handle.result(60)
+        handle.result(seconds(60))
     dist.barrier()
     check_saved(path, 1)
 
@@ -304,6 +305,6 @@ def many_saves_beside_collectives(folder: Path) -> None:
         dist.all_reduce(total)
         total /= dist.get_world_size()
         if number % 100 == 0:
-            handle.result(60)
+            handle.result(seconds(60))
     pending_saves.wait()
     assert total.item() == 1.0

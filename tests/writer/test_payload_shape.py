@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from support import rank_hooks
 from support.async_saves import no_save_is_left
 from support.hook_planners import Halves
+from support.machine import seconds
 from support.odd_tensors import Folded
 from support.plan_states import as_rank, mesh_of
 from support.rank_hooks import states_of
@@ -65,14 +66,16 @@ def _save(state: dict[str, Any], path: Path, planner: Any) -> Any:
 
 
 def _async_save(state: dict[str, Any], path: Path, planner: Any) -> Any:
-    return dcpx.async_save(state, path, planner=planner, no_dist=True).result(60)
+    return dcpx.async_save(state, path, planner=planner, no_dist=True).result(seconds(60))
 
 
 def _waves(state: dict[str, Any], path: Path, planner: Any) -> Any:
     # The first wave fits, and would be written before the last tensor is asked for.
     state = {"large": torch.ones(1 << 17), "more": torch.ones(1 << 17), **state}
     options = waves()
-    return dcpx.async_save(state, path, planner=planner, no_dist=True, options=options).result(60)
+    return dcpx.async_save(state, path, planner=planner, no_dist=True, options=options).result(
+        seconds(60)
+    )
 
 
 def _dcp_save(state: dict[str, Any], path: Path, planner: Any) -> Any:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.saves import assert_loads, data_files, load, raises_one
 from support.states import assert_same, blank_like
 from support.subclasses import (
@@ -367,7 +368,7 @@ def test_a_process_of_its_own_saves_with_subclasses(tmp_path: Path) -> None:
             storage_writer=writer,
             planner=NegatingSavePlanner(),
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        ).result(timeout=100)
+        ).result(timeout=seconds(100))
     finally:
         dist.destroy_process_group()
     assert_same({"weight": -STATE["weight"], "step": 3}, load(STATE, tmp_path / "ckpt"))
