@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch_dcpx import DcpxReader
 
 HERE = Path(__file__).resolve().parent
-LAUNCH_TIMEOUT_S = 150.0  # for one torchrun; then it is ended, and the demo fails
+LAUNCH_TIMEOUT_S = 600.0  # for one torchrun; then it is ended, and the demo fails
 
 
 class DemoError(Exception):

@@ -48,6 +48,7 @@ pytest_plugins = [
     "support.object_fixture",
     "support.build_fixture",
     "support.page_fixture",
+    "support.under_way",
 ]
 
 # What `make test-frameworks` and `make test-pages` install.

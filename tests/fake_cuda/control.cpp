@@ -8,8 +8,6 @@ using namespace fake;
 
 namespace {
 
-std::unique_lock<std::mutex> locked() { return std::unique_lock(world().mutex); }
-
 StreamPtr find_stream(int device, std::uint64_t handle) {
   World& w = world();
   if (handle <= kLegacyStream)

@@ -10,8 +10,6 @@ using namespace fake;
 
 namespace {
 
-std::unique_lock<std::mutex> locked() { return std::unique_lock(world().mutex); }
-
 std::size_t put(const std::string& all, char* text, std::size_t nbytes) {
   if (nbytes > 0) {
     const std::size_t kept = std::min(all.size(), nbytes - 1);

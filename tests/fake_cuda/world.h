@@ -79,6 +79,7 @@ struct World {
 };
 
 World& world();
+inline std::unique_lock<std::mutex> locked() { return std::unique_lock(world().mutex); }
 bool is_forked_child() noexcept;  // of the process that first used the fake
 
 // Numbers that depend on the seed, and on what they are for, alone.

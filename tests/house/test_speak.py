@@ -1,0 +1,325 @@
+"""What `make` runs says what is under way (requirements/speak.py), and is otherwise as without it.
+
+No command here ends by itself: each waits for a line that the test writes once it has seen enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from support.silence import listen, longest_silence, output
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes
+
+SPEAK = [sys.executable, "-S", str(ROOT / "requirements" / "speak.py"), "--after", "0.1"]
+QUIET = [*SPEAK[:-1], "3600"]
+terminal_or_pipe = pytest.mark.parametrize("is_terminal", [False, True], ids=["pipe", "terminal"])
+
+
+def read_until(reading: int, pattern: str, times: int = 1, within_s: float = 120) -> str:
+    """Returns what was read until the pattern was there so often."""
+    text, give_up_at = "", time.monotonic() + within_s
+    while len(re.findall(pattern, text)) < times:
+        left_s = give_up_at - time.monotonic()
+        assert select.select([reading], [], [], max(0, left_s))[0], f"no {pattern}: {text[-500:]}"
+        data = os.read(reading, 1 << 16)
+        assert data, f"the end, and no {pattern}: {text[-500:]}"
+        text += data.decode()
+    return text
+
+
+def rest(reading: int) -> str:
+    """Returns what is still to come, to the end."""
+    text = b""
+    while True:
+        try:
+            data = os.read(reading, 1 << 16)
+        except OSError:  # the end of a terminal
+            data = b""
+        if not data:
+            return text.decode()
+        text += data
+
+
+class Waiting:
+    """A command under speak.py that waits for a line of its standard input."""
+
+    def __init__(self, command: Sequence[str], is_terminal: bool = False, **more: object) -> None:
+        with output(is_terminal) as (reading, given):
+            self.reading = os.dup(reading)
+            self.child = subprocess.Popen(
+                [*SPEAK, *command], stdin=subprocess.PIPE, stdout=given, stderr=given, **more
+            )  # type: ignore[call-overload]
+            os.close(given)
+
+    def until(self, pattern: str, times: int = 1) -> str:
+        return read_until(self.reading, pattern, times)
+
+    def end(self) -> tuple[int, str]:
+        """Returns the exit status, and what was printed to the end."""
+        assert self.child.stdin is not None
+        self.child.stdin.close()
+        said = rest(self.reading)
+        return self.child.wait(60), said
+
+    def close(self) -> None:
+        os.close(self.reading)
+        self.child.kill()
+        self.child.communicate()
+
+
+@pytest.fixture
+def started() -> Iterator[list[Waiting]]:
+    waiting: list[Waiting] = []
+    yield waiting
+    for one in waiting:
+        one.close()
+
+
+# ---- What it says -------------------------------------------------------------------------------
+
+
+@terminal_or_pipe
+def test_silence_is_broken_again_and_again_and_never_after_the_end(
+    started: list[Waiting], is_terminal: bool
+) -> None:
+    started.append(Waiting(["sh", "-c", "printf begun; cat; echo ended"], is_terminal))
+    said = started[0].until(r"-- \d+ s, waiting: cat \(\d+ s\)\n", times=3)
+    assert said.startswith("begun\n-- "), "on a line of its own"
+    status, said = started[0].end()
+    assert (status, said.splitlines()[-1]) == (0, "ended")
+
+
+def test_a_compiler_is_named_with_its_file_and_the_steps_before_it(
+    started: list[Waiting], tmp_path: Path
+) -> None:
+    (tmp_path / "cc1plus").symlink_to("/bin/sh")
+    compiles = f"echo '[17/69] csrc/a.cpp'; {tmp_path}/cc1plus -c 'read line; :' csrc/io/b.cpp; :"
+    started.append(Waiting(["sh", "-c", compiles]))
+    started[0].until(r"waiting: \[17/69\], cc1plus csrc/io/b\.cpp \(\d+ s\)")
+    assert started[0].end()[0] == 0
+
+
+def test_pip_is_named_with_the_packages_that_are_there(
+    started: list[Waiting], tmp_path: Path
+) -> None:
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    (site / "before-1.dist-info").mkdir(parents=True)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        "#!/bin/sh\necho 'Installing collected packages: a, b, c'\nread line\n"
+        f"mkdir {site}/a-1.dist-info\nread line\n"
+    )
+    python.chmod(0o755)
+    started.append(Waiting([str(python), "-m", "pip", "install", "c"]))
+    started[0].until(r"waiting: installed 0 of 3 packages, wrote \d+ MiB, sh \(\d+ s\)")
+    assert started[0].child.stdin is not None
+    os.write(started[0].child.stdin.fileno(), b"\n")
+    started[0].until("waiting: installed 1 of 3 packages")
+    started[0].end()
+
+
+TESTS = """
+import sys
+def test_passes():
+    pass
+def test_waits():
+    open({fifo!r}).read()
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_pytest_is_named_with_its_tests_under_way_and_has_the_last_word(
+    started: list[Waiting], tmp_path: Path, processes: str
+) -> None:
+    os.mkfifo(fifo := str(tmp_path / "fifo"))
+    (tmp_path / "test_some.py").write_text(TESTS.format(fifo=fifo))
+    pytest_ = [sys.executable, "-m", "pytest", f"-n{processes}", "-p", "support.under_way"]
+    started.append(
+        Waiting(
+            [*pytest_, "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(tmp_path),
+             "-c", os.devnull, f"--basetemp={tmp_path / 'base'}", str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    )  # fmt: skip
+    started[0].until(r"waiting: 1 of 2 tests done, \S*test_some\.py::test_waits \(\d+ s\)\n")
+    with open(fifo, "w"):
+        pass
+    status, said = started[0].end()
+    assert status == 0
+    assert re.fullmatch(r"=+ 2 passed in .* =+", said.splitlines()[-1]), said
+
+
+def test_longest_silence_is_found_between_the_pieces_around_it() -> None:
+    status, heard = listen(["sh", "-c", "printf a; printf b"], is_terminal=False)
+    assert (status, b"".join(one.data for one in heard)) == (0, b"ab")
+    heard = [type(heard[0])(at_s, data) for at_s, data in ((1, b"a"), (9, b"b"), (10, b""))]
+    assert longest_silence(heard) == (8, b"a", b"b")
+
+
+# ---- What it leaves as it was -------------------------------------------------------------------
+
+PRINTS_BYTES = (
+    "import os, random, sys; data = random.Random(7).randbytes(3_000_001)\n"
+    "for at in range(0, len(data), 1000): os.write(1 + at // 1000 % 2, data[at : at + 1000])"
+)
+
+
+@terminal_or_pipe
+def test_every_byte_arrives_in_order(is_terminal: bool) -> None:
+    command = [sys.executable, "-S", "-c", PRINTS_BYTES]
+    sums = []
+    for prefix in ([], QUIET):
+        status, heard = listen([*prefix, *command], is_terminal)
+        data = b"".join(one.data for one in heard)
+        sums.append((status, len(data), hashlib.sha256(data).hexdigest()))
+    assert sums[0] == sums[1]
+    assert sums[0][:2] == (0, 3_000_001)
+
+
+def test_the_two_outputs_stay_apart() -> None:
+    done = subprocess.run([*QUIET, "sh", "-c", "echo out; echo err >&2"], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"out\n", b"err\n")
+
+
+def test_a_terminal_is_a_terminal_of_the_same_size() -> None:
+    code = "import os; print(os.isatty(1), os.isatty(2), *os.get_terminal_size(1))"
+    with output(is_terminal=True) as (reading, given):
+        termios.tcsetwinsize(given, (31, 77)) if sys.version_info >= (3, 11) else None
+        subprocess.run([*QUIET, sys.executable, "-c", code], stdout=given, stderr=given, check=True)
+        os.close(given)
+        said = rest(reading)
+    assert said == f"True True {'77 31' if sys.version_info >= (3, 11) else '0 0'}\n"
+
+
+@pytest.mark.parametrize("ends", ["exit 0", "exit 3", "kill -TERM $$", "kill -KILL $$",
+                                  "ulimit -c 0; kill -SEGV $$"])  # fmt: skip
+def test_end_of_the_command_is_its_end(ends: str) -> None:
+    plain = subprocess.run(["sh", "-c", ends]).returncode
+    assert subprocess.run([*QUIET, "sh", "-c", ends]).returncode == plain
+
+
+def test_a_command_that_is_not_there_is_127() -> None:
+    done = subprocess.run([*QUIET, "/no/such/command"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (127, "/no/such/command: No such file or directory\n")
+
+
+def test_closed_descriptors_stay_closed() -> None:
+    script = 'ls /proc/self/fd | tr "\\n" " " > "$0"; exit 5'
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        found = []
+        for prefix in ([], QUIET):
+            with output(is_terminal=False) as (reading, given):
+                command = f'"$@" {closed}'
+                name = f"/proc/self/fd/{given}"
+                done = subprocess.run(
+                    ["sh", "-c", command, "sh", *prefix, "sh", "-c", script, name],
+                    stdin=subprocess.DEVNULL, pass_fds=[given],
+                )  # fmt: skip
+                os.close(given)
+                found.append((done.returncode, rest(reading)))
+        assert found[0] == found[1], closed
+        assert found[0][0] == 5
+
+
+def test_output_that_nobody_reads_ends_the_command_as_without_it() -> None:
+    for prefix in ([], QUIET):
+        with output(is_terminal=False) as (reading, given):
+            child = subprocess.Popen([*prefix, "yes"], stdout=given)
+            os.close(given)
+            assert os.read(reading, 2) == b"y\n"
+        assert child.wait(60) == -signal.SIGPIPE
+
+
+@pytest.mark.parametrize("child", ["sleep 3600", "yes"])
+def test_a_child_that_is_left_behind_is_not_waited_for(child: str) -> None:
+    with output(is_terminal=False) as (reading, given):
+        command = [*QUIET, "sh", "-c", f"{child} & echo pid=$!="]
+        speak = subprocess.Popen(command, stdout=given, stderr=given)
+        os.close(given)
+        pid = int(re.findall(r"pid=(\d+)=", read_until(reading, r"pid=\d+="))[0])
+        try:
+            while speak.poll() is None:  # the child is there to its end
+                if select.select([reading], [], [], 0.1)[0]:
+                    os.read(reading, 1 << 16)
+                os.kill(pid, 0)
+            assert speak.returncode == 0
+        finally:
+            subprocess.run(["kill", "-KILL", str(pid)], capture_output=True)
+
+
+def test_a_command_that_closes_its_output_is_waited_for(started: list[Waiting]) -> None:
+    started.append(Waiting(["sh", "-c", "exec >&- 2>&-; read line; exit 4"]))
+    started[0].until("waiting: sh", times=2)
+    assert started[0].end()[0] == 4
+
+
+COUNTS = """
+import signal, sys
+seen = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: (seen.append(int(number)), print("got", flush=True)))
+def end(*_):
+    print("seen", seen, flush=True)
+    sys.exit(9)
+signal.signal(signal.SIGUSR1, end)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_it_reaches_the_command_once(number: signal.Signals) -> None:
+    with subprocess.Popen([*QUIET, sys.executable, "-c", COUNTS], stdout=subprocess.PIPE) as speak:
+        assert speak.stdout is not None
+        assert speak.stdout.readline() == b"ready\n"
+        speak.send_signal(number)
+        assert speak.stdout.readline() == b"got\n"
+        speak.send_signal(signal.SIGUSR1)
+        assert speak.stdout.read().decode() == f"seen [{int(number)}]\n"
+    assert speak.returncode == 9
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_command_once() -> None:
+    with output(is_terminal=True) as (reading, given):
+        cooked = termios.tcgetattr(given)
+        cooked[3] |= termios.ISIG
+        termios.tcsetattr(given, termios.TCSANOW, cooked)
+        program = 'exec setsid -c "$@"'  # a session of its own, with this terminal
+        speak = subprocess.Popen(
+            ["sh", "-c", program, "sh", *QUIET, sys.executable, "-c", COUNTS],
+            stdin=given, stdout=given, stderr=given,
+        )  # fmt: skip
+        os.close(given)
+        read_until(reading, "ready")
+        os.write(reading, b"\x03")
+        read_until(reading, "got")
+        speak.send_signal(signal.SIGUSR1)
+        assert read_until(reading, "seen.*\n").splitlines()[-1] == "seen [2]"
+        assert speak.wait(60) == 9
+
+
+def test_jobs_of_make_are_shared_with_a_make_under_it(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text(
+        f"all:\n\t@{' '.join(QUIET)} $(MAKE) --no-print-directory a b\n"
+        "a:\n\t@echo of a; cat fifo\nb:\n\t@echo of b > fifo\n"
+    )
+    os.mkfifo(tmp_path / "fifo")  # a and b wait for each other
+    done = subprocess.run(
+        ["make", "-j2", "all"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "of a\nof b\n", "")
