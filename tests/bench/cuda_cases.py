@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 SIZES = ("full", "quick", "smoke")
 
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is moved, and the share of one pinned block's rate that it is to reach."""
+    """What is moved, and the share of one pinned block's rate that it is to reach; 0: none."""
 
     title: str
     share: float
@@ -35,22 +35,47 @@ class Case(NamedTuple):
 
 
 def cases(size: str) -> dict[str, Case]:
-    """Returns the cases by name, the same at each call.
+    """Returns the cases by name, most telling first; the same at each call.
 
     Args:
-        size: of `SIZES`; "full" takes 10 GiB of device and host memory.
+        size: of `SIZES`; the largest of "full" take 8 GiB of device memory, and six times as much
+            of host memory.
     """
-    scale = {"full": 1, "quick": 10, "smoke": 100}[size]
-    largest = 64 * MIB if size != "smoke" else MIB
-    return {
-        "mixed": Case("tensors of 64 KiB to 64 MiB", 0.9, _mixed(1000 // scale, largest)),
-        "strided": Case(
-            "halves of the columns of 2048 x 4096",
-            0.7,
-            [Shape(2048 // (scale if size == "smoke" else 1), 2048, 4096)] * max(200 // scale, 2),
+    small = {"full": GIB, "quick": 256 * MIB, "smoke": MIB}[size]
+    largest = MIB // 4 if size == "smoke" else 64 * MIB
+    found = {
+        "64mib": _equal(small, largest, 0.9),
+        "64kib": _equal(small, 64 * KIB, 0.7),
+        "4kib": _equal(small, 4 * KIB, 0.0),
+        "mixed": Case(
+            f"tensors of 64 KiB to {_said(largest)}",
+            0.9,
+            _mixed({"full": 200, "quick": 50, "smoke": 10}[size], largest),
         ),
-        "small": Case("tensors of 64 KiB", 0.7, [Shape(1, 16 * KIB, 16 * KIB)] * (20_000 // scale)),
+        "strided": Case(
+            "halves of the columns of 2048 x 4096" if size != "smoke" else "halves of columns",
+            0.7,
+            [Shape(2048 if size != "smoke" else 20, 2048, 4096)]
+            * {"full": 64, "quick": 16, "smoke": 2}[size],
+        ),
     }
+    if size == "full":
+        found["8gib-64mib"] = _equal(8 * GIB, 64 * MIB, 0.9)
+        found["8gib-64kib"] = _equal(8 * GIB, 64 * KIB, 0.7)
+        found["8gib-4kib"] = _equal(8 * GIB, 4 * KIB, 0.0)
+    return found
+
+
+def _equal(total: int, nbytes: int, share: float) -> Case:
+    title = f"{_said(total)} in tensors of {_said(nbytes)}"
+    return Case(title, share, [Shape(1, nbytes // 4, nbytes // 4)] * (total // nbytes))
+
+
+def _said(nbytes: int) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes // KIB} KiB"
 
 
 def _mixed(count: int, largest: int) -> list[Shape]:

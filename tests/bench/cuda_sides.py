@@ -1,210 +1,185 @@
-"""Ways to move a state between device and host, timed one after the other in shuffled rounds."""
+"""The ways to move a case's state between device and host."""
 
 from __future__ import annotations
 
-import random
 import shutil
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from cuda_cases import Case
+from cuda_gpu import Gpu, HostBlock
+from cuda_rounds import Side, timed
 from support.staged import stage_tensors
-from torch.distributed.checkpoint.staging import DefaultStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torch_dcpx as dcpx
-from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, WriteOptions
+from torch_dcpx import ReadOptions
 
-State = dict[str, torch.Tensor]
-Times = dict[str, list[float]]
-
-_STEPS = 40  # timed at one time, idle or beside a save
-
-
-def make_state(case: Case, device: torch.device) -> State:
-    """Returns tensors of the case's shapes, filled with values that differ."""
-    state = {}
-    for number, shape in enumerate(case.shapes):
-        whole = torch.empty(shape.rows * shape.stride, device=device).uniform_()
-        state[f"t{number}"] = whole.view(shape.rows, shape.stride)[:, : shape.columns]
-    return state
-
-
-def interleave(sides: Mapping[str, Callable[[], float]], rounds: int) -> Times:
-    """Returns the seconds of each side by round; the first round warms up and is not counted."""
-    order = random.Random(0)
-    times: Times = {name: [] for name in sides}
-    for number in range(rounds + 1):
-        for name in order.sample(list(sides), len(sides)):
-            torch.cuda.synchronize()
-            seconds = sides[name]()
-            if number:
-                times[name].append(seconds)
-    return times
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Returns the seconds until `run` has returned and every device is at rest."""
-    begin = time.perf_counter()
-    kept = run()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    del kept
-    return seconds
+#: Seconds a tensor that these take, roughly, where there are many: of what cannot be interrupted.
+_STOCK_STAGER_S = 60e-6
+_STOCK_LOAD_S = 300e-6
+_SAVE_S = 60e-6
 
 
 class Moves:
-    """The sides of one case. Holds its state on the device, and one pinned block of its bytes."""
+    """The sides of one case. Holds its state on the device, and one page-locked block of its bytes.
 
-    def __init__(self, case: Case, device: torch.device, folder: Path) -> None:
-        """Args:
+    Args:
         folder: in memory (tmpfs), for the checkpoint that is loaded.
-        """
-        self._device = device
-        self._state = make_state(case, device)
-        self._block = torch.empty(case.nbytes, dtype=torch.uint8, device=device)
-        self._pinned = torch.empty(case.nbytes, dtype=torch.uint8, pin_memory=True)
-        self._stager = DefaultStager()
-        self._path = folder / "loaded"
-        self._folder = folder
-        dcp.save(self._state, storage_writer=DcpxWriter(self._path))
-        self._check()
+    """
+
+    def __init__(self, gpu: Gpu, case: Case, folder: Path) -> None:
+        self._gpu, self._case, self._path = gpu, case, folder / "loaded"
+        self._state = gpu.state(case)
+        self._twin = gpu.for_torch(self._state)
+        self._stagers: list[Any] = []
+        self._stream = gpu.calls.stream()
+        self._block = gpu.alloc(case.nbytes)
+        self._host = HostBlock(case.nbytes)
+        self._host.advise_huge()
+        self._host.touch()
+        self._host.register(gpu.calls)
 
     def close(self) -> None:
-        self._stager.close()
-        shutil.rmtree(self._path)
+        for stager in self._stagers:
+            stager.close()
+        self._gpu.calls.destroy_stream(self._stream)
+        self._gpu.free(self._block)
+        self._host.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._state = self._twin = {}
 
-    def _check(self) -> None:
-        """Raises unless what is staged and loaded is the state, bit for bit."""
-        names = list(self._state)
-        for name, staged in zip(names, stage_tensors(list(self._state.values())), strict=True):
-            _assert_same(name, staged, self._state[name].cpu())
-        wanted = {name: tensor.clone() for name, tensor in self._state.items()}
-        for tensor in self._state.values():
-            tensor.zero_()
-        self._load(DcpxReader(self._path))
-        for name in names:
-            _assert_same(name, self._state[name].cpu(), wanted[name].cpu())
+    def check(self) -> None:
+        """Raises unless what is staged is the state, bit for bit."""
+        wanted = self._gpu.on_host(self._state)
+        staged = stage_tensors(list(self._state.values()))
+        for (name, tensor), found in zip(wanted.items(), staged, strict=True):
+            _assert_same(name, found, tensor)
 
-    def _load(self, reader: Any) -> None:
-        dcp.load(self._state, storage_reader=reader)
+    def save(self) -> None:
+        """Saves the state to load, and raises unless a load gives it, bit for bit."""
+        dcpx.save(self._state, self._path, no_dist=True)
+        wanted = self._gpu.on_host(self._state)
+        self._gpu.zero(self._state)
+        dcpx.load(self._state, self._path, no_dist=True)
+        for name, tensor in self._gpu.on_host(self._state).items():
+            _assert_same(name, tensor, wanted[name])
 
-    def to_host(self) -> dict[str, Callable[[], float]]:
+    def save_s(self) -> float:
+        """Returns about how many seconds `save` and one load take for their many tensors."""
+        return 2 * _SAVE_S * len(self._case.shapes)
+
+    def _timed(self, run: Callable[[], object]) -> Side:
+        return lambda: timed(run, self._gpu.synchronize)
+
+    def _in_time(self, each_s: float, left_s: float, run: Callable[[], object]) -> Side:
+        """Returns the side, which refuses where so many tensors take too long."""
+
+        def side() -> float:
+            seconds = each_s * len(self._case.shapes)
+            if seconds > left_s / 3:
+                raise RuntimeError(f"left out: some {seconds:.0f} s for so many tensors")
+            return timed(run, self._gpu.synchronize)
+
+        return side
+
+    def to_host(self, left_s: float) -> dict[str, Side]:
         """Returns the sides of the way to the host; `block` is one copy of the same bytes."""
-        tensors = list(self._state.values())
+        tensors, twins = list(self._state.values()), list(self._twin.values())
+        calls, case = self._gpu.calls, self._case
+
+        def block() -> None:
+            calls.to_host(self._host.address, self._block, case.nbytes, self._stream)
+            calls.synchronize(self._stream)
+
         return {
-            "block": lambda: timed(lambda: self._pinned.copy_(self._block, non_blocking=True)),
-            "ours": lambda: timed(lambda: stage_tensors(tensors)),
-            "per_tensor": lambda: timed(lambda: [t.to("cpu", non_blocking=True) for t in tensors]),
-            "stock_stager": lambda: timed(lambda: _staged(self._stager.stage(self._state))),
+            "block": self._timed(block),
+            "ours": self._timed(lambda: stage_tensors(tensors)),
+            "per_tensor": self._timed(lambda: [t.to("cpu", copy=True) for t in twins]),
+            "stock_stager": self._in_time(_STOCK_STAGER_S, left_s, self._staged_by(self._stock)),
+            "torch_checkpointing": self._in_time(
+                _STOCK_STAGER_S, left_s, self._staged_by(self._torch_checkpointing)
+            ),
         }
 
-    def to_device(self) -> dict[str, Callable[[], float]]:
+    def to_device(self, left_s: float) -> dict[str, Side]:
         """Returns the sides of the way to the device. Loads read files that lie in memory."""
-        tensors = list(self._state.values())
-        hosts = [tensor.cpu() for tensor in tensors]
+        twins = list(self._twin.values())
+        hosts = [tensor.cpu().clone() for tensor in twins]
+        calls, case = self._gpu.calls, self._case
+
+        def block() -> None:
+            calls.to_device(self._block, self._host.address, case.nbytes, self._stream)
+            calls.synchronize(self._stream)
 
         def per_tensor() -> None:
-            for tensor, host in zip(tensors, hosts, strict=True):
-                tensor.copy_(host, non_blocking=True)
+            for tensor, host in zip(twins, hosts, strict=True):
+                tensor.copy_(host)
 
         unverified = ReadOptions(verify="none")
         return {
-            "block": lambda: timed(lambda: self._block.copy_(self._pinned, non_blocking=True)),
-            "ours": lambda: timed(lambda: self._load(DcpxReader(self._path))),
-            "ours_unverified": lambda: timed(
-                lambda: self._load(DcpxReader(self._path, options=unverified))
+            "block": self._timed(block),
+            "ours": self._timed(lambda: dcpx.load(self._state, self._path, no_dist=True)),
+            "ours_unverified": self._timed(
+                lambda: dcpx.load(self._state, self._path, no_dist=True, options=unverified)
             ),
-            "per_tensor": lambda: timed(per_tensor),
-            "stock_load": lambda: timed(lambda: self._load(dcp.FileSystemReader(self._path))),
+            "per_tensor": self._timed(per_tensor),
+            "stock_load": self._in_time(_STOCK_LOAD_S, left_s, self._stock_load),
         }
 
-    def stall(self) -> dict[str, Callable[[], float]]:
-        """Returns the sides of a save in the background: seconds until the call has returned."""
+    def _stock_load(self) -> None:
+        reader = dcp.FileSystemReader(self._path)
+        dcp.load(self._twin, storage_reader=reader, no_dist=True)
 
-        def call(overlap: bool) -> float:
-            path = self._folder / "saved"
-            begin = time.perf_counter()
-            handle = dcpx.async_save(
-                self._state, path, no_dist=True, options=WriteOptions(overlap=overlap)
-            )
-            seconds = time.perf_counter() - begin
-            handle.result()
-            shutil.rmtree(path)
-            return seconds
+    def _stock(self) -> Any:
+        options = self._gpu.stager_options()
+        return DefaultStager(StagingOptions(**options))
 
-        return {
-            "block": self.to_host()["block"],
-            "staged": lambda: call(False),
-            "overlapped": lambda: call(True),
-        }
+    def _torch_checkpointing(self) -> Any:
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.staging import DefaultStager as Stager
 
-    def device_bytes(self) -> tuple[int, int]:
-        """Returns the device memory that a save takes besides the state: meanwhile, and after."""
-        torch.cuda.synchronize()
-        free, _ = torch.cuda.mem_get_info(self._device)
-        path = self._folder / "saved"
-        handle = dcpx.async_save(
-            self._state, path, no_dist=True, options=WriteOptions(overlap=True)
-        )
-        least = free
-        while not handle.done():
-            least = min(least, torch.cuda.mem_get_info(self._device)[0])
-        handle.result()
-        shutil.rmtree(path)
-        return free - least, free - torch.cuda.mem_get_info(self._device)[0]
+        return Stager(CheckpointStagerConfig(**self._gpu.stager_options()))
+
+    def _staged_by(self, make: Callable[[], Any]) -> Callable[[], object]:
+        """Returns what stages the state by one stager, where it serves more than once."""
+        made: list[Any] = []
+
+        def stage() -> object:
+            if not made or not serves_again(made[-1]):
+                made.append(make())
+                self._stagers.append(made[-1])
+            staged = made[-1].stage(self._twin)
+            return staged.result() if hasattr(staged, "result") else staged
+
+        return stage
 
 
-def step_seconds(device: torch.device, folder: Path, rounds: int, width: int) -> Times:
-    """Returns the median time of a step by round: `idle`, and `saving` beside a save.
-
-    Args:
-        width: of the square matrices that a step multiplies.
+def serves_again(stager: Any) -> bool:
+    """Returns whether a stager can stage once more: torch 2.11's gives its memory back each time,
+    and then fails.
     """
-    generator = torch.Generator(device).manual_seed(1)
-    matrices = [
-        torch.randn(width, width, device=device, dtype=torch.bfloat16, generator=generator)
-        for _ in range(8)
-    ]
-    state = {f"m{i}": m for i, m in enumerate(matrices)}
-
-    def step() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        x = matrices[0]
-        for matrix in matrices:
-            x = torch.relu(x @ matrix)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
-
-    def idle() -> float:
-        return statistics.median(step() for _ in range(_STEPS))
-
-    def saving() -> float:
-        path = folder / "beside"
-        seconds = []
-        while len(seconds) < _STEPS:
-            handle = dcpx.async_save(state, path, no_dist=True)
-            while not handle.done():
-                seconds.append(step())
-            handle.result()
-            shutil.rmtree(path)
-        return statistics.median(seconds)
-
-    return interleave({"idle": idle, "saving": saving}, rounds)
+    return bool(stager._state_dict_stager._deepcopy_dispatch)
 
 
-def _staged(state: Any) -> Any:
-    """Waits for stock's stager, which gives a future."""
-    return state.result() if hasattr(state, "result") else state
+def device_bytes(gpu: Gpu, state: dict[str, torch.Tensor], folder: Path) -> tuple[int, int]:
+    """Returns the device memory that a save takes besides the state: meanwhile, and after."""
+    gpu.synchronize()
+    free = least = gpu.free_bytes()
+    path = folder / "beside"
+    handle = dcpx.async_save(state, path, no_dist=True, options=dcpx.WriteOptions(overlap=True))
+    while not handle.done():
+        least = min(least, gpu.free_bytes())
+        time.sleep(0.0005)
+    handle.result()
+    shutil.rmtree(path)
+    return free - least, free - gpu.free_bytes()
 
 
 def _assert_same(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    same = torch.equal(found.view(torch.int32), wanted.view(torch.int32))
-    if not same:
+    if not torch.equal(found.view(torch.int32), wanted.view(torch.int32)):
         raise AssertionError(f"{name} is not what it was")

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_processes() -> None:
+    """Takes the place of conftest's: each of these tests runs in a process of its own, and none
+    forks from one that is warm.
+    """
 
 
 def state_on(device: torch.device | str, seed: int = 0) -> State:

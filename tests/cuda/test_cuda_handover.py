@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_states import assert_same, busy, on_host, ordinals, state_on
+from cuda_states import _warm_processes, assert_same, busy, on_host, ordinals, state_on
 from support.staged import stage_tensors
 
 from torch_dcpx import _C, StagingError
 from torch_dcpx.staging.arena import process_pool
 from torch_dcpx.tensors import device as device_memory
+
+__all__ = ["_warm_processes"]
 
 pytestmark = pytest.mark.cuda
 
@@ -110,6 +112,7 @@ def test_capture_is_refused_and_goes_on() -> None:
     assert torch.equal(copy.cpu(), torch.ones(1000))
 
 
+@pytest.mark.alone
 def test_snapshot_takes_no_device_memory_and_pins_its_arena() -> None:
     process_pool().close()
     state = state_on("cuda", 4)

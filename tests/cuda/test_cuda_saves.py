@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import RunPython
-from cuda_states import assert_same, blank, busy, on_host, ordinals, state_on
+from cuda_states import _warm_processes, assert_same, blank, busy, on_host, ordinals, state_on
 from support.async_saves import no_save_is_left
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxReader, DcpxStager, DcpxWriter, WriteOptions
 
-__all__ = ["no_save_is_left"]
+__all__ = ["_warm_processes", "no_save_is_left"]
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("no_save_is_left")]
 

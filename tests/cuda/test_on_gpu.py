@@ -1,0 +1,280 @@
+"""on_gpu.sh without a GPU: whatever a stage does, the others run and each has its line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_install
+import pytest
+from conftest import ROOT
+from gpu_runner import CANNOT, FAILED, OK, TIMED_OUT
+from gpu_stages import RESERVE_S, STAGES, TOTAL_S
+
+LATE_S = 300.0  # after which a test gives up; none needs it
+GOOD = {"name": "good", "command": ["sh", "-c", 'echo \'FIGURES {"short": "fine"}\'']}
+LAST = {"name": "last", "command": ["sh", "-c", "echo done"]}
+HANG = {
+    "name": "hang",
+    "command": ["sh", "-c", "echo begun; exec sleep 1000"],
+    "quick": 3,
+    "full": 3,
+}
+
+
+def start(
+    tmp_path: Path, stages: list[dict[str, Any]], *arguments: str, **variables: str
+) -> subprocess.Popen[str]:
+    """Starts on_gpu.sh with other stages; each has 200 s where it names no limit."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"quick": 200, "full": 200, **stage} for stage in stages]))
+    out = {"OUT": str(tmp_path / "out"), "PYTHON": sys.executable}
+    return subprocess.Popen(
+        [str(ROOT / "tests/cuda/on_gpu.sh"), "quick", "--plan", str(plan), *arguments],
+        env={**os.environ, **out, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+    )
+
+
+def run(
+    tmp_path: Path, stages: list[dict[str, Any]], *arguments: str, **variables: str
+) -> tuple[int, str]:
+    process = start(tmp_path, stages, *arguments, **variables)
+    said, _ = process.communicate(timeout=LATE_S)
+    return process.returncode, said
+
+
+def lines_of(text: str) -> dict[str, dict[str, Any]]:
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return {one["stage"]: one for one in found}
+
+
+def results(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    return lines_of((tmp_path / "out" / "results.jsonl").read_text())
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+def wait_for(path: Path, text: str) -> None:
+    give_up_at = time.monotonic() + LATE_S
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < give_up_at, f"no {text!r} in {path.name}"
+        time.sleep(0.02)
+
+
+# ---- One stage goes wrong -----------------------------------------------------------------------
+
+
+def test_stage_that_hangs_is_killed_and_what_it_printed_is_there(tmp_path: Path) -> None:
+    status, said = run(tmp_path, [GOOD, HANG, LAST])
+    found = results(tmp_path)
+    assert [one["outcome"] for one in found.values()] == [OK, TIMED_OUT, OK]
+    assert found["hang"]["reason"] == "killed after 3 s; last line: begun"
+    assert (tmp_path / "out" / "hang.log").read_text() == "begun\n"
+    assert found["good"]["figures"] == {"short": "fine"}
+    assert status == 1
+    assert said.splitlines()[-1].startswith("2 ok, 1 timed out in ")
+    assert lines_of(said) == found
+
+
+def test_python_that_hangs_shows_its_stack(tmp_path: Path) -> None:
+    code = "import time\ndef stuck():\n    time.sleep(1000)\nprint('begun')\nstuck()"
+    hang = {**HANG, "command": ["{python}", "-c", code], "quick": 10}
+    run(tmp_path, [hang])
+    assert "in stuck" in (tmp_path / "out" / "hang.log").read_text()
+    assert results(tmp_path)["hang"]["reason"].endswith("last line: begun")
+
+
+def test_stage_that_ignores_signals_is_killed_all_the_same(tmp_path: Path) -> None:
+    deaf = "import signal, time\n" + "".join(
+        f"signal.signal(signal.SIG{name}, signal.SIG_IGN)\n" for name in ("ABRT", "TERM", "INT")
+    )
+    hang = {**HANG, "command": ["{python}", "-c", f"{deaf}print('deaf')\ntime.sleep(1000)"]}
+    run(tmp_path, [{**hang, "quick": 10}, LAST])
+    found = results(tmp_path)
+    assert found["hang"]["exit"] == -signal.SIGKILL
+    assert found["last"]["outcome"] == OK
+
+
+def test_stage_that_crashes_loses_no_other(tmp_path: Path) -> None:
+    code = "import ctypes; print('before', flush=True); ctypes.string_at(0)"
+    crash = {"name": "crash", "command": ["{python}", "-c", code]}
+    status, _ = run(tmp_path, [crash, LAST])
+    found = results(tmp_path)
+    assert found["crash"]["outcome"] == FAILED
+    assert found["crash"]["exit"] == -signal.SIGSEGV
+    assert found["crash"]["reason"] == "SIGSEGV; last line: before"
+    assert (found["last"]["outcome"], status) == (OK, 1)
+
+
+def test_stage_that_does_not_start_loses_no_other(tmp_path: Path) -> None:
+    run(tmp_path, [{"name": "none", "command": ["/no/such/program"]}, LAST])
+    found = results(tmp_path)
+    assert found["none"]["reason"] == "/no/such/program: No such file or directory"
+    assert found["last"]["outcome"] == OK
+
+
+def test_what_a_stage_leaves_behind_is_killed(tmp_path: Path) -> None:
+    left = tmp_path / "pids"
+    script = f"setsid sleep 1000 & echo $! >> {left}; sleep 1000 & echo $! >> {left}"
+    run(tmp_path, [{"name": "leaves", "command": ["sh", "-c", script]}, LAST])
+    pids = [int(line) for line in left.read_text().split()]
+    assert len(pids) == 2
+    assert all(is_gone(pid) for pid in pids)
+    assert [one["outcome"] for one in results(tmp_path).values()] == [OK, OK]
+
+
+def test_stage_that_cannot_run_here_is_no_failure(tmp_path: Path) -> None:
+    cannot = {"name": "no", "command": ["sh", "-c", "echo CANNOT no such device; exit 77"]}
+    status, _ = run(tmp_path, [cannot, LAST])
+    assert results(tmp_path)["no"]["outcome"] == CANNOT
+    assert results(tmp_path)["no"]["reason"] == "no such device"
+    assert status == 2
+
+
+def test_stage_does_not_begin_without_what_it_needs(tmp_path: Path) -> None:
+    fails = {"name": "install", "command": ["sh", "-c", "echo REASON no wheel; exit 1"]}
+    run(tmp_path, [fails, {**LAST, "needs": "install"}])
+    found = results(tmp_path)
+    assert found["install"]["reason"] == "no wheel"
+    assert (found["last"]["outcome"], found["last"]["exit"]) == (CANNOT, None)
+
+
+# ---- The whole ----------------------------------------------------------------------------------
+
+
+def test_whole_run_has_a_deadline(tmp_path: Path) -> None:
+    status, _ = run(tmp_path, [{**HANG, "quick": 200}, LAST], "--total", str(RESERVE_S + 4))
+    found = results(tmp_path)
+    assert found["hang"]["outcome"] == TIMED_OUT
+    assert (found["last"]["outcome"], found["last"]["reason"]) == (CANNOT, "no time left")
+    assert status == 1
+
+
+def test_limits_of_all_stages_fit_the_whole() -> None:
+    for mode, total_s in TOTAL_S.items():
+        assert sum(stage.limit(mode) for stage in STAGES) + RESERVE_S <= total_s
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_signal_to_the_run_ends_it_with_its_lines_and_summary(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process = start(tmp_path, [GOOD, {**HANG, "quick": 200}, LAST])
+    wait_for(tmp_path / "out" / "hang.log", "begun")
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=LATE_S)
+    found = results(tmp_path)
+    assert [one["outcome"] for one in found.values()] == [OK, FAILED, CANNOT]
+    assert found["hang"]["reason"] == f"the run was ended by {number.name}"
+    assert (tmp_path / "out" / "summary.txt").read_text().strip() in said
+    assert process.returncode == 128 + number
+
+
+def full_out(tmp_path: Path) -> Path:
+    """Returns an $OUT in which nothing can be written: every file is /dev/full."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("results.jsonl", "good.log", "last.log", "summary.txt", "figures.md"):
+        (out / name).symlink_to("/dev/full")
+    return out
+
+
+def test_full_out_loses_no_stage(tmp_path: Path) -> None:
+    full_out(tmp_path)
+    table = json.dumps({"T": {"columns": ["a"], "rows": [[1]]}})
+    good = {**GOOD, "command": ["sh", "-c", f"echo 'FIGURES {table}'"]}
+    status, said = run(tmp_path, [good, LAST])
+    found = lines_of(said)
+    assert [one["outcome"] for one in found.values()] == [OK, OK]
+    assert "results.jsonl is not written any more: No space left on device" in said
+    assert found["last"]["figures"] == {}
+    assert said.splitlines()[-1].startswith("2 ok in ")
+    assert status == 0
+
+
+@pytest.mark.root
+def test_out_that_fills_up_loses_no_stage(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(out)], check=True)
+    try:
+        writes = {"name": "writes", "command": ["sh", "-c", "yes | head -c 1000000; echo end"]}
+        status, said = run(tmp_path, [GOOD, writes, LAST])
+        assert (out / "writes.log").read_text().startswith("y\ny\n")
+    finally:
+        subprocess.run(["umount", "-l", str(out)], check=True)
+    assert [one["outcome"] for one in lines_of(said).values()] == [OK, OK, OK]
+    assert "writes.log is not written any more: No space left on device" in said
+    assert status == 0
+
+
+def test_without_a_folder_for_out_everything_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    status, said = run(tmp_path, [GOOD])
+    assert lines_of(said)["good"]["figures"] == {"short": "fine"}
+    assert status == 0
+
+
+# ---- The installation ---------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_named_with_what_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ON_GPU_SITE", str(tmp_path / "site"))
+    monkeypatch.setattr(gpu_install, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_install, "install", lambda *_: None)
+    monkeypatch.setattr(gpu_install, "CARRIED", {"no-such-package": "the tests"})
+    monkeypatch.setattr(gpu_install, "OPTIONAL", {"no-such-side": "a side"})
+    assert gpu_install.main() == 1
+    said = capsys.readouterr().out
+    assert "no wheel of this Python in dist/wheels" in said
+    assert "missing: no-such-side, for a side" in said
+    assert "REASON missing: no-such-package; carry build/on_gpu/wheels, which " in said
+    assert "tests/cuda/carry.sh makes" in said
+
+
+def test_wheel_is_that_of_this_python_and_machine(tmp_path: Path) -> None:
+    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    machine = os.uname().machine
+    for name in (
+        f"some_package-1.0-cp27-cp27m-manylinux_2_28_{machine}.whl",
+        f"some_package-1.0-{here}-{here}-manylinux_2_28_sparc.whl",
+    ):
+        (tmp_path / name).touch()
+    assert gpu_install.wheel_of("some-package", tmp_path) is None
+    for name in (
+        f"some_package-1.0-{here}-{here}-manylinux_2_17_{machine}.manylinux2014_{machine}.whl",
+        "other-1.0-py3-none-any.whl",
+        f"stable-1.0-cp310-abi3-manylinux_2_28_{machine}.whl",
+    ):
+        (tmp_path / name).touch()
+    for package in ("some-package", "other", "stable"):
+        assert gpu_install.wheel_of(package, tmp_path) is not None
+
+
+def test_wheel_of_another_tree_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_install, "ROOT", tmp_path)
+    for folder in ("torch_dcpx", "site/torch_dcpx"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text("same")
+    assert gpu_install.strangers(tmp_path / "site") == []
+    (tmp_path / "torch_dcpx" / "a.py").write_text("changed")
+    (tmp_path / "torch_dcpx" / "b.py").write_text("new")
+    assert gpu_install.strangers(tmp_path / "site") == ["a.py", "b.py"]
